@@ -1,0 +1,283 @@
+"""The configuration: frozen dataclasses, one for each part of the program.
+
+A run is described once, by :class:`RunConfig`, loaded from TOML by
+``config.loader`` and checked by ``config.checks``. The string under a field is
+its help: ``config show`` and the reference in docs/ print it. Sizes are counts,
+times are seconds and memory is bytes unless the name says otherwise. 0 in a
+field marked "derived" means: take the value that the property computes.
+
+This module imports nothing of torch, so that a configuration can be checked in
+milliseconds on a login node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network. Nothing here depends on how it is split."""
+
+    name: str = "gpt"
+    """A label for logs and checkpoints."""
+    num_layers: int = 2
+    """Transformer layers."""
+    hidden_size: int = 128
+    """Width of the residual stream, h."""
+    num_attention_heads: int = 4
+    """Query heads, a."""
+    num_query_groups: int = 0
+    """Key/value heads (grouped-query attention); 0: as many as query heads."""
+    head_dim: int = 0
+    """Size of one head; 0: hidden_size / num_attention_heads."""
+    ffn_hidden_size: int = 0
+    """Width of the MLP; 0: 4h for gelu, 8h/3 rounded up to a multiple of 256 for swiglu."""
+    vocab_size: int = 50257
+    """Entries of the tokenizer, before any padding."""
+    seq_length: int = 1024
+    """Tokens a sample, s; also the number of learned positions."""
+    position_embedding: str = "learned"
+    """learned | rope"""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    normalization: str = "layernorm"
+    """layernorm | rmsnorm"""
+    norm_epsilon: float = 1e-5
+    """Added to the variance."""
+    activation: str = "gelu"
+    """gelu (erf) | gelu_tanh | swiglu"""
+    add_bias: bool = True
+    """Biases in all linears and (with layernorm) norms."""
+    tie_embeddings: bool = True
+    """The head uses the token embedding's matrix."""
+    hidden_dropout: float = 0.0
+    """Probability, after the embedding and each residual branch."""
+    attention_dropout: float = 0.0
+    """Probability, on attention weights; only the math provider keeps it free of layout."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; output layers use init_std / sqrt(2 L)."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads after the default is applied."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Elements in one head after the default is applied."""
+        return self.head_dim or self.hidden_size // max(self.num_attention_heads, 1)
+
+    @property
+    def ffn_size(self) -> int:
+        """MLP width after the default is applied."""
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        if self.activation == "swiglu":
+            return -(-(8 * self.hidden_size) // 3 // 256) * 256
+        return 4 * self.hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """How the run is split over processes. Changing it changes no number beyond rounding."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that share each layer, t. Keep it within a node."""
+    pipeline_parallel_size: int = 1
+    """Stages, p."""
+    virtual_pipeline_size: int = 1
+    """Chunks of layers on each stage, v (interleaved schedules; engine native)."""
+    data_parallel_size: int = 0
+    """Replicas, d; 0: world size / (t * p)."""
+    sequence_parallel: bool = False
+    """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
+    zero_stage: int = 1
+    """0: replicated optimizer, 1: optimizer state split over the replicas."""
+    pipeline_schedule: str = "1f1b"
+    """gpipe | 1f1b"""
+    pipeline_split: tuple[int, ...] = ()
+    """Transformer layers on each stage; empty: balanced by cost, embedding and head counted."""
+    vocab_padding_multiple: int = 128
+    """The vocabulary is padded to a multiple of this times t; padded logits are masked."""
+    recompute: str = "none"
+    """none | selective (attention core) | full (each layer from its input)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """What one optimizer step consumes."""
+
+    micro_batch_size: int = 1
+    """Samples in one forward pass of one replica."""
+    global_batch_size: int = 8
+    """Samples in one optimizer step, over all replicas."""
+    rampup_start: int = 0
+    """Global batch of the first step; 0: no ramp-up."""
+    rampup_increment: int = 0
+    """Added at each stage of the ramp-up."""
+    rampup_samples: int = 0
+    """Samples over which the ramp-up reaches global_batch_size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    dtype: str = "bf16"
+    """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). Masters and sums are fp32 for the halves."""
+    initial_loss_scale: float = 65536.0
+    """fp16: first loss scale."""
+    loss_scale_window: int = 1000
+    """fp16: good steps before the scale doubles."""
+    min_loss_scale: float = 1.0
+    """fp16: the scale does not fall below this."""
+    loss_scale_hysteresis: int = 2
+    """fp16: overflows before the scale halves."""
+    max_skipped_steps: int = 50
+    """fp16: overflows in a row after which training stops with exit 6."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) and its learning-rate schedule."""
+
+    name: str = "adamw"
+    """adamw"""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """On matrices and embeddings; never on biases and norms."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    decay: str = "cosine"
+    """cosine | linear | constant"""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    decay_steps: int = 0
+    """Step at which min_lr is reached; 0: training.steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    train: tuple[str, ...] = ()
+    """Prefixes of .bin/.idx pairs; empty with synthetic = false is an error."""
+    weights: tuple[float, ...] = ()
+    """Blend weights, one for each prefix; empty: by number of tokens."""
+    split: tuple[float, ...] = (0.98, 0.01, 0.01)
+    """Fractions of the corpus for training, validation and test."""
+    synthetic: bool = False
+    """Draw reproducible random tokens instead of reading a corpus."""
+    tokenizer: str = "auto"
+    """byte | gpt2 | auto (what the corpus' sidecar names)"""
+    order: str = "stateless"
+    """stateless (a permutation an epoch) | megatron (Megatron-LM's document order)"""
+    mask_eod_loss: bool = False
+    """Leave the end-of-document tokens out of the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The loop."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    eval_interval: int = 0
+    """Steps between evaluations; 0: only at the end when eval_batches > 0."""
+    eval_batches: int = 0
+    """Global batches in one evaluation; 0: none."""
+    log_interval: int = 1
+    """Steps between lines on the console (metrics.jsonl has every step)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save_interval: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    save_final: bool = True
+    """Save after the last step and on SIGINT."""
+    keep: int = 2
+    """Checkpoints kept; older ones are removed after a commit. 0: all."""
+    resume: str = "auto"
+    """auto (newest whole checkpoint of the run folder, if any) | never | a path"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendConfig:
+    """Device and providers, chosen once at start."""
+
+    device: str = "auto"
+    """auto | cpu | cuda | rocm"""
+    attention: str = "auto"
+    """auto | math | sdpa | flash_attn"""
+    norm: str = "auto"
+    """auto | torch | apex"""
+    optimizer: str = "auto"
+    """auto | torch | deepspeed (CPUAdam or FusedAdam) | apex"""
+    allow_compile: bool = False
+    """Permit torch.compile; everything else is built ahead of time."""
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms (bit-exact resume on GPUs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The machine, as far as checks and FLOP shares need it."""
+
+    name: str = "local"
+    """A label."""
+    gpus_per_node: int = 8
+    """Ranks a node (GCDs on MI250X)."""
+    nodes: int = 0
+    """Nodes of the run; 0: as many as the launcher gives."""
+    peak_tflops: float = 0.0
+    """Peak dense matmul rate of one device in the run's dtype, TFLOP/s; 0: MFU is not reported."""
+    memory_gb: float = 0.0
+    """Memory of one device, 10^9 bytes; 0: unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """What is written down."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard events (optional dependency)."""
+    replica_check_interval: int = 0
+    """Steps between checks that replicated parameters are equal on all ranks; 0: never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run."""
+
+    name: str = "run"
+    """Name of the run; its folder is output_dir/name."""
+    output_dir: str = "runs"
+    """Where run folders live."""
+    seed: int = 1234
+    """Of weights, data order and dropout."""
+    engine: str = "deepspeed"
+    """deepspeed | native"""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

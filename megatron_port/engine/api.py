@@ -1,0 +1,110 @@
+"""What an engine is: the one interface that the loop, checkpoints and tests know.
+
+Nothing above ``engine/`` knows which engine runs, and no engine knows the model
+beyond its list of layers and their parameter records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_port.parallel.record import ParameterRecord
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of one replica.
+
+    ``sample_ids`` are global sample indices counted from the start of training;
+    they key dropout, so every stage needs them. Only the first stage needs
+    ``tokens`` and only the last ``labels`` and ``loss_mask``; elsewhere they are None.
+    """
+
+    sample_ids: tuple[int, ...]
+    tokens: torch.Tensor | None = None
+    """int64 [batch, seq]"""
+    labels: torch.Tensor | None = None
+    """int64 [batch, seq]"""
+    loss_mask: torch.Tensor | None = None
+    """float32 [batch, seq], 1 where the label counts; None: everywhere"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same values on every rank."""
+
+    loss: float
+    """Mean over all loss tokens of the global batch, before the update (nats)."""
+    tokens: int
+    """Loss tokens of the global batch."""
+    grad_norm: float | None
+    """Global L2 norm before clipping, loss scale and batch weighting removed; None if the step was skipped."""
+    skipped: bool = False
+    """The update was not applied (fp16 overflow)."""
+    loss_scale: float = 1.0
+    """Scale that this step's backward used."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Sums over a set of micro-batches of all replicas; the same on every rank."""
+
+    loss_sum: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss (nats a token)."""
+        return self.loss_sum / max(self.tokens, 1)
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A contiguous range of one tensor of the training state that this rank owns.
+
+    The box (``offset``, ``shape``) is a slice of the parameter's logical global
+    tensor; ``tensor`` is the 1-D range that starts at ``flat_start`` of the
+    row-major flattening of that box. ``kind``: ``weight`` (fp32 master under the
+    halves), ``exp_avg`` or ``exp_avg_sq``.
+    """
+
+    name: str
+    kind: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat_start: int
+    tensor: torch.Tensor
+
+
+StateReader = Callable[[str, str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
+"""``read(name, kind, offset, shape)`` → the box as a CPU tensor of that shape."""
+
+
+class Engine(Protocol):
+    """A model, split as the layout says, that can take optimizer steps."""
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
+        """One optimizer step over this replica's micro-batches. ``step`` keys dropout."""
+
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        """Forward only, dropout off; sums over all replicas."""
+
+    def named_parameters(self) -> Iterator[tuple[ParameterRecord, torch.nn.Parameter]]:
+        """This rank's parameters, tied copies included."""
+
+    def state_pieces(self) -> Iterator[StatePiece]:
+        """The training state that this rank saves. Over all ranks: every element of every kind exactly once."""
+
+    def scalar_state(self) -> dict[str, float | int]:
+        """Small state equal on all ranks: optimizer step count, loss scale and its counters."""
+
+    def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
+        """Set weights, moments and scalars, whatever layout or engine saved them."""
+
+    def load_weights(self, read: StateReader) -> None:
+        """Set weights only (generation, fine-tuning); moments start at zero."""

@@ -1,0 +1,194 @@
+"""The DeepSpeed engine: 1F1B and ZeRO-1 of the pinned DeepSpeed, driven by our stage, records and batches."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from megatron_port.backend.jit_guard import prepare_deepspeed
+from megatron_port.config.schema import RunConfig
+from megatron_port.engine.api import EvalResult, MicroBatch, StatePiece, StateReader, StepResult
+from megatron_port.engine.deepspeed_config import deepspeed_config
+from megatron_port.engine.module import recorded_parameters, zero_moments
+from megatron_port.engine.totals import global_tokens, shared_sums
+from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients
+from megatron_port.optim.loss_scale import LossScaler
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import ParameterRecord
+
+GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
+
+
+class DeepSpeedEngine:
+    """See ``engine.api.Engine``.
+
+    DeepSpeed divides the loss by the number of micro-batches and averages over
+    replicas; the loss given to it is multiplied by both over the step's global
+    token count, so that what remains is the mean over global tokens.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        config: RunConfig,
+        ctx: ParallelContext,
+        stream: DropoutStream,
+        *,
+        dtype: torch.dtype,
+        optimizer_provider: str = "torch",
+    ) -> None:
+        prepare_deepspeed()
+        from megatron_port.engine import deepspeed_pipeline, deepspeed_state
+
+        self._state = deepspeed_state
+        self.stage, self.config, self.ctx, self.stream, self.dtype = stage, config, ctx, stream, dtype
+        self.scaler = LossScaler(config.precision)
+        self.on_gradients: GradientHook | None = None
+        self._batches: Sequence[MicroBatch] = ()
+        self._step = 0
+        self._loss_factor = 1.0
+        self._loss_count = 0
+        self._loss_total = torch.zeros((), dtype=torch.float64, device=ctx.device)
+        micro_batches = config.batch.global_batch_size // (config.batch.micro_batch_size * ctx.topology.dp)
+        settings = deepspeed_config(config, dp=ctx.topology.dp, micro_batches=micro_batches)
+        self.engine = self._initialize(deepspeed_pipeline, settings, optimizer_provider)
+        self.parameters = recorded_parameters(self.stage)
+        self.engine.before_forward = self._before_forward
+        self.engine.reduce_shared_gradients = self._reduce_shared
+        self.engine.before_update = self._before_update
+        # Our LossScaler changes the scale, after the step; see deepspeed_pipeline.
+        self.engine.optimizer._update_scale = lambda overflow=False: None
+        self._push_scale()
+
+    def _initialize(self, pipeline, settings: dict, optimizer_provider: str):  # noqa: ANN001, ANN202
+        """Build DeepSpeed's objects; its start-up chatter goes to debug logging."""
+        import deepspeed
+        from deepspeed.runtime.config import DeepSpeedConfig
+
+        # PipelineModule reads it from the environment only to pick a device, which the context already did.
+        os.environ["LOCAL_RANK"] = str(self.ctx.device.index or 0)
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        chatter = io.StringIO()
+        with contextlib.redirect_stdout(chatter):
+            deepspeed.init_distributed(dist_init_required=False)
+            module = pipeline.OneStage(self.stage, self.ctx, self._loss)
+            optimizer = self._build_optimizer(optimizer_provider)
+            engine = pipeline.RecordedPipelineEngine(
+                args=None, model=module, optimizer=optimizer, mpu=module.mpu(), dist_init_required=False,
+                config=settings, config_class=DeepSpeedConfig(settings, module.mpu()),
+            )
+        logging.getLogger("megatron_port").debug("%s", chatter.getvalue())
+        return engine
+
+    def _build_optimizer(self, provider: str) -> torch.optim.Optimizer:
+        cfg = self.config.optimizer
+        pairs = recorded_parameters(self.stage)
+        groups = [
+            {"params": [p for r, p in pairs if r.decay is decay], "weight_decay": cfg.weight_decay if decay else 0.0}
+            for decay in (True, False)
+        ]
+        groups = [g for g in groups if g["params"]]
+        common = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+        if provider == "deepspeed":
+            from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+            if self.ctx.device.type == "cpu":
+                return DeepSpeedCPUAdam(groups, adamw_mode=True, **common)
+            return FusedAdam(groups, adam_w_mode=True, **common)
+        return torch.optim.AdamW(groups, foreach=True, **common)
+
+    def _push_scale(self) -> None:
+        if self.dtype == torch.float16:
+            self.engine.optimizer.loss_scaler.cur_scale = self.scaler.scale
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """DeepSpeed's loss function, called once a micro-batch, in order."""
+        mask = self._batches[self._loss_count].loss_mask
+        self._loss_count += 1
+        loss = self.stage.loss_sum(logits, labels, mask.to(logits.device) if mask is not None else None)
+        self._loss_total += loss.detach()
+        return loss * self._loss_factor
+
+    def _before_forward(self, index: int) -> None:
+        self.stream.set_micro_batch(self._step, self._batches[index].sample_ids)
+
+    def _reduce_shared(self, grads: list[tuple[ParameterRecord, torch.Tensor]]) -> None:
+        reduce_partial_gradients(grads, self.ctx)
+        reduce_tied_gradients(grads, self.ctx)
+
+    def _before_update(self) -> None:
+        """Show the final gradients (summed over replicas, unscaled) to whoever asked; costs a collective a tensor."""
+        if self.on_gradients is None:
+            return
+        scale = self.scaler.scale
+        self.on_gradients(
+            [(r, p.get_full_hp_grad().view(p.shape) / scale) for r, p in self.parameters]  # type: ignore[operator]
+        )
+
+    def _begin(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[tuple]:
+        self._batches, self._step, self._loss_count = micro_batches, step, 0
+        self._loss_total.zero_()
+        return iter([(b.tokens, b.labels) for b in micro_batches])
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
+        """One optimizer step; see ``engine.api.Engine``."""
+        count, dp = len(micro_batches), self.ctx.topology.dp
+        if count != self.engine.micro_batches:
+            self.engine.set_train_batch_size(count * self.config.batch.micro_batch_size * dp)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.stream.enabled = True
+        tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        self._loss_factor = count * dp / tokens
+        used_scale = self.scaler.scale
+        self.engine.train_batch(self._begin(micro_batches, step))
+        total, counted = shared_sums([self._loss_total, tokens / dp], self.ctx)
+        overflow = bool(self.engine.optimizer.overflow)
+        norm = None if overflow else float(self.engine.get_global_grad_norm())
+        self.scaler.update(overflow)
+        self._push_scale()
+        return StepResult(
+            loss=total / max(counted, 1.0), tokens=round(counted), grad_norm=norm, skipped=overflow,
+            loss_scale=used_scale,
+        )
+
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        """Forward only; see ``engine.api.Engine``."""
+        self.stream.enabled = False
+        self._loss_factor = 1.0
+        tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        self.engine.eval_batch(
+            self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
+        )
+        self.stream.enabled = True
+        total, counted = shared_sums([self._loss_total, tokens / self.ctx.topology.dp], self.ctx)
+        return EvalResult(loss_sum=total, tokens=round(counted))
+
+    def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
+        """This rank's parameters."""
+        yield from self.parameters
+
+    def state_pieces(self) -> Iterator[StatePiece]:
+        """The fragments of masters and moments that ZeRO-1 gave this rank."""
+        yield from self._state.state_pieces(self.engine.optimizer, self.ctx)
+
+    def scalar_state(self) -> dict[str, float | int]:
+        """Optimizer steps taken, and the loss scale."""
+        return {"optimizer_steps": self._state.optimizer_steps(self.engine.optimizer), **self.scaler.state()}
+
+    def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
+        """Set masters, weights, moments and counters."""
+        self._state.load_state(self.engine.optimizer, read, int(scalars.get("optimizer_steps", 0)))
+        self.scaler.load(scalars)
+        self._push_scale()
+
+    def load_weights(self, read: StateReader) -> None:
+        """Set weights; moments and counters start afresh."""
+        self.load_state(zero_moments(read), {})

@@ -1,0 +1,114 @@
+"""DeepSpeed's pipeline engine, with the parts overridden that are wrong or unaware of our parameter records.
+
+Checked against DeepSpeed 0.19.8, the version that is pinned; everything that
+touches its insides is here and in ``deepspeed_state``.
+
+* The dispatch table holds unbound functions, so overriding a method is not
+  enough: the table is rebuilt below.
+* Tied gradients are looked up where they are (``grad``, ``grad_accum`` or the
+  bf16 optimizer's buffer); DeepSpeed reads ``weight.grad``, which is None with
+  fp16 and fp32 accumulation, and then never sums them.
+* Gradients that are partial over tp are summed before ZeRO's reduction.
+* fp16: DeepSpeed changes the loss scale before it divides the gradient by it,
+  so the step at which the scale grows is halved. The scale is changed after
+  the step here, by the same ``LossScaler`` that the native engine uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.record import ParameterRecord, record_of
+
+
+class OneStage(PipelineModule):
+    """A PipelineModule whose layer i is our stage i: how layers are split is decided in one place, not here."""
+
+    def __init__(self, stage: nn.Module, ctx: ParallelContext, loss_fn: Callable[..., torch.Tensor]) -> None:
+        t = ctx.topology
+
+        def build() -> nn.Module:
+            return stage
+
+        with torch.no_grad():
+            super().__init__(
+                layers=[LayerSpec(_Held, build) for _ in range(t.pp)],
+                topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
+                loss_fn=loss_fn,
+                partition_method="uniform",
+                activation_checkpoint_interval=0,
+            )
+        for p in self.parameters():
+            record = record_of(p)
+            # Its norm counts a parameter on every tp rank if split, on tp rank 0 otherwise, and never if "replicated".
+            p.tensor_model_parallel = record.is_split  # type: ignore[attr-defined]
+            p.ds_pipe_replicated = not record.tied_primary  # type: ignore[attr-defined]
+
+
+class _Held(nn.Module):
+    """LayerSpec builds modules by class; this one holds the stage that exists already."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.stage = build()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stage(x)
+
+
+class RecordedPipelineEngine(PipelineEngine):
+    """Calls back before each forward pass, around gradient reduction and before the update."""
+
+    before_forward: Callable[[int], None]
+    reduce_shared_gradients: Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
+    before_update: Callable[[], None]
+
+    def recorded_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
+        """(record, accumulated gradient) of every parameter, in the buffer that ZeRO will reduce."""
+        out = []
+        for p in self.module.parameters():
+            if isinstance(self.optimizer, BF16_Optimizer):
+                grad = getattr(p, "_hp_grad", None)
+            else:
+                grad = self.optimizer.get_param_gradient_attribute(p)
+            if grad is None:
+                raise RuntimeError(f"{record_of(p).name} received no gradient in this step")
+            out.append((record_of(p), grad))
+        return out
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        self.before_forward(self.forward_count)
+        self.forward_count += 1
+        super()._exec_forward_pass(buffer_id)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        self.reduce_shared_gradients(self.recorded_gradients())
+
+    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+        self.before_update()
+        super()._exec_optimizer_step(lr_kwargs)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        self.forward_count = 0
+        super()._exec_schedule(pipe_schedule)
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """Nothing: the loss is summed once, over tokens, by the engine that owns this one."""
+        return torch.zeros((), device=self.device)
+
+    _INSTRUCTION_MAP = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        schedule.OptimizerStep: _exec_optimizer_step,
+    }

@@ -1,0 +1,89 @@
+"""What an engine asks of a model's stage, and helpers over its parameter records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from megatron_port.engine.api import StatePiece, StateReader
+from megatron_port.parallel.record import ParameterRecord, record_of
+
+
+@runtime_checkable
+class StageModule(Protocol):
+    """One pipeline stage of any model; also an ``nn.Module``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens or activations in, activations or logits out."""
+
+    def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Sum of token losses (last stage)."""
+
+    def activation_shape(self, batch: int, seq: int) -> tuple[int, ...]:
+        """Shape of the tensor between stages."""
+
+
+def recorded_parameters(stage: nn.Module) -> list[tuple[ParameterRecord, nn.Parameter]]:
+    """(record, parameter) of a stage, each parameter once, in module order.
+
+    Raises AttributeError when a parameter has no record, ValueError when two share a name.
+    """
+    pairs = [(record_of(p), p) for p in stage.parameters()]
+    names = [record.name for record, _ in pairs]
+    if len(set(names)) != len(names):
+        doubled = sorted({n for n in names if names.count(n) > 1})
+        raise ValueError(f"parameters share a canonical name: {doubled}")
+    return pairs
+
+
+def read_local(read: StateReader, record: ParameterRecord, kind: str, out: torch.Tensor) -> None:
+    """Fill ``out`` (shape ``record.local_shape``) with this rank's slice; padding becomes zero."""
+    with torch.no_grad():
+        view = record.local_view(out)
+        if view.numel() != out.numel():
+            out.zero_()
+        if view.numel():
+            view.copy_(read(record.name, kind, record.offset, record.extent))
+
+
+def logical_pieces(
+    record: ParameterRecord, kind: str, flat: torch.Tensor, start: int
+) -> Iterator[StatePiece]:
+    """Pieces for elements [start, start + len(flat)) of this rank's flattened local tensor, padding cut off.
+
+    Padding lies at the end of the split dimension. Where that is dimension 0 the
+    logical elements are a prefix of the flat tensor; an inner dimension is never padded.
+    """
+    logical = 1
+    for n in record.extent:
+        logical *= n
+    padded = 1
+    for n in record.local_shape:
+        padded *= n
+    if logical != padded and record.split_dim != 0:
+        raise ValueError(f"{record.name}: padding along dimension {record.split_dim} is not supported")
+    length = min(start + flat.numel(), logical) - start
+    if length > 0:
+        yield StatePiece(
+            name=record.name, kind=kind, global_shape=record.shape, offset=record.offset, shape=record.extent,
+            flat_start=start, tensor=flat[:length],
+        )
+
+
+def zero_moments(read: StateReader) -> StateReader:
+    """A reader whose moments are zero: weights from a checkpoint, optimizer fresh."""
+
+    def wrapped(name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        if kind != "weight":
+            return torch.zeros(shape)
+        return read(name, kind, offset, shape)
+
+    return wrapped
+
+
+__all__ = [
+    "StageModule", "logical_pieces", "read_local", "recorded_parameters", "zero_moments",
+]

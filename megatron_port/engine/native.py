@@ -1,0 +1,241 @@
+"""The native engine: schedules as data, plain AdamW on fp32 masters, every layout, every dtype.
+
+It needs nothing but torch, runs in fp64 for proofs, and on one process it is
+the reference that every layout of either engine is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.engine.api import EvalResult, MicroBatch, StatePiece, StateReader, StepResult
+from megatron_port.engine.module import logical_pieces, read_local, recorded_parameters, zero_moments
+from megatron_port.engine.totals import global_tokens, shared_sums
+from megatron_port.optim.gradients import (
+    counts_in_norm,
+    global_grad_norm,
+    reduce_partial_gradients,
+    reduce_tied_gradients,
+)
+from megatron_port.optim.loss_scale import LossScaler
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import ParameterRecord
+from megatron_port.pipeline.schedules import SCHEDULES, Kind
+from megatron_port.pipeline.transfer import StageLink
+
+GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
+
+
+class NativeEngine:
+    """See ``engine.api.Engine``. ``on_gradients`` sees every final gradient (summed over dp, unclipped, unscaled)."""
+
+    def __init__(
+        self, stage: nn.Module, config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *, dtype: torch.dtype
+    ) -> None:
+        self.stage, self.config, self.ctx, self.stream, self.dtype = stage, config, ctx, stream, dtype
+        self.link = StageLink(ctx)
+        self.parameters = recorded_parameters(stage)
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.separate_master = dtype != self.wide
+        self.main_grads = [torch.zeros(p.shape, dtype=self.wide, device=p.device) for _, p in self.parameters]
+        if self.separate_master:
+            self.masters = [torch.zeros(p.shape, dtype=self.wide, device=p.device) for _, p in self.parameters]
+        else:
+            self.masters = [p.detach() for _, p in self.parameters]
+        for grad, (_, p) in zip(self.main_grads, self.parameters):
+            p.register_post_accumulate_grad_hook(self._accumulate_into(grad))
+        self.optimizer = self._build_optimizer()
+        self.scaler = LossScaler(config.precision)
+        self.on_gradients: GradientHook | None = None
+        self.first, self.last = self.link.previous is None, self.link.next is None
+
+    @staticmethod
+    def _accumulate_into(main_grad: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """A hook that adds each micro-batch's gradient to the wide sum and frees it."""
+
+        def hook(parameter: torch.Tensor) -> None:
+            main_grad.add_(parameter.grad)  # type: ignore[arg-type]
+            parameter.grad = None
+
+        return hook
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        cfg = self.config.optimizer
+        groups = [
+            {"params": [m for (r, _), m in zip(self.parameters, self.masters) if r.decay is decay],
+             "weight_decay": cfg.weight_decay if decay else 0.0}
+            for decay in (True, False)
+        ]
+        return torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, foreach=True
+        )
+
+    def _run_forward(self, batch: MicroBatch, step: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(stage input that needs a gradient, output): receive, compute, send."""
+        self.stream.set_micro_batch(step, batch.sample_ids)
+        received = None
+        if self.link.previous is None:
+            if batch.tokens is None:
+                raise ValueError("the first stage got a micro-batch without tokens")
+            output = self.stage(batch.tokens.to(self.ctx.device))
+        else:
+            shape = self.stage.activation_shape(len(batch.sample_ids), self.config.model.seq_length)
+            received = self.link.receive(shape, self.dtype, self.link.previous)
+            received.requires_grad_(torch.is_grad_enabled())
+            output = self.stage(received)
+        if self.link.next is not None:
+            self.link.send(output, self.link.next)
+        return received, output
+
+    def _loss_sum(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        if batch.labels is None:
+            raise ValueError("the last stage got a micro-batch without labels")
+        mask = batch.loss_mask.to(self.ctx.device) if batch.loss_mask is not None else None
+        return self.stage.loss_sum(logits, batch.labels.to(self.ctx.device), mask)
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, tokens: float) -> torch.Tensor:
+        """Run the schedule; the sum of this replica's token losses (0 except on the last stage)."""
+        plan = SCHEDULES[self.config.layout.pipeline_schedule](
+            self.ctx.coords.pp, self.ctx.topology.pp, len(micro_batches)
+        )
+        held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
+        for action in plan:
+            m = action.micro_batch
+            if action.kind is Kind.FORWARD:
+                received, output = self._run_forward(micro_batches[m], step)
+                if self.last:
+                    output = self._loss_sum(output, micro_batches[m])
+                    total += output.detach()
+                held[m] = (received, output)
+                continue
+            received, output = held.pop(m)
+            if self.link.next is None:
+                (output * (self.scaler.scale / tokens)).backward()
+            else:
+                output.backward(self.link.receive(tuple(output.shape), output.dtype, self.link.next))
+            if self.link.previous is not None:
+                self.link.send(received.grad, self.link.previous)  # type: ignore[union-attr, arg-type]
+        self.link.drain()
+        return total
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
+        """One optimizer step; see ``engine.api.Engine``."""
+        self.stage.train()
+        self.stream.enabled = True
+        for grad in self.main_grads:
+            grad.zero_()
+        tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        loss_sum = self._forward_backward(micro_batches, step, tokens)
+        grads = [(record, grad) for (record, _), grad in zip(self.parameters, self.main_grads)]
+        reduce_partial_gradients(grads, self.ctx)
+        reduce_tied_gradients(grads, self.ctx)
+        if self.ctx.dp_group is not None:
+            for grad in self.main_grads:
+                dist.all_reduce(grad, group=self.ctx.dp_group)
+        used_scale = self.scaler.scale
+        if used_scale != 1.0:
+            for grad in self.main_grads:
+                grad.div_(used_scale)
+        if self.on_gradients is not None:
+            self.on_gradients(grads)
+        norm = global_grad_norm(grads, self.ctx)
+        total, count = shared_sums([loss_sum, tokens / self.ctx.topology.dp], self.ctx)
+        grad_norm = float(norm)
+        # A step whose gradient is not finite is never applied; whether that is normal (fp16) is for the loop to say.
+        skipped = not math.isfinite(grad_norm)
+        if not skipped:
+            self._update(grad_norm, lr)
+        self.scaler.update(skipped)
+        return StepResult(
+            loss=total / max(count, 1.0), tokens=round(count), grad_norm=None if skipped else grad_norm,
+            skipped=skipped, loss_scale=used_scale,
+        )
+
+    def _update(self, grad_norm: float, lr: float) -> None:
+        clip = self.config.optimizer.clip_grad
+        if clip > 0.0 and grad_norm > clip:
+            for grad in self.main_grads:
+                grad.mul_(clip / (grad_norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for master, grad in zip(self.masters, self.main_grads):
+            master.grad = grad
+        self.optimizer.step()
+        for master in self.masters:
+            master.grad = None
+        self._publish_masters()
+
+    def _publish_masters(self) -> None:
+        """Round the masters into the weights that the forward pass uses."""
+        if self.separate_master:
+            with torch.no_grad():
+                for (_, p), master in zip(self.parameters, self.masters):
+                    p.copy_(master)
+
+    @torch.no_grad()
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        """Forward only; see ``engine.api.Engine``."""
+        self.stage.eval()
+        self.stream.enabled = False
+        total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
+        for batch in micro_batches:
+            _, output = self._run_forward(batch, 0)
+            if self.last:
+                total += self._loss_sum(output, batch)
+        self.link.drain()
+        tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        self.stream.enabled = True
+        loss_sum, count = shared_sums([total, tokens / self.ctx.topology.dp], self.ctx)
+        return EvalResult(loss_sum=loss_sum, tokens=round(count))
+
+    def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
+        """This rank's parameters."""
+        yield from self.parameters
+
+    def state_pieces(self) -> Iterator[StatePiece]:
+        """Masters and moments; replicas are equal, so dp rank 0 saves."""
+        if self.ctx.coords.dp != 0:
+            return
+        for (record, _), master in zip(self.parameters, self.masters):
+            if not counts_in_norm(record, self.ctx):
+                continue
+            state = self.optimizer.state.get(master, {})
+            yield from logical_pieces(record, "weight", master.detach().reshape(-1), 0)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                value = state.get(kind)
+                flat = torch.zeros(master.numel(), dtype=self.wide) if value is None else value.reshape(-1)
+                yield from logical_pieces(record, kind, flat, 0)
+
+    def scalar_state(self) -> dict[str, float | int]:
+        """Optimizer steps taken, and the loss scale."""
+        steps = [float(s["step"]) for s in self.optimizer.state.values() if "step" in s]
+        return {"optimizer_steps": int(steps[0]) if steps else 0, **self.scaler.state()}
+
+    def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
+        """Set masters, weights, moments and counters."""
+        steps = int(scalars.get("optimizer_steps", 0))
+        for (record, p), master in zip(self.parameters, self.masters):
+            read_local(read, record, "weight", master)
+            state = {
+                "step": torch.tensor(float(steps)),
+                "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master),
+            }
+            for kind in ("exp_avg", "exp_avg_sq"):
+                read_local(read, record, kind, state[kind])
+            self.optimizer.state[master] = state
+            if not self.separate_master and p.data_ptr() != master.data_ptr():
+                raise RuntimeError(f"{record.name}: weight and master no longer share storage")
+        self._publish_masters()
+        self.scaler.load(scalars)
+
+    def load_weights(self, read: StateReader) -> None:
+        """Set weights; moments and counters start afresh."""
+        self.load_state(zero_moments(read), {})

@@ -1,0 +1,41 @@
+"""Counts and sums that both engines need: once a step, over replicas, from the last stage to all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_port.engine.api import MicroBatch
+from megatron_port.parallel.context import ParallelContext
+
+
+def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, seq_length: int) -> float:
+    """Loss tokens of a step over all replicas.
+
+    Where nothing is masked the count is known. Masks live on the last stage only, which sums them over its replicas
+    before the first backward pass (the loss is divided by the result); other stages do not use the number.
+    """
+    last = ctx.coords.pp == ctx.topology.pp - 1
+    if last and any(b.loss_mask is not None for b in micro_batches):
+        count = sum(
+            float(b.loss_mask.sum()) if b.loss_mask is not None else len(b.sample_ids) * seq_length
+            for b in micro_batches
+        )
+        total = torch.tensor(count, dtype=torch.float64, device=ctx.device)
+        if ctx.dp_group is not None:
+            dist.all_reduce(total, group=ctx.dp_group)
+        return float(total)
+    return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.topology.dp)
+
+
+def shared_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> list[float]:
+    """Sums over replicas of values that the last stage knows, on every rank: the step's one host synchronisation."""
+    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=ctx.device) for v in values])
+    if ctx.dp_group is not None:
+        dist.all_reduce(packed, group=ctx.dp_group)
+    if ctx.pp_group is not None:
+        source = ctx.topology.stage_peer(ctx.rank, ctx.topology.pp - 1)
+        dist.broadcast(packed, src=source, group=ctx.pp_group)
+    return [float(v) for v in packed.tolist()]

@@ -1,0 +1,81 @@
+"""Errors a user can mend, and the exit code of each.
+
+Every exception here carries one message that says what is wrong, the numbers,
+and what to change. The command line prints it once, on rank 0, without a
+traceback (unless ``--debug``), and exits with ``exit_code``. Anything else that
+escapes is a bug of ours and keeps its traceback.
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 2 | configuration |
+| 3 | environment: launcher, network, devices, versions |
+| 4 | data |
+| 5 | checkpoint |
+| 6 | numerics |
+| 7 | hang |
+| 85 | state saved; the job asks to be queued again |
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_CONFIG = 2
+EXIT_ENVIRONMENT = 3
+EXIT_DATA = 4
+EXIT_CHECKPOINT = 5
+EXIT_NUMERICS = 6
+EXIT_HANG = 7
+EXIT_REQUEUE = 85
+
+
+class PortError(Exception):
+    """Base of every error whose message is written for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(PortError):
+    """One or more faults in the configuration; all of them are reported at once."""
+
+    exit_code = EXIT_CONFIG
+
+    def __init__(self, problems: str | list[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        if len(self.problems) == 1:
+            text = self.problems[0]
+        else:
+            text = f"{len(self.problems)} problems in the configuration:\n" + "\n".join(
+                f"  {i}. {p}" for i, p in enumerate(self.problems, 1)
+            )
+        super().__init__(text)
+
+
+class EnvironmentFault(PortError):
+    """The machine, the launcher, the network or a package version is not usable."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+class DataError(PortError):
+    """A corpus, an index or a tokenizer is missing, damaged or does not fit the model."""
+
+    exit_code = EXIT_DATA
+
+
+class CheckpointError(PortError):
+    """A checkpoint is missing, incomplete, damaged or of another model."""
+
+    exit_code = EXIT_CHECKPOINT
+
+
+class NumericsError(PortError):
+    """Training produced numbers that cannot be trusted; the step was not applied."""
+
+    exit_code = EXIT_NUMERICS
+
+
+class HangError(PortError):
+    """A rank stopped making progress."""
+
+    exit_code = EXIT_HANG

@@ -1,0 +1,109 @@
+"""The units of the pipeline: embedding, transformer layers, head. One tensor passes between them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron_port.model.attention import SelfAttention
+from megatron_port.model.build import BuildContext
+from megatron_port.model.mlp import MLP
+from megatron_port.model.norm import Norm
+from megatron_port.model.recompute import recompute
+from megatron_port.parallel.collectives import copy_to_tp, gather_sequence
+from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_port.parallel.embedding import VocabParallelEmbedding, vocab_parameter
+from megatron_port.parallel.record import attach, split_record
+
+WORD_EMBEDDING = "embedding.word.weight"
+"""Canonical name of the token embedding, and of the head's matrix when the two are tied."""
+
+
+class Embedding(nn.Module):
+    """Tokens int64 [batch, seq] → [seq(/tp), batch, hidden]: token embedding, learned positions, dropout."""
+
+    def __init__(self, build: BuildContext) -> None:
+        super().__init__()
+        cfg = build.model
+        self.build = build
+        tied = cfg.tie_embeddings and build.ctx.topology.pp > 1
+        weight = vocab_parameter(
+            WORD_EMBEDDING, cfg.vocab_size, cfg.hidden_size, ctx=build.ctx,
+            padding_multiple=build.layout.vocab_padding_multiple, init=build.init, dtype=build.dtype,
+            tied_key=WORD_EMBEDDING if tied else None,
+        )
+        self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
+        self.position: nn.Parameter | None = None
+        if cfg.position_embedding == "learned":
+            record = split_record(
+                "embedding.position.weight", (cfg.seq_length, cfg.hidden_size), init=build.init, decay=True,
+                partial_grad_over_tp=build.sequence_parallel,
+            )
+            empty = torch.empty(record.local_shape, dtype=build.dtype, device=build.ctx.device)
+            self.position = attach(nn.Parameter(empty), record)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.word(tokens.t().contiguous())
+        if self.position is not None:
+            start = self.build.ctx.coords.tp * x.shape[0] if self.build.sequence_parallel else 0
+            x = x + self.position[start : start + x.shape[0], None, :]
+        return self.build.residual_dropout(x, op="embedding")
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm layer: x + dropout(attention(norm x)), then x + dropout(mlp(norm x)); [seq(/tp), batch, hidden]."""
+
+    def __init__(self, index: int, build: BuildContext) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        self.name, self.build = name, build
+        self.norm1 = Norm(f"{name}.norm1", build)
+        self.attention = SelfAttention(f"{name}.attention", build)
+        self.norm2 = Norm(f"{name}.norm2", build)
+        self.mlp = MLP(f"{name}.mlp", build)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        drop = self.build.residual_dropout
+        x = x + drop(self.attention(self.norm1(x)), op=f"{self.name}.attention")
+        return x + drop(self.mlp(self.norm2(x)), op=f"{self.name}.mlp")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.build.layout.recompute == "full" and self.training and torch.is_grad_enabled():
+            return recompute(self._forward, x, stream=self.build.stream)
+        return self._forward(x)
+
+
+class Head(nn.Module):
+    """Final norm and projection to the split vocabulary: [seq(/tp), batch, hidden] → [seq, batch, padded_vocab/tp].
+
+    ``shared``: the embedding's parameter when both are on this stage and tied.
+    """
+
+    def __init__(self, build: BuildContext, shared: nn.Parameter | None = None) -> None:
+        super().__init__()
+        cfg = build.model
+        self.build = build
+        self.norm = Norm("final_norm", build)
+        if shared is not None:
+            self.weight = shared
+        else:
+            self.weight = vocab_parameter(
+                WORD_EMBEDDING if cfg.tie_embeddings else "head.weight", cfg.vocab_size, cfg.hidden_size, ctx=build.ctx,
+                padding_multiple=build.layout.vocab_padding_multiple, init=build.init, dtype=build.dtype,
+                tied_key=WORD_EMBEDDING if cfg.tie_embeddings else None, tied_primary=not cfg.tie_embeddings,
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group = self.build.ctx.tp_group
+        x = self.norm(x)
+        x = gather_sequence(x, group) if self.build.sequence_parallel else copy_to_tp(x, group)
+        return torch.nn.functional.linear(x, self.weight)
+
+    def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Loss of each token [batch, seq] in nats, for ``labels`` int64 [batch, seq]."""
+        record = self.weight.record  # type: ignore[attr-defined]
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.t().contiguous(), offset=record.offset[0], extent=record.extent[0],
+            group=self.build.ctx.tp_group,
+        )
+        return losses.t()

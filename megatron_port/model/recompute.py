@@ -1,0 +1,31 @@
+"""Activation recompute (Chen et al., arXiv 1604.06174): forward again in backward instead of keeping activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_port.parallel.random import DropoutStream
+
+
+def recompute(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, stream: DropoutStream) -> torch.Tensor:
+    """Run ``function(*inputs)`` keeping only its inputs; dropout sees the same samples both times.
+
+    Non-reentrant: the reentrant form drops the gradient of parameters when no
+    input requires one (the first stage's). torch's RNG state is not saved
+    because nothing here draws from it.
+    """
+    key, enabled = stream.current, stream.enabled
+
+    def run(*args: Any) -> torch.Tensor:
+        was, stream.enabled = stream.enabled, enabled
+        try:
+            with stream.use(key):
+                return function(*args)
+        finally:
+            stream.enabled = was
+
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,66 @@
+"""What is done with gradients between the last backward pass and the update, driven by the parameter records.
+
+Both engines use these, so a layout's gradient rules exist once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.record import ParameterRecord
+
+RecordedGrad = tuple[ParameterRecord, torch.Tensor]
+
+
+def _all_reduce_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum a list of small tensors in place with one collective a dtype."""
+    for dtype in sorted({t.dtype for t in tensors}, key=str):
+        same = [t for t in tensors if t.dtype == dtype]
+        flat = torch.cat([t.reshape(-1) for t in same])
+        dist.all_reduce(flat, group=group)
+        at = 0
+        for t in same:
+            t.copy_(flat[at : at + t.numel()].view_as(t))
+            at += t.numel()
+
+
+def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
+    """Sum over tp the gradients of which each tensor-parallel rank holds only its tokens' part. In place."""
+    partial = [g for record, g in grads if record.partial_grad_over_tp]
+    if partial and ctx.tp_group is not None:
+        _all_reduce_flat(partial, ctx.tp_group)
+
+
+def reduce_tied_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
+    """Sum over the stages that hold a copy the gradients of tied parameters. In place."""
+    tied = [g for record, g in grads if record.tied_key is not None]
+    if tied and ctx.embedding_group is not None:
+        _all_reduce_flat(tied, ctx.embedding_group)
+
+
+def counts_in_norm(record: ParameterRecord, ctx: ParallelContext) -> bool:
+    """This rank's copy is the one that the global norm counts and that is saved."""
+    return record.tied_primary and (record.is_split or ctx.coords.tp == 0)
+
+
+def global_grad_norm(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> torch.Tensor:
+    """L2 norm over the whole model of gradients already summed over dp: a scalar on the device.
+
+    Each logical element is counted once: replicated parameters on tp rank 0, tied ones on their primary stage,
+    padding never (its gradient is zero).
+    """
+    squares = [
+        g.detach().to(torch.float64 if g.dtype == torch.float64 else torch.float32).square().sum()
+        for record, g in grads
+        if counts_in_norm(record, ctx)
+    ]
+    wide = torch.float64 if squares and squares[0].dtype == torch.float64 else torch.float32
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=ctx.device)
+    for group in (ctx.tp_group, ctx.pp_group):
+        if group is not None:
+            dist.all_reduce(total, group=group)
+    return total.sqrt()

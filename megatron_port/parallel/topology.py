@@ -1,0 +1,80 @@
+"""Rank arithmetic: who am I, and who are my peers. Pure; no processes, no torch.
+
+A rank is a point of a grid with axes ``(pp, dp, tp)``, slowest first: the tensor
+axis varies fastest, so a tensor-parallel group sits on neighbouring ranks (one
+node), and replicas of a stage are ``tp`` ranks apart. Stages are farthest apart:
+they exchange least. This is also the order in which DeepSpeed's
+``PipeModelDataParallelTopology(pp, mp, dp)`` numbers ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_port.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands on each axis."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp {self.pp}, dp {self.dp}, tp {self.tp}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The grid of a run.
+
+    Raises:
+        ConfigError: a size is below one.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "dp"):
+            if getattr(self, axis) < 1:
+                raise ConfigError(f"layout: {axis} is {getattr(self, axis)}; each parallel size must be at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The grid point of a global rank."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        rest, tp = divmod(rank, self.tp)
+        pp, dp = divmod(rest, self.dp)
+        return Coordinates(pp=pp, dp=dp, tp=tp)
+
+    def rank(self, *, pp: int, dp: int, tp: int) -> int:
+        """The global rank of a grid point."""
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Global ranks that differ from ``rank`` only along ``axis`` (``tp``, ``pp`` or ``dp``), in order."""
+        at = self.coordinates(rank)
+        point = {"pp": at.pp, "dp": at.dp, "tp": at.tp}
+        return tuple(self.rank(**{**point, axis: i}) for i in range(getattr(self, axis)))
+
+    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """All groups along ``axis``, in the fixed order in which every rank creates them."""
+        for rank in range(self.world_size):
+            members = self.group(axis, rank)
+            if members[0] == rank:
+                yield members
+
+    def stage_peer(self, rank: int, stage: int) -> int:
+        """The rank of another stage with the same dp and tp coordinates."""
+        at = self.coordinates(rank)
+        return self.rank(pp=stage % self.pp, dp=at.dp, tp=at.tp)
