@@ -1,0 +1,179 @@
+"""One training case, run on any layout: what the parity tests send to the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.schema import (
+    BatchConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.engine.api import MicroBatch
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_port.parallel.topology import Topology
+from megatron_port.train.assemble import build_engine
+from megatron_port.train.parity import Run
+from megatron_port.train.trace import RankTrace, record_run
+
+LR = 1e-2
+
+
+@dataclass(frozen=True)
+class Reordering:
+    """Another order of the same sums on one process: what rounding alone may change.
+
+    ``chunks``: the pieces into which every split linear's contraction is cut, as tensor parallelism cuts it.
+    """
+
+    micro_batch_size: int
+    order_seed: int
+    chunks: int
+
+
+REORDERINGS = (
+    Reordering(1, 0, 1), Reordering(2, 1, 1), Reordering(4, 2, 1), Reordering(8, 3, 1),
+    Reordering(2, 4, 2), Reordering(4, 5, 2), Reordering(1, 6, 2), Reordering(2, 7, 4),
+)
+"""Eight committed reorderings of a global batch of 8."""
+
+
+def make_config(
+    *,
+    engine: str = "native",
+    dtype: str = "fp32",
+    model: dict[str, Any] | None = None,
+    layout: dict[str, Any] | None = None,
+    micro_batch_size: int = 2,
+    global_batch_size: int = 8,
+    clip_grad: float = 0.5,
+    mask_loss: bool = False,
+) -> RunConfig:
+    """A small run with clipping active, an odd vocabulary and an uneven number of layers."""
+    base: dict[str, Any] = {
+        "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 53, "seq_length": 16,
+    }
+    config = RunConfig(
+        engine=engine,
+        model=ModelConfig(**{**base, **(model or {})}),
+        layout=LayoutConfig(**{"vocab_padding_multiple": 1, **(layout or {})}),
+        batch=BatchConfig(micro_batch_size=micro_batch_size, global_batch_size=global_batch_size),
+        precision=PrecisionConfig(dtype=dtype, initial_loss_scale=1024.0),
+        optimizer=OptimizerConfig(lr=LR, clip_grad=clip_grad),
+    )
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, mask_eod_loss=mask_loss))
+
+
+def sample_tokens(config: RunConfig, sample_id: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens [seq + 1] of a sample and, when the loss is masked, its mask [seq]: functions of the sample's id."""
+    generator = torch.Generator().manual_seed(1000 + sample_id)
+    tokens = torch.randint(0, config.model.vocab_size, (config.model.seq_length + 1,), generator=generator)
+    if not config.data.mask_eod_loss:
+        return tokens, None
+    # Samples count very differently many tokens, so a mean of means is not the mean.
+    share = (0.2, 0.9, 0.5)[sample_id % 3]
+    return tokens, (torch.rand(config.model.seq_length, generator=generator) < share).float()
+
+
+def make_batches(
+    config: RunConfig, ctx: ParallelContext, reordering: Reordering | None = None
+) -> Callable[[int], list[MicroBatch]]:
+    """This replica's micro-batches of a step, by the data law of docs/architecture.md."""
+    total, b, dp = config.batch.global_batch_size, config.batch.micro_batch_size, ctx.topology.dp
+    order = list(range(total))
+    if reordering is not None:
+        b = reordering.micro_batch_size
+        generator = torch.Generator().manual_seed(reordering.order_seed)
+        order = torch.randperm(total, generator=generator).tolist()
+
+    def batches(step: int) -> list[MicroBatch]:
+        out = []
+        for m in range(total // (b * dp)):
+            ids = tuple(step * total + order[(m * dp + ctx.coords.dp) * b + i] for i in range(b))
+            drawn = [sample_tokens(config, i) for i in ids]
+            tokens = torch.stack([t for t, _ in drawn])
+            masks = [m for _, m in drawn if m is not None]
+            out.append(
+                MicroBatch(
+                    ids,
+                    tokens=tokens[:, :-1] if ctx.is_first_stage else None,
+                    labels=tokens[:, 1:] if ctx.is_last_stage else None,
+                    loss_mask=torch.stack(masks) if masks and ctx.is_last_stage else None,
+                )
+            )
+        return out
+
+    return batches
+
+
+def _chunked_row(module: RowParallelLinear, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        parts = [F.linear(a, w) for a, w in zip(x.chunk(chunks, -1), module.weight.chunk(chunks, 1))]
+        y = sum(parts[1:], parts[0])
+        return y if module.bias is None else y + module.bias
+
+    return forward
+
+
+def _chunked_column(module: ColumnParallelLinear, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight = module.weight.flatten(0, -2)
+        y = torch.cat([F.linear(x, w) for w in weight.chunk(chunks, 0)], dim=-1)
+        return y if module.bias is None else y + module.bias.flatten()
+
+    return forward
+
+
+def _cut_sums(stage: nn.Module, chunks: int) -> None:
+    for module in stage.modules():
+        if isinstance(module, RowParallelLinear):
+            module.forward = _chunked_row(module, chunks)  # type: ignore[method-assign]
+        elif isinstance(module, ColumnParallelLinear):
+            module.forward = _chunked_column(module, chunks)  # type: ignore[method-assign]
+
+
+def run_case(
+    config: RunConfig, topology: Topology, steps: int, gradient_steps: int = 1, reordering: Reordering | None = None
+) -> RankTrace:
+    """Train on this rank and record; the function that ranks are sent."""
+    ctx = ParallelContext.create(topology, "cpu")
+    engine = build_engine(config, ctx, torch_providers())
+    if reordering is not None and reordering.chunks > 1:
+        _cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
+    return record_run(
+        engine, ctx, make_batches(config, ctx, reordering), steps=steps, lr=lambda step: LR, evaluate=True,
+        gradient_steps=gradient_steps,
+    )
+
+
+def run_cases(cases: Sequence[tuple[RunConfig, Topology, int, int]]) -> list[RankTrace]:
+    """Several cases of one world size on the same ranks, one after the other."""
+    return [run_case(*case) for case in cases]
+
+
+def single_run(
+    config: RunConfig, *, steps: int, gradient_steps: int = 1, reordering: Reordering | None = None
+) -> Run:
+    """The reference: one process, the native engine, in this very process, one thread."""
+    config = dataclasses.replace(
+        config, engine="native",
+        layout=LayoutConfig(vocab_padding_multiple=1, pipeline_schedule="1f1b"),
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return Run.of([run_case(config, Topology(), steps, gradient_steps, reordering)])
+    finally:
+        torch.set_num_threads(threads)
