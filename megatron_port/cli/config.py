@@ -1,0 +1,105 @@
+"""``megatron-port config``: show what a run file means, check it, and print the reference of all settings."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from typing import Any
+
+from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.config.checks import CHOICES, check, topology_sizes
+from megatron_port.config.dump import leaves, to_toml, toml_value
+from megatron_port.config.flops import model_flops, parameter_count
+from megatron_port.config.loader import field_help
+from megatron_port.config.schema import RunConfig
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``config show | check | fields``."""
+    parser = subparsers.add_parser("config", help="show, check and explain configurations")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="show|check|fields")
+    show = actions.add_parser("show", help="print the whole configuration as TOML, defaults included")
+    add_run_options(show, optional=True)
+    note = show.add_mutually_exclusive_group()
+    note.add_argument("--origin", action="store_true", help="say behind each value where it came from")
+    note.add_argument("--help-fields", action="store_true", help="say behind each value what it means")
+    test = actions.add_parser("check", help="check a run for a number of ranks, without starting it")
+    add_run_options(test)
+    test.add_argument(
+        "--world-size", type=int, metavar="N",
+        help="ranks; without it cluster.nodes x gpus_per_node, or what the layout multiplies to",
+    )
+    actions.add_parser("fields", help="print every setting with its type, default and meaning (Markdown)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen action; 0, or ConfigError."""
+    if args.action == "show":
+        loaded = load_run(args)
+        notes = loaded.origins if args.origin else field_texts() if args.help_fields else None
+        print(to_toml(loaded.config, notes), end="")
+    elif args.action == "check":
+        loaded = load_run(args)
+        check(loaded.config, world_size=args.world_size)
+        print(summary(loaded.config, args.world_size))
+    else:
+        print(reference(), end="")
+    return 0
+
+
+def summary(config: RunConfig, world_size: int | None) -> str:
+    """One paragraph on a legal configuration: its size, its split and its batch."""
+    tp, pp, dp = topology_sizes(config, world_size)
+    batch = config.batch
+    count = parameter_count(config.model)
+    step = model_flops(config.model) * batch.global_batch_size
+    return (
+        f"{config.name} is legal.\n"
+        f"  model   {config.model.name}: {count:,} parameters\n"
+        f"  layout  tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks, engine {config.engine}, "
+        f"ZeRO-{config.layout.zero_stage}, {config.precision.dtype}, recompute {config.layout.recompute}\n"
+        f"  batch   {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} x "
+        f"{batch.global_batch_size // (batch.micro_batch_size * dp)} accumulated x dp {dp}; "
+        f"{batch.global_batch_size * config.model.seq_length:,} tokens, {step:.3e} model FLOPs a step"
+    )
+
+
+def field_texts() -> dict[str, str]:
+    """The help of every leaf, by dotted name."""
+    return {name: text for name, (_, text) in _described(RunConfig).items()}
+
+
+def reference() -> str:
+    """Markdown tables of every setting."""
+    defaults = dict(leaves(RunConfig()))
+    described = _described(RunConfig)
+    lines: list[str] = []
+    table = None
+    for name, default in defaults.items():
+        head, _, key = name.rpartition(".")
+        if head != table:
+            title = f"`[{head}]`" if head else "Top level"
+            lines += [""] if lines else []
+            lines += [f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+            table = head
+        kind, text = described[name]
+        choices = "" if name not in CHOICES else " (" + ", ".join(str(c) for c in CHOICES[name]) + ")"
+        meaning = " ".join(text.split()).replace("|", "\\|")
+        lines.append(f"| `{key}` | {kind}{choices} | `{toml_value(default)}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _described(cls: Any, prefix: str = "") -> dict[str, tuple[str, str]]:
+    """Type and help of every leaf, by dotted name."""
+    hints, helps = typing.get_type_hints(cls), field_help(cls)
+    out: dict[str, tuple[str, str]] = {}
+    for f in dataclasses.fields(cls):
+        kind = hints[f.name]
+        if dataclasses.is_dataclass(kind):
+            out.update(_described(kind, f"{prefix}{f.name}."))
+        elif typing.get_origin(kind) is tuple:
+            out[prefix + f.name] = (f"array of {typing.get_args(kind)[0].__name__}", helps.get(f.name, ""))
+        else:
+            out[prefix + f.name] = (kind.__name__, helps.get(f.name, ""))
+    return out

@@ -1,0 +1,144 @@
+"""The ``megatron-port`` command: find the command's module, import only that, and turn errors into exit codes.
+
+A command is ``cli/<module>.py`` with ``add_parser(subparsers)`` and ``run(args) -> int``. A command whose
+module is not there is not listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_port import __version__
+from megatron_port.errors import ConfigError, PortError
+from megatron_port.runtime.speak import speaker
+
+if TYPE_CHECKING:
+    from megatron_port.config.loader import Loaded
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("train", "train a model, or go on with a run"),
+    "config": ("config", "show, check and explain configurations"),
+    "data": ("data", "fetch, tokenize, inspect and verify corpora"),
+    "generate": ("generate", "continue a prompt from a checkpoint"),
+    "parity": ("parity", "compare layouts with one process, gradient by gradient"),
+    "doctor": ("doctor", "print the machine, versions and providers, and what is wrong with them"),
+    "checkpoint": ("checkpoint", "list, verify and convert checkpoints"),
+}
+"""Name → (module in ``cli/``, one line of help)."""
+
+EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that speaks once: under a launcher only rank 0 prints the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message on the speaking rank, and exit with 2."""
+        if speaker():
+            self.print_usage(sys.stderr)
+            print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(ConfigError.exit_code)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if speaker():
+            super()._print_message(message, file)
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """The run file and ``--set`` of every command that takes a run: ``args.run_file``, ``args.overrides``."""
+    parser.add_argument(
+        "run_file", metavar="run.toml", nargs="?" if optional else None,
+        help="run file, or the name of a shipped one, e.g. runs/quickstart",
+    )
+    parser.add_argument(
+        "--set", dest="overrides", metavar="a.b=VALUE", action="append", default=[],
+        help="replace one value (repeatable), e.g. --set training.steps=20",
+    )
+
+
+def load_run(args: argparse.Namespace) -> Loaded:
+    """The configuration that ``add_run_options``' arguments name. Raises ConfigError."""
+    from megatron_port.config.loader import load
+
+    return load(args.run_file, args.overrides)
+
+
+def available_commands() -> dict[str, tuple[str, str]]:
+    """Rows of COMMANDS whose module is installed."""
+    here = Path(__file__).parent
+    return {
+        name: row for name, row in COMMANDS.items()
+        if (here / f"{row[0]}.py").is_file() or (here / row[0] / "__init__.py").is_file()
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit code (``errors`` lists them, 130: interrupted)."""
+    arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as e:  # argparse: help, version and usage errors
+        return e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+    except PortError as e:
+        if debug:
+            traceback.print_exc()
+        if speaker():
+            print(f"error: {e}", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (`| head`); Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+
+
+def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """``--debug`` may stand anywhere before ``--``; it is taken out."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [a for i, a in enumerate(arguments) if i >= end or a != "--debug"], "--debug" in arguments[:end]
+
+
+def _dispatch(arguments: list[str]) -> int:
+    commands = available_commands()
+    parser = _top_parser(commands)
+    name = arguments[0] if arguments else ""
+    if not name:
+        parser.print_help()
+        return ConfigError.exit_code
+    if name.startswith("-"):
+        parser.parse_args(arguments)  # --help and --version leave here
+        parser.error("give a command first")
+    if name not in commands:
+        from megatron_port.config.loader import did_you_mean
+
+        near = did_you_mean(name, list(commands))
+        raise ConfigError(f"unknown command {name!r}; commands: {', '.join(commands)}{near}")
+    module = importlib.import_module(f"megatron_port.cli.{commands[name][0]}")
+    module.add_parser(parser.add_subparsers(dest="command", metavar="command"))
+    return int(module.run(parser.parse_args(arguments)) or 0)
+
+
+def _top_parser(commands: dict[str, tuple[str, str]]) -> Parser:
+    width = max((len(name) for name in commands), default=0)
+    listing = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in commands.items())
+    parser = Parser(
+        prog="megatron-port",
+        description="Train GPT-like models with tensor, pipeline and data parallelism.",
+        epilog=f"commands:\n{listing}\n\n`megatron-port COMMAND --help` explains one; --debug shows tracebacks.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-port {__version__}")
+    return parser

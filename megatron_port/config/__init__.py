@@ -1,0 +1,1 @@
+"""Configuration without torch: ``schema``, ``loader`` (TOML), ``checks`` (cross-field), ``flops`` (counts)."""

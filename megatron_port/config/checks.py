@@ -1,0 +1,284 @@
+"""Everything that can be wrong with a configuration and seen without a device, all at once.
+
+``check`` raises one :class:`ConfigError` with every problem; ``resolve`` fills what is derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron_port.config.layout import layout_problems, topology_sizes
+from megatron_port.config.loader import did_you_mean
+from megatron_port.config.neighbour import Neighbour, legal_neighbour
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError
+
+__all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
+
+CHOICES: dict[str, tuple[str | int, ...]] = {
+    "engine": ("deepspeed", "native"),
+    "model.position_embedding": ("learned", "rope"),
+    "model.normalization": ("layernorm", "rmsnorm"),
+    "model.activation": ("gelu", "gelu_tanh", "swiglu"),
+    "layout.zero_stage": (0, 1),
+    "layout.pipeline_schedule": ("gpipe", "1f1b"),
+    "layout.recompute": ("none", "selective", "full"),
+    "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
+    "optimizer.name": ("adamw",),
+    "optimizer.decay": ("cosine", "linear", "constant"),
+    "data.tokenizer": ("auto", "byte", "gpt2"),
+    "data.order": ("stateless", "megatron"),
+    "backend.device": ("auto", "cpu", "cuda", "rocm"),
+    "backend.attention": ("auto", "math", "sdpa", "flash_attn"),
+    "backend.norm": ("auto", "torch", "apex"),
+    "backend.optimizer": ("auto", "torch", "deepspeed", "apex"),
+}
+"""The values that a field may take, for those with a fixed list."""
+
+_Rule = tuple[Callable[[Any], bool], str]
+
+
+def _at_least(least: int) -> _Rule:
+    return (lambda x: x >= least), f"at least {least}"
+
+
+_ONE, _ZERO = _at_least(1), _at_least(0)
+_POSITIVE: _Rule = ((lambda x: x > 0), "above 0")
+_FRACTION: _Rule = ((lambda x: 0 <= x < 1), "at least 0 and below 1")
+_FILLED: _Rule = ((lambda x: bool(x.strip())), "a non-empty string")
+
+_SIZES: dict[str, _Rule] = {
+    "model.num_layers": _ONE,
+    "model.hidden_size": _ONE,
+    "model.num_attention_heads": _ONE,
+    "model.num_query_groups": _ZERO,
+    "model.head_dim": _ZERO,
+    "model.ffn_hidden_size": _ZERO,
+    "model.vocab_size": _ONE,
+    "model.seq_length": _ONE,
+    "layout.tensor_parallel_size": _ONE,
+    "layout.pipeline_parallel_size": _ONE,
+    "layout.virtual_pipeline_size": _ONE,
+    "layout.data_parallel_size": _ZERO,
+    "layout.vocab_padding_multiple": _ONE,
+    "batch.micro_batch_size": _ONE,
+    "batch.global_batch_size": _ONE,
+    "batch.rampup_start": _ZERO,
+    "batch.rampup_increment": _ZERO,
+    "batch.rampup_samples": _ZERO,
+    "cluster.gpus_per_node": _ONE,
+    "cluster.nodes": _ZERO,
+}
+"""Sizes of the split: while one of them is out of range, no layout can be judged."""
+
+_RANGES: dict[str, _Rule] = {
+    "name": ((lambda x: bool(x.strip()) and not set(x) & set("/\\\0") and x not in (".", "..")), "a folder name"),
+    "output_dir": _FILLED,
+    "seed": _ZERO,
+    "model.rope_theta": _POSITIVE,
+    "model.norm_epsilon": _POSITIVE,
+    "model.hidden_dropout": _FRACTION,
+    "model.attention_dropout": _FRACTION,
+    "model.init_std": _ZERO,
+    "precision.initial_loss_scale": _POSITIVE,
+    "precision.min_loss_scale": _POSITIVE,
+    "precision.loss_scale_window": _ONE,
+    "precision.loss_scale_hysteresis": _ONE,
+    "precision.max_skipped_steps": _ONE,
+    "optimizer.lr": _POSITIVE,
+    "optimizer.min_lr": _ZERO,
+    "optimizer.beta1": _FRACTION,
+    "optimizer.beta2": _FRACTION,
+    "optimizer.eps": _POSITIVE,
+    "optimizer.weight_decay": _ZERO,
+    "optimizer.clip_grad": _ZERO,
+    "optimizer.warmup_steps": _ZERO,
+    "optimizer.decay_steps": _ZERO,
+    "training.steps": _ONE,
+    "training.eval_interval": _ZERO,
+    "training.eval_batches": _ZERO,
+    "training.log_interval": _ONE,
+    "checkpoint.save_interval": _ZERO,
+    "checkpoint.keep": _ZERO,
+    "checkpoint.resume": _FILLED,
+    "cluster.peak_tflops": _ZERO,
+    "cluster.memory_gb": _ZERO,
+    "telemetry.replica_check_interval": _ZERO,
+}
+
+BYTE_VOCABULARY = 257
+"""256 bytes and the end of a document."""
+GPT2_VOCABULARY = 50257
+"""Entries of GPT-2's byte-pair encoding."""
+
+
+def check(config: RunConfig, *, world_size: int | None = None) -> None:
+    """Raise one ConfigError with every problem; the nearest legal layout closes it where the split is at fault.
+
+    ``world_size`` None: cluster.nodes × gpus_per_node if given, else whatever the layout multiplies to.
+    """
+    found = problems(config, world_size=world_size)
+    if found:
+        raise ConfigError(found)
+
+
+def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
+    """What ``check`` would raise, as a list."""
+    sizes = _out_of_range(config, _SIZES)
+    layout = [] if sizes else layout_problems(config, world_size)
+    found = [*_unknown_choices(config), *sizes, *_out_of_range(config, _RANGES), *layout]
+    if not sizes:
+        found += _relations(config)
+    found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
+    found += _engine_problems(config)
+    neighbour = legal_neighbour(config, world_size) if sizes or layout else None
+    if neighbour:
+        found[-1] += f"\nThe nearest layout that is legal: {neighbour}."
+    return found
+
+
+def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
+    """A copy with every derived size filled in: replicas, key/value heads, head size, MLP width, decay_steps.
+
+    Raises:
+        ConfigError: the layout does not multiply to the world.
+    """
+    _, _, dp = topology_sizes(config, world_size)
+    m = config.model
+    return replace(
+        config,
+        model=replace(m, num_query_groups=m.kv_heads, head_dim=m.head_size, ffn_hidden_size=m.ffn_size),
+        layout=replace(config.layout, data_parallel_size=dp),
+        optimizer=replace(config.optimizer, decay_steps=config.optimizer.decay_steps or config.training.steps),
+    )
+
+
+def _leaf(config: RunConfig, name: str) -> Any:
+    value: Any = config
+    for key in name.split("."):
+        value = getattr(value, key)
+    return value
+
+
+def _unknown_choices(config: RunConfig) -> list[str]:
+    out = []
+    for name, allowed in CHOICES.items():
+        value = _leaf(config, name)
+        if value not in allowed:
+            near = did_you_mean(value, [str(a) for a in allowed]) if isinstance(value, str) else ""
+            shown = repr(value) if isinstance(value, str) else value
+            out.append(f"{name} {shown} is unknown; use {', '.join(str(a) for a in allowed)}{near}")
+    return out
+
+
+def _out_of_range(config: RunConfig, rules: dict[str, _Rule]) -> list[str]:
+    out = []
+    for name, (holds, words) in rules.items():
+        value = _leaf(config, name)
+        if not holds(value):
+            shown = repr(value) if isinstance(value, str) else value
+            out.append(f"{name} is {shown}; it must be {words}")
+    return out
+
+
+def _relations(config: RunConfig) -> list[str]:
+    """Providers and options that exclude one another."""
+    m, backend = config.model, config.backend
+    out = []
+    if m.attention_dropout > 0 and backend.attention not in ("auto", "math"):
+        out.append(
+            f"model.attention_dropout {m.attention_dropout} needs backend.attention auto or math, not "
+            f"{backend.attention!r}: only math keeps the mask free of the layout; or set attention_dropout = 0"
+        )
+    if backend.attention == "flash_attn" and config.precision.dtype not in ("fp16", "bf16"):
+        out.append(f"backend.attention flash_attn needs precision.dtype fp16 or bf16, not {config.precision.dtype!r}")
+    if backend.device == "cpu":
+        for name, gpu_only in (("attention", "flash_attn"), ("norm", "apex"), ("optimizer", "apex")):
+            if getattr(backend, name) == gpu_only:
+                out.append(f"backend.{name} {gpu_only} needs a GPU, but backend.device is 'cpu'; use auto")
+    return out
+
+
+def _data_problems(config: RunConfig) -> list[str]:
+    data, training = config.data, config.training
+    out = []
+    if not data.train and not data.synthetic:
+        out.append('data.train is empty; give prefixes of .bin/.idx pairs, or set data.synthetic = true')
+    if any(not prefix.strip() for prefix in data.train):
+        out.append("data.train has an empty name; each entry is the prefix of a .bin/.idx pair")
+    if data.weights and len(data.weights) != len(data.train):
+        out.append(f"data.weights has {len(data.weights)} entries for {len(data.train)} corpora in data.train")
+    if any(w <= 0 for w in data.weights):
+        out.append(f"data.weights {list(data.weights)}: each must be above 0")
+    split = data.split
+    if len(split) != 3 or any(not 0 <= f <= 1 for f in split) or abs(sum(split) - 1) > 1e-6:
+        out.append(
+            f"data.split {list(split)} sums to {round(sum(split), 9)}; it must be three fractions (training, "
+            "validation, test) that sum to 1, e.g. [0.98, 0.01, 0.01]"
+        )
+    elif not data.synthetic and split[0] == 0:
+        out.append(f"data.split {list(split)} leaves nothing for training")
+    elif not data.synthetic and training.eval_batches and split[1] == 0:
+        out.append(
+            f"training.eval_batches is {training.eval_batches}, but data.split {list(split)} leaves nothing for "
+            "validation; use e.g. [0.98, 0.01, 0.01]"
+        )
+    least = {"byte": BYTE_VOCABULARY, "gpt2": GPT2_VOCABULARY}.get(data.tokenizer, 0)
+    if not data.synthetic and 1 <= config.model.vocab_size < least:
+        out.append(
+            f"model.vocab_size {config.model.vocab_size} is smaller than the {data.tokenizer} tokenizer's {least}; "
+            f"use {least}"
+        )
+    if training.eval_interval and not training.eval_batches:
+        out.append(f"training.eval_interval is {training.eval_interval}, but eval_batches is 0; e.g. eval_batches = 10")
+    return out
+
+
+def _schedule_problems(config: RunConfig) -> list[str]:
+    o = config.optimizer
+    out = []
+    if 0 < o.lr < o.min_lr:
+        out.append(f"optimizer.min_lr {o.min_lr} is above lr {o.lr}; use a value from 0 to {o.lr}")
+    end = o.decay_steps or config.training.steps
+    if o.decay != "constant" and o.warmup_steps >= end > 0:
+        name = "optimizer.decay_steps" if o.decay_steps else "training.steps"
+        out.append(f"optimizer.warmup_steps {o.warmup_steps} is not below {name} {end}; use e.g. {end // 10}")
+    return out
+
+
+def _precision_problems(config: RunConfig) -> list[str]:
+    p = config.precision
+    if 0 < p.initial_loss_scale < p.min_loss_scale:
+        return [f"precision.initial_loss_scale {p.initial_loss_scale} is below min_loss_scale {p.min_loss_scale}"]
+    return []
+
+
+def _engine_problems(config: RunConfig) -> list[str]:
+    """What the chosen engine cannot do right."""
+    layout, dtype, zero = config.layout, config.precision.dtype, config.layout.zero_stage
+    out = []
+    if layout.virtual_pipeline_size > 1:
+        out.append(
+            f"engine {config.engine} has no interleaved schedule, so layout.virtual_pipeline_size "
+            f"{layout.virtual_pipeline_size} is refused; use 1"
+        )
+    if config.engine == "deepspeed":
+        if layout.pipeline_schedule == "gpipe":
+            out.append("engine deepspeed has no layout.pipeline_schedule 'gpipe'; use 1f1b, or engine native")
+        if dtype == "fp64":
+            out.append("engine deepspeed keeps fp32 masters, so precision.dtype fp64 is refused; use engine native")
+        if zero == 0:
+            reason = {
+                "fp32": "its gradient norm is wrong with a pipeline and clipping",
+                "fp16": "it trains wrongly under fp16",
+                "bf16": "it refuses bf16 with fp32 accumulation",
+            }.get(dtype, "it is not used here")
+            out.append(
+                f"engine deepspeed with layout.zero_stage 0, pipeline_parallel_size {layout.pipeline_parallel_size}, "
+                f"{dtype} and clip_grad {config.optimizer.clip_grad}: {reason}; use zero_stage 1, or engine native"
+            )
+    elif config.engine == "native" and zero == 1:
+        out.append("engine native does not split the optimizer state: use layout.zero_stage 0, not 1")
+    return out

@@ -1,0 +1,102 @@
+"""Writing a configuration: plain dictionaries, TOML, and the hash of what determines training."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_port.config.schema import RunConfig
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Nested plain dictionaries; tuples become lists."""
+    out: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            value = as_dict(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        out[f.name] = value
+    return out
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``(dotted name, value)`` of every leaf, in the order of the schema."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, value
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML source. Floats keep every bit (repr), strings are escaped as TOML 1.0 asks."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + "".join(_escape(c) for c in value) + '"'
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    raise ValueError(f"no TOML form for a {type(value).__name__}")
+
+
+def _escape(char: str) -> str:
+    short = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    if char in short:
+        return short[char]
+    if ord(char) < 32 or ord(char) == 127:
+        return f"\\u{ord(char):04x}"
+    return char
+
+
+def to_toml(config: Any, comments: Mapping[str, str] | None = None) -> str:
+    """The whole configuration as TOML, loadable again to an equal object.
+
+    ``comments``: a trailing comment for each dotted leaf name (``Loaded.origins``, or help texts).
+    """
+    comments = comments or {}
+    groups: dict[str, list[tuple[str, str]]] = {"": []}
+    for name, value in leaves(config):
+        table, _, key = name.rpartition(".")
+        groups.setdefault(table, []).append((f"{key} = {toml_value(value)}", comments.get(name, "")))
+    blocks = []
+    for table, rows in groups.items():
+        lines = [f"[{table}]"] if table else []
+        width = max((len(text) for text, note in rows if note and len(text) <= 48), default=0)
+        for text, note in rows:
+            lines.append(f"{text:<{width}}  # {' '.join(note.split())}" if note else text)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def config_hash(config: RunConfig) -> str:
+    """16 hex digits of the SHA-256 of what determines training.
+
+    In: the model (defaults applied, its label left out), seed, global batch and
+    ramp-up, number format, optimizer (decay_steps applied), data. Out: layout, engine,
+    micro-batch, device, cluster, telemetry, checkpoints, evaluation, names. Corpora
+    count by base name, so that a copy on a faster disk is the same run.
+    """
+    model = as_dict(config.model)
+    del model["name"]
+    model.update(
+        num_query_groups=config.model.kv_heads, head_dim=config.model.head_size, ffn_hidden_size=config.model.ffn_size
+    )
+    batch = as_dict(config.batch)
+    del batch["micro_batch_size"]
+    optimizer = as_dict(config.optimizer)
+    optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
+    data = as_dict(config.data)
+    data["train"] = [prefix.replace("\\", "/").rstrip("/").rpartition("/")[2] for prefix in config.data.train]
+    parts = {
+        "seed": config.seed, "model": model, "batch": batch, "optimizer": optimizer,
+        "data": data, "precision": as_dict(config.precision),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,265 @@
+"""Whether a model can be split as asked.
+
+Pure arithmetic on sizes. Every message holds the numbers and a value that works;
+``config.neighbour`` gives one whole layout that passes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError
+
+
+def divisors(n: int) -> list[int]:
+    """Divisors of ``n`` in order. Beyond 10^10 those with no factor below 10^5 are not found."""
+    small = [d for d in range(1, min(math.isqrt(n), 100_000) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def nearest(value: int, legal: list[int]) -> list[int]:
+    """The legal values next to ``value`` on either side (at most two)."""
+    below = [x for x in legal if x < value]
+    above = [x for x in legal if x > value]
+    return below[-1:] + above[:1]
+
+
+def either(values: list[int]) -> str:
+    """``4 or 6``."""
+    return " or ".join(str(v) for v in values)
+
+
+def with_values(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """A copy with dotted leaves (``layout.tensor_parallel_size``) replaced."""
+    for name, value in changes.items():
+        table, _, key = name.rpartition(".")
+        if table:
+            part = replace(getattr(config, table), **{key: value})
+            config = replace(config, **{table: part})
+        else:
+            config = replace(config, **{key: value})
+    return config
+
+
+def asked_world(config: RunConfig, world_size: int | None) -> int | None:
+    """The number of ranks: as given, or cluster.nodes × gpus_per_node, or None where neither is known."""
+    if world_size is not None:
+        return world_size
+    return config.cluster.nodes * config.cluster.gpus_per_node or None
+
+
+def topology_sizes(config: RunConfig, world_size: int | None) -> tuple[int, int, int]:
+    """``(tp, pp, dp)``; dp is derived from the world where the configuration leaves it 0.
+
+    ``world_size`` None: cluster.nodes × gpus_per_node, or where that is 0 too, whatever
+    the layout asks (dp 0 counts as 1).
+
+    Raises:
+        ConfigError: the sizes do not multiply to the world.
+    """
+    problems = _world_problems(config, world_size)
+    if problems:
+        raise ConfigError(problems)
+    layout = config.layout
+    world = asked_world(config, world_size)
+    model_ranks = layout.tensor_parallel_size * layout.pipeline_parallel_size
+    return (
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.data_parallel_size or (world // model_ranks if world else 1),
+    )
+
+
+def layout_problems(config: RunConfig, world_size: int | None) -> list[str]:
+    """Every reason why the model, the batch and the world cannot be split as asked. Sizes must be positive."""
+    return [
+        *_model_problems(config),
+        *_tensor_problems(config, world_size),
+        *pipeline_problems(config),
+        *_world_problems(config, world_size),
+        *batch_problems(config, world_size),
+    ]
+
+
+def _model_problems(config: RunConfig) -> list[str]:
+    m = config.model
+    out = []
+    if not m.head_dim and m.hidden_size % m.num_attention_heads:
+        near = nearest(m.num_attention_heads, legal_heads(config))
+        out.append(
+            f"hidden_size {m.hidden_size} does not divide by num_attention_heads {m.num_attention_heads}; "
+            f"use {either(near)} heads, or set head_dim" if near else
+            f"hidden_size {m.hidden_size} does not divide by num_attention_heads {m.num_attention_heads}; set head_dim"
+        )
+    elif m.position_embedding == "rope" and m.head_size % 2:
+        near = nearest(m.num_attention_heads, legal_heads(config))
+        fix = f"use {either(near)} heads" if near and not m.head_dim else f"set head_dim = {m.head_size + 1}"
+        out.append(
+            f"rope rotates pairs, but the head size is {m.head_size} (hidden_size {m.hidden_size}, "
+            f"num_attention_heads {m.num_attention_heads}); {fix}"
+        )
+    if m.num_attention_heads % m.kv_heads:
+        near = nearest(m.kv_heads, divisors(m.num_attention_heads))
+        out.append(
+            f"num_attention_heads {m.num_attention_heads} does not divide by num_query_groups {m.kv_heads}; "
+            f"use {either(near)}"
+        )
+    return out
+
+
+def legal_heads(config: RunConfig) -> list[int]:
+    """Head counts that divide hidden_size (with an even head size under rope)."""
+    m = config.model
+    even = 2 if m.position_embedding == "rope" else 1
+    return [n for n in divisors(m.hidden_size) if m.hidden_size // n % even == 0]
+
+
+def _many_nodes(config: RunConfig, world: int | None) -> bool:
+    nodes = config.cluster.nodes or (-(-world // config.cluster.gpus_per_node) if world else 1)
+    return nodes > 1
+
+
+def legal_tensor_sizes(config: RunConfig, world: int | None) -> list[int]:
+    """Tensor-parallel sizes that divide heads, key/value heads and MLP width (and the sequence) within a node."""
+    m = config.model
+    common = math.gcd(m.num_attention_heads, m.kv_heads, m.ffn_size)
+    if config.layout.sequence_parallel:
+        common = math.gcd(common, m.seq_length)
+    most = min(m.vocab_size, config.cluster.gpus_per_node if _many_nodes(config, world) else m.vocab_size)
+    return [t for t in divisors(common) if t <= most]
+
+
+def _tensor_problems(config: RunConfig, world_size: int | None) -> list[str]:
+    m, t = config.model, config.layout.tensor_parallel_size
+    world = asked_world(config, world_size)
+    use = f"use {either(nearest(t, legal_tensor_sizes(config, world)) or [1])}"
+    rows = [("num_attention_heads", m.num_attention_heads), ("ffn_hidden_size", m.ffn_size)]
+    if m.kv_heads != m.num_attention_heads:
+        rows.insert(1, ("num_query_groups", m.kv_heads))
+    if config.layout.sequence_parallel:
+        rows.append(("seq_length (sequence_parallel)", m.seq_length))
+    out = [f"{name} {size} does not divide by tensor_parallel_size {t}; {use}" for name, size in rows if size % t]
+    if m.vocab_size < t:
+        out.append(f"vocab_size {m.vocab_size} is smaller than tensor_parallel_size {t}; {use}")
+    if _many_nodes(config, world) and t > config.cluster.gpus_per_node:
+        out.append(
+            f"tensor_parallel_size {t} is larger than a node of {config.cluster.gpus_per_node} ranks; "
+            f"{use} (or mend cluster.gpus_per_node)"
+        )
+    return out
+
+
+def pipeline_problems(config: RunConfig) -> list[str]:
+    layers, layout = config.model.num_layers, config.layout
+    p, v = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    split = layout.pipeline_split
+    out = []
+    if layers < p * v:
+        chunks = f" × virtual_pipeline_size {v} = {p * v}" if v > 1 else ""
+        fits = f"use {layers // v}" if layers >= v else f"use virtual_pipeline_size {max(1, layers // p)}"
+        out.append(
+            f"num_layers {layers} is fewer than pipeline_parallel_size {p}{chunks}; each stage needs a layer; {fits}"
+        )
+    elif split and (len(split) != p * v or sum(split) != layers or min(split) < 1):
+        shown = f"{list(split)}" if len(split) <= 64 else f"of {len(split)} stages"
+        out.append(
+            f"pipeline_split {shown} has {len(split)} entries that sum to {sum(split)} (smallest {min(split)}); "
+            f"it must have {p * v} of at least 1 that sum to num_layers {layers}; "
+            f"leave it [] (balanced) or use {_even(layers, p * v)}"
+        )
+    return out
+
+
+def _even(layers: int, stages: int) -> str:
+    each, extra = divmod(layers, stages)
+    if stages > 64:
+        return f"{each} a stage" + (f" and {each + 1} on {extra} of them" if extra else "")
+    return str([each + (i < extra) for i in range(stages)])
+
+
+def _world_problems(config: RunConfig, world_size: int | None) -> list[str]:
+    cluster, layout = config.cluster, config.layout
+    if world_size is not None and world_size < 1:
+        return [f"the world has {world_size} ranks; it must have at least 1"]
+    out = []
+    told = cluster.nodes * cluster.gpus_per_node
+    if world_size is not None and told and told != world_size:
+        out.append(
+            f"cluster.nodes {cluster.nodes} × gpus_per_node {cluster.gpus_per_node} = {told} ranks, but the world has "
+            f"{world_size}; start {told} ranks, or set cluster.nodes = 0"
+        )
+    world = asked_world(config, world_size)
+    if world is None:
+        return out
+    t, p, d = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size
+    fits = world % (t * p) == 0
+    near = f"use a product of {either(nearest(t * p, divisors(world)))} for tp × pp"
+    if d and t * p * d != world:
+        fix = f"use data_parallel_size {world // (t * p)} (or 0: derived)" if fits else near
+        out.append(
+            f"tensor_parallel_size {t} × pipeline_parallel_size {p} × data_parallel_size {d} = {t * p * d} ranks, "
+            f"but the world has {world}; {fix}"
+        )
+    elif not d and not fits:
+        out.append(
+            f"a world of {world} ranks does not divide by tensor_parallel_size {t} × pipeline_parallel_size {p} = "
+            f"{t * p}; {near}"
+        )
+    return out
+
+
+def _replicas(config: RunConfig, world_size: int | None) -> int:
+    """Replicas as far as they are known; 1 where nothing says."""
+    layout = config.layout
+    world = asked_world(config, world_size)
+    if layout.data_parallel_size or not world or world < 1:
+        return layout.data_parallel_size or 1
+    return max(world // (layout.tensor_parallel_size * layout.pipeline_parallel_size), 1)
+
+
+def batch_problems(config: RunConfig, world_size: int | None) -> list[str]:
+    b = config.batch
+    d = _replicas(config, world_size)
+    unit = b.micro_batch_size * d
+    what = f"micro_batch_size {b.micro_batch_size} × data_parallel_size {d} = {unit}"
+    out = []
+    if b.global_batch_size % unit:
+        out.append(
+            f"global_batch_size {b.global_batch_size} does not divide by {what}; "
+            f"use {either(multiples(b.global_batch_size, unit))}"
+        )
+    if not b.rampup_start:
+        if b.rampup_increment or b.rampup_samples:
+            out.append(
+                f"rampup_increment {b.rampup_increment} and rampup_samples {b.rampup_samples} need rampup_start; "
+                f"set rampup_start = {unit} or the others to 0"
+            )
+        return out
+    ramp = f"rampup_start {b.rampup_start}"
+    if b.rampup_start >= b.global_batch_size:
+        out.append(f"{ramp} is not below global_batch_size {b.global_batch_size}; use 0 for no ramp-up")
+        return out
+    if b.rampup_increment < 1 or b.rampup_samples < 1:
+        out.append(
+            f"{ramp} needs rampup_increment and rampup_samples of at least 1 "
+            f"(they are {b.rampup_increment} and {b.rampup_samples}); e.g. rampup_increment = {unit}"
+        )
+        return out
+    for name, value in (("rampup_start", b.rampup_start), ("rampup_increment", b.rampup_increment)):
+        if value % unit:
+            out.append(f"{name} {value} does not divide by {what}; use {either(multiples(value, unit))}")
+    rise = b.global_batch_size - b.rampup_start
+    if rise % b.rampup_increment:
+        out.append(
+            f"global_batch_size {b.global_batch_size} − {ramp} = {rise} does not divide by rampup_increment "
+            f"{b.rampup_increment}; use {either(nearest(b.rampup_increment, divisors(rise)))}"
+        )
+    return out
+
+
+def multiples(value: int, unit: int) -> list[int]:
+    low = value // unit * unit
+    return ([low] if low else []) + [low + unit]

@@ -1,0 +1,280 @@
+"""Reading a run: TOML files that extend one another, ``--set`` overrides, and where each value came from.
+
+A file may start with ``extends = "file"`` or ``extends = ["a", "b"]``: those are read
+first, later ones win, the file itself wins over all. A name is looked for beside the
+file (with and without ``.toml``), then in the repository's ``configs/``, so
+``extends = "models/gpt-22b"`` works from anywhere. Types are strict: an integer is
+taken where a float is wanted, nothing else is converted.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+import re
+import textwrap
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_port.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+__all__ = ["Loaded", "as_dict", "config_hash", "field_help", "load", "to_toml"]
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration and, for every leaf (dotted name), its origin: ``file:line``, ``--set`` or ``default``."""
+
+    config: RunConfig
+    origins: dict[str, str]
+    files: tuple[str, ...] = ()
+    """Files read, bases first."""
+
+
+def load(
+    paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = (), *, root: type = RunConfig
+) -> Loaded:
+    """Read ``paths`` (later files win; None: defaults), then apply ``a.b=value`` overrides in order.
+
+    Raises:
+        ConfigError: every problem found: files that are missing or not TOML, cycles of
+            ``extends``, unknown keys, wrong types; each with its file and line or flag.
+    """
+    names = [] if paths is None else [paths] if isinstance(paths, (str, Path)) else list(paths)
+    reader = _Reader(root)
+    for name in names:
+        reader.read_file(str(name), beside=None, origin="the command line", chain=())
+    for text in overrides:
+        reader.read_override(text)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    config = _build(root, reader.values)
+    origins = {name: reader.origins.get(name, DEFAULT) for name, _ in leaves(config)}
+    return Loaded(config=config, origins=origins, files=tuple(dict.fromkeys(reader.files)))
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass, by field name; fields without one are left out."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
+    out: dict[str, str] = {}
+    for statement, below in pairwise(body):
+        named = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and below.value.value
+        if named and isinstance(text, str):
+            out[statement.target.id] = inspect.cleandoc(text)  # type: ignore[attr-defined]
+    return out
+
+
+def config_directories() -> list[Path]:
+    """Directories with the shipped configs: the package's ``_configs``, in a checkout a link to ``configs/``."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "_configs"
+    return [d.resolve() for d in (inside if inside.is_dir() else package.parent / "configs",) if d.is_dir()]
+
+
+def shipped_names() -> list[str]:
+    """Short names of the shipped files, e.g. ``models/gpt-22b``."""
+    return sorted({
+        p.relative_to(d).with_suffix("").as_posix() for d in config_directories() for p in d.rglob("*.toml")
+    })
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """``; did you mean 'x'?`` or an empty string."""
+    import difflib  # imported only when something is wrong
+
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not near and len(word) > 2:  # the beginning of a long name: tensr for tensor_parallel_size
+        starts = {k[: len(word) + 1]: k for k in reversed(known)}
+        near = [starts[s] for s in difflib.get_close_matches(word, list(starts), n=1, cutoff=0.75)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+@dataclass
+class _Reader:
+    """Collects values, their origins and every problem, over all files and overrides."""
+
+    root: type
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+    def read_file(self, name: str, *, beside: Path | None, origin: str, chain: tuple[Path, ...]) -> None:
+        """Read one file after the files that it extends. ``chain``: the files that led here."""
+        path = _find(name, beside)
+        if path is None:
+            where = "" if beside is None and origin == "the command line" else f"{origin}: "
+            near = did_you_mean(name.removesuffix(".toml"), shipped_names())
+            self.problems.append(f"{where}configuration file {name!r} was not found{near}")
+            return
+        key = path.resolve()
+        if key in chain:
+            loop = " -> ".join(p.name for p in (*chain[chain.index(key):], key))
+            self.problems.append(f"{origin}: extends goes in a circle: {loop}")
+            return
+        try:
+            text = path.read_bytes().decode("utf-8")
+            data = tomllib.loads(text)
+        except (OSError, ValueError, RecursionError) as e:
+            reason = e.strerror if isinstance(e, OSError) else str(e) or type(e).__name__
+            self.problems.append(f"{path}: cannot be read as TOML: {reason}")
+            return
+        lines, shown = _key_lines(text), _shown_path(path)
+        place = f"{shown}:{lines.get('extends', 1)}"
+        for base in self._bases(data.pop("extends", []), place):
+            self.read_file(base, beside=path.parent, origin=place, chain=(*chain, key))
+        self.files.append(shown)
+        self._walk(self.root, data, "", lambda dotted: f"{shown}:{lines[dotted]}" if dotted in lines else shown)
+
+    def _bases(self, value: Any, origin: str) -> list[str]:
+        bases = [value] if isinstance(value, str) else value
+        if not isinstance(bases, list) or not all(isinstance(b, str) for b in bases):
+            self.problems.append(f"{origin}: extends must be a file name or an array of them, not {_show(value)}")
+            return []
+        return bases
+
+    def read_override(self, text: str) -> None:
+        """Apply one ``a.b=value``; the value is TOML, or a bare string where it is not valid TOML."""
+        name, equals, source = text.partition("=")
+        name, source = name.strip(), source.strip()
+        if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", name):
+            self.problems.append(f"--set {text}: write --set table.key=value, e.g. --set model.num_layers=4")
+            return
+        try:
+            parsed = tomllib.loads(f"value = {source}")
+            value = parsed["value"] if set(parsed) == {"value"} else source
+        except (ValueError, RecursionError):
+            value = source
+        data: Any = value
+        for key in reversed(name.split(".")):
+            data = {key: data}
+        self._walk(self.root, data, "", lambda dotted: "--set")
+
+    def _walk(self, cls: type, data: dict[str, Any], prefix: str, origin: Any) -> None:
+        """Take every value of one table into ``values``, or note what is wrong with it."""
+        hints = typing.get_type_hints(cls)
+        for key, value in data.items():
+            dotted = prefix + key
+            if key not in hints:
+                self.problems.append(f"{origin(dotted)}: unknown key {dotted!r}{self._suggest(key, hints)}")
+                continue
+            kind = hints[key]
+            if dataclasses.is_dataclass(kind):
+                if isinstance(value, dict):
+                    self._walk(typing.cast(type, kind), value, dotted + ".", origin)
+                else:
+                    self.problems.append(f"{origin(dotted)}: {dotted} is a table of settings, not {_show(value)}")
+                continue
+            try:
+                self.values[dotted] = _convert(kind, value)
+                self.origins[dotted] = origin(dotted)
+            except TypeError as e:
+                self.problems.append(f"{origin(dotted)}: {dotted} {e}")
+
+    def _suggest(self, key: str, hints: dict[str, Any]) -> str:
+        near = did_you_mean(key, list(hints))
+        if near:
+            return near
+        everywhere = [name for name, _ in leaves(self.root())]
+        same = [name for name in everywhere if name.rpartition(".")[2] == key]
+        return f"; did you mean {same[0]!r}?" if same else ""
+
+
+def _find(name: str, beside: Path | None) -> Path | None:
+    """The file a name stands for: beside the naming file (or the working directory), then the shipped configs."""
+    for folder in (beside or Path(), *config_directories()):
+        for candidate in (folder / name, folder / f"{name}.toml"):
+            try:
+                if candidate.is_file():
+                    return candidate
+            except (OSError, ValueError):  # a name too long, or with a null byte
+                continue
+    return None
+
+
+def _shown_path(path: Path) -> str:
+    """The path from the working directory where it lies inside it, else as it is."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """Line of each ``table.key``. A scan, not a parser: it is only used to name places of keys that were parsed."""
+    out: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([\w.\-]+)\s*\]", line):
+            table = header.group(1) + "."
+            out.setdefault(header.group(1), number)
+        elif entry := re.match(r"\s*([\w.\-]+)\s*=", line):
+            out.setdefault(table + entry.group(1), number)
+    return out
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    """``value`` as ``kind``. Raises TypeError with the end of a sentence that starts with the key."""
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        if not isinstance(value, list):
+            hint = f"; write [{toml_value(value)}]" if isinstance(value, item) and not isinstance(value, bool) else ""
+            raise TypeError(f"must be an array of {_name(item)}s, not {_show(value)}{hint}")
+        return tuple(_convert(item, v) for v in value)
+    if kind is float and type(value) is int and abs(value) < 2**63:
+        return float(value)
+    if type(value) is not kind:
+        raise TypeError(f"must be {_article(kind)}, not {_show(value)}")
+    if kind is int and abs(value) >= 2**63:
+        raise TypeError(f"must fit in 64 bits, not {_show(value)}")
+    if kind is float and not math.isfinite(value):
+        raise TypeError(f"must be a finite number, not {value}")
+    return value
+
+
+def _name(kind: Any) -> str:
+    return {int: "integer", float: "number", str: "string", bool: "boolean"}.get(kind, getattr(kind, "__name__", "?"))
+
+
+def _article(kind: Any) -> str:
+    return {int: "an integer", bool: "true or false"}.get(kind, f"a {_name(kind)}")
+
+
+def _show(value: Any) -> str:
+    """A value as a message shows it: its type and its source, cut short."""
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    kind = "date or time" if type(value).__name__ in ("date", "datetime", "time") else _name(type(value))
+    return f"the {kind} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _build(cls: type, values: dict[str, Any], prefix: str = "") -> Any:
+    hints = typing.get_type_hints(cls)
+    given: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        kind, dotted = hints[f.name], prefix + f.name
+        if dataclasses.is_dataclass(kind):
+            given[f.name] = _build(typing.cast(type, kind), values, dotted + ".")
+        elif dotted in values:
+            given[f.name] = values[dotted]
+    return cls(**given)
