@@ -1,0 +1,1 @@
+"""Saving and loading training state: format, commit protocol, verification, resharding, retention."""

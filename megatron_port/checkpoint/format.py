@@ -1,0 +1,346 @@
+"""What a checkpoint looks like on disk, and the strict parser of its manifest.
+
+::
+
+    step-00000120/
+        manifest.json            what is in here; written last
+        rank-00000.safetensors   1-D tensors, one file for each rank that saved something
+        rank-00003.safetensors
+    latest                       the name of the newest one: a hint, never trusted
+
+A directory is a checkpoint if its manifest parses, the manifest's own hash is
+right, the pieces tile every tensor, and every file has the size that is listed.
+Pieces are ranges of *logical* tensors: vocabulary padding and the layout are not
+in the format. No pickle. Torch is not needed to read a manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron_port.checkpoint.boxes import FlatRange, cover_fault
+from megatron_port.errors import CheckpointError
+
+SCHEMA = "megatron_port.checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+TEMPORARY = ".tmp"
+REPLACED = ".old"
+DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
+"""Name in the manifest → (safetensors code, bytes an element)."""
+
+_FILE = re.compile(r"rank-\d{5,9}\.safetensors")
+_STEP = re.compile(r"step-(\d{8,18})(?:\.old)?")
+_HASH = re.compile(r"[0-9a-f]{32}")
+_MAX_MANIFEST = 1 << 31
+_MAX_DIMS = 16
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """Where one piece of one tensor lies: element range ``flat_start + numel`` of a box, under ``key`` in ``file``."""
+
+    name: str
+    kind: str
+    global_shape: tuple[int, ...]
+    dtype: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat_start: int
+    numel: int
+    file: str
+    key: str
+
+    def flat_range(self) -> FlatRange:
+        """The geometry alone."""
+        return FlatRange(self.offset, self.shape, self.flat_start, self.numel, self.file)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A data file: bytes and xxh3-128 (32 hex digits) of its whole content."""
+
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """Everything of a checkpoint that is not a tensor; equal on all ranks, rank 0's copy is written.
+
+    ``layout``, ``config``, ``scalars`` and ``extra`` hold JSON values (dataclasses and tuples are converted).
+    """
+
+    step: int
+    """Optimizer steps done."""
+    samples: int
+    """Samples consumed in training."""
+    tokens: int
+    """Tokens consumed in training."""
+    layout: Any
+    config: Any
+    scalars: Mapping[str, float | int]
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The parsed ``manifest.json``."""
+
+    state: SavedState
+    saved_at: float
+    """Seconds since 1970 at the commit; orders checkpoints of one folder."""
+    versions: Mapping[str, str]
+    files: Mapping[str, FileEntry]
+    pieces: tuple[PieceEntry, ...]
+
+
+def directory_name(step: int) -> str:
+    """``step-00000120``."""
+    return f"step-{step:08d}"
+
+
+def shard_name(rank: int) -> str:
+    """``rank-00003.safetensors``."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a committed directory's name; None if it is not one."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def hash_file(path: Path) -> str:
+    """xxh3-128 of a file's content, in constant memory."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON holds it: dataclasses and mappings become dicts, tuples lists.
+
+    Raises:
+        CheckpointError: something in it is not a JSON value; the message names where it is.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    return _plain(value, "")
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and value - value == 0.0:
+        return float(value)
+    raise CheckpointError(
+        f"{where.lstrip('.') or 'value'} is {value!r:.80} ({type(value).__name__}); a manifest holds only finite "
+        "numbers, strings, booleans, lists and dicts: convert it before saving"
+    )
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def encode_manifest(manifest: Manifest) -> str:
+    """The text of ``manifest.json``; :func:`decode_manifest` reads it back."""
+    state = manifest.state
+    body = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "step": state.step,
+        "samples": state.samples,
+        "tokens": state.tokens,
+        "saved_at": manifest.saved_at,
+        "layout": plain(state.layout),
+        "config": plain(state.config),
+        "scalars": plain(state.scalars),
+        "extra": plain(state.extra),
+        "versions": dict(manifest.versions),
+        "files": {name: vars(entry) for name, entry in manifest.files.items()},
+        # vars, not asdict: that copies deeply and takes ten times as long; there may be 10^5 pieces.
+        "pieces": [vars(piece) for piece in manifest.pieces],
+    }
+    text = _canonical(body)
+    return f'{{"hash":"{xxhash.xxh3_128_hexdigest(text.encode())}",\n"manifest":{text}}}\n'
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Parse and check ``directory/manifest.json`` (not the data files).
+
+    Raises:
+        CheckpointError: missing, damaged, of another schema, or its pieces do not tile the tensors.
+    """
+    path = directory / MANIFEST
+    try:
+        size = path.stat().st_size
+        if size > _MAX_MANIFEST:
+            raise CheckpointError(f"{path}: {size} bytes; a manifest has at most {_MAX_MANIFEST}")
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} is not a checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return decode_manifest(raw, str(path))
+
+
+def decode_manifest(raw: bytes, where: str = MANIFEST) -> Manifest:
+    """Parse the bytes of a manifest; ``where`` names it in messages. Raises CheckpointError."""
+    try:
+        outer = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: damaged: not JSON ({error}); use another checkpoint") from None
+    if not isinstance(outer, dict) or not isinstance(outer.get("manifest"), dict):
+        raise CheckpointError(f"{where}: damaged or not a manifest: no object called \"manifest\"")
+    body = outer["manifest"]
+    if body.get("schema") != SCHEMA or body.get("version") != VERSION:
+        raise CheckpointError(
+            f"{where}: schema {body.get('schema')!r} version {body.get('version')!r}; "
+            f"this program reads {SCHEMA!r} version {VERSION}"
+        )
+    try:
+        expected = xxhash.xxh3_128_hexdigest(_canonical(body).encode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: damaged: {error}") from None
+    if outer.get("hash") != expected:
+        raise CheckpointError(f"{where}: damaged: its content does not match its hash; use another checkpoint")
+    return _Parser(where).manifest(body)
+
+
+def check_cover(pieces: tuple[PieceEntry, ...], where: str) -> None:
+    """Each (name, kind) is tiled exactly once, with one global shape and dtype. Raises CheckpointError."""
+    groups: dict[tuple[str, str], list[PieceEntry]] = {}
+    for piece in pieces:
+        groups.setdefault((piece.name, piece.kind), []).append(piece)
+    for (name, kind), members in groups.items():
+        first = members[0]
+        for other in members:
+            if (other.global_shape, other.dtype) != (first.global_shape, first.dtype):
+                raise CheckpointError(
+                    f"{where}: {kind} of {name} is {first.dtype} {first.global_shape} in {first.file} "
+                    f"but {other.dtype} {other.global_shape} in {other.file}"
+                )
+        fault = cover_fault([m.flat_range() for m in members], first.global_shape)
+        if fault:
+            raise CheckpointError(f"{where}: {kind} of {name} {first.global_shape}: {fault}")
+
+
+class _Parser:
+    """Takes nothing on trust: every field's type and range is checked before use."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {what}")
+
+    def count(self, value: Any, what: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+            raise self.fail(f"{what} is {value!r:.60}; expected an integer from 0 to 2^63 - 1")
+        return value
+
+    def text(self, value: Any, what: str) -> str:
+        if not isinstance(value, str) or not value or len(value) > 4096:
+            raise self.fail(f"{what} is {value!r:.60}; expected a name")
+        return value
+
+    def mapping(self, value: Any, what: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise self.fail(f"{what} is {value!r:.60}; expected an object")
+        return value
+
+    def dims(self, value: Any, what: str) -> tuple[int, ...]:
+        if not isinstance(value, list) or len(value) > _MAX_DIMS:
+            raise self.fail(f"{what} is {value!r:.60}; expected a list of at most {_MAX_DIMS} sizes")
+        return tuple(self.count(v, what) for v in value)
+
+    def file_name(self, value: Any) -> str:
+        # Nothing but a shard's own name: no path can lead out of the directory.
+        if not isinstance(value, str) or not _FILE.fullmatch(value):
+            raise self.fail(f"file name {value!r:.120} is not allowed; expected rank-NNNNN.safetensors")
+        return value
+
+    def file_entry(self, name: str, value: Any) -> FileEntry:
+        entry = self.mapping(value, f"file {name}")
+        digest = entry.get("hash")
+        if not isinstance(digest, str) or not _HASH.fullmatch(digest):
+            raise self.fail(f"hash of {name} is {digest!r:.60}; expected 32 hex digits")
+        return FileEntry(self.count(entry.get("size"), f"size of {name}"), digest)
+
+    def piece(self, value: Any, files: Mapping[str, FileEntry]) -> PieceEntry:
+        entry = self.mapping(value, "a piece")
+        name = self.text(entry.get("name"), "a piece's name")
+        piece = PieceEntry(
+            name=name,
+            kind=self.text(entry.get("kind"), f"kind of {name}"),
+            global_shape=self.dims(entry.get("global_shape"), f"global_shape of {name}"),
+            dtype=self.text(entry.get("dtype"), f"dtype of {name}"),
+            offset=self.dims(entry.get("offset"), f"offset of {name}"),
+            shape=self.dims(entry.get("shape"), f"shape of {name}"),
+            flat_start=self.count(entry.get("flat_start"), f"flat_start of {name}"),
+            numel=self.count(entry.get("numel"), f"numel of {name}"),
+            file=self.file_name(entry.get("file")),
+            key=self.text(entry.get("key"), f"key of {name}"),
+        )
+        if piece.dtype not in DTYPES:
+            raise self.fail(f"dtype of {name} is {piece.dtype!r}; expected one of {', '.join(DTYPES)}")
+        if piece.file not in files:
+            raise self.fail(f"{name} lies in {piece.file}, which is not among the files")
+        nbytes = piece.numel * DTYPES[piece.dtype][1]
+        if nbytes > files[piece.file].size:
+            raise self.fail(f"{name} needs {nbytes} bytes of {piece.file}, which has {files[piece.file].size}")
+        if prod(piece.global_shape) >= 1 << 63:
+            raise self.fail(f"{name} has {prod(piece.global_shape)} elements, more than 2^63 - 1")
+        return piece
+
+    def manifest(self, body: dict[str, Any]) -> Manifest:
+        files = {
+            self.file_name(name): self.file_entry(name, value)
+            for name, value in self.mapping(body.get("files"), "files").items()
+        }
+        listed = body.get("pieces")
+        if not isinstance(listed, list):
+            raise self.fail("pieces is not a list")
+        pieces = tuple(self.piece(value, files) for value in listed)
+        check_cover(pieces, self.where)
+        saved_at = body.get("saved_at")
+        if not isinstance(saved_at, (int, float)) or isinstance(saved_at, bool):
+            raise self.fail(f"saved_at is {saved_at!r:.60}; expected seconds")
+        state = SavedState(
+            step=self.count(body.get("step"), "step"),
+            samples=self.count(body.get("samples"), "samples"),
+            tokens=self.count(body.get("tokens"), "tokens"),
+            layout=self.mapping(body.get("layout"), "layout"),
+            config=self.mapping(body.get("config"), "config"),
+            scalars=self.scalars(body.get("scalars")),
+            extra=self.mapping(body.get("extra"), "extra"),
+        )
+        versions = {str(k): str(v) for k, v in self.mapping(body.get("versions"), "versions").items()}
+        return Manifest(state=state, saved_at=float(saved_at), versions=versions, files=files, pieces=pieces)
+
+    def scalars(self, value: Any) -> dict[str, float | int]:
+        scalars = self.mapping(value, "scalars")
+        for name, number in scalars.items():
+            if not isinstance(number, (int, float)) or isinstance(number, bool):
+                raise self.fail(f"scalar {name} is {number!r:.60}; expected a number")
+        return scalars

@@ -1,0 +1,94 @@
+"""The ranks that save together, and how they agree that a stage went well.
+
+A rank that failed must not leave the others waiting: after each stage all ranks
+meet in one small all-reduce; if any failed, all raise the same message, the
+first failed rank's. The text travels as bytes, not as a pickle.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_port.errors import CheckpointError, PortError
+
+T = TypeVar("T")
+_TEXT_BYTES = 4096
+
+
+class Peers(Protocol):
+    """A set of ranks with one operation."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number, 0 to world_size - 1."""
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+    def first_failure(self, message: str | None) -> str | None:
+        """Meet the others. ``message``: what failed here, or None. Returns the lowest failing rank's, or None."""
+
+
+class Alone:
+    """A single process."""
+
+    rank = 0
+    world_size = 1
+
+    def first_failure(self, message: str | None) -> str | None:
+        """Its own."""
+        return message
+
+
+class GroupPeers:
+    """The ranks of a process group whose backend takes CPU tensors (gloo, or cpu:gloo,cuda:nccl)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def first_failure(self, message: str | None) -> str | None:
+        """One all-reduce of an integer; on failure also one broadcast of a short text."""
+        flag = torch.tensor([self.world_size - self.rank if message is not None else 0], dtype=torch.int64)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        if int(flag) == 0:
+            return None
+        first = self.world_size - int(flag)
+        text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        if first == self.rank and message is not None:
+            data = message.encode()[:_TEXT_BYTES]
+            text[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        dist.broadcast(text, group_src=first, group=self._group)
+        return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def together(peers: Peers, action: Callable[[], T]) -> T:
+    """Run a stage on every rank, then agree on it.
+
+    Raises:
+        CheckpointError: it failed on some rank, with that rank's number, host and message.
+        Exception: a bug in this rank's action comes through as it is, after the others were told.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    message = None
+    if error is not None:
+        text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
+        message = f"rank {peers.rank} on {socket.gethostname()}: {text}" if peers.world_size > 1 else text
+    first = peers.first_failure(message)
+    if error is not None and not isinstance(error, PortError):
+        raise error
+    if first is not None:
+        raise CheckpointError(first) from error
+    return result  # type: ignore[return-value]

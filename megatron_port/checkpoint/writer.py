@@ -1,0 +1,298 @@
+"""Saving: every rank writes its own file, rank 0 commits, and a crash at any moment loses no whole checkpoint.
+
+1. Rank 0 removes leftovers and makes ``step-N.tmp``.
+2. Every rank writes ``rank-K.safetensors`` (hashed while written) and ``rank-K.json``, its list of pieces.
+3. Rank 0 reads the lists, proves that the pieces tile every tensor, writes the manifest, fsyncs, and renames the
+   directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``.
+
+After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_port.checkpoint.disk import disk_error, fsync_directory, write_text
+from megatron_port.checkpoint.format import (
+    LATEST,
+    MANIFEST,
+    REPLACED,
+    TEMPORARY,
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    SavedState,
+    check_cover,
+    directory_name,
+    encode_manifest,
+    plain,
+    read_manifest,
+    shard_name,
+    step_of,
+)
+from megatron_port.checkpoint.peers import Alone, GroupPeers, Peers, together
+from megatron_port.checkpoint.shard import write_shard
+from megatron_port.engine.api import StatePiece
+from megatron_port.errors import CheckpointError
+
+Note = Callable[[str], None]
+_PACKAGES = ("megatron_port", "torch", "deepspeed", "numpy", "safetensors")
+
+
+def save_checkpoint(
+    directory: Path,
+    state: SavedState,
+    pieces: Iterable[StatePiece],
+    *,
+    keep: int = 0,
+    group: dist.ProcessGroup | None = None,
+    expected: Mapping[str, tuple[int, ...]] | None = None,
+    note: Note | None = None,
+) -> Path:
+    """Commit ``directory/step-N``. Collective over ``group``.
+
+    Args:
+        directory: where checkpoints live; the same shared folder on every rank.
+        state: step, counters and JSON state; rank 0's is written.
+        pieces: what this rank saves; over all ranks every element of every kind exactly once. Tensors stay where
+            they are until their turn to be written, so views cost nothing.
+        keep: newest checkpoints kept, this one included; 0: all.
+        group: ranks that save, on a backend that takes CPU tensors; None: this process alone.
+        expected: name → global shape of every parameter; a checkpoint that lacks one is not committed.
+        note: called on rank 0 with things worth a line that are no failure.
+
+    Returns:
+        The committed directory.
+
+    Raises:
+        CheckpointError: on every rank, if any rank failed. Earlier checkpoints are untouched.
+    """
+    peers: Peers = Alone() if group is None else GroupPeers(group)
+    return save_among(peers, directory, state, pieces, keep=keep, expected=expected, note=note)
+
+
+def save_among(
+    peers: Peers,
+    directory: Path,
+    state: SavedState,
+    pieces: Iterable[StatePiece],
+    *,
+    keep: int = 0,
+    expected: Mapping[str, tuple[int, ...]] | None = None,
+    note: Note | None = None,
+    visible_seconds: float = 30.0,
+) -> Path:
+    """:func:`save_checkpoint` over any :class:`Peers`.
+
+    ``visible_seconds``: how long a rank waits for rank 0's directory to appear (network file systems cache).
+    """
+    final = directory / directory_name(state.step)
+    work = final.with_name(final.name + TEMPORARY)
+    lead = peers.rank == 0
+    try:
+        together(peers, lambda: _prepare(directory, work, state) if lead else None)
+        together(peers, lambda: _write_rank(peers.rank, work, pieces, visible_seconds))
+        together(peers, lambda: _commit(work, final, state, peers.world_size, expected) if lead else None)
+    except BaseException:
+        if lead:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    if lead:
+        # The checkpoint is safe; trouble from here on is worth a line, not the run.
+        try:
+            _tidy(directory, final, keep)
+        except OSError as error:
+            if note is not None:
+                note(f"{final.name} is saved, but cleaning up after it failed: {error}")
+    return final
+
+
+def _prepare(directory: Path, work: Path, state: SavedState) -> None:
+    # Found now, before gigabytes are written: state that a manifest cannot hold.
+    for part in (state.layout, state.config, state.scalars, state.extra):
+        plain(part)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(directory)
+        work.mkdir()
+        fsync_directory(directory)
+    except OSError as error:
+        raise disk_error(error, work) from error
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Delete what an interrupted save left: ``step-*.tmp``, and ``step-*.old`` whose replacement is there."""
+    for path in directory.iterdir():
+        stem = path.name.removesuffix(TEMPORARY)
+        if stem != path.name and step_of(stem) is not None:
+            shutil.rmtree(path)
+        stem = path.name.removesuffix(REPLACED)
+        if stem != path.name and step_of(stem) is not None and (directory / stem / MANIFEST).is_file():
+            shutil.rmtree(path)
+
+
+def _write_rank(rank: int, work: Path, pieces: Iterable[StatePiece], visible_seconds: float) -> None:
+    _await_directory(work, visible_seconds)
+    held = [piece for piece in pieces if piece.tensor.numel()]
+    listing: dict[str, Any] = {"file": None, "pieces": []}
+    if held:
+        path = work / shard_name(rank)
+        entry, entries = write_shard(path, held)
+        listing = {"file": asdict(entry), "pieces": [asdict(e) for e in entries]}
+    write_text(work / _listing_name(rank), json.dumps(listing))
+    try:
+        fsync_directory(work)
+    except OSError as error:
+        raise disk_error(error, work) from error
+
+
+def _await_directory(work: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not work.is_dir():
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"{work} was made by rank 0 but is not visible here after {seconds:g} s: checkpoints need a directory "
+                "that all nodes share; set output_dir to a path on the shared file system"
+            )
+        time.sleep(0.2)
+
+
+def _listing_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def _commit(
+    work: Path, final: Path, state: SavedState, world_size: int, expected: Mapping[str, tuple[int, ...]] | None
+) -> None:
+    files, pieces = _gather(work, world_size)
+    where = f"step {state.step} was not saved"
+    check_cover(pieces, where)
+    _check_complete(pieces, expected, where)
+    manifest = Manifest(state=state, saved_at=time.time(), versions=_versions(), files=files, pieces=pieces)
+    write_text(work / MANIFEST, encode_manifest(manifest))
+    try:
+        for rank in range(world_size):
+            (work / _listing_name(rank)).unlink()
+        fsync_directory(work)
+        _move_into_place(work, final)
+        fsync_directory(final.parent)
+    except OSError as error:
+        raise disk_error(error, final) from error
+
+
+def _gather(work: Path, world_size: int) -> tuple[dict[str, FileEntry], tuple[PieceEntry, ...]]:
+    """Read the ranks' lists from the shared directory and check each file's size on disk."""
+    files: dict[str, FileEntry] = {}
+    pieces: list[PieceEntry] = []
+    missing = [rank for rank in range(world_size) if not (work / _listing_name(rank)).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{work}: nothing visible from {len(missing)} of {world_size} ranks (first: rank {missing[0]}): "
+            "checkpoints need a directory that all nodes share; set output_dir to a path on the shared file system"
+        )
+    for rank in range(world_size):
+        try:
+            listing = json.loads((work / _listing_name(rank)).read_bytes())
+            if listing["file"] is None:
+                continue
+            entry = FileEntry(**listing["file"])
+            size = (work / shard_name(rank)).stat().st_size
+        except OSError as error:
+            raise disk_error(error, work / shard_name(rank)) from error
+        except ValueError as error:
+            path = work / _listing_name(rank)
+            raise CheckpointError(f"{path}: damaged right after it was written: {error}") from error
+        if size != entry.size:
+            raise CheckpointError(f"{work / shard_name(rank)}: {size} bytes on disk, {entry.size} were written")
+        files[shard_name(rank)] = entry
+        for item in listing["pieces"]:
+            for name in ("global_shape", "offset", "shape"):
+                item[name] = tuple(item[name])
+            pieces.append(PieceEntry(**item))
+    return files, tuple(pieces)
+
+
+def _check_complete(
+    pieces: tuple[PieceEntry, ...], expected: Mapping[str, tuple[int, ...]] | None, where: str
+) -> None:
+    """Every parameter has the same kinds, and all that are expected are there, with their shapes."""
+    kinds: dict[str, set[str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        kinds.setdefault(piece.name, set()).add(piece.kind)
+        shapes[piece.name] = piece.global_shape
+    every = set().union(*kinds.values())
+    for name, have in kinds.items():
+        if have != every:
+            raise CheckpointError(f"{where}: {name} lacks {', '.join(sorted(every - have))}, which others have")
+    if expected is None:
+        return
+    missing = [name for name in expected if name not in shapes]
+    if missing:
+        raise CheckpointError(f"{where}: no rank saved {missing[0]} ({len(missing)} of {len(expected)} are missing)")
+    for name, shape in expected.items():
+        if tuple(shape) != shapes[name]:
+            raise CheckpointError(f"{where}: {name} was saved as {shapes[name]}; the model has {tuple(shape)}")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _move_into_place(work: Path, final: Path) -> None:
+    """The commit. A checkpoint of the same step steps aside first: at every instant one of the two has a name."""
+    if final.exists():
+        aside = final.with_name(final.name + REPLACED)
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.rename(final, aside)
+    os.rename(work, final)
+
+
+def _tidy(directory: Path, final: Path, keep: int) -> None:
+    hint = directory / (LATEST + ".part")
+    with open(hint, "w", encoding="utf-8") as stream:
+        stream.write(final.name + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(hint, directory / LATEST)
+    _remove_leftovers(directory)
+    if keep > 0:
+        for path in _beyond(directory, final, keep):
+            # Renamed first: a half-deleted directory must not look like a checkpoint.
+            doomed = path.with_name(path.name + TEMPORARY)
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+
+
+def _beyond(directory: Path, final: Path, keep: int) -> list[Path]:
+    """Committed checkpoints other than the ``keep`` newest. ``final`` is the newest whatever its step."""
+    ranked: list[tuple[float, int, Path]] = []
+    for path in directory.iterdir():
+        step = step_of(path.name)
+        if step is None or path == final or not (path / MANIFEST).is_file():
+            continue
+        try:
+            ranked.append((read_manifest(path).saved_at, step, path))
+        except CheckpointError:
+            # Damaged: not worth a place among the kept, but not ours to delete either.
+            continue
+    ranked.sort(reverse=True)
+    return [path for _, _, path in ranked[keep - 1 :]]

@@ -1,0 +1,192 @@
+"""``checkpoint ls | verify | diff``: look at checkpoints without a model or a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_port.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_port.checkpoint.format import Manifest
+    from megatron_port.checkpoint.reader import Checkpoint
+
+EXIT_DIFFER = 1
+_SUBFOLDER = "checkpoints"
+_SLAB = 1 << 23
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``checkpoint`` and its three actions to the program's parser."""
+    parser = subparsers.add_parser("checkpoint", help="list, verify and compare checkpoints")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|diff")
+    ls = actions.add_parser("ls", help="checkpoints of a run, newest first")
+    ls.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
+    ls.set_defaults(run=run)
+    verify = actions.add_parser("verify", help="re-hash every file; exit 5 if one is damaged")
+    verify.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
+    verify.set_defaults(run=run)
+    diff = actions.add_parser("diff", help="largest difference of each parameter; exit 1 if they differ")
+    diff.add_argument("a", type=Path, help="a checkpoint, or a folder whose newest is taken")
+    diff.add_argument("b", type=Path, help="the other")
+    diff.add_argument("--kind", default="weight", help="weight, exp_avg, exp_avg_sq or all (default: weight)")
+    diff.add_argument("--tolerance", type=float, default=0.0, help="differences up to this are equal (default: 0)")
+    diff.add_argument("--all", action="store_true", help="also list the parameters that are equal")
+    diff.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code; CheckpointError where there is nothing to look at."""
+    if args.action == "ls":
+        return _ls(args.directory)
+    if args.action == "verify":
+        return _verify(args.directory)
+    return _diff(args.a, args.b, kind=args.kind, tolerance=args.tolerance, every=args.all)
+
+
+def _directories(directory: Path) -> list[Path]:
+    """Checkpoint directories, whole or not, by name."""
+    from megatron_port.checkpoint.format import MANIFEST, step_of
+
+    if directory.is_dir() and ((directory / MANIFEST).exists() or step_of(directory.resolve().name) is not None):
+        return [directory]
+    for folder in (directory, directory / _SUBFOLDER):
+        if folder.is_dir():
+            found = [p for p in folder.iterdir() if step_of(p.name) is not None and p.is_dir()]
+            if found:
+                return sorted(found)
+    raise CheckpointError(f"{directory}: no checkpoint here or in {directory / _SUBFOLDER} (step-NNNNNNNN)")
+
+
+def _ls(directory: Path) -> int:
+    from megatron_port.checkpoint.reader import open_checkpoint
+
+    whole: list[tuple[Path, Manifest]] = []
+    broken: list[tuple[Path, CheckpointError]] = []
+    for path in _directories(directory):
+        try:
+            whole.append((path, open_checkpoint(path).manifest))
+        except CheckpointError as error:
+            broken.append((path, error))
+    whole.sort(key=lambda w: w[1].saved_at, reverse=True)
+    print(f"{'name':<20} {'samples':>12} {'tokens':>15} {'parameters':>15} {'files':>6} {'size':>10}  saved")
+    for path, manifest in whole:
+        shapes = {p.name: p.global_shape for p in manifest.pieces if p.kind == "weight"}
+        size = sum(f.size for f in manifest.files.values())
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
+        print(
+            f"{path.name:<20} {manifest.state.samples:>12,} {manifest.state.tokens:>15,} "
+            f"{sum(prod(s) for s in shapes.values()):>15,} {len(manifest.files):>6} {_human(size):>10}  {saved}"
+        )
+    for path, fault in broken:
+        print(f"{path.name:<20} broken: {fault}")
+    return EXIT_CHECKPOINT if broken and not whole else EXIT_OK
+
+
+def _human(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def _verify(directory: Path) -> int:
+    from megatron_port.checkpoint.reader import open_checkpoint
+
+    code = EXIT_OK
+    for path in _directories(directory):
+        try:
+            checkpoint = open_checkpoint(path)
+            checkpoint.verify()
+        except CheckpointError as error:
+            print(f"{path.name}: DAMAGED: {error}")
+            code = EXIT_CHECKPOINT
+            continue
+        files = checkpoint.manifest.files
+        size = _human(sum(f.size for f in files.values()))
+        print(f"{path.name}: whole: {len(files)} files, {size}, every hash matches")
+    return code
+
+
+def _newest(path: Path) -> Checkpoint:
+    from megatron_port.checkpoint.reader import find_latest, open_checkpoint
+
+    folder = path if find_latest(path) is not None else path / _SUBFOLDER
+    return open_checkpoint(find_latest(folder) or path)
+
+
+@dataclass
+class _Difference:
+    """Over the elements seen so far. ``worst`` is infinite where one side is not a number and the other is."""
+
+    worst: float = 0.0
+    elements: int = 0
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        a, b = a.double(), b.double()
+        unequal = (a != b) & ~(a.isnan() & b.isnan())
+        count = int(unequal.sum())
+        if count:
+            delta = (a[unequal] - b[unequal]).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+            self.worst = max(self.worst, float(delta.max()))
+            self.elements += count
+
+
+def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes of whole rows, about _SLAB elements each: constant memory for any parameter."""
+    if not shape:
+        yield (), ()
+        return
+    rows = max(1, _SLAB // max(prod(shape[1:]), 1))
+    for start in range(0, shape[0], rows):
+        yield (start,) + (0,) * (len(shape) - 1), (min(rows, shape[0] - start), *shape[1:])
+
+
+def _compare(a: Checkpoint, b: Checkpoint, name: str, kind: str) -> _Difference:
+    difference = _Difference()
+    for offset, size in _slabs(a.shape(name, kind)):
+        difference.add(a.read(name, kind, offset, size), b.read(name, kind, offset, size))
+    return difference
+
+
+def _diff(path_a: Path, path_b: Path, *, kind: str, tolerance: float, every: bool) -> int:
+    a, b = _newest(path_a), _newest(path_b)
+    print(f"A: {a.path} (step {a.step})\nB: {b.path} (step {b.step})")
+    kinds = sorted({*a.kinds(), *b.kinds()}) if kind == "all" else [kind]
+    if kind != "all" and kind not in {*a.kinds(), *b.kinds()}:
+        raise CheckpointError(f"neither checkpoint has {kind!r}; they have {', '.join(a.kinds())}")
+    differing = compared = 0
+    for k in kinds:
+        in_a, in_b = dict.fromkeys(a.names(k)), dict.fromkeys(b.names(k))
+        for name in in_a | in_b:
+            compared += 1
+            verdict, differs = _verdict(a, b, name, k, tolerance, (name in in_a, name in in_b))
+            differing += differs
+            if differs or every:
+                print(f"  {k:<10} {name:<48} {verdict}")
+    print(f"{differing} of {compared} tensors differ" + (f" by more than {tolerance:g}" if tolerance else ""))
+    return EXIT_DIFFER if differing else EXIT_OK
+
+
+def _verdict(
+    a: Checkpoint, b: Checkpoint, name: str, kind: str, tolerance: float, present: tuple[bool, bool]
+) -> tuple[str, bool]:
+    if not all(present):
+        return f"only in {'A' if present[0] else 'B'}", True
+    if a.shape(name, kind) != b.shape(name, kind):
+        return f"shape {a.shape(name, kind)} in A, {b.shape(name, kind)} in B", True
+    difference = _compare(a, b, name, kind)
+    if not difference.elements:
+        return "equal", False
+    total = prod(a.shape(name, kind))
+    text = f"max |a - b| {difference.worst:.3e} ({difference.elements} of {total} elements)"
+    return text, difference.worst > tolerance

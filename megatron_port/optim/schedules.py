@@ -1,0 +1,148 @@
+"""Learning rate and global batch as pure functions of the step.
+
+Steps count from 0: step 0 is the first update. Nothing here has state, so a
+resumed run needs only its step to go on exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+from megatron_port.config.schema import BatchConfig, OptimizerConfig
+from megatron_port.errors import ConfigError
+
+
+def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The learning rate of update ``step`` (from 0) of a run of ``total_steps``.
+
+    With W = warmup_steps and D = decay_steps or total_steps::
+
+        step < W         lr * (step + 1) / (W + 1)
+        W <= step < D    min_lr + (lr - min_lr) * f((step - W) / (D - W))
+        step >= D        min_lr
+
+    where f(x) = (1 + cos(pi x)) / 2 for ``cosine`` and 1 - x for ``linear``. ``constant`` stays at lr after the
+    warm-up. The line of the warm-up would be 0 one step before the first (an update with rate 0 would be lost)
+    and meets lr at step W, where the decay begins: W updates lie below the peak.
+
+    Raises:
+        ConfigError: unknown ``decay``, or decay_steps is set and not larger than warmup_steps.
+    """
+    if step < 0:
+        raise ValueError(f"step {step} is negative")
+    warmup = optimizer.warmup_steps
+    if optimizer.decay not in ("cosine", "linear", "constant"):
+        raise ConfigError(f"optimizer.decay is {optimizer.decay!r}; expected cosine, linear or constant")
+    if optimizer.decay != "constant" and 0 < optimizer.decay_steps <= warmup:
+        raise ConfigError(
+            f"optimizer.decay_steps {optimizer.decay_steps} must be larger than optimizer.warmup_steps {warmup}"
+        )
+    if step < warmup:
+        return optimizer.lr * (step + 1) / (warmup + 1)
+    if optimizer.decay == "constant":
+        return optimizer.lr
+    end = optimizer.decay_steps or total_steps
+    if step >= end:
+        return optimizer.min_lr
+    done = (step - warmup) / (end - warmup)
+    share = 0.5 * (1.0 + math.cos(math.pi * done)) if optimizer.decay == "cosine" else 1.0 - done
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * share
+
+
+class BatchSchedule:
+    """The global batch of each step, with Megatron-LM's ramp-up.
+
+    The ramp goes from S = rampup_start to G = global_batch_size in n = (G - S) / rampup_increment stages over
+    R = rampup_samples: after c consumed samples the batch is ``S + rampup_increment * floor(c n / R)`` for c < R,
+    else G. (Megatron-LM computes c / (R / n) in floating point; here the integers are exact.)
+
+    Args:
+        batch: sizes; ``rampup_start = 0`` means no ramp-up.
+        dp: data-parallel replicas.
+
+    Raises:
+        ConfigError: a batch of the schedule is not divisible by micro_batch_size * dp, or the ramp does not end at
+            global_batch_size. All faults at once.
+    """
+
+    def __init__(self, batch: BatchConfig, dp: int) -> None:
+        if dp < 1:
+            raise ValueError(f"dp is {dp}")
+        problems = _size_problems(batch, dp) + (_rampup_problems(batch) if batch.rampup_start else [])
+        if problems:
+            raise ConfigError(problems)
+        self._final = batch.global_batch_size
+        self._start = batch.rampup_start or batch.global_batch_size
+        self._increment = batch.rampup_increment
+        self._ramp = batch.rampup_samples if self._start < self._final else 0
+        self._stages = (self._final - self._start) // self._increment if self._ramp else 0
+        self._first_steps, self._first_samples, self._sizes = self._table()
+
+    def _table(self) -> tuple[list[int], list[int], list[int]]:
+        """First step, first sample and batch of each stage that is not skipped; the last is the full batch."""
+        steps, samples, sizes = [0], [0], [self.global_batch(0)]
+        while sizes[-1] < self._final:
+            stage = (sizes[-1] - self._start) // self._increment
+            boundary = -(-(stage + 1) * self._ramp // self._stages)
+            taken = -(-(boundary - samples[-1]) // sizes[-1])
+            steps.append(steps[-1] + taken)
+            samples.append(samples[-1] + taken * sizes[-1])
+            sizes.append(self.global_batch(samples[-1]))
+        return steps, samples, sizes
+
+    def global_batch(self, samples_consumed: int) -> int:
+        """Samples in the step that begins after ``samples_consumed`` samples."""
+        if samples_consumed < 0:
+            raise ValueError(f"samples_consumed is {samples_consumed}")
+        if samples_consumed >= self._ramp:
+            return self._final
+        return self._start + self._increment * (samples_consumed * self._stages // self._ramp)
+
+    def step_plan(self, step: int) -> tuple[int, int]:
+        """``(first sample, global batch)`` of step ``step`` (from 0), in O(log stages)."""
+        if step < 0:
+            raise ValueError(f"step {step} is negative")
+        i = bisect_right(self._first_steps, step) - 1
+        return self._first_samples[i] + (step - self._first_steps[i]) * self._sizes[i], self._sizes[i]
+
+    def samples_before(self, step: int) -> int:
+        """Samples consumed by the steps before ``step``; for ``step = total`` the samples of the whole run."""
+        return self.step_plan(step)[0]
+
+
+def _size_problems(batch: BatchConfig, dp: int) -> list[str]:
+    if batch.micro_batch_size < 1:
+        return [f"batch.micro_batch_size is {batch.micro_batch_size}; it must be at least 1"]
+    unit = batch.micro_batch_size * dp
+    sizes = {"global_batch_size": batch.global_batch_size}
+    if batch.rampup_start:
+        sizes |= {"rampup_start": batch.rampup_start}
+        if batch.rampup_start != batch.global_batch_size:
+            sizes |= {"rampup_increment": batch.rampup_increment}
+    problems = []
+    for name, size in sizes.items():
+        if size < 1 or size % unit:
+            near = max(1, round(size / unit)) * unit
+            problems.append(
+                f"batch.{name} {size} must be a positive multiple of micro_batch_size * dp = "
+                f"{batch.micro_batch_size} * {dp} = {unit}; {near} would do"
+            )
+    return problems
+
+
+def _rampup_problems(batch: BatchConfig) -> list[str]:
+    start, final, increment = batch.rampup_start, batch.global_batch_size, batch.rampup_increment
+    if start == final:
+        return []
+    if start > final:
+        return [f"batch.rampup_start {start} is larger than batch.global_batch_size {final}; set it to {final} or less"]
+    problems = []
+    if increment > 0 and (final - start) % increment:
+        problems.append(
+            f"batch.rampup_increment {increment} does not divide global_batch_size - rampup_start = "
+            f"{final} - {start} = {final - start}"
+        )
+    if batch.rampup_samples < 1:
+        problems.append(f"batch.rampup_samples is {batch.rampup_samples}; with rampup_start set it must be at least 1")
+    return problems

@@ -1,0 +1,1 @@
+"""What a run writes down: metrics.jsonl (the source of truth), console, TensorBoard, pictures."""

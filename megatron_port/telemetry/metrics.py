@@ -1,0 +1,160 @@
+"""metrics.jsonl, the source of truth of a run: one JSON object a line. docs/metrics.md defines each field.
+
+A value that is not known is absent: never 0, never null. A value that is known
+but not finite is the string ``NaN``, ``Infinity`` or ``-Infinity`` (JSON has no
+such numbers), which ``float()`` reads back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+FILE_NAME = "metrics.jsonl"
+Value = float | int | bool
+Record = Mapping[str, "Value | None"]
+
+FIELDS: Mapping[str, type] = {
+    "step": int,
+    "loss": float,
+    "learning_rate": float,
+    "grad_norm": float,
+    "loss_scale": float,
+    "skipped": bool,
+    "skipped_total": int,
+    "samples": int,
+    "tokens": int,
+    "tokens_per_second": float,
+    "seconds": float,
+    "model_tflops_per_device": float,
+    "hardware_tflops_per_device": float,
+    "mfu": float,
+    "hfu": float,
+    "memory_bytes": int,
+    "validation_loss": float,
+    "time": float,
+}
+"""Name → type of every field, in the order in which lines hold them."""
+
+
+def encode(record: Record) -> str:
+    """One line, without its newline. None is left out.
+
+    Raises:
+        ValueError: an unknown field, a wrong type, or no ``step``.
+    """
+    unknown = [name for name in record if name not in FIELDS]
+    if unknown or record.get("step") is None:
+        raise ValueError(f"not a metrics record: unknown fields {unknown}, step {record.get('step')!r}")
+    line = {name: _json_value(name, record[name]) for name in FIELDS if record.get(name) is not None}
+    return json.dumps(line, allow_nan=False)
+
+
+def _json_value(name: str, value: Any) -> Value | str:
+    want = FIELDS[name]
+    if want is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; expected a bool")
+        return bool(value)
+    if isinstance(value, bool) or not isinstance(value, int if want is int else (int, float)):
+        raise ValueError(f"{name} is {value!r} ({type(value).__name__}); expected {want.__name__}")
+    if want is int:
+        return int(value)
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def decode(line: str) -> dict[str, Value] | None:
+    """A record of a line; None if the line is torn or not a record. Fields of other versions are kept out."""
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict) or not isinstance(raw.get("step"), int):
+        return None
+    record: dict[str, Value] = {}
+    for name, value in raw.items():
+        want = FIELDS.get(name)
+        if want is float and isinstance(value, (int, float, str)):
+            try:
+                record[name] = float(value)
+            except ValueError:
+                continue
+        elif want is not None and isinstance(value, (int, bool)):
+            record[name] = value
+    return record
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Value]]:
+    """Records in the order of the file; torn lines are passed over. Constant memory."""
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            record = decode(line)
+            if record is not None:
+                yield record
+
+
+class MetricsWriter:
+    """Appends to ``metrics.jsonl``; each line is flushed to the system before ``write`` returns.
+
+    Args:
+        path: the file; made, with its folder, if it is not there.
+        resumed_step: steps done by the state that this run starts from (0: a fresh start; also then evaluations
+            at step 0 of an earlier attempt go). Lines of later steps, which will be run again, and torn lines are
+            removed, by rewriting the file under a temporary name.
+
+    Raises:
+        OSError: the file system refused.
+    """
+
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _truncate(path, resumed_step)
+        self._stream: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._torn = False
+
+    def write(self, record: Record) -> None:
+        """Append one line. Raises ValueError for a bad record, OSError if the file system refused."""
+        line = (encode(record) + "\n").encode()
+        if self._torn:
+            line = b"\n" + line
+        # Unknown until the write came back: a part of the line may be on disk.
+        self._torn = True
+        written = self._stream.write(line)
+        if written != len(line):
+            raise OSError(28, f"{written} of {len(line)} bytes were written", str(self.path))
+        self._torn = False
+
+    def close(self) -> None:
+        """Flush to disk and close; a second call does nothing."""
+        if not self._stream.closed:
+            try:
+                os.fsync(self._stream.fileno())
+            finally:
+                self._stream.close()
+
+
+def _truncate(path: Path, resumed_step: int) -> None:
+    """Keep whole lines of steps up to ``resumed_step``, one step line and one evaluation each."""
+    part = path.with_name(path.name + ".part")
+    seen: set[tuple[int, bool]] = set()
+    with open(path, encoding="utf-8", errors="replace") as old, open(part, "w", encoding="utf-8") as new:
+        for line in old:
+            record = decode(line)
+            if record is None or record["step"] > resumed_step or resumed_step == 0:
+                continue
+            key = (int(record["step"]), "loss" in record)
+            if key not in seen:
+                seen.add(key)
+                new.write(line if line.endswith("\n") else line + "\n")
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(part, path)

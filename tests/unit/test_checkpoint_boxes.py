@@ -1,0 +1,62 @@
+"""Geometry: flat ranges as boxes, and the proof of an exact cover."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.checkpoint.boxes import FlatRange, cover_fault, range_boxes
+
+SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SHAPES, st.data())
+def test_range_boxes_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> None:
+    numel = int(np.prod(shape, dtype=int))
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    flat = np.arange(numel).reshape(shape)
+    boxes = list(range_boxes(shape, start, stop))
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+    seen = [flat[tuple(slice(a, b) for a, b in zip(box.low, box.high))].reshape(-1) for box in boxes]
+    got = np.concatenate(seen) if seen else np.arange(0)
+    assert got.tolist() == list(range(start, stop))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_cover_agrees_with_counting(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
+    pieces = []
+    counts = np.zeros(shape, dtype=int)
+    for _ in range(data.draw(st.integers(1, 4))):
+        low = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+        box = tuple(data.draw(st.integers(1, n - lo)) for n, lo in zip(shape, low))
+        numel = int(np.prod(box))
+        start = data.draw(st.integers(0, numel - 1))
+        size = data.draw(st.integers(1, numel - start))
+        pieces.append(FlatRange(low, box, start, size))
+        view = counts[tuple(slice(lo, lo + n) for lo, n in zip(low, box))]
+        marks = np.zeros(numel, dtype=int)
+        marks[start : start + size] = 1
+        view += marks.reshape(box)
+    assert (cover_fault(pieces, shape) is None) == bool((counts == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ([FlatRange((0,), (4,), 0, 4, "a")], "4 of 10"),
+        ([FlatRange((0,), (10,), 0, 6, "a"), FlatRange((0,), (10,), 5, 5, "b")], "overlap"),
+        ([FlatRange((0,), (6,), 0, 6, "a"), FlatRange((5,), (5,), 0, 5, "b")], "overlap"),
+        ([FlatRange((0,), (11,), 0, 11, "a")], "leaves the tensor"),
+        ([FlatRange((0,), (10,), 5, 6, "a")], "leaves its box"),
+        ([FlatRange((-1,), (10,), 0, 10, "a")], "negative"),
+        ([FlatRange((0, 0), (1, 10), 0, 10, "a")], "other dimensions"),
+    ],
+)
+def test_faults_are_named(pieces: list[FlatRange], says: str) -> None:
+    assert says in str(cover_fault(pieces, (10,)))

@@ -1,0 +1,97 @@
+"""metrics.jsonl: every step once, nothing invented, nothing half-read."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.telemetry.metrics import FIELDS, MetricsWriter, decode, encode, read_metrics
+
+ROOT = Path(__file__).parents[2]
+GARBAGE = [b"", b"\n", b"\xff\x00{", b"{}\n", b"null\n"]
+
+
+def test_docs_define_every_field() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \| (\w+) \|", text, re.M) == [(n, t.__name__) for n, t in FIELDS.items()]
+
+
+def test_lines(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "run" / "metrics.jsonl")
+    writer.write({"loss": 2, "step": 1, "grad_norm": None, "skipped": True})
+    # Flushed: whole on disk while the writer is still open.
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0, "skipped": true}\n'
+    writer.close()
+    writer.close()
+
+
+def test_values_that_are_not_finite_are_strict_json() -> None:
+    line = encode({"step": 1, "loss": math.nan, "grad_norm": math.inf, "validation_loss": -math.inf})
+    raw = json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    assert raw["loss"] == "NaN"
+    back = decode(line)
+    assert back is not None and math.isnan(back["loss"])
+    assert (back["grad_norm"], back["validation_loss"]) == (math.inf, -math.inf)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"loss": 1.0}, {"step": 1, "los": 1.0}, {"step": 1.0}, {"step": 1, "skipped": 1}, {"step": 1, "loss": True},
+     {"step": 1, "loss": "1"}, {"step": 1, "tokens": 1.5}],
+)
+def test_bad_records(record: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        encode(record)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(kept=st.integers(0, 9), cut=st.integers(0, 60), garbage=st.sampled_from(GARBAGE))
+def test_resume_records_each_step_once(
+    tmp_path_factory: pytest.TempPathFactory, kept: int, cut: int, garbage: bytes
+) -> None:
+    """Killed anywhere, resumed from any earlier step: the file is that of an uninterrupted run."""
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+
+    def go(first: int, resumed: int) -> None:
+        writer = MetricsWriter(path, resumed)
+        for step in range(first, 11):
+            writer.write({"step": step, "loss": float(step)})
+            if step % 3 == 0:
+                writer.write({"step": step, "validation_loss": float(step)})
+        writer.close()
+
+    go(1, 0)
+    want = path.read_text()
+    data = path.read_bytes()
+    # What was written up to a checkpoint is on disk; the tail may be torn.
+    safe = data.index(b'{"step": %d' % (kept + 1))
+    path.write_bytes(data[: max(safe, len(data) - cut)] + garbage)
+    go(kept + 1, kept)
+    assert path.read_text() == want
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_that_the_disk_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    stream = writer._stream
+
+    class Full:
+        closed = False
+
+        def write(self, data: bytes) -> int:
+            return stream.write(data[:7])
+
+    writer._stream = Full()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="7 of"):
+        writer.write({"step": 1, "loss": 1.0})
+    writer._stream = stream
+    writer.write({"step": 2, "loss": 2.0})
+    writer.close()
+    assert list(read_metrics(path)) == [{"step": 2, "loss": 2.0}]

@@ -1,0 +1,186 @@
+"""Console, TensorBoard, picture, and that none of them can stop a run."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_port.telemetry import sinks
+from megatron_port.telemetry.console import LiveConsole, PlainConsole, make_console
+from megatron_port.telemetry.metrics import MetricsWriter, read_metrics
+from megatron_port.telemetry.picture import draw_loss, read_curves, smoothed
+from megatron_port.telemetry.sinks import Telemetry
+from megatron_port.telemetry.text import duration, quantity
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def make(folder: Path, warnings: list[str], **options: Any) -> Telemetry:
+    settings: dict[str, Any] = {"speaker": True, "total_steps": 20, "stream": io.StringIO(), "warn": warnings.append}
+    return Telemetry(folder, **{**settings, **options})
+
+
+def test_plain_lines() -> None:
+    out = io.StringIO()
+    console = make_console(total_steps=20, log_interval=10, stream=out)
+    assert isinstance(console, PlainConsole)
+    for step in range(1, 21):
+        console.step({"step": step, "loss": 2.5, "learning_rate": 3e-4, "skipped": step == 7, "mfu": 0.4321,
+                      "tokens_per_second": 12345.6, "grad_norm": None})
+    console.evaluation({"step": 20, "validation_loss": 2.25})
+    console.close()
+    lines = out.getvalue().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == [
+        "step 1/20", "step 7/20", "step 10/20", "step 20/20", "evaluation after step 20/20"
+    ]
+    assert lines[0] == "step 1/20 | loss 2.5000 | lr 3.000e-04 | tokens/s 12.3k | MFU 43.2 %"
+    assert "skipped this step" in lines[1] and "\x1b" not in out.getvalue()
+
+
+def test_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    out = Terminal()
+    console = make_console(total_steps=100, stream=out, name="demo")
+    assert isinstance(console, LiveConsole)
+    for step in range(1, 31):
+        console.step({"step": step, "loss": step / 8, "seconds": 2.0})
+    console.evaluation({"step": 30, "validation_loss": 2.25})
+    console.close()
+    last = out.getvalue().rsplit("demo: step", 1)[1]
+    assert last.startswith(" 30 of 100, 00:02:20 to go")
+    assert "3.7500" in last and "validation loss 2.2500 after step 30" in last
+    assert " 18 " not in last and " 19 " in last
+
+
+@pytest.mark.parametrize("term", ["dumb", "missing rich"])
+def test_terminals_that_cannot(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+    monkeypatch.setenv("TERM", "dumb" if term == "dumb" else "xterm")
+    if term != "dumb":
+        monkeypatch.setitem(sys.modules, "rich.live", None)
+    assert isinstance(make_console(total_steps=1, stream=Terminal()), PlainConsole)
+
+
+def test_only_the_speaker_writes(tmp_path: Path) -> None:
+    out = io.StringIO()
+    telemetry = make(tmp_path / "run", [], speaker=False, stream=out)
+    telemetry.step({"step": 1, "loss": 1.0})
+    telemetry.close()
+    assert not (tmp_path / "run").exists() and out.getvalue() == ""
+
+
+def test_all_sinks(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    telemetry = make(tmp_path, warnings, tensorboard=True)
+    for step in (1, 2):
+        telemetry.step({"step": step, "loss": 1.0 / step, "grad_norm": None})
+    telemetry.evaluation(step=2, validation_loss=0.75)
+    telemetry.close()
+    telemetry.close()
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [{k: v for k, v in r.items() if k != "time"} for r in records] == [
+        {"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 2, "validation_loss": 0.75}
+    ]
+    assert all(r["time"] > 1e9 for r in records) and warnings == []
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 1.0), (2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("loss/validation")] == [(2, 0.75)]
+
+
+def test_no_tensorboard_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **options: Any) -> Any:
+        if name == "torch.utils.tensorboard":
+            raise ImportError("No module named 'tensorboard'")
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    warnings: list[str] = []
+    telemetry = make(tmp_path, warnings, tensorboard=True)
+    for step in (1, 2, 3):
+        telemetry.step({"step": step, "loss": 1.0})
+    telemetry.close()
+    assert len(warnings) == 1 and "pip install tensorboard" in warnings[0]
+    assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == 3
+
+
+def test_a_sink_that_fails_is_left_out(tmp_path: Path) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError("reader is gone")
+
+    warnings: list[str] = []
+    telemetry = make(tmp_path, warnings, stream=Broken())
+    for step in (1, 2, 3):
+        telemetry.step({"step": step, "loss": 1.0})
+    telemetry.close()
+    assert len(warnings) == 1 and "PlainConsole" in warnings[0]
+    assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == 3
+
+
+def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = True
+    write = MetricsWriter.write
+
+    def sometimes(self: MetricsWriter, record: Any) -> None:
+        if full and record["step"] > 1:
+            raise OSError(28, "No space left on device")
+        write(self, record)
+
+    monkeypatch.setattr(sinks.MetricsWriter, "write", sometimes)
+    warnings: list[str] = []
+    telemetry = make(tmp_path, warnings)
+    for step in range(1, 5):
+        telemetry.step({"step": step, "loss": 1.0})
+    assert len(warnings) == 1 and "No space left" in warnings[0]
+    full = False
+    telemetry.step({"step": 5, "loss": 1.0})
+    telemetry.close()
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert len(warnings) == 2
+
+
+def test_a_wrong_record_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+    telemetry = make(tmp_path, [])
+    with pytest.raises(ValueError, match="lossy"):
+        telemetry.step({"step": 1, "lossy": 1.0})
+
+
+def test_picture(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    assert not draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    writer.write({"step": 0, "validation_loss": 4.5})
+    for step in range(1, 301):
+        writer.write({"step": step, "loss": float("nan") if step == 9 else 4.0 / step, "tokens": 10 * step})
+    writer.write({"step": 300, "validation_loss": 0.5})
+    writer.close()
+    curves = read_curves(tmp_path / "metrics.jsonl")
+    assert len(curves.training) == 299 and curves.validation == {0: 4.5, 300: 0.5} and curves.tokens == 3000
+    assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    plain = imread(tmp_path / "loss.png")
+    assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", unigram_entropy=3.0, title="run")
+    assert plain.shape == (720, 1200, 4) and (plain != imread(tmp_path / "loss.png")).any()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+def test_smoothing_and_text() -> None:
+    assert smoothed([1.0, 2.0, 9.0, 4.0, 5.0], 3) == pytest.approx([1.0, 4.0, 5.0, 6.0, 5.0])
+    line = [float(i) for i in range(20)]
+    assert smoothed(line, 9) == pytest.approx(line)
+    assert [quantity(v) for v in (7, 12345.6, 999_900, 1.5e9, 0.5)] == ["7", "12.3k", "1000k", "1.5G", "0.5"]
+    assert duration(93784) == "1 d 02:03:04"
