@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
+
 Group = dist.ProcessGroup | None
 
 
@@ -38,7 +40,7 @@ def all_gather_first(x: torch.Tensor, group: Group) -> torch.Tensor:
         return x
     size = dist.get_world_size(group)
     out = torch.empty((x.shape[0] * size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
@@ -50,7 +52,7 @@ def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:
     if x.shape[0] % size:
         raise ValueError(f"dimension 0 has {x.shape[0]} elements, not divisible by the group's {size} ranks")
     out = torch.empty((x.shape[0] // size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 
 

@@ -1,0 +1,62 @@
+"""``megatron-port train run.toml``: start a run, or go on with it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_port.cli.main import add_run_options, load_run
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import RunConfig
+    from megatron_port.runtime.discovery import ProcessInfo
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "train", help="train a model, or go on with a run",
+        description="Train as run.toml says. Under torchrun or srun every process is one rank; --nproc starts the "
+        "ranks of one machine itself. A run goes on from the newest whole checkpoint of its folder.",
+    )
+    add_run_options(parser)
+    add_rendezvous_options(parser)
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="same as --set checkpoint.resume=…")
+    parser.set_defaults(run=run)
+
+
+def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
+    """``--master-addr``, ``--master-port`` and ``--nproc``, as every command that runs on several ranks has them."""
+    parser.add_argument("--master-addr", help="host of rank 0; wins over the launcher's")
+    parser.add_argument("--master-port", type=int, help="its port; wins over the launcher's")
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine (instead of torchrun)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; the run's exit code."""
+    from megatron_port.config.checks import check
+
+    loaded = load_run(args)
+    config = loaded.config
+    if args.resume:
+        config = replace(config, checkpoint=replace(config.checkpoint, resume=args.resume))
+    if args.nproc:
+        check(config, world_size=args.nproc)
+        from megatron_port.runtime.local import run_local
+
+        modules = ("torch", "megatron_port.train.loop", *(["deepspeed"] if config.engine == "deepspeed" else []))
+        return run_local(args.nproc, lambda info: train(config, info), preload=modules, port=args.master_port)
+    from megatron_port.runtime.discovery import discover
+
+    return train(config, discover(master_addr=args.master_addr, master_port=args.master_port))
+
+
+def train(config: RunConfig, info: ProcessInfo) -> int:
+    """One rank's part of the run."""
+    from megatron_port.train.loop import Trainer
+    from megatron_port.train.session import open_session
+
+    with open_session(config, info) as session:
+        outcome = Trainer(session).run()
+    return outcome.exit_code

@@ -1,0 +1,203 @@
+"""The training loop. Read it top to bottom: resume, then step, report, evaluate, save, until done or told to stop."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_port.config.dump import to_toml
+from megatron_port.config.flops import hardware_flops, model_flops, parameter_count
+from megatron_port.data.loader import Loaders, build_loaders
+from megatron_port.engine.api import Engine, EvalResult, StepResult
+from megatron_port.errors import EXIT_OK, EXIT_REQUEUE, NumericsError, PortError
+from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.signals import StopRequest
+from megatron_port.telemetry.sinks import Telemetry
+from megatron_port.train.assemble import build_engine
+from megatron_port.train.replicas import check_replicas
+from megatron_port.train.session import Session
+from megatron_port.train.state import find_checkpoint, load_into, run_folder, save_state
+
+
+@dataclass
+class Progress:
+    """The counters of a run; the only ones."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """Samples consumed."""
+    skipped: int = 0
+    """Steps whose update was not applied."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    progress: Progress
+    exit_code: int
+    validation_loss: float | None
+
+
+class Trainer:
+    """A run on one rank."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.config, self.ctx = session, session.config, session.ctx
+        self.batches = BatchSchedule(self.config.batch, self.ctx.topology.dp)
+        self.progress = Progress()
+        self.loaders = self._load_data()
+        started = time.perf_counter()
+        checkpoint = find_checkpoint(session)
+        self.engine: Engine = build_engine(self.config, self.ctx, session.providers, initialise=checkpoint is None)
+        if checkpoint is not None:
+            loaded = load_into(self.engine, checkpoint, session)
+            state = loaded.manifest.state
+            self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
+            session.logger.log(f"resumed from {checkpoint} at step {state.step}, {state.samples} samples")
+            loaded.close()
+        self._announce(time.perf_counter() - started)
+
+    def _load_data(self) -> Loaders:
+        failure: PortError | None = None
+        loaders: Loaders | None = None
+        try:
+            loaders = build_loaders(
+                self.config, dp_rank=self.ctx.coords.dp, dp_size=self.ctx.topology.dp,
+                need_tokens=self.ctx.is_first_stage, need_labels=self.ctx.is_last_stage,
+                train_samples=self.batches.samples_before(self.config.training.steps),
+            )
+        except PortError as error:
+            failure = error
+        agree(failure, where=str(self.ctx.coords))
+        assert loaders is not None
+        return loaders
+
+    def _announce(self, seconds: float) -> None:
+        c, t, log = self.config, self.ctx.topology, self.session.logger.log
+        log(self.session.providers.describe())
+        log(
+            f"model {c.model.name}: {parameter_count(c.model):,} parameters; layout tp {t.tp} x pp {t.pp} x dp {t.dp}"
+            f"{', sequence parallel' if c.layout.sequence_parallel and t.tp > 1 else ''}, ZeRO-{c.layout.zero_stage}, "
+            f"recompute {c.layout.recompute}, {c.precision.dtype}, engine {c.engine}; "
+            f"model built in {seconds:.1f} s"
+        )
+        if self.session.speaker:
+            folder = run_folder(c)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(to_toml(c))
+
+    def run(self) -> Outcome:
+        """Train to ``training.steps``; on a signal save and return early."""
+        c, p = self.config, self.progress
+        telemetry = Telemetry(
+            run_folder(c), speaker=self.session.speaker, total_steps=c.training.steps,
+            log_interval=c.training.log_interval, resumed_step=p.step, tensorboard=c.telemetry.tensorboard,
+            name=c.name, warn=self.session.logger.log,
+        )
+        validation: float | None = None
+        level = saved_at = 0
+        try:
+            with StopRequest() as stop:
+                if p.step == 0 and c.training.eval_batches:
+                    validation = self._evaluate(telemetry)
+                while p.step < c.training.steps and not level:
+                    self._step(telemetry)
+                    level = self._agreed(stop.level)
+                    if self._due(c.training.eval_interval) or (
+                        p.step == c.training.steps and c.training.eval_batches
+                    ):
+                        validation = self._evaluate(telemetry)
+                    if self._due(c.telemetry.replica_check_interval):
+                        check_replicas(self.engine, self.ctx, step=p.step)
+                    if self._due(c.checkpoint.save_interval):
+                        self._save()
+                        saved_at = p.step
+                if c.checkpoint.save_final and saved_at != p.step:
+                    self._save()
+        finally:
+            telemetry.close()
+        if level and p.step < c.training.steps:
+            self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
+        return Outcome(p, EXIT_REQUEUE if level == 2 else EXIT_OK, validation)
+
+    def _due(self, interval: int) -> bool:
+        return interval > 0 and self.progress.step % interval == 0
+
+    def _agreed(self, level: int) -> int:
+        """The highest wish of any rank: a signal may reach one rank and not another."""
+        if self.session.info.world_size == 1:
+            return level
+        wish = torch.tensor([level])
+        dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.session.cpu_group)
+        return int(wish)
+
+    def _step(self, telemetry: Telemetry) -> None:
+        c, p = self.config, self.progress
+        started = time.perf_counter()
+        first, size = self.batches.step_plan(p.step)
+        if first != p.samples:
+            raise NumericsError(
+                f"step {p.step} should begin at sample {first}, but {p.samples} were consumed; the batch sizes of this "
+                "run differ from those of the checkpoint"
+            )
+        lr = learning_rate(c.optimizer, p.step, c.training.steps)
+        result = self.engine.train_step(self.loaders.train.step(first, size), step=p.step, lr=lr)
+        seconds = time.perf_counter() - started
+        p.step += 1
+        p.samples += size
+        p.skipped += result.skipped
+        self._report(telemetry, result, lr=lr, size=size, seconds=seconds)
+        if result.skipped and c.precision.dtype != "fp16":
+            raise NumericsError(
+                f"step {p.step}: loss {result.loss:g}, and the gradient is not finite; the update was not applied. "
+                f"Samples {first} to {first + size - 1}. Lower optimizer.lr, check the data, or resume before this step"
+            )
+
+    def _report(self, telemetry: Telemetry, r: StepResult, *, lr: float, size: int, seconds: float) -> None:
+        c, p = self.config, self.progress
+        devices = self.ctx.topology.world_size
+        model = model_flops(c.model) * size / seconds / devices / 1e12
+        hardware = hardware_flops(c.model, c.layout.recompute) * size / seconds / devices / 1e12
+        record = {
+            "step": p.step, "loss": r.loss, "learning_rate": lr, "loss_scale": r.loss_scale, "skipped": r.skipped,
+            "skipped_total": p.skipped, "samples": p.samples, "tokens": p.samples * c.model.seq_length,
+            "tokens_per_second": size * c.model.seq_length / seconds, "seconds": seconds,
+            "model_tflops_per_device": model, "hardware_tflops_per_device": hardware,
+            "memory_bytes": self._peak_memory(),
+        }
+        if r.grad_norm is not None:
+            record["grad_norm"] = r.grad_norm
+        if c.cluster.peak_tflops:
+            record |= {"mfu": model / c.cluster.peak_tflops, "hfu": hardware / c.cluster.peak_tflops}
+        telemetry.step(record)
+
+    def _peak_memory(self) -> int:
+        if self.session.device.is_gpu:
+            return int(torch.cuda.max_memory_allocated())
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _evaluate(self, telemetry: Telemetry) -> float:
+        c = self.config
+        started = time.perf_counter()
+        total, tokens = 0.0, 0
+        for batch in self.loaders.eval_batches("valid", c.training.eval_batches, c.batch.global_batch_size):
+            result: EvalResult = self.engine.eval_step(batch)
+            total, tokens = total + result.loss_sum, tokens + result.tokens
+        loss = total / max(tokens, 1)
+        telemetry.evaluation(step=self.progress.step, validation_loss=loss, seconds=time.perf_counter() - started)
+        return loss
+
+    def _save(self) -> None:
+        started = time.perf_counter()
+        path = save_state(
+            self.engine, self.session, step=self.progress.step, samples=self.progress.samples,
+            skipped=self.progress.skipped, extra={"tokenizer": self.loaders.tokenizer_name},
+        )
+        self.session.logger.log(f"saved {path} in {time.perf_counter() - started:.1f} s")
