@@ -1,0 +1,144 @@
+"""Providers of causal attention, all of one signature.
+
+``attention(q, k, v, *, causal=True, probs_hook=None)``: q [s, b, heads, d], k and v
+[s, b, kv_heads, d] → [s, b, heads * d], scores scaled by 1/sqrt(d). With grouped
+queries (arXiv 2305.13245), query head j uses key head j // (heads / kv_heads).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ProbsHook = Callable[[torch.Tensor], torch.Tensor]
+"""Maps attention probabilities [b, heads, s, s] to the same shape (dropout)."""
+
+
+class Attention(Protocol):
+    """See the module's docstring."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = True,
+        probs_hook: ProbsHook | None = None,
+    ) -> torch.Tensor: ...
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+    """Shapes fit; ValueError where they do not."""
+    if k.shape != v.shape or q.shape[1] != k.shape[1] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
+    if causal and q.shape[0] != k.shape[0]:
+        raise ValueError(f"causal attention needs as many queries as keys, not {q.shape[0]} and {k.shape[0]}")
+
+
+def math_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    probs_hook: ProbsHook | None = None,
+) -> torch.Tensor:
+    """Attention written out: products in the input's dtype, softmax in fp32 (fp64 for fp64)."""
+    _check(q, k, v, causal)
+    seq, batch, heads, size = q.shape
+    keys, groups = k.shape[0], k.shape[2]
+    rep = heads // groups
+    # The query heads of a group stand below one another, so one product serves them and k is never repeated.
+    grouped = (q * (1.0 / math.sqrt(size))).permute(1, 2, 0, 3).reshape(batch, groups, rep * seq, size)
+    scores = (grouped @ k.permute(1, 2, 3, 0)).view(batch, heads, seq, keys)
+    if causal:
+        later = torch.ones(seq, keys, dtype=torch.bool, device=q.device).triu_(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    probs = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
+    if probs_hook is not None:
+        probs = probs_hook(probs)
+    out = probs.view(batch, groups, rep * seq, keys) @ v.permute(1, 2, 0, 3)
+    return out.view(batch, heads, seq, size).permute(2, 0, 1, 3).reshape(seq, batch, heads * size)
+
+
+def _no_hook(name: str, probs_hook: ProbsHook | None) -> None:
+    """Fused kernels never materialise the probabilities; ValueError if someone wants to see them."""
+    if probs_hook is not None:
+        raise ValueError(f"attention provider {name} cannot drop single probabilities; use math")
+
+
+def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
+    """torch's scaled_dot_product_attention; ``kernels``: tried in this order (empty: torch's own choice)."""
+    order = list(kernels)
+
+    def attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = True,
+        probs_hook: ProbsHook | None = None,
+    ) -> torch.Tensor:
+        _check(q, k, v, causal)
+        _no_hook("sdpa", probs_hook)
+        args = tuple(x.permute(1, 2, 0, 3) for x in (q, k, v))
+        gqa = q.shape[2] != k.shape[2]
+        if order:
+            with sdpa_kernel(order, set_priority=True):
+                out = F.scaled_dot_product_attention(*args, is_causal=causal, enable_gqa=gqa)
+        else:
+            out = F.scaled_dot_product_attention(*args, is_causal=causal, enable_gqa=gqa)
+        return out.permute(2, 0, 1, 3).reshape(q.shape[0], q.shape[1], -1)
+
+    return attention
+
+
+def flash_attention(function: Callable[..., torch.Tensor]) -> Attention:
+    """The flash-attn package's ``flash_attn_func`` (Dao, arXiv 2307.08691); fp16 and bf16 on a GPU."""
+
+    def attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = True,
+        probs_hook: ProbsHook | None = None,
+    ) -> torch.Tensor:
+        _check(q, k, v, causal)
+        _no_hook("flash_attn", probs_hook)
+        out = function(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), causal=causal)
+        return out.transpose(0, 1).reshape(q.shape[0], q.shape[1], -1)
+
+    return attention
+
+
+def gpu_kernels(*, rocm: bool, deterministic: bool) -> list[SDPBackend]:
+    """SDPA's kernels in order of preference. cuDNN's backward pass is not deterministic, and ROCm has none."""
+    found = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return found if rocm or deterministic else [SDPBackend.CUDNN_ATTENTION, *found]
+
+
+def serving_kernel(
+    kernels: Sequence[SDPBackend], *, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> str:
+    """Name of the first kernel that takes (query heads, key heads, head size) on this GPU."""
+    queries, groups, size = heads
+    q = torch.empty(1, queries, 128, size, dtype=dtype, device=device, requires_grad=True)
+    k = torch.empty(1, groups, 128, size, dtype=dtype, device=device, requires_grad=True)
+    params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, queries != groups)
+    tests = {
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
+    }
+    for kernel in kernels:
+        if kernel not in tests or tests[kernel](params, False):
+            return kernel.name.lower()
+    return "none"

@@ -1,0 +1,37 @@
+"""Plain lines by rank. An object, not a module global: two runs in one process do not mix."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class Logger:
+    """Writes lines; by default only rank 0 speaks (``log``), ``log_any`` is for what one rank alone knows."""
+
+    rank: int = 0
+    world_size: int = 1
+    host: str = ""
+    prefix: str = ""
+    stream: TextIO = field(default_factory=lambda: sys.stdout)
+
+    def log(self, message: str) -> None:
+        """One message, on rank 0 only."""
+        if self.rank == 0:
+            self._write(self.prefix, message)
+
+    def log_any(self, message: str) -> None:
+        """One message from whichever rank calls, marked with rank and host."""
+        mark = f"[rank {self.rank} of {self.world_size}{' on ' + self.host if self.host else ''}] "
+        self._write(mark + self.prefix, message)
+
+    def _write(self, prefix: str, message: str) -> None:
+        # One write a message, so that lines of several processes do not interleave.
+        text = "".join(f"{prefix}{line}\n" for line in message.splitlines() or [""])
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except BrokenPipeError:
+            pass  # the reader of our output left (head, a closed terminal); that must not end a training run

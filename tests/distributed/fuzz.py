@@ -1,0 +1,175 @@
+"""Random combinations of everything that can interact, each compared with one process.
+
+``draw(seed)`` is a pure function, so a failure is named by its seed. Run many,
+resumably, with ``python tests/distributed/fuzz.py --seeds 0-999 --out FILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cases import REORDERINGS, make_config, run_cases, single_run
+from pool import RankPool
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.parallel.topology import Topology
+from megatron_port.train.parity import FP32, FP64, Deviation, Run, Tolerance, compare, spread
+from megatron_port.train.trace import RankTrace
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One combination."""
+
+    seed: int
+    config: RunConfig
+    topology: Topology
+
+    @property
+    def case(self) -> tuple[RunConfig, Topology, int, int]:
+        """What ``run_cases`` takes."""
+        return self.config, self.topology, STEPS, 1
+
+    def describe(self) -> dict[str, object]:
+        """For the results file."""
+        c, t = self.config, self.topology
+        keep = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length",
+                "position_embedding", "normalization", "activation", "add_bias", "tie_embeddings", "hidden_dropout",
+                "attention_dropout", "ffn_hidden_size")
+        return {
+            "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
+            "sequence_parallel": c.layout.sequence_parallel, "recompute": c.layout.recompute,
+            "schedule": c.layout.pipeline_schedule, "padding": c.layout.vocab_padding_multiple,
+            "micro_batch": c.batch.micro_batch_size, "mask_loss": c.data.mask_eod_loss,
+            **{k: getattr(c.model, k) for k in keep},
+        }
+
+
+def draw(seed: int) -> Draw:
+    """A legal combination; every run with the same seed gives the same."""
+    r = random.Random(f"layout-{seed}")
+    while True:
+        tp, pp, dp = r.choice((1, 1, 2, 2, 4)), r.choice((1, 1, 2, 2, 3, 4)), r.choice((1, 1, 2, 2, 4))
+        micro = r.choice((1, 2, 4))
+        if 1 < tp * pp * dp <= 8 and 8 % (micro * dp) == 0:
+            break
+    engine = r.choice(("native", "native", "native", "deepspeed"))
+    dtype = r.choice(("fp64", "fp32", "bf16", "fp16") if engine == "native" else ("fp32", "fp32", "bf16"))
+    groups = tp * r.choice((1, 1, 2))
+    heads = groups * r.choice((1, 2, 3))
+    head_dim = r.choice((4, 6, 8))
+    llama = r.random() < 0.4
+    model = {
+        "num_layers": pp + r.choice((0, 1, 1, 2)), "hidden_size": r.choice((24, 32, 40)),
+        "num_attention_heads": heads, "num_query_groups": groups, "head_dim": head_dim,
+        "ffn_hidden_size": tp * r.choice((9, 16, 21)), "vocab_size": r.choice((7, 31, 53, 64, 97)),
+        "seq_length": tp * r.choice((3, 4, 5)), "position_embedding": "rope" if llama or r.random() < 0.2 else "learned",
+        "normalization": "rmsnorm" if llama else "layernorm",
+        "activation": "swiglu" if llama else r.choice(("gelu", "gelu_tanh")),
+        "add_bias": r.random() < (0.2 if llama else 0.85), "tie_embeddings": r.random() < 0.5,
+        "hidden_dropout": r.choice((0.0, 0.1, 0.3)), "attention_dropout": r.choice((0.0, 0.0, 0.1)),
+    }
+    layout = {
+        "sequence_parallel": r.random() < 0.5, "recompute": r.choice(("none", "selective", "full")),
+        "pipeline_schedule": "1f1b" if engine == "deepspeed" else r.choice(("gpipe", "1f1b")),
+        "vocab_padding_multiple": r.choice((1, 1, 8)),
+    }
+    config = make_config(
+        engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=micro,
+        clip_grad=r.choice((0.0, 0.1, 0.5)), mask_loss=r.random() < 0.3,
+    )
+    return Draw(seed, config, Topology(tp, pp, dp))
+
+
+def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
+    """Compare with the single process: gradients by name, norms, losses, copies."""
+    config = one.config
+    reference = single_run(config, steps=STEPS)
+    dtype = config.precision.dtype
+    if dtype == "fp64":
+        tolerance: Tolerance = FP64
+    elif dtype == "fp32":
+        tolerance = FP32
+    else:
+        runs = [reference, *(single_run(config, steps=STEPS, reordering=r) for r in REORDERINGS)]
+        tolerance = spread(runs, config.model, name=dtype, floor=FP32).scaled(2.0)
+    return compare(reference, Run.of(traces), tolerance, config.model, lr=1e-2 if dtype == "fp64" else 0.0)
+
+
+def run_draws(ranks: RankPool, draws: Sequence[Draw]) -> list[tuple[Draw, list[Deviation]]]:
+    """Run draws, those of one world and engine on the same ranks."""
+    groups: dict[tuple[int, bool], list[Draw]] = {}
+    for one in draws:
+        groups.setdefault((one.topology.world_size, one.config.engine == "deepspeed"), []).append(one)
+    out = []
+    for (world, deepspeed), members in sorted(groups.items()):
+        results = ranks.run(
+            world, run_cases, [m.case for m in members], timeout=60.0 + 30.0 * len(members), deepspeed=deepspeed
+        )
+        for i, member in enumerate(members):
+            out.append((member, judge(member, [result[i] for result in results])))
+    return out
+
+
+def failures(results: Sequence[tuple[Draw, list[Deviation]]]) -> str:
+    """The failed draws with what differed; empty if none did."""
+    lines = []
+    for one, deviations in results:
+        bad = [d for d in deviations if not d.ok]
+        if bad:
+            lines += [f"seed {one.seed}: {one.describe()}", *(f"  {d}" for d in bad)]
+    return "\n".join(lines)
+
+
+def _seeds(text: str) -> list[int]:
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last or first) + 1))
+
+
+def main() -> int:
+    """Run a range of seeds, append a line each to a file, skip those that are in it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seeds", default="0-999", type=_seeds)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--batch", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; go on later")
+    args = parser.parse_args()
+    done = set()
+    if args.out.exists():
+        done = {json.loads(line)["seed"] for line in args.out.read_text().splitlines()}
+    todo = [s for s in args.seeds if s not in done]
+    ranks, started, bad = RankPool(), time.monotonic(), 0
+    try:
+        while todo and time.monotonic() - started < args.seconds:
+            batch, todo = todo[: args.batch], todo[args.batch :]
+            results = run_draws(ranks, [draw(s) for s in batch])
+            with args.out.open("a") as f:
+                for one, deviations in sorted(results, key=lambda x: x[0].seed):
+                    row = {**one.describe(), "ok": all(d.ok for d in deviations)}
+                    row["deviations"] = [
+                        {**dataclasses.asdict(d), "value": float(f"{d.value:.3g}"), "bound": float(f"{d.bound:.3g}")}
+                        for d in deviations
+                    ]
+                    f.write(json.dumps(row) + "\n")
+            text = failures(results)
+            bad += text.count("seed ")
+            print(f"{len(done) + args.seeds.index(batch[-1]) + 1 - len(done)} of {len(args.seeds)}, {bad} bad", flush=True)
+            if text:
+                print(text, flush=True)
+    finally:
+        ranks.close()
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

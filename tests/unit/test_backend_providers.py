@@ -1,0 +1,224 @@
+"""Attention providers against an fp64 reference, and the choice of device and providers."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.backend.attention import flash_attention, gpu_kernels, math_attention, sdpa_attention
+from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device
+from megatron_port.backend.providers import choose_providers, torch_layer_norm, torch_providers, torch_rms_norm
+from megatron_port.config.schema import BackendConfig
+from megatron_port.errors import EnvironmentFault
+
+CPU = DeviceInfo("cpu", torch.device("cpu"), "gloo", "cpu", 0, "test")
+GPU = DeviceInfo("cuda", torch.device("cuda", 0), "nccl", "H", 0, "test")
+NO_GPU = Accelerators(None, 0, lambda i: ("", 0, ""))
+
+
+def gpus(count: int, kind: str = "cuda") -> Accelerators:
+    return Accelerators(kind, count, lambda i: (f"gpu {i}", 64 << 30, f"uuid-{i}"))
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Query by query, in fp64."""
+    seq, batch, heads, size = q.shape
+    rep = heads // k.shape[2]
+    out = torch.zeros(seq, batch, heads, size, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(seq):
+                last = i + 1 if causal else k.shape[0]
+                keys, values = (x[:last, b, h // rep].double() for x in (k, v))
+                weights = torch.softmax(keys @ q[i, b, h].double() / math.sqrt(size), 0)
+                out[i, b, h] = weights @ values
+    return out.reshape(seq, batch, heads * size)
+
+
+def inputs(seq: int, batch: int, groups: int, rep: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(seq * 100 + rep)
+    return [torch.randn(seq, batch, n, size, generator=gen, dtype=torch.float64).to(dtype).requires_grad_()
+            for n in (groups * rep, groups, groups)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 4, 5]), st.booleans())
+def test_providers_equal_the_reference_in_fp64(seq: int, batch: int, groups: int, rep: int, size: int, causal: bool) -> None:
+    q, k, v = inputs(seq, batch, groups, rep, size, torch.float64)
+    expected = reference(q, k, v, causal)
+    grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for attention in (math_attention, sdpa_attention()):
+        out = attention(q, k, v, causal=causal)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), grads, rtol=1e-10, atol=1e-11)
+
+
+def test_math_softmax_is_wide_in_bf16() -> None:
+    q, k, v = inputs(64, 1, 1, 2, 16, torch.bfloat16)
+    out = math_attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    error = (out.double() - reference(q, k, v, True)).abs().max()
+    eager = torch.nn.functional.scaled_dot_product_attention(
+        *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).permute(2, 0, 1, 3).reshape(64, 1, -1)
+    assert error <= 2 * (eager.double() - reference(q, k, v, True)).abs().max() + 1e-3
+
+
+def test_the_hook_sees_and_changes_probabilities() -> None:
+    q, k, v = inputs(4, 2, 2, 2, 3, torch.float64)
+    seen: list[torch.Tensor] = []
+
+    def hook(probs: torch.Tensor) -> torch.Tensor:
+        seen.append(probs)
+        return probs * 2
+
+    out = math_attention(q, k, v, probs_hook=hook)
+    assert seen[0].shape == (2, 4, 4, 4)
+    torch.testing.assert_close(seen[0].sum(-1), torch.ones(2, 4, 4, dtype=torch.float64))
+    assert torch.equal(seen[0].triu(1), torch.zeros_like(seen[0]))
+    torch.testing.assert_close(out, 2 * math_attention(q, k, v))
+    with pytest.raises(ValueError, match="use math"):
+        sdpa_attention()(q, k, v, probs_hook=hook)
+
+
+def test_flash_attn_gets_batch_first() -> None:
+    q, k, v = inputs(5, 2, 2, 2, 4, torch.float64)
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        assert q.shape == (2, 5, 4, 4) and k.shape == (2, 5, 2, 4) and causal
+        back = [x.transpose(0, 1) for x in (q, k, v)]
+        return math_attention(*back).view(5, 2, 4, 4).transpose(0, 1)
+
+    torch.testing.assert_close(flash_attention(function)(q, k, v), math_attention(q, k, v))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, v = inputs(4, 1, 2, 1, 4, torch.float64)
+    with pytest.raises(ValueError, match="do not fit"):
+        math_attention(q, k[:, :, :, :2], v)
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        sdpa_attention()(q[:2], k, v)
+
+
+def test_norms() -> None:
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    weight, bias = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    centred = x - x.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(torch_layer_norm(x, weight, bias, 1e-5), expected + bias)
+    torch.testing.assert_close(torch_layer_norm(x, weight, None, 1e-5), expected)
+    rms = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(torch_rms_norm(x, weight, 1e-6), rms)
+
+
+# ---------------------------------------------------------------- choosing
+
+
+def test_the_device_is_the_local_rank_modulo_the_visible() -> None:
+    picked = [choose_device("auto", local_rank=r, local_world_size=8, gpus=gpus(8)) for r in range(8)]
+    assert [d.torch_device.index for d in picked] == list(range(8)) and picked[0].comm_backend == "nccl"
+    one = choose_device("auto", local_rank=5, local_world_size=8, gpus=gpus(1, "rocm"))
+    assert one.torch_device.index == 0 and one.kind == "rocm" and one.comm_backend == "nccl" and one.identity == "uuid-0"
+    shared = choose_device("cuda", local_rank=3, local_world_size=4, gpus=gpus(2))
+    assert shared.torch_device.index == 1 and shared.comm_backend == "gloo" and "share 2 devices" in shared.why
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_says_why() -> None:
+    device = choose_device("auto", gpus=NO_GPU)
+    assert (device.kind, device.comm_backend) == ("cpu", "gloo") and "CPU build" in device.why
+    assert device.memory_bytes > 1 << 28
+    assert "sees no GPU" in choose_device("auto", gpus=gpus(0)).why
+    assert choose_device("cpu", gpus=gpus(8)).kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("asked", "have", "says"),
+    [("cuda", NO_GPU, "CPU build"), ("rocm", gpus(4), "built for cuda"), ("cuda", gpus(0), "CUDA_VISIBLE_DEVICES"),
+     ("rocm", gpus(0, "rocm"), "ROCR_VISIBLE_DEVICES"), ("tpu", gpus(1), "not one of")],
+)
+def test_an_absent_device_is_refused_with_the_reason(asked: str, have: Accelerators, says: str) -> None:
+    with pytest.raises(EnvironmentFault, match=says):
+        choose_device(asked, gpus=have)
+
+
+def choose(device: DeviceInfo = CPU, dtype: torch.dtype = torch.float32, *, dropout: float = 0.0,
+           engine: str = "native", **config: Any):  # noqa: ANN201
+    return choose_providers(BackendConfig(**config), device, dtype, engine=engine, attention_dropout=dropout)
+
+
+def row(providers: Any, op: str) -> Any:
+    return next(r for r in providers.table if r.op == op)
+
+
+def test_auto_on_a_cpu_and_its_table() -> None:
+    chosen = choose()
+    assert [(r.op, r.provider) for r in chosen.table] == [("attention", "sdpa"), ("norm", "torch"), ("optimizer", "torch")]
+    assert all(r.why for r in chosen.table)
+    assert chosen.optimizer == "torch" and "need a GPU" in chosen.describe()
+    assert torch_providers().attention is math_attention
+
+
+def test_dropout_on_probabilities_needs_math() -> None:
+    assert choose(dropout=0.1).attention is math_attention
+    with pytest.raises(EnvironmentFault, match="attention_dropout is 0.1.*backend.attention = \"math\""):
+        choose(dropout=0.1, attention="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"attention": "flash_attn"}, "needs a GPU"),
+        ({"attention": "magic"}, "none of math"),
+        ({"norm": "apex"}, "need a GPU"),
+        ({"norm": "x"}, "neither"),
+        ({"optimizer": "apex"}, "need a GPU"),
+        ({"optimizer": "deepspeed"}, "engine native"),
+        ({"optimizer": "x"}, "none of torch"),
+    ],
+)
+def test_what_was_asked_for_and_cannot_serve_is_an_error(config: dict[str, str], says: str) -> None:
+    with pytest.raises(EnvironmentFault, match=says):
+        choose(**config)
+
+
+def test_on_a_gpu_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn", "fused_layer_norm_cuda"):
+        monkeypatch.setitem(sys.modules, name, None)  # import raises ModuleNotFoundError
+    chosen = choose(GPU, torch.bfloat16)
+    assert row(chosen, "attention").provider == "sdpa" and "cudnn, flash" in row(chosen, "attention").why
+    assert row(chosen, "norm").provider == "torch" and "fused_layer_norm_cuda is not installed" in row(chosen, "norm").why
+    with pytest.raises(EnvironmentFault, match="flash_attn is not installed"):
+        choose(GPU, torch.bfloat16, attention="flash_attn")
+    with pytest.raises(EnvironmentFault, match="not float32"):
+        choose(GPU, torch.float32, attention="flash_attn")
+
+
+def test_on_a_gpu_present_packages_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = ModuleType("flash_attn")
+    flash.flash_attn_func = lambda q, k, v, causal: q  # type: ignore[attr-defined]
+    apex, normalization, layer = (ModuleType(n) for n in ("apex", "apex.normalization", "fused_layer_norm"))
+    layer.fused_layer_norm_affine = lambda x, w, b, shape, eps: torch_layer_norm(x, w, b, eps)  # type: ignore[attr-defined]
+    layer.fused_rms_norm_affine = lambda x, w, shape, eps: torch_rms_norm(x, w, eps)  # type: ignore[attr-defined]
+    for name, module in {"flash_attn": flash, "apex": apex, "apex.normalization": normalization,
+                         "apex.normalization.fused_layer_norm": layer,
+                         "fused_layer_norm_cuda": ModuleType("fused_layer_norm_cuda")}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    chosen = choose(GPU, torch.bfloat16, attention="flash_attn")
+    assert row(chosen, "attention").provider == "flash_attn" and row(chosen, "norm").provider == "apex"
+    x, w = torch.randn(2, 8), torch.ones(8)
+    assert torch.equal(chosen.rms_norm(x, w, 1e-5), torch_rms_norm(x, w, 1e-5))
+    assert torch.equal(chosen.layer_norm(x, w, None, 1e-5), torch_layer_norm(x, w, None, 1e-5))
+    assert row(choose(GPU, torch.bfloat16, norm="torch"), "norm").provider == "torch"
+
+
+def test_kernel_order_by_device_and_determinism() -> None:
+    names = [[k.name for k in gpu_kernels(rocm=r, deterministic=d)] for r, d in ((False, False), (False, True), (True, False))]
+    assert names[0][0] == "CUDNN_ATTENTION" and "CUDNN_ATTENTION" not in names[1] + names[2]
+    assert all(n[-1] == "MATH" for n in names)

@@ -1,0 +1,91 @@
+"""Logging by rank, stop requests, agreement without a group, and the list of groups of a topology."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from megatron_port.errors import DataError, EnvironmentFault
+from megatron_port.parallel.context import ParallelContext, group_list
+from megatron_port.parallel.topology import Topology
+from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.logging import Logger
+from megatron_port.runtime.process_group import _ranges
+from megatron_port.runtime.signals import StopRequest
+
+
+def test_only_rank_0_speaks_unless_a_rank_must() -> None:
+    out = io.StringIO()
+    for rank in range(3):
+        Logger(rank, 3, "n1", stream=out).log("step 1\nstep 2")
+    Logger(2, 3, "n1", stream=out).log_any("lost")
+    assert out.getvalue() == "step 1\nstep 2\n[rank 2 of 3 on n1] lost\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "requeue", "level"), [(signal.SIGINT, False, 1), (signal.SIGTERM, False, 1), (signal.SIGUSR1, True, 2)]
+)
+def test_a_signal_sets_the_flag(number: int, requeue: bool, level: int) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested and stop.level == 0
+        os.kill(os.getpid(), number)
+        assert stop.requested and stop.requeue is requeue and stop.level == level
+        assert stop.signal_name == signal.Signals(number).name
+        stop.request(signal.SIGUSR1)
+        assert stop.level == level  # the first wins
+        assert (signal.getsignal(signal.SIGINT) == signal.SIG_DFL) is (number == signal.SIGINT)
+    assert signal.getsignal(number) == before
+
+
+def test_handlers_need_the_main_thread() -> None:
+    raised: list[Exception] = []
+
+    def install() -> None:
+        try:
+            StopRequest().install()
+        except ValueError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=install)
+    thread.start()
+    thread.join()
+    assert raised
+
+
+def test_agreement_of_one() -> None:
+    agree(None)
+    with pytest.raises(DataError, match="gone"):
+        agree(DataError("gone"))
+
+
+def test_ranges_of_ranks_are_short() -> None:
+    assert _ranges([1, 4, 5, 6, 9]) == "1, 4-6, 9"
+    assert _ranges(list(range(0, 100, 2))).endswith("30 …")
+
+
+def test_a_single_context_has_no_groups() -> None:
+    ctx = ParallelContext.single("cpu")
+    assert [ctx.group(a) for a in ("tp", "dp", "pp", "embedding")] == [None] * 4
+    assert ctx.is_first_stage and ctx.is_last_stage and ctx.device == torch.device("cpu")
+    ctx.close()
+
+
+def test_a_context_of_the_wrong_size_is_refused() -> None:
+    with pytest.raises(EnvironmentFault, match="1 process is running.*tp 2 × pp 1 × dp 1 needs 2"):
+        ParallelContext.create(Topology(tp=2), "cpu")
+
+
+def test_groups_cover_every_rank_once_an_axis_and_skip_single_ranks() -> None:
+    topology = Topology(tp=2, pp=3, dp=2)
+    groups = group_list(topology)
+    assert [axis for axis, _ in groups] == ["tp"] * 6 + ["dp"] * 6 + ["pp"] * 4 + ["embedding"] * 4
+    for axis in ("tp", "dp", "pp"):
+        assert sorted(r for a, g in groups if a == axis for r in g) == list(range(12))
+    assert [g for a, g in groups if a == "embedding"] == [(g[0], g[-1]) for a, g in groups if a == "pp"]
+    assert group_list(Topology()) == [] and {a for a, _ in group_list(Topology(dp=4))} == {"dp"}
