@@ -88,13 +88,13 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
     ) -> torch.Tensor:
         _check(q, k, v, causal)
         _no_hook("sdpa", probs_hook)
-        args = tuple(x.permute(1, 2, 0, 3) for x in (q, k, v))
+        qt, kt, vt = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         gqa = q.shape[2] != k.shape[2]
         if order:
             with sdpa_kernel(order, set_priority=True):
-                out = F.scaled_dot_product_attention(*args, is_causal=causal, enable_gqa=gqa)
+                out = F.scaled_dot_product_attention(qt, kt, vt, is_causal=causal, enable_gqa=gqa)
         else:
-            out = F.scaled_dot_product_attention(*args, is_causal=causal, enable_gqa=gqa)
+            out = F.scaled_dot_product_attention(qt, kt, vt, is_causal=causal, enable_gqa=gqa)
         return out.permute(2, 0, 1, 3).reshape(q.shape[0], q.shape[1], -1)
 
     return attention

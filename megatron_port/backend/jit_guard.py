@@ -7,6 +7,7 @@ the engine is made; :func:`install_guard` returns a function that takes it off a
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from megatron_port.errors import EnvironmentFault
 
 Undo = Callable[[], None]
 
-_EXTENSION_REMEDY = "install the package that owns it with its extensions built: pip install --no-build-isolation PACKAGE"
+_EXTENSION_REMEDY = "install its package with the extensions built: pip install --no-build-isolation PACKAGE"
 _COMPILE_REMEDY = "set backend.allow_compile = true to permit torch.compile and Triton"
 
 
@@ -140,8 +141,8 @@ def _guard_triton(undo: list[Undo]) -> None:
     """Triton's compiler, under every name that its launcher takes it from."""
     if importlib.util.find_spec("triton") is None:
         return
-    import triton
-    import triton.compiler
+    for name in ("triton", "triton.compiler"):
+        importlib.import_module(name)
 
     def refusing(source: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
         kernel = getattr(getattr(source, "fn", None), "__name__", "?")

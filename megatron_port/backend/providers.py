@@ -73,7 +73,8 @@ def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def _asked(op: str, provider: str, reason: str, auto: str) -> EnvironmentFault:
-    return EnvironmentFault(f"backend.{op} = \"{provider}\" cannot serve: {reason}; set backend.{op} = \"{auto}\" or \"auto\"")
+    remedy = f"set backend.{op} = \"{auto}\" or \"auto\""
+    return EnvironmentFault(f"backend.{op} = \"{provider}\" cannot serve: {reason}; {remedy}")
 
 
 def _flash_problem(device: DeviceInfo, dtype: torch.dtype) -> tuple[Any | None, str]:
@@ -104,8 +105,8 @@ def choose_attention(
         return attn.math_attention, ProviderRow("attention", "math", "asked for")
     if attention_dropout > 0.0:
         if asked != "auto":
-            reason = f"model.attention_dropout is {attention_dropout:g}, and only math drops the same elements in every layout"
-            raise _asked("attention", asked, reason, "math")
+            drops = "only math drops the same elements in every layout"
+            raise _asked("attention", asked, f"model.attention_dropout is {attention_dropout:g}, and {drops}", "math")
         return attn.math_attention, ProviderRow("attention", "math", f"auto: attention_dropout {attention_dropout:g}")
     flash, problem = _flash_problem(device, dtype)
     if asked == "flash_attn":

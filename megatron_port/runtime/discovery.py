@@ -51,7 +51,8 @@ class ProcessInfo:
         names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes",
                  "master_addr", "master_port")
         lines = [f"{name} {getattr(self, name)} ({self.sources.get(name, 'default')})" for name in names]
-        return "\n".join([f"launcher: {self.launcher}; " + ", ".join(lines), *(f"conflict: {c}" for c in self.conflicts)])
+        head = f"launcher: {self.launcher}; " + ", ".join(lines)
+        return "\n".join([head, *(f"conflict: {c}" for c in self.conflicts)])
 
 
 def resolve_host(name: str) -> list[str]:
@@ -174,7 +175,7 @@ def _single(env: Mapping[str, str], hostname: str) -> ProcessInfo:
     conflicts = []
     world = env.get("WORLD_SIZE", "")
     if world.isdigit() and int(world) > 1:
-        conflicts.append(f"WORLD_SIZE={world} is set, but neither torchrun nor srun started this process: it runs alone")
+        conflicts.append(f"WORLD_SIZE={world} is set, but neither torchrun nor srun started this process")
     sources = dict.fromkeys(("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes",
                              "master_addr", "master_port"), "single process")
     return ProcessInfo(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "single", hostname, sources=sources, conflicts=conflicts)
@@ -232,7 +233,9 @@ def _check(info: ProcessInfo, env: Mapping[str, str], resolve: Resolver) -> None
     try:
         addresses = resolve(master)
     except OSError as error:
-        raise EnvironmentFault(f"master {master} ({source}) cannot be resolved on {info.hostname}: {error}{example}") from None
+        raise EnvironmentFault(
+            f"master {master} ({source}) cannot be resolved on {info.hostname}: {error}{example}"
+        ) from None
     # A host may map its own name to 127.0.1.1 (Debian does); from elsewhere the name must lead somewhere.
     if all(is_loopback(a) for a in addresses) and not slurm.same_host(master, info.hostname):
         raise EnvironmentFault(f"master {master} ({source}) resolves to {', '.join(addresses)} on {info.hostname}: "

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_port.errors import EnvironmentFault, PortError
 from megatron_port.runtime.discovery import ProcessInfo, is_loopback, resolve_host
@@ -31,7 +32,7 @@ class StartedGroup:
     info: ProcessInfo
     backend: str
     """For groups that move this device's tensors: nccl, or gloo where ranks share a GPU."""
-    store: dist.Store
+    store: Store
 
 
 def _listen(info: ProcessInfo) -> socket.socket:
@@ -59,25 +60,28 @@ def _listen(info: ProcessInfo) -> socket.socket:
     return listener
 
 
-def _connect(info: ProcessInfo, timeout_s: float) -> dist.Store:
+def _connect(info: ProcessInfo, timeout_s: float) -> Store:
     """The store, served by rank 0 or by torchrun's agent; EnvironmentFault if it cannot be reached."""
     limit = timedelta(seconds=timeout_s)
-    common = {"timeout": limit, "wait_for_workers": False}
     if info.rank == 0 and not info.agent_store:
         listener = _listen(info)
         address, port = listener.getsockname()[:2]
         # The descriptor is the store's from here on. The host is only what its own client connects to.
         host = address if address != "0.0.0.0" else "127.0.0.1"
-        return dist.TCPStore(host, port, info.world_size, True, master_listen_fd=listener.detach(), **common)
+        return dist.TCPStore(
+            host, port, info.world_size, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
     try:
-        store: dist.Store = dist.TCPStore(info.master_addr, info.master_port, info.world_size, False, **common)
+        store: Store = dist.TCPStore(
+            info.master_addr, info.master_port, info.world_size, False, limit, wait_for_workers=False
+        )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise EnvironmentFault(
             f"rank {info.rank} on {info.hostname} could not reach the master at {info.master_addr}:{info.master_port} "
             f"({info.sources.get('master_addr', 'default')}) within {timeout_s:g} s: {str(error).splitlines()[0]}; "
             f"is rank 0 running, and is the port open between the nodes? --master-addr and --master-port choose others"
         ) from None
-    return dist.PrefixStore(f"attempt {info.attempt}", store) if info.agent_store else store
+    return PrefixStore(f"attempt {info.attempt}", store) if info.agent_store else store
 
 
 def _ranges(ranks: list[int]) -> str:
@@ -92,7 +96,7 @@ def _ranges(ranks: list[int]) -> str:
     return ", ".join(text) + (" …" if len(pieces) > SHOWN else "")
 
 
-def _leave_together(info: ProcessInfo, store: dist.Store, name: str, wait_s: float) -> None:
+def _leave_together(info: ProcessInfo, store: Store, name: str, wait_s: float) -> None:
     """Rank 0, which serves the store, waits until the others no longer need it (at most ``wait_s`` seconds)."""
     try:
         last = store.add(f"{name}/count", 1) == info.world_size
@@ -105,7 +109,7 @@ def _leave_together(info: ProcessInfo, store: dist.Store, name: str, wait_s: flo
 
 
 def _meet(
-    info: ProcessInfo, store: dist.Store, deadline: float, timeout_s: float, fault: PortError | None = None
+    info: ProcessInfo, store: Store, deadline: float, timeout_s: float, fault: PortError | None = None
 ) -> None:
     """Wait until every rank has reported; EnvironmentFault names those that have not, or tells the first fault."""
     store.set(f"here/{info.rank}", info.hostname)
@@ -151,7 +155,7 @@ def _interface(info: ProcessInfo) -> str | None:
     return None if is_loopback(own) or not names else names[0]
 
 
-def _shares_device(info: ProcessInfo, store: dist.Store, identity: str) -> bool:
+def _shares_device(info: ProcessInfo, store: Store, identity: str) -> bool:
     """True on all ranks if any two ranks hold the same device. Three small store operations a rank."""
     if store.add(f"device/{info.hostname}/{identity}", 1) > 1:
         store.set("device/shared", "yes")
@@ -187,7 +191,7 @@ def start(
             them), a rank brought a fault, or the collective library does not start.
     """
     if dist.is_initialized():
-        raise EnvironmentFault("torch.distributed is running already in this process; start() must be the first to use it")
+        raise EnvironmentFault("torch.distributed is running already in this process; start() must be first to use it")
     deadline = time.monotonic() + timeout_s
     interface = _interface(info)
     if interface is not None:
@@ -199,7 +203,7 @@ def start(
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-            store=dist.PrefixStore("world", store), rank=info.rank, world_size=info.world_size,
+            store=PrefixStore("world", store), rank=info.rank, world_size=info.world_size,
             timeout=timedelta(seconds=group_timeout_s),
         )
     except (dist.DistError, RuntimeError) as error:
@@ -212,7 +216,7 @@ def start(
 
 
 def stop(group: StartedGroup, *, wait_s: float = 10.0) -> None:
-    """Take the default group down. Rank 0, which serves the store, leaves last; a rank that died delays it ``wait_s``."""
+    """Take the default group down. Rank 0, which serves the store, leaves last: a dead rank delays it ``wait_s``."""
     info = group.info
     if dist.is_initialized():
         dist.destroy_process_group()

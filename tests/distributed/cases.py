@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import (
@@ -22,32 +19,14 @@ from megatron_port.config.schema import (
 )
 from megatron_port.engine.api import MicroBatch
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_port.parallel.topology import Topology
 from megatron_port.train.assemble import build_engine
 from megatron_port.train.parity import Run
+from megatron_port.train.reorder import REORDERINGS, Reordering, cut_sums
 from megatron_port.train.trace import RankTrace, record_run
 
 LR = 1e-2
-
-
-@dataclass(frozen=True)
-class Reordering:
-    """Another order of the same sums on one process: what rounding alone may change.
-
-    ``chunks``: the pieces into which every split linear's contraction is cut, as tensor parallelism cuts it.
-    """
-
-    micro_batch_size: int
-    order_seed: int
-    chunks: int
-
-
-REORDERINGS = (
-    Reordering(1, 0, 1), Reordering(2, 1, 1), Reordering(4, 2, 1), Reordering(8, 3, 1),
-    Reordering(2, 4, 2), Reordering(4, 5, 2), Reordering(1, 6, 2), Reordering(2, 7, 4),
-)
-"""Eight committed reorderings of a global batch of 8."""
+__all__ = ["LR", "REORDERINGS", "Reordering", "make_batches", "make_config", "run_case", "run_cases", "single_run"]
 
 
 def make_config(
@@ -94,9 +73,7 @@ def make_batches(
     total, b, dp = config.batch.global_batch_size, config.batch.micro_batch_size, ctx.topology.dp
     order = list(range(total))
     if reordering is not None:
-        b = reordering.micro_batch_size
-        generator = torch.Generator().manual_seed(reordering.order_seed)
-        order = torch.randperm(total, generator=generator).tolist()
+        b, order = reordering.micro_batch_size(total), reordering.order(total)
 
     def batches(step: int) -> list[MicroBatch]:
         out = []
@@ -118,32 +95,6 @@ def make_batches(
     return batches
 
 
-def _chunked_row(module: RowParallelLinear, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        parts = [F.linear(a, w) for a, w in zip(x.chunk(chunks, -1), module.weight.chunk(chunks, 1))]
-        y = sum(parts[1:], parts[0])
-        return y if module.bias is None else y + module.bias
-
-    return forward
-
-
-def _chunked_column(module: ColumnParallelLinear, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        weight = module.weight.flatten(0, -2)
-        y = torch.cat([F.linear(x, w) for w in weight.chunk(chunks, 0)], dim=-1)
-        return y if module.bias is None else y + module.bias.flatten()
-
-    return forward
-
-
-def _cut_sums(stage: nn.Module, chunks: int) -> None:
-    for module in stage.modules():
-        if isinstance(module, RowParallelLinear):
-            module.forward = _chunked_row(module, chunks)  # type: ignore[method-assign]
-        elif isinstance(module, ColumnParallelLinear):
-            module.forward = _chunked_column(module, chunks)  # type: ignore[method-assign]
-
-
 def run_case(
     config: RunConfig, topology: Topology, steps: int, gradient_steps: int = 1, reordering: Reordering | None = None
 ) -> RankTrace:
@@ -151,7 +102,7 @@ def run_case(
     ctx = ParallelContext.create(topology, "cpu")
     engine = build_engine(config, ctx, torch_providers())
     if reordering is not None and reordering.chunks > 1:
-        _cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
+        cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
     return record_run(
         engine, ctx, make_batches(config, ctx, reordering), steps=steps, lr=lambda step: LR, evaluate=True,
         gradient_steps=gradient_steps,

@@ -19,6 +19,7 @@ Ranks see no GPU, one thread, and only the loopback interface.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -198,10 +199,8 @@ def _preload(with_deepspeed: bool) -> None:
         for found in pkgutil.walk_packages(getattr(module, "__path__", []), prefix + room + "."):
             if "deepspeed" in found.name and not with_deepspeed:
                 continue
-            try:
+            with contextlib.suppress(Exception):
                 importlib.import_module(found.name)
-            except Exception:
-                pass
 
 
 def _fork_world(link: Connection, world_size: int, address: str, key: bytes, log: str) -> list[int]:

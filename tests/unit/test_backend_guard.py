@@ -29,7 +29,7 @@ def refused(function, *words):
 def run(code: str, path: Path = ROOT) -> str:
     """Run a script in a fresh interpreter; its output, or fail with its error."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", HEAD + code], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", HEAD + code], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

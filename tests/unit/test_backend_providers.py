@@ -49,8 +49,13 @@ def inputs(seq: int, batch: int, groups: int, rep: int, size: int, dtype: torch.
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 4, 5]), st.booleans())
-def test_providers_equal_the_reference_in_fp64(seq: int, batch: int, groups: int, rep: int, size: int, causal: bool) -> None:
+@given(
+    st.integers(1, 9), st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 4, 5]),
+    st.booleans(),
+)
+def test_providers_equal_the_reference_in_fp64(
+    seq: int, batch: int, groups: int, rep: int, size: int, causal: bool
+) -> None:
     q, k, v = inputs(seq, batch, groups, rep, size, torch.float64)
     expected = reference(q, k, v, causal)
     grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
@@ -125,7 +130,8 @@ def test_the_device_is_the_local_rank_modulo_the_visible() -> None:
     picked = [choose_device("auto", local_rank=r, local_world_size=8, gpus=gpus(8)) for r in range(8)]
     assert [d.torch_device.index for d in picked] == list(range(8)) and picked[0].comm_backend == "nccl"
     one = choose_device("auto", local_rank=5, local_world_size=8, gpus=gpus(1, "rocm"))
-    assert one.torch_device.index == 0 and one.kind == "rocm" and one.comm_backend == "nccl" and one.identity == "uuid-0"
+    assert one.torch_device.index == 0 and one.kind == "rocm" and one.comm_backend == "nccl"
+    assert one.identity == "uuid-0"
     shared = choose_device("cuda", local_rank=3, local_world_size=4, gpus=gpus(2))
     assert shared.torch_device.index == 1 and shared.comm_backend == "gloo" and "share 2 devices" in shared.why
 
@@ -149,7 +155,7 @@ def test_an_absent_device_is_refused_with_the_reason(asked: str, have: Accelerat
 
 
 def choose(device: DeviceInfo = CPU, dtype: torch.dtype = torch.float32, *, dropout: float = 0.0,
-           engine: str = "native", **config: Any):  # noqa: ANN201
+           engine: str = "native", **config: Any):
     return choose_providers(BackendConfig(**config), device, dtype, engine=engine, attention_dropout=dropout)
 
 
@@ -159,7 +165,8 @@ def row(providers: Any, op: str) -> Any:
 
 def test_auto_on_a_cpu_and_its_table() -> None:
     chosen = choose()
-    assert [(r.op, r.provider) for r in chosen.table] == [("attention", "sdpa"), ("norm", "torch"), ("optimizer", "torch")]
+    assert [r.op for r in chosen.table] == ["attention", "norm", "optimizer"]
+    assert [r.provider for r in chosen.table] == ["sdpa", "torch", "torch"]
     assert all(r.why for r in chosen.table)
     assert chosen.optimizer == "torch" and "need a GPU" in chosen.describe()
     assert torch_providers().attention is math_attention
@@ -167,7 +174,7 @@ def test_auto_on_a_cpu_and_its_table() -> None:
 
 def test_dropout_on_probabilities_needs_math() -> None:
     assert choose(dropout=0.1).attention is math_attention
-    with pytest.raises(EnvironmentFault, match="attention_dropout is 0.1.*backend.attention = \"math\""):
+    with pytest.raises(EnvironmentFault, match=r"attention_dropout is 0.1.*backend.attention = \"math\""):
         choose(dropout=0.1, attention="sdpa")
 
 
@@ -193,7 +200,8 @@ def test_on_a_gpu_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(sys.modules, name, None)  # import raises ModuleNotFoundError
     chosen = choose(GPU, torch.bfloat16)
     assert row(chosen, "attention").provider == "sdpa" and "cudnn, flash" in row(chosen, "attention").why
-    assert row(chosen, "norm").provider == "torch" and "fused_layer_norm_cuda is not installed" in row(chosen, "norm").why
+    assert row(chosen, "norm").provider == "torch"
+    assert "fused_layer_norm_cuda is not installed" in row(chosen, "norm").why
     with pytest.raises(EnvironmentFault, match="flash_attn is not installed"):
         choose(GPU, torch.bfloat16, attention="flash_attn")
     with pytest.raises(EnvironmentFault, match="not float32"):
@@ -219,6 +227,7 @@ def test_on_a_gpu_present_packages_serve(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_kernel_order_by_device_and_determinism() -> None:
-    names = [[k.name for k in gpu_kernels(rocm=r, deterministic=d)] for r, d in ((False, False), (False, True), (True, False))]
+    cases = ((False, False), (False, True), (True, False))
+    names = [[k.name for k in gpu_kernels(rocm=r, deterministic=d)] for r, d in cases]
     assert names[0][0] == "CUDNN_ATTENTION" and "CUDNN_ATTENTION" not in names[1] + names[2]
     assert all(n[-1] == "MATH" for n in names)

@@ -30,7 +30,7 @@ def known(name: str) -> list[str]:
     return table[name]
 
 
-def found(env: dict[str, str], **options: object):  # noqa: ANN201
+def found(env: dict[str, str], **options: object):
     return discover(env, hostname=str(options.pop("hostname", "node2")), resolve=known, **options)  # type: ignore[arg-type]
 
 

@@ -77,7 +77,7 @@ def test_a_single_context_has_no_groups() -> None:
 
 
 def test_a_context_of_the_wrong_size_is_refused() -> None:
-    with pytest.raises(EnvironmentFault, match="1 process is running.*tp 2 × pp 1 × dp 1 needs 2"):
+    with pytest.raises(EnvironmentFault, match=r"1 process is running.*tp 2 × pp 1 × dp 1 needs 2"):
         ParallelContext.create(Topology(tp=2), "cpu")
 
 

@@ -1,0 +1,178 @@
+"""``megatron-port parity run.toml --layouts …``: does one layout's training equal another's, on this machine?"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import LayoutConfig, RunConfig
+    from megatron_port.runtime.discovery import ProcessInfo
+
+
+SPREAD = "spread"
+"""Folder of the single process under reordered sums, for the tolerance of half precisions."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "parity", help="compare layouts with one process, gradient by gradient",
+        description="Train a few steps with each layout and compare losses, gradient norms and every gradient by name "
+        "with the first one given. On one machine the ranks are started here; under srun or torchrun every layout must "
+        "have as many ranks as were started. Exit 6 when a layout differs.",
+        epilog="A layout is written tp2pp2dp2, with sp for sequence parallelism: tp2pp1dp1sp. "
+        "Tolerances: docs/parity.md.",
+    )
+    add_run_options(parser)
+    parser.add_argument("--layouts", nargs="+", default=["tp1pp1dp1", "tp2pp2dp2"], metavar="tpXppYdpZ[sp]")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
+    parser.add_argument("--out", type=Path, help="keep the recorded runs here (several nodes: a shared folder)")
+    parser.add_argument("--master-addr", help="under srun: host of rank 0")
+    parser.add_argument("--master-port", type=int, help="under srun: its port")
+    parser.add_argument("--record", metavar="LAYOUT", help=argparse.SUPPRESS)
+    parser.add_argument("--reorderings", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def parse_layout(text: str, base: LayoutConfig) -> LayoutConfig:
+    """``tp2pp2dp2sp`` → the base with these sizes. Raises ConfigError."""
+    match = re.fullmatch(r"tp(\d+)pp(\d+)dp(\d+)(sp)?", text)
+    if match is None:
+        raise ConfigError(f"layout {text!r}: write tp2pp2dp2, with sp behind it for sequence parallelism")
+    tp, pp, dp = (int(x) for x in match.groups()[:3])
+    return replace(
+        base, tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp,
+        sequence_parallel=bool(match[4]), pipeline_split=base.pipeline_split if pp == base.pipeline_parallel_size else (),
+    )
+
+
+def world_of(layout: LayoutConfig) -> int:
+    """Ranks that a layout needs."""
+    return layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.data_parallel_size
+
+
+def config_for(config: RunConfig, layout: str) -> RunConfig:
+    """The run with another layout, and a micro-batch that divides its batch."""
+    return replace(config, layout=parse_layout(layout, config.layout), cluster=replace(config.cluster, nodes=0))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record every layout, compare, print; 0 or 6."""
+    if len(args.layouts) < 2 and not args.record:
+        raise ConfigError("--layouts needs two or more layouts; the first is the reference")
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps}: at least 1")
+    config = load_run(args).config
+    if args.record:
+        return _record_local(args, config_for(config, args.record))
+    from megatron_port.runtime.discovery import discover
+
+    info = discover(master_addr=args.master_addr, master_port=args.master_port)
+    if info.world_size > 1:
+        return _under_launcher(args, config, info)
+    from megatron_port.config.checks import check
+
+    for layout in args.layouts:
+        changed = config_for(config, layout)
+        check(changed, world_size=world_of(changed.layout))
+    with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
+        out = args.out or Path(scratch)
+        for layout in args.layouts:
+            _spawn(args, layout, out / layout)
+        if config.precision.dtype in ("bf16", "fp16"):
+            _spawn(args, "tp1pp1dp1", out / SPREAD)
+        return _report(config, args.layouts, out)
+
+
+def _spawn(args: argparse.Namespace, layout: str, out: Path) -> None:
+    """Record one layout in a process of its own (DeepSpeed keeps module globals, so one layout a process)."""
+    sets = [x for text in args.overrides for x in ("--set", text)]
+    command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "megatron_port", "parity", args.run_file, *sets,
+               "--steps", str(args.steps), "--record", layout, "--out", str(out)]
+    reordered = out.name == SPREAD
+    command += ["--reorderings"] if reordered else []
+    print(f"running {layout}" + (" with its sums in eight other orders" if reordered else ""), flush=True)
+    done = subprocess.run(command, check=False)
+    if done.returncode:
+        raise EnvironmentFault(f"layout {layout} ended with exit code {done.returncode}; its message is above")
+
+
+def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
+    world = world_of(config.layout)
+    if world == 1:
+        from megatron_port.runtime.discovery import discover
+
+        if args.reorderings:
+            layout = replace(config.layout, zero_stage=0, recompute="none")
+            config = replace(config, engine="native", layout=layout)
+        return _record(config, discover({}), args.out, args.steps, reorderings=args.reorderings)
+    from megatron_port.runtime.local import run_local
+
+    modules = ("torch", "megatron_port.train.recording", *(["deepspeed"] if config.engine == "deepspeed" else []))
+    return run_local(world, lambda info: _record(config, info, args.out, args.steps), preload=modules)
+
+
+def _record(config: RunConfig, info: ProcessInfo, out: Path, steps: int, *, reorderings: bool = False) -> int:
+    from megatron_port.train.recording import record_to
+
+    record_to(config, info, out, steps=steps, reorderings=reorderings)
+    return EXIT_OK
+
+
+def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessInfo) -> int:
+    """Every layout on the ranks that srun or torchrun started, one after the other."""
+    if config.precision.dtype in ("bf16", "fp16"):
+        raise ConfigError(
+            f'precision.dtype "{config.precision.dtype}" is held to what reordering the sums of one process changes, which '
+            'needs a single process; under srun or torchrun use --set precision.dtype=fp32'
+        )
+    if args.out is None:
+        raise ConfigError("under srun or torchrun give --out FOLDER, a folder that every node sees")
+    for index, layout in enumerate(args.layouts):
+        changed = config_for(config, layout)
+        if world_of(changed.layout) != info.world_size:
+            raise ConfigError(
+                f"layout {layout} has {world_of(changed.layout)} ranks and {info.world_size} were started; give layouts "
+                f"of {info.world_size} ranks, or run parity without a launcher"
+            )
+        # A new port for each layout: the last one's may still be closing.
+        _record(changed, replace(info, master_port=info.master_port + index, agent_store=False), args.out / layout,
+                args.steps)
+    return _report(config, args.layouts, args.out) if info.rank == 0 else EXIT_OK
+
+
+def _report(config: RunConfig, layouts: list[str], out: Path) -> int:
+    from megatron_port.train.parity import FP32, FP64, compare, spread
+    from megatron_port.train.recording import read_recorded
+
+    dtype = config.precision.dtype
+    tolerance = {"fp64": FP64, "fp32": FP32}.get(dtype)
+    if tolerance is None:
+        runs = [read_recorded(p) for p in sorted(out.glob(f"{SPREAD}*"))]
+        tolerance = spread(runs, config.model, name=f"{dtype} spread", floor=FP32).scaled(2.0)
+    reference = read_recorded(out / layouts[0])
+    worst = EXIT_OK
+    print(f"\nreference {layouts[0]}, {dtype}, tolerances {tolerance.name}; losses "
+          + ", ".join(f"{x:.6f}" for x in reference.losses))
+    for layout in layouts[1:]:
+        deviations = compare(reference, read_recorded(out / layout), tolerance, config.model)
+        bad = [d for d in deviations if not d.ok]
+        print(f"\n{layout}: {'EQUAL within tolerance' if not bad else 'DIFFERS'}")
+        for d in deviations:
+            print(f"  {d}")
+        if bad:
+            worst = EXIT_NUMERICS
+            print(f"  the first to differ: {bad[0].quantity} at {bad[0].where}")
+    return worst
+
+
