@@ -102,11 +102,26 @@ class DeepSpeedEngine:
             if self.ctx.device.type == "cpu":
                 return DeepSpeedCPUAdam(groups, adamw_mode=True, **common)
             return FusedAdam(groups, adam_w_mode=True, **common)
+        if provider == "apex":
+            from apex.optimizers import FusedAdam as ApexAdam
+
+            return ApexAdam(groups, adam_w_mode=True, **common)
+        if provider != "torch":
+            raise ValueError(f"unknown optimizer provider {provider!r}")
         return torch.optim.AdamW(groups, foreach=True, **common)
+
+    @property
+    def _divisor(self) -> float:
+        """What DeepSpeed multiplies the loss by and divides the averaged gradient by.
+
+        The loss carries a factor dp that undoes the average over replicas. Dividing the scale by it makes the backward
+        pass run at ``scale`` whatever dp is, so that a layout does not change which steps overflow.
+        """
+        return self.scaler.scale / self.ctx.topology.dp if self.dtype == torch.float16 else 1.0
 
     def _push_scale(self) -> None:
         if self.dtype == torch.float16:
-            self.engine.optimizer.loss_scaler.cur_scale = self.scaler.scale
+            self.engine.optimizer.loss_scaler.cur_scale = self._divisor
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """DeepSpeed's loss function, called once a micro-batch, in order."""
@@ -127,7 +142,7 @@ class DeepSpeedEngine:
         """Show the final gradients (summed over replicas, unscaled) to whoever asked; costs a collective a tensor."""
         if self.on_gradients is None:
             return
-        scale = self.scaler.scale
+        scale = self._divisor
         self.on_gradients(
             [(r, p.get_full_hp_grad().view(p.shape) / scale) for r, p in self.parameters]  # type: ignore[operator]
         )

@@ -1,0 +1,92 @@
+"""fp16 with dynamic loss scaling: the two engines and one process skip the same steps and agree between them.
+
+DeepSpeed refuses fp16 on a CPU, so its CPU accelerator is told here that it can; the arithmetic is real.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from cases import LR, REORDERINGS, make_batches, make_config, single_run
+from pool import RankPool
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.schema import RunConfig
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.topology import Topology
+from megatron_port.train.assemble import build_engine
+from megatron_port.train.parity import FP32, Run, compare, spread
+from megatron_port.train.trace import RankTrace, record_run
+
+STEPS = 12
+
+
+def _config(engine: str, *, scale: float = 1024.0, window: int = 1000, **layout: object) -> RunConfig:
+    config = make_config(
+        engine=engine, dtype="fp16", model={"tie_embeddings": True, "hidden_dropout": 0.1}, layout=dict(layout)
+    )
+    precision = dataclasses.replace(
+        config.precision, initial_loss_scale=scale, loss_scale_window=window, loss_scale_hysteresis=1
+    )
+    return dataclasses.replace(config, precision=precision)
+
+
+def _allow_fp16_on_cpu() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
+def _steps(config: RunConfig, topology: Topology, steps: int) -> list[tuple[float, float | None, bool, float]]:
+    """(loss, grad norm, skipped, loss scale) of each step."""
+    if config.engine == "deepspeed":
+        _allow_fp16_on_cpu()
+    ctx = ParallelContext.create(topology, "cpu")
+    engine = build_engine(config, ctx, torch_providers())
+    batches = make_batches(config, ctx)
+    out = []
+    for step in range(steps):
+        r = engine.train_step(batches(step), step=step, lr=LR)
+        out.append((r.loss, r.grad_norm, r.skipped, r.loss_scale))
+    return out
+
+
+def _record(config: RunConfig, topology: Topology) -> RankTrace:
+    _allow_fp16_on_cpu()
+    ctx = ParallelContext.create(topology, "cpu")
+    engine = build_engine(config, ctx, torch_providers())
+    return record_run(engine, ctx, make_batches(config, ctx), steps=3, lr=lambda step: LR)
+
+
+@pytest.mark.parametrize("engine,layout", [("native", (2, 2, 1)), ("deepspeed", (1, 2, 2)), ("deepspeed", (2, 2, 1))])
+def test_the_same_steps_are_skipped(ranks: RankPool, engine: str, layout: tuple[int, int, int]) -> None:
+    """From a scale that overflows: halved until it fits, doubled again after every window."""
+    scale, window = 2.0**22, 4
+    reference = _steps(_config("native", scale=scale, window=window), Topology(), STEPS)
+    tp, pp, dp = layout
+    config = _config(engine, scale=scale, window=window, pipeline_schedule="1f1b")
+    results = ranks.run(tp * pp * dp, _steps, config, Topology(tp, pp, dp), STEPS, deepspeed=engine == "deepspeed")
+    skipped = [s for _, _, s, _ in reference]
+    assert any(skipped) and not all(skipped), "the scale was chosen so that some steps overflow"
+    scales = [x for _, _, _, x in reference]
+    assert any(b > a for a, b in zip(scales, scales[1:])), "and that it grows again"
+    for steps in results:
+        assert [s for _, _, s, _ in steps] == skipped
+        assert [x for _, _, _, x in steps] == scales
+        for ours, theirs in zip(steps, reference):
+            assert ours[0] == pytest.approx(theirs[0], rel=5e-3)
+            if theirs[1] is not None:
+                # A gradient divided by the scale of the next step would be off by a factor of two.
+                assert ours[1] == pytest.approx(theirs[1], rel=2e-2)
+
+
+def test_tied_gradients_are_summed_in_fp16(ranks: RankPool) -> None:
+    """fp16, ZeRO-1, fp32 accumulation, two stages, tied embeddings: DeepSpeed by itself never sums the two gradients."""
+    config = _config("deepspeed")
+    reference = single_run(config, steps=3)
+    runs = [reference, *(single_run(config, steps=3, reordering=r) for r in REORDERINGS)]
+    tolerance = spread(runs, config.model, name="fp16", floor=FP32).scaled(2.0)
+    traces = ranks.run(2, _record, config, Topology(1, 2, 1), deepspeed=True)
+    deviations = compare(reference, Run.of(traces), tolerance, config.model)
+    assert all(d.ok for d in deviations), "\n".join(map(str, deviations))
