@@ -100,13 +100,17 @@ def run_case(
 ) -> RankTrace:
     """Train on this rank and record; the function that ranks are sent."""
     ctx = ParallelContext.create(topology, "cpu")
-    engine = build_engine(config, ctx, torch_providers())
-    if reordering is not None and reordering.chunks > 1:
-        cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
-    return record_run(
-        engine, ctx, make_batches(config, ctx, reordering), steps=steps, lr=lambda step: LR, evaluate=True,
-        gradient_steps=gradient_steps,
-    )
+    try:
+        engine = build_engine(config, ctx, torch_providers())
+        if reordering is not None and reordering.chunks > 1:
+            cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
+        return record_run(
+            engine, ctx, make_batches(config, ctx, reordering), steps=steps, lr=lambda step: LR, evaluate=True,
+            gradient_steps=gradient_steps,
+        )
+    finally:
+        # Each gloo group has a thread that polls: a hundred cases on the same ranks would slow each other down.
+        ctx.close()
 
 
 def run_cases(cases: Sequence[tuple[RunConfig, Topology, int, int]]) -> list[RankTrace]:

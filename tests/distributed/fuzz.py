@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from cases import REORDERINGS, make_config, run_cases, single_run
+from cases import REORDERINGS, Reordering, make_config, run_cases, single_run
 from pool import RankPool
 
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import LayoutConfig, RunConfig
 from megatron_port.parallel.topology import Topology
 from megatron_port.train.parity import FP32, FP64, Deviation, Run, Tolerance, compare, spread
 from megatron_port.train.trace import RankTrace
@@ -91,17 +92,28 @@ def draw(seed: int) -> Draw:
     return Draw(seed, config, Topology(tp, pp, dp))
 
 
+def plain(config: RunConfig) -> RunConfig:
+    """The configuration without its layout and engine: equal references are computed once."""
+    return dataclasses.replace(config, engine="native", layout=LayoutConfig(vocab_padding_multiple=1))
+
+
+@lru_cache(maxsize=256)
+def reference_run(config: RunConfig, reordering: Reordering | None = None) -> Run:
+    """The single-process run of a plain configuration."""
+    return single_run(config, steps=STEPS, reordering=reordering)
+
+
 def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
     """Compare with the single process: gradients by name, norms, losses, copies."""
-    config = one.config
-    reference = single_run(config, steps=STEPS)
+    config = plain(one.config)
+    reference = reference_run(config)
     dtype = config.precision.dtype
     if dtype == "fp64":
         tolerance: Tolerance = FP64
     elif dtype == "fp32":
         tolerance = FP32
     else:
-        runs = [reference, *(single_run(config, steps=STEPS, reordering=r) for r in REORDERINGS)]
+        runs = [reference, *(reference_run(config, r) for r in REORDERINGS)]
         tolerance = spread(runs, config.model, name=dtype, floor=FP32).scaled(2.0)
     return compare(reference, Run.of(traces), tolerance, config.model, lr=1e-2 if dtype == "fp64" else 0.0)
 
@@ -136,24 +148,16 @@ def _seeds(text: str) -> list[int]:
     return list(range(int(first), int(last or first) + 1))
 
 
-def main() -> int:
-    """Run a range of seeds, append a line each to a file, skip those that are in it."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0-999", type=_seeds)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--batch", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; go on later")
-    args = parser.parse_args()
-    done = set()
-    if args.out.exists():
-        done = {json.loads(line)["seed"] for line in args.out.read_text().splitlines()}
-    todo = [s for s in args.seeds if s not in done]
+def run_resumable(draws: Sequence[Draw], out: Path, *, batch_size: int, seconds: float) -> int:
+    """Run the draws that ``out`` (JSON lines) lacks, a batch at a time; 0 if none failed."""
+    done = {json.loads(line)["seed"] for line in out.read_text().splitlines()} if out.exists() else set()
+    todo = [one for one in draws if one.seed not in done]
     ranks, started, bad = RankPool(), time.monotonic(), 0
     try:
-        while todo and time.monotonic() - started < args.seconds:
-            batch, todo = todo[: args.batch], todo[args.batch :]
-            results = run_draws(ranks, [draw(s) for s in batch])
-            with args.out.open("a") as f:
+        while todo and time.monotonic() - started < seconds:
+            batch, todo = todo[:batch_size], todo[batch_size:]
+            results = run_draws(ranks, batch)
+            with out.open("a") as f:
                 for one, deviations in sorted(results, key=lambda x: x[0].seed):
                     row = {**one.describe(), "ok": all(d.ok for d in deviations)}
                     row["deviations"] = [
@@ -162,13 +166,24 @@ def main() -> int:
                     ]
                     f.write(json.dumps(row) + "\n")
             text = failures(results)
-            bad += text.count("seed ")
-            print(f"{len(done) + args.seeds.index(batch[-1]) + 1 - len(done)} of {len(args.seeds)}, {bad} bad", flush=True)
+            bad += sum(not all(d.ok for d in deviations) for _, deviations in results)
+            print(f"{len(draws) - len(todo)} of {len(draws)} done, {bad} bad", flush=True)
             if text:
                 print(text, flush=True)
     finally:
         ranks.close()
     return 1 if bad else 0
+
+
+def main() -> int:
+    """Run a range of seeds, append a line each to a file, skip those that are in it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seeds", default="0-999", type=_seeds)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--batch", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; go on later")
+    args = parser.parse_args()
+    return run_resumable([draw(s) for s in args.seeds], args.out, batch_size=args.batch, seconds=args.seconds)
 
 
 if __name__ == "__main__":

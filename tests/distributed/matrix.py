@@ -1,0 +1,79 @@
+"""The whole layout matrix, resumable, and the table of measured differences in docs/parity.md.
+
+``python tests/distributed/matrix.py --out FILE`` runs what FILE lacks; ``--report FILE`` prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cases import make_config
+from fuzz import Draw, run_resumable
+
+from megatron_port.parallel.topology import Topology
+
+LAYOUTS = [*itertools.product((1, 2), (1, 2), (1, 2)), (1, 4, 1), (2, 4, 1)]
+"""(tp, pp, dp)"""
+
+
+def matrix() -> list[Draw]:
+    """Every combination, in an order in which a cut-off run has still seen every layout, dtype and engine."""
+    out = []
+    options = itertools.product(
+        (True, False), (0.1, 0.0), ("full", "none", "selective"), (True, False), ("fp32", "bf16"),
+        ("deepspeed", "native"), LAYOUTS,
+    )
+    for tied, dropout, recompute, sequence, dtype, engine, (tp, pp, dp) in options:
+        if sequence and tp == 1:
+            continue
+        config = make_config(
+            engine=engine, dtype=dtype,
+            model={"tie_embeddings": tied, "hidden_dropout": dropout, "attention_dropout": dropout,
+                   "num_layers": 5 if pp == 4 else 3},
+            layout={"sequence_parallel": sequence, "recompute": recompute, "pipeline_schedule": "1f1b"},
+        )
+        out.append(Draw(len(out), config, Topology(tp, pp, dp)))
+    return out
+
+
+def table(rows: Sequence[dict]) -> str:
+    """Worst measured deviation by engine, precision and layout, as Markdown."""
+    head = "| engine | dtype | tp x pp x dp | combinations | loss | grad norm | gradient by name | all equal |"
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    key = lambda r: (r["engine"], r["dtype"], r["tp"], r["pp"], r["dp"])  # noqa: E731
+    for (engine, dtype, tp, pp, dp), group in itertools.groupby(sorted(rows, key=key), key):
+        members = list(group)
+
+        def worst(*quantities: str, members: list[dict] = members) -> str:
+            found = [d for m in members for d in m["deviations"] if d["quantity"] in quantities]
+            top = max(found, key=lambda d: d["value"])
+            return f"{top['value']:.1e}"
+
+        lines.append(
+            f"| {engine} | {dtype} | {tp} x {pp} x {dp} | {len(members)} | {worst('loss', 'eval loss')} | "
+            f"{worst('grad norm')} | {worst('gradient')} | {'yes' if all(m['ok'] for m in members) else 'NO'} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run or report."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--batch", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    args = parser.parse_args()
+    if args.report:
+        print(table([json.loads(line) for line in args.report.read_text().splitlines()]))
+        return 0
+    return run_resumable(matrix(), args.out, batch_size=args.batch, seconds=args.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
