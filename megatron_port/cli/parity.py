@@ -62,8 +62,16 @@ def world_of(layout: LayoutConfig) -> int:
 
 
 def config_for(config: RunConfig, layout: str) -> RunConfig:
-    """The run with another layout, and a micro-batch that divides its batch."""
-    return replace(config, layout=parse_layout(layout, config.layout), cluster=replace(config.cluster, nodes=0))
+    """The run with another layout and, where its replicas ask for it, a smaller micro-batch; the batch stays."""
+    changed = parse_layout(layout, config.layout)
+    replicas, batch = changed.data_parallel_size, config.batch
+    micro = batch.micro_batch_size
+    if batch.global_batch_size % replicas == 0:
+        share = batch.global_batch_size // replicas
+        micro = max(b for b in range(1, min(micro, share) + 1) if share % b == 0)
+    return replace(
+        config, layout=changed, cluster=replace(config.cluster, nodes=0), batch=replace(batch, micro_batch_size=micro)
+    )
 
 
 def run(args: argparse.Namespace) -> int:
