@@ -23,6 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_run_options(parser)
     add_rendezvous_options(parser)
     parser.add_argument("--resume", metavar="auto|never|PATH", help="same as --set checkpoint.resume=…")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="check everything that needs no machine, for the whole layout, and stop")
     parser.set_defaults(run=run)
 
 
@@ -41,6 +43,11 @@ def run(args: argparse.Namespace) -> int:
     config = loaded.config
     if args.resume:
         config = replace(config, checkpoint=replace(config.checkpoint, resume=args.resume))
+    if args.dry_run:
+        from megatron_port.train.dry_run import dry_run
+
+        print(dry_run(config, args.nproc))
+        return 0
     if args.nproc:
         check(config, world_size=args.nproc)
         from megatron_port.runtime.local import run_local

@@ -1,0 +1,136 @@
+"""Everything of a run that can be checked without its machine: `train --dry-run`, on a laptop, for any number of ranks.
+
+Every distinct rank of the real layout is built on meta tensors (no memory, no
+processes), and the slices of all ranks are checked to cover the model exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.checks import check, resolve, topology_sizes
+from megatron_port.config.flops import hardware_flops, model_flops, parameter_count
+from megatron_port.config.schema import RunConfig
+from megatron_port.data.loader import build_loaders
+from megatron_port.errors import ConfigError
+from megatron_port.model.shapes import parameter_shapes
+from megatron_port.optim.gradients import counts_in_norm
+from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.topology import Topology
+from megatron_port.train.assemble import build_model, layers_by_stage
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """What one stage holds; the largest over its tp ranks."""
+
+    stage: int
+    layers: int
+    parameters: int
+    """Elements on a rank, padding included."""
+    static_bytes: int
+    """Weights, gradients, masters and moments on a rank, without activations."""
+
+
+def static_bytes(parameters: int, config: RunConfig, dp: int) -> int:
+    """Bytes of weights, accumulated gradients, fp32 masters and two moments on a rank.
+
+    ZeRO-1 splits masters and moments over ``dp``; gradients are accumulated in fp32 in full.
+    """
+    wide = 8 if config.precision.dtype == "fp64" else 4
+    weight = {"fp32": 4, "fp64": 8}.get(config.precision.dtype, 2)
+    shards = dp if config.layout.zero_stage else 1
+    return parameters * (weight + wide) + (3 * wide * parameters) // shards
+
+
+def _records(config: RunConfig, topology: Topology, pp: int, tp: int) -> list[ParameterRecord]:
+    rank = topology.rank(pp=pp, dp=0, tp=tp)
+    ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
+    stage = build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device))
+    return [record_of(p) for p in stage.parameters()]
+
+
+def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary]:
+    """Build each distinct rank; check that the slices cover each parameter once.
+
+    Raises ConfigError naming the first parameter that is not covered (our bug, found before the job is submitted).
+    """
+    split = layers_by_stage(config, topology.pp)
+    config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once a rank
+    covered: dict[str, int] = {}
+    out = []
+    for stage in range(topology.pp):
+        largest = 0
+        for tp in range(topology.tp):
+            rank = topology.rank(pp=stage, dp=0, tp=tp)
+            ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
+            elements = 0
+            for record in _records(config, topology, stage, tp):
+                size = 1
+                for n in record.local_shape:
+                    size *= n
+                elements += size
+                if counts_in_norm(record, ctx):
+                    logical = 1
+                    for n in record.extent:
+                        logical *= n
+                    covered[record.name] = covered.get(record.name, 0) + logical
+            largest = max(largest, elements)
+        out.append(StageSummary(stage, split[stage], largest, static_bytes(largest, config, topology.dp)))
+    for name, shape in parameter_shapes(config.model).items():
+        whole = 1
+        for n in shape:
+            whole *= n
+        if covered.get(name) != whole:
+            raise ConfigError(f"{name}: the ranks hold {covered.get(name, 0)} of its {whole} elements")
+    return out
+
+
+def dry_run(config: RunConfig, world_size: int | None = None) -> str:
+    """Check a run for ``world_size`` ranks (None: what its layout says) and describe it.
+
+    Raises ConfigError or DataError as training would.
+    """
+    started = time.perf_counter()
+    check(config, world_size=world_size)
+    tp, pp, dp = topology_sizes(config, world_size)
+    config = resolve(config, tp * pp * dp)
+    topology = Topology(tp=tp, pp=pp, dp=dp)
+    schedule = BatchSchedule(config.batch, dp)
+    learning_rate(config.optimizer, 0, config.training.steps)
+    build_loaders(
+        config, dp_rank=0, dp_size=dp, need_tokens=True, need_labels=True,
+        train_samples=schedule.samples_before(config.training.steps),
+    )
+    stages = build_every_rank(config, topology)
+    micro = config.batch.global_batch_size // (config.batch.micro_batch_size * dp)
+    lines = [
+        f"{config.model.name}: {parameter_count(config.model):,} parameters; tp {tp} x pp {pp} x dp {dp} = "
+        f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",
+        f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} replicas; "
+        f"pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
+        f"a step: {model_flops(config.model) * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
+        f"{hardware_flops(config.model, config.layout.recompute) * config.batch.global_batch_size / 1e15:.4g} hardware",
+        "stage  layers  parameters a rank  weights+gradients+optimizer a rank (activations not counted)",
+    ]
+    shown = stages if len(stages) <= 8 else [*stages[:4], *stages[-4:]]
+    for s in shown:
+        lines.append(f"{s.stage:>5}  {s.layers:>6}  {s.parameters:>17,}  {s.static_bytes / 1e9:8.2f} GB")
+        if len(stages) > 8 and s.stage == 3:
+            lines.append(f"  ...  {len(stages) - 8} stages alike")
+    worst = max(stages, key=lambda s: s.static_bytes)
+    limit = config.cluster.memory_gb
+    if limit and worst.static_bytes / 1e9 > limit:
+        raise ConfigError(
+            f"stage {worst.stage} needs {worst.static_bytes / 1e9:.1f} GB for weights, gradients and optimizer alone; a "
+            f"device of {config.cluster.name} has {limit:g} GB. Use more stages (pp {pp}), more tensor parallelism (tp {tp}) "
+            f"or more replicas with zero_stage 1 (dp {dp})"
+        )
+    return "\n".join(lines)
