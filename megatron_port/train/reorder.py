@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_port.model.layers import Head
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -64,10 +65,20 @@ def _column(module: ColumnParallelLinear, chunks: int) -> Callable[[torch.Tensor
     return forward
 
 
+def _head(module: Head, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = module.norm(x)
+        return torch.cat([F.linear(x, w) for w in module.weight.chunk(chunks, 0)], dim=-1)
+
+    return forward
+
+
 def cut_sums(stage: nn.Module, chunks: int) -> None:
-    """Make every split linear of a single-process model add ``chunks`` rounded partial sums."""
+    """Make every split linear (the head too) of a single-process model add ``chunks`` rounded partial sums."""
     for module in stage.modules():
         if isinstance(module, RowParallelLinear):
             module.forward = _row(module, chunks)  # type: ignore[method-assign]
         elif isinstance(module, ColumnParallelLinear):
             module.forward = _column(module, chunks)  # type: ignore[method-assign]
+        elif isinstance(module, Head):
+            module.forward = _head(module, chunks)  # type: ignore[method-assign]

@@ -50,7 +50,9 @@ def make_config(
         layout=LayoutConfig(**{"vocab_padding_multiple": 1, **(layout or {})}),
         batch=BatchConfig(micro_batch_size=micro_batch_size, global_batch_size=global_batch_size),
         precision=PrecisionConfig(dtype=dtype, initial_loss_scale=1024.0),
-        optimizer=OptimizerConfig(lr=LR, clip_grad=clip_grad),
+        # With Adam's usual eps an element whose gradient is rounding noise takes a full step of either sign, and half
+        # precisions underflow some of them to zero: losses then compare noise. 1e-5 is 1e-3 of the gradients' rms here.
+        optimizer=OptimizerConfig(lr=LR, clip_grad=clip_grad, eps=1e-5),
     )
     return dataclasses.replace(config, data=dataclasses.replace(config.data, mask_eod_loss=mask_loss))
 
