@@ -1,0 +1,43 @@
+# make quickstart: install and train.  make test: install and test.  make help: the rest.
+PYTHON ?= python3
+# cpu, cuda or rocm: what DeepSpeed's ops are built for.
+DEVICE ?= cpu
+TORCH_VERSION ?= 2.13.0
+# An index URL or a folder that has the wanted build of torch; empty: where pip is pointed anyway.
+TORCH_INDEX ?=
+SMALL ?=
+ARGS ?=
+
+VENV := .venv/bin/python
+APT := sudo apt-get install -y git make g++ python3-dev python3-venv
+export SMALL DEVICE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint gpu-check lock clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@echo "variables: PYTHON=$(PYTHON) DEVICE=cpu|cuda|rocm TORCH_VERSION=$(TORCH_VERSION) TORCH_INDEX=URL SMALL=1 ARGS='pytest arguments'"
+
+setup:  ## make or mend the environment in .venv; does nothing when it is up to date
+	@command -v $(PYTHON) >/dev/null || { echo "setup: no $(PYTHON) here. Once, as root:"; echo "  $(APT)"; exit 3; }
+	@$(PYTHON) scripts/setup.py --device '$(DEVICE)' --torch-version '$(TORCH_VERSION)' --torch-index '$(TORCH_INDEX)'
+
+quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SMALL=1: 4 processes)
+	@$(VENV) scripts/quickstart.py
+
+test: setup  ## every test that this machine can run
+	@$(VENV) scripts/run_tests.py $(ARGS)
+
+lint: setup  ## ruff and mypy
+	@$(VENV) scripts/run_tests.py --lint-only
+
+gpu-check: setup  ## the tests marked gpu (DEVICE=cuda)
+	@$(VENV) scripts/run_tests.py -m gpu $(ARGS)
+
+lock: setup  ## resolve constraints/ anew
+	@$(VENV) -m pip install --quiet uv && $(VENV) scripts/lock.py
+
+clean:  ## remove .venv and build output; keeps .cache/wheels and runs/
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache/setup
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

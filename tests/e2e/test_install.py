@@ -1,0 +1,167 @@
+"""The installation, as far as it can be checked without doing it again.
+
+``make test`` itself has just installed the environment that these tests run in; here are its parts:
+what the prerequisite check says, when a phase runs again, what the wheel holds, what the pins are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_port import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def setup_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "scripts" / "setup.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "setup_script", module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_prerequisites_are_named_by_their_package(setup_script: ModuleType, tmp_path: Path) -> None:
+    def nothing(_: str) -> None:
+        return None
+
+    bare = setup_script.missing_prerequisites(nothing, nothing, str(tmp_path))
+    assert bare == ["git", "make", "g++", "python3-dev", "python3-venv"]
+    (tmp_path / "Python.h").touch()
+
+    def all_but(name: str) -> str | None:
+        return None if name == "g++" else "/usr/bin/" + name
+
+    only = setup_script.missing_prerequisites(all_but, lambda _: 1, str(tmp_path))
+    assert only == ["g++"]
+
+
+def test_one_message_with_the_apt_line(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_script, "missing_prerequisites", lambda: ["g++", "python3-venv"])
+    with pytest.raises(SystemExit) as stopped:
+        setup_script.check_machine("cpu", True)
+    assert stopped.value.code == errors.EXIT_ENVIRONMENT
+    said = capsys.readouterr().err
+    assert "g++, python3-venv" in said and said.count(setup_script.APT_LINE) == 1
+    for text in ((ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()):
+        assert setup_script.APT_LINE in text
+
+
+def test_wrong_python_is_refused(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_script.sys, "version_info", (3, 14, 0))
+    with pytest.raises(SystemExit) as stopped:
+        setup_script.check_machine("cpu", True)
+    assert stopped.value.code == errors.EXIT_ENVIRONMENT and "3.10 to 3.13" in capsys.readouterr().err
+
+
+def make_setup(script: ModuleType, root: Path, ran: list[str], device: str = "cpu", broken: str = "") -> object:
+    """A Setup on an empty folder whose phases only say that they ran; ``broken`` is interrupted."""
+    script.ROOT = root
+    setup = script.Setup(device=device, torch_version="2.13.0", torch_index="")
+    (root / ".cache" / "setup").mkdir(parents=True, exist_ok=True)
+    real = setup.phases
+
+    def phases() -> list[object]:
+        chain = real()
+        for phase in chain:
+            def run(name: str = phase.name) -> None:
+                if name == broken:
+                    raise KeyboardInterrupt
+                (root / ".venv").mkdir(exist_ok=True)
+                ran.append(name)
+            phase.run = run
+        return chain
+
+    setup.phases = phases
+    return setup
+
+
+def test_phases_resume_and_follow_their_inputs(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(setup_script, "check_machine", lambda *_, **__: None)
+    (tmp_path / "constraints").mkdir()
+    (tmp_path / "constraints" / "common.txt").write_text("numpy==1\n")
+    (tmp_path / "pyproject.toml").write_text("a = 1\n")
+    ran: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        make_setup(setup_script, tmp_path, ran, broken="deepspeed").all()
+    assert ran == ["venv", "torch"]
+    make_setup(setup_script, tmp_path, ran).all()
+    assert ran == ["venv", "torch", "deepspeed", "project"]
+    ran.clear()
+    make_setup(setup_script, tmp_path, ran).all()
+    assert ran == []
+    (tmp_path / "pyproject.toml").write_text("a = 2\n")
+    make_setup(setup_script, tmp_path, ran).all()
+    assert ran == ["project"]
+    ran.clear()
+    make_setup(setup_script, tmp_path, ran, device="cuda").all()
+    assert ran == ["deepspeed", "project"]
+    ran.clear()
+    (tmp_path / "constraints" / "common.txt").write_text("numpy==2\n")
+    make_setup(setup_script, tmp_path, ran, device="cuda").all()
+    assert ran == ["torch", "deepspeed", "project"]
+    ran.clear()
+    (tmp_path / ".venv" / "stamps" / "torch.json").write_text("{")
+    make_setup(setup_script, tmp_path, ran, device="cuda").all()
+    assert ran == ["torch"]
+
+
+def test_pins_are_exact_and_name_no_build() -> None:
+    files = sorted((ROOT / "constraints").glob("*.txt"))
+    assert [path.name for path in files if path.name.startswith("torch-")], files
+    for path in files:
+        for line in path.read_text().splitlines():
+            if line.startswith("#"):
+                continue
+            assert re.match(r"^[a-z0-9][a-z0-9._-]*==[0-9][0-9a-z.]*( ; .*)?$", line), f"{path.name}: {line}"
+            assert "+" not in line
+
+
+def test_wheel_ships_the_configs(tmp_path: Path) -> None:
+    """``pip install .`` gives the same short names as a checkout."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "configs", "megatron_port"):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(copy)], check=True)
+    built = subprocess.run([*command, "--wheel-dir", str(tmp_path), str(copy)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    shipped = {name.removeprefix("megatron_port/_configs/") for name in names if "/_configs/" in name}
+    assert shipped == {str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").glob("*/*.toml")}
+    assert "megatron_port/py.typed" in names and "megatron_port/cli/main.py" in names
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_port").rglob("*.py")}
+    assert sources == {name for name in names if name.endswith(".py")}
+
+
+def test_readme_lists_every_exit_code() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name, code in vars(errors).items():
+        if name.startswith("EXIT_"):
+            assert f"| {code} |" in readme, f"{name} = {code} is not in the README's table"
+
+
+def test_deepspeed_ops_are_built_in(tmp_path: Path) -> None:
+    """A skipped op leaves pip content: ask DeepSpeed itself."""
+    code = "import json; from deepspeed.git_version_info import installed_ops as o; print(json.dumps(o))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    built = json.loads(answer.stdout.splitlines()[-1])
+    assert built["cpu_adam"] and built["fused_adam"]
