@@ -27,7 +27,8 @@ def phase(text: str, seconds: str) -> float:
 def command(*arguments: str, capture: bool = False) -> str:
     """Run ``megatron-port …`` as a user would; leaves with its exit code if it fails."""
     full = [sys.executable, "-W", "ignore::FutureWarning", "-m", "megatron_port", *arguments]
-    print("$ megatron-port " + " ".join(a if " " not in a and "\n" not in a else repr(a) for a in arguments), flush=True)
+    shown = [repr(a) if set(a) & {" ", "\n"} else a for a in arguments]
+    print("$ megatron-port " + " ".join(shown), flush=True)
     done = subprocess.run(full, stdout=subprocess.PIPE if capture else None, text=True, check=False)
     if done.returncode:
         sys.exit(done.returncode)
@@ -101,9 +102,10 @@ def main() -> int:
         ("time", f"training {training:.0f} s, all of it {time.perf_counter() - started:.0f} s"),
         ("files", f"{folder}/: metrics.jsonl, loss.png, sample.txt, config.toml, checkpoints/"),
     ]))
+    twice = config.training.steps * 2
     print(f"""
   what to try next
-    megatron-port train runs/quickstart --nproc {world} --set training.steps={config.training.steps * 2}   go on with this run
+    megatron-port train runs/quickstart --nproc {world} --set training.steps={twice}   go on with this run
     megatron-port parity runs/quickstart --layouts tp2pp2dp2 tp1pp1dp8   see that another layout gives the same
     megatron-port generate {folder} --prompt "HAMLET:" --nproc 2 --set layout.tensor_parallel_size=2
     megatron-port doctor   what this machine has

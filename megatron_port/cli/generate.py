@@ -84,7 +84,9 @@ def generate(args: argparse.Namespace, info: ProcessInfo) -> int:
     check_same_model(checkpoint, config)
     tokenizer_name = str(checkpoint.extra.get("tokenizer") or config.data.tokenizer)
     if tokenizer_name == "auto":
-        raise CheckpointError(f"{path} does not say which tokenizer its data used; pass --set data.tokenizer=byte or gpt2")
+        raise CheckpointError(
+            f"{path} does not say which tokenizer its data used; pass --set data.tokenizer=byte or gpt2"
+        )
     tokenizer = get_tokenizer(tokenizer_name)
     with open_session(config, info, quiet=True) as session:
         model = Generator(session, checkpoint.read)

@@ -52,7 +52,8 @@ def parse_layout(text: str, base: LayoutConfig) -> LayoutConfig:
     tp, pp, dp = (int(x) for x in match.groups()[:3])
     return replace(
         base, tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp,
-        sequence_parallel=bool(match[4]), pipeline_split=base.pipeline_split if pp == base.pipeline_parallel_size else (),
+        sequence_parallel=bool(match[4]),
+        pipeline_split=base.pipeline_split if pp == base.pipeline_parallel_size else (),
     )
 
 
@@ -141,8 +142,8 @@ def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessIn
     """Every layout on the ranks that srun or torchrun started, one after the other."""
     if config.precision.dtype in ("bf16", "fp16"):
         raise ConfigError(
-            f'precision.dtype "{config.precision.dtype}" is held to what reordering the sums of one process changes, which '
-            'needs a single process; under srun or torchrun use --set precision.dtype=fp32'
+            f'precision.dtype "{config.precision.dtype}" is held to what reordering the sums of one process changes, '
+            'which needs a single process; under srun or torchrun use --set precision.dtype=fp32'
         )
     if args.out is None:
         raise ConfigError("under srun or torchrun give --out FOLDER, a folder that every node sees")
@@ -150,8 +151,8 @@ def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessIn
         changed = config_for(config, layout)
         if world_of(changed.layout) != info.world_size:
             raise ConfigError(
-                f"layout {layout} has {world_of(changed.layout)} ranks and {info.world_size} were started; give layouts "
-                f"of {info.world_size} ranks, or run parity without a launcher"
+                f"layout {layout} has {world_of(changed.layout)} ranks and {info.world_size} were started; give "
+                f"layouts of {info.world_size} ranks, or run parity without a launcher"
             )
         # A new port for each layout: the last one's may still be closing.
         _record(changed, replace(info, master_port=info.master_port + index, agent_store=False), args.out / layout,

@@ -30,8 +30,8 @@ def deepspeed_config(config: RunConfig, *, dp: int, micro_batches: int) -> dict[
         )
     if layout.virtual_pipeline_size != 1 or layout.pipeline_schedule != "1f1b":
         problems.append(
-            f'pipeline_schedule "{layout.pipeline_schedule}" with virtual_pipeline_size {layout.virtual_pipeline_size}: '
-            'DeepSpeed runs "1f1b" with 1; use those or engine = "native"'
+            f'pipeline_schedule "{layout.pipeline_schedule}" with virtual_pipeline_size '
+            f'{layout.virtual_pipeline_size}: DeepSpeed runs "1f1b" with 1; use those or engine = "native"'
         )
     if problems:
         raise ConfigError(problems)

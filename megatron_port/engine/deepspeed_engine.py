@@ -7,6 +7,7 @@ import io
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        stage: nn.Module,
+        stage: Any,
         config: RunConfig,
         ctx: ParallelContext,
         stream: DropoutStream,
@@ -67,7 +68,7 @@ class DeepSpeedEngine:
         self.engine.optimizer._update_scale = lambda overflow=False: None
         self._push_scale()
 
-    def _initialize(self, pipeline, settings: dict, optimizer_provider: str):  # noqa: ANN001, ANN202
+    def _initialize(self, pipeline: Any, settings: dict[str, Any], optimizer_provider: str) -> Any:
         """Build DeepSpeed's objects; its start-up chatter goes to debug logging."""
         import deepspeed
         from deepspeed.runtime.config import DeepSpeedConfig
@@ -95,7 +96,7 @@ class DeepSpeedEngine:
             for decay in (True, False)
         ]
         groups = [g for g in groups if g["params"]]
-        common = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+        common: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
         if provider == "deepspeed":
             from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
@@ -144,7 +145,7 @@ class DeepSpeedEngine:
             return
         scale = self._divisor
         self.on_gradients(
-            [(r, p.get_full_hp_grad().view(p.shape) / scale) for r, p in self.parameters]  # type: ignore[operator]
+            [(r, p.get_full_hp_grad().view(p.shape) / scale) for r, p in self.parameters]  # type: ignore[attr-defined]
         )
 
     def _begin(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[tuple]:

@@ -106,7 +106,7 @@ class RecordedPipelineEngine(PipelineEngine):
         """Nothing: the loss is summed once, over tokens, by the engine that owns this one."""
         return torch.zeros((), device=self.device)
 
-    _INSTRUCTION_MAP = {
+    _INSTRUCTION_MAP = {  # noqa: RUF012
         **PipelineEngine._INSTRUCTION_MAP,
         schedule.ForwardPass: _exec_forward_pass,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class NativeEngine:
     """See ``engine.api.Engine``. ``on_gradients`` sees every final gradient (summed over dp, unclipped, unscaled)."""
 
     def __init__(
-        self, stage: nn.Module, config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *, dtype: torch.dtype
+        self, stage: Any, config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *, dtype: torch.dtype
     ) -> None:
         self.stage, self.config, self.ctx, self.stream, self.dtype = stage, config, ctx, stream, dtype
         self.link = StageLink(ctx)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -45,7 +47,7 @@ class SelfAttention(nn.Module):
         self.head_size = cfg.head_size
         self.head_offset = build.ctx.coords.tp * self.groups * self.heads_per_group
         self.op = f"{name}.probs"
-        common = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
+        common: dict[str, Any] = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
                   "dtype": build.dtype}
         rows = (cfg.num_attention_heads + 2 * cfg.kv_heads) * cfg.head_size
         self.qkv = ColumnParallelLinear(f"{name}.qkv", cfg.hidden_size, rows, init=build.init, **common)

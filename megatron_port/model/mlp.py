@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,7 +19,7 @@ class MLP(nn.Module):
         super().__init__()
         cfg = build.model
         self.activation = cfg.activation
-        common = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
+        common: dict[str, Any] = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
                   "dtype": build.dtype}
         self.up = ColumnParallelLinear(
             f"{name}.up", cfg.hidden_size, cfg.ffn_size, init=build.init,

@@ -26,7 +26,8 @@ class Norm(nn.Module):
                 f"{name}.{suffix}", (cfg.hidden_size,), init=InitSpec(kind), decay=False,
                 partial_grad_over_tp=build.sequence_parallel,
             )
-            return attach(nn.Parameter(torch.empty(cfg.hidden_size, dtype=build.dtype, device=build.ctx.device)), record)
+            empty = torch.empty(cfg.hidden_size, dtype=build.dtype, device=build.ctx.device)
+            return attach(nn.Parameter(empty), record)
 
         self.weight = parameter("weight", "ones")
         self.bias = parameter("bias", "zeros") if self.kind == "layernorm" and cfg.add_bias else None

@@ -7,6 +7,8 @@ Temporaries stay under 256 MB however large the slice is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_port.parallel.counter import key_of, normal_from_uniform, random_bits, uniform
@@ -17,7 +19,12 @@ _CHUNK = 1 << 20
 
 
 def _global_index(
-    start: int, stop: int, shape: tuple[int, ...], offset: tuple[int, ...], extent: tuple[int, ...], device: torch.device
+    start: int,
+    stop: int,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    extent: tuple[int, ...],
+    device: torch.device,
 ) -> torch.Tensor:
     """Row-major positions in the global tensor of elements [start, stop) of the flattened box."""
     flat = torch.arange(start, stop, dtype=torch.int64, device=device)
@@ -66,7 +73,9 @@ def initial_values(
     return out
 
 
-def initial_reader(records: dict[str, ParameterRecord], seed: int, device: torch.device | str = "cpu"):  # noqa: ANN201
+def initial_reader(
+    records: dict[str, ParameterRecord], seed: int, device: torch.device | str = "cpu"
+) -> Callable[[str, str, tuple[int, ...], tuple[int, ...]], torch.Tensor]:
     """A ``StateReader`` that serves initial weights and zero moments: a fresh start is a load like any other."""
 
     def read(name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> torch.Tensor:

@@ -94,7 +94,7 @@ def split_record(
     ``padded``: size of ``split_dim`` after padding (0: no padding); it must divide by tp_size.
     Raises ValueError if it does not (the configuration was not checked).
     """
-    if split_dim is None or tp_size == 1 and not padded:
+    if split_dim is None or (tp_size == 1 and not padded):
         record = ParameterRecord(
             name, shape, shape, (0,) * len(shape), shape,
             split_dim, init, decay,

@@ -12,8 +12,9 @@ def balanced_layers(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
     ``costs``: of [embedding, layer 0, …, layer L-1, head]; the embedding stays
     on the first stage and the head on the last. Every stage gets at least one
-    layer. Among equal optima later stages are the smaller ones, as they hold
-    fewer micro-batches in flight but the head's logits.
+    layer. Among equal optima the most even split is taken (least sum of squared
+    costs, then the smaller stages last): a heavy head alone sets the maximum, and
+    layers piled up to it on other stages would cost memory for nothing.
 
     Raises:
         ConfigError: fewer layers than stages.
@@ -33,18 +34,21 @@ def balanced_layers(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         extra = (costs[0] if stage == 0 else 0.0) + (costs[-1] if stage == stages - 1 else 0.0)
         return prefix[stop] - prefix[start] + extra
 
-    # best[k][i]: least possible maximum over stages k… holding layers i…; and where stage k ends.
-    infinity = float("inf")
-    best = [[infinity] * (count + 1) for _ in range(stages + 1)]
-    ends = [[0] * (count + 1) for _ in range(stages)]
-    best[stages][count] = 0.0
-    for k in range(stages - 1, -1, -1):
-        remaining = stages - k - 1
-        for i in range(count):
-            for j in range(count - remaining, i, -1):
-                value = max(cost(k, i, j), best[k + 1][j])
-                if value < best[k][i]:
-                    best[k][i], ends[k][i] = value, j
+    # best[k][i]: least possible maximum (then: sum of squares) over stages k… holding layers i…; and where k ends.
+    limit = infinity = float("inf")
+    for even in (False, True):
+        best: list[list[float]] = [[infinity] * (count + 1) for _ in range(stages + 1)]
+        ends = [[0] * (count + 1) for _ in range(stages)]
+        best[stages][count] = 0
+        for k in range(stages - 1, -1, -1):
+            for i in range(count):
+                for j in range(count - (stages - k - 1), i, -1):
+                    one, rest = cost(k, i, j), best[k + 1][j]
+                    # Whole numbers: the squares of FLOP counts stay exact, so equal sums are equal.
+                    value = round(one) ** 2 + rest if even else max(one, rest)
+                    if one <= limit and value < best[k][i]:
+                        best[k][i], ends[k][i] = value, j
+        limit = best[0][0]
     split, at = [], 0
     for k in range(stages):
         split.append(ends[k][at] - at)

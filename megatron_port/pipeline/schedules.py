@@ -96,7 +96,9 @@ def simulate(
     return done
 
 
-def bubble_fraction(name: str, stages: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0) -> float:
+def bubble_fraction(
+    name: str, stages: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0
+) -> float:
     """Idle time over useful time of a stage; (p - 1) / m for gpipe and 1F1B with equal stages."""
     times = simulate(name, stages, micro_batches, forward=forward, backward=backward)
     span = max(end for stage in times for _, end in stage.values())

@@ -114,8 +114,8 @@ def dry_run(config: RunConfig, world_size: int | None = None) -> str:
     lines = [
         f"{config.model.name}: {parameter_count(config.model):,} parameters; tp {tp} x pp {pp} x dp {dp} = "
         f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",
-        f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} replicas; "
-        f"pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
+        f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} "
+        f"replicas; pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
         f"a step: {model_flops(config.model) * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
         f"{hardware_flops(config.model, config.layout.recompute) * config.batch.global_batch_size / 1e15:.4g} hardware",
         "stage  layers  parameters a rank  weights+gradients+optimizer a rank (activations not counted)",
@@ -129,8 +129,8 @@ def dry_run(config: RunConfig, world_size: int | None = None) -> str:
     limit = config.cluster.memory_gb
     if limit and worst.static_bytes / 1e9 > limit:
         raise ConfigError(
-            f"stage {worst.stage} needs {worst.static_bytes / 1e9:.1f} GB for weights, gradients and optimizer alone; a "
-            f"device of {config.cluster.name} has {limit:g} GB. Use more stages (pp {pp}), more tensor parallelism (tp {tp}) "
-            f"or more replicas with zero_stage 1 (dp {dp})"
+            f"stage {worst.stage} needs {worst.static_bytes / 1e9:.1f} GB for weights, gradients and optimizer alone; "
+            f"a device of {config.cluster.name} has {limit:g} GB. Use more stages (pp {pp}), more tensor parallelism "
+            f"(tp {tp}) or more replicas with zero_stage 1 (dp {dp})"
         )
     return "\n".join(lines)

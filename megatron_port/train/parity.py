@@ -112,7 +112,7 @@ def _without_keys(name: str, t: torch.Tensor, keys: torch.Tensor) -> torch.Tenso
 def gradient_deviation(
     a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], model: ModelConfig
 ) -> tuple[tuple[float, str], tuple[float, str]]:
-    """((largest deviation, name), (largest key-bias gradient ÷ rms of all, name)); first in the model's order wins ties.
+    """((largest deviation, name), (largest key-bias gradient ÷ rms of all, name)).
 
     Raises ValueError when the two runs have different parameters.
     """
@@ -138,7 +138,9 @@ def gradient_deviation(
     return worst, worst_key
 
 
-def compare(reference: Run, other: Run, tolerance: Tolerance, model: ModelConfig, *, lr: float = 0.0) -> list[Deviation]:
+def compare(
+    reference: Run, other: Run, tolerance: Tolerance, model: ModelConfig, *, lr: float = 0.0
+) -> list[Deviation]:
     """Every kind of deviation with its bound; ``[d for d in … if not d.ok]`` are the failures."""
     out = []
     loss = [(_relative(x, y), f"step {i}") for i, (x, y) in enumerate(zip(reference.losses, other.losses))]

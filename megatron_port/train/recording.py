@@ -102,8 +102,8 @@ def read_recorded(folder: Path) -> Run:
         meta = json.loads(path.read_text())
         if meta["world"] != len(files):
             raise CheckpointError(
-                f"{folder} holds {len(files)} ranks of {meta['world']}; is it on a disk that every node sees, and empty "
-                "before the run?"
+                f"{folder} holds {len(files)} ranks of {meta['world']}; is it on a disk that every node sees, and "
+                "empty before the run?"
             )
         trace = RankTrace(losses=meta["losses"], grad_norms=meta["grad_norms"])
         by_prefix: dict[str, list[Slice]] = {}

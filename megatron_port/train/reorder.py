@@ -77,8 +77,8 @@ def cut_sums(stage: nn.Module, chunks: int) -> None:
     """Make every split linear (the head too) of a single-process model add ``chunks`` rounded partial sums."""
     for module in stage.modules():
         if isinstance(module, RowParallelLinear):
-            module.forward = _row(module, chunks)  # type: ignore[method-assign]
+            module.forward = _row(module, chunks)  # type: ignore[method-assign, assignment]
         elif isinstance(module, ColumnParallelLinear):
-            module.forward = _column(module, chunks)  # type: ignore[method-assign]
+            module.forward = _column(module, chunks)  # type: ignore[method-assign, assignment]
         elif isinstance(module, Head):
-            module.forward = _head(module, chunks)  # type: ignore[method-assign]
+            module.forward = _head(module, chunks)  # type: ignore[method-assign, assignment]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_port.checkpoint.format import SavedState
@@ -31,7 +32,7 @@ def _from_rank_zero(value: Any, session: Session) -> Any:
     if session.cpu_group is None or session.info.world_size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device="cpu")
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
 
 
@@ -106,9 +107,7 @@ def save_state(
         config=as_dict(config), scalars=engine.scalar_state(),
         extra={"skipped_total": skipped, **(extra or {})},
     )
-    expected = {
-        name: shape for name, shape in parameter_shapes(config.model).items()
-    } if session.speaker else None
+    expected = parameter_shapes(config.model) if session.speaker else None
     return save_checkpoint(
         run_folder(config) / FOLDER, state, engine.state_pieces(), keep=config.checkpoint.keep,
         group=session.cpu_group if session.info.world_size > 1 else None, expected=expected, note=session.logger.log,

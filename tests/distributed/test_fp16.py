@@ -82,7 +82,7 @@ def test_the_same_steps_are_skipped(ranks: RankPool, engine: str, layout: tuple[
 
 
 def test_tied_gradients_are_summed_in_fp16(ranks: RankPool) -> None:
-    """fp16, ZeRO-1, fp32 accumulation, two stages, tied embeddings: DeepSpeed by itself never sums the two gradients."""
+    """fp16, ZeRO-1, fp32 accumulation, two stages, tied: DeepSpeed by itself never sums the two gradients."""
     config = _config("deepspeed")
     reference = single_run(config, steps=3)
     runs = [reference, *(single_run(config, steps=3, reordering=r) for r in REORDERINGS)]

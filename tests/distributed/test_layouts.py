@@ -1,4 +1,4 @@
-"""The layout matrix: every split trains as one process does, in either engine (docs/parity.md has the measured table)."""
+"""The layout matrix: every split trains as one process does, in either engine (measured table: docs/parity.md)."""
 
 from __future__ import annotations
 
