@@ -1,0 +1,108 @@
+"""Runs of more than a few steps, changing batch sizes, and DeepSpeed's own Adam."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from cases import LR, REORDERINGS, make_batches, make_config, run_cases, single_run
+from pool import RankPool
+
+from megatron_port.backend.jit_guard import prebuilt_deepspeed_ops
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.schema import RunConfig
+from megatron_port.engine.api import MicroBatch, StatePiece
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.topology import Topology
+from megatron_port.train.assemble import build_engine
+from megatron_port.train.parity import FP32, FP64, Run, compare, spread
+
+MODEL = {"tie_embeddings": True, "hidden_dropout": 0.1}
+
+
+def _equal(reference: Run, traces: Sequence, config: RunConfig, tolerance: object, lr: float = 0.0) -> None:
+    deviations = compare(reference, Run.of(traces), tolerance, config.model, lr=lr)  # type: ignore[arg-type]
+    assert all(d.ok for d in deviations), "\n".join(map(str, deviations))
+
+
+def test_twenty_steps_in_fp64(ranks: RankPool) -> None:
+    config = make_config(dtype="fp64", model=MODEL, layout={"sequence_parallel": True, "pipeline_schedule": "1f1b"})
+    results = ranks.run(8, run_cases, [(config, Topology(2, 2, 2), 20, 1)])
+    _equal(single_run(config, steps=20), [r[0] for r in results], config, FP64, LR)
+
+
+def test_twenty_steps_in_fp32_on_deepspeed(ranks: RankPool) -> None:
+    """Free-running: the larger of the fp32 bound and twice what reordering changes."""
+    config = make_config(engine="deepspeed", model=MODEL)
+    reference = single_run(config, steps=20)
+    runs = [reference, *(single_run(config, steps=20, reordering=r) for r in REORDERINGS)]
+    tolerance = spread(runs, config.model, name="fp32 spread", floor=FP32).scaled(2.0)
+    results = ranks.run(8, run_cases, [(config, Topology(2, 2, 2), 20, 1)], deepspeed=True, timeout=200)
+    _equal(reference, [r[0] for r in results], config, tolerance)
+
+
+SIZES = (4, 4, 8, 16, 8)
+"""Global batches of a ramp-up (and one step down)."""
+
+
+def _ramp(config: RunConfig, topology: Topology) -> list[tuple[float, float | None, int]]:
+    ctx = ParallelContext.create(topology, "cpu")
+    engine = build_engine(config, ctx, torch_providers())
+    out = []
+    for step, size in enumerate(SIZES):
+        at = dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_batch_size=size))
+        r = engine.train_step(make_batches(at, ctx)(step), step=step, lr=LR)
+        out.append((r.loss, r.grad_norm, r.tokens))
+    return out
+
+
+@pytest.mark.parametrize("engine", ["native", "deepspeed"])
+def test_a_batch_that_grows(ranks: RankPool, engine: str) -> None:
+    config = make_config(engine=engine, model=MODEL, micro_batch_size=2, global_batch_size=16, mask_loss=True)
+    reference = _ramp(dataclasses.replace(config, engine="native"), Topology())
+    for steps in ranks.run(4, _ramp, config, Topology(1, 2, 2), deepspeed=engine == "deepspeed"):
+        for ours, theirs in zip(steps, reference):
+            assert ours[2] == theirs[2]
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+            assert ours[1] == pytest.approx(theirs[1], rel=1e-4)
+
+
+def _with_adam(config: RunConfig, topology: Topology, provider: str, resume_at: int) -> list[float]:
+    """Losses of six steps, with the state handed to a fresh engine after ``resume_at`` of them."""
+    ctx = ParallelContext.create(topology, "cpu")
+    providers = dataclasses.replace(torch_providers(), optimizer=provider)
+    engine = build_engine(config, ctx, providers)
+    batches = make_batches(config, ctx)
+    losses = []
+    for step in range(6):
+        if step == resume_at:
+            saved: dict[tuple[str, str], StatePiece] = {
+                (p.name, p.kind): dataclasses.replace(p, tensor=p.tensor.clone()) for p in engine.state_pieces()
+            }
+            scalars = engine.scalar_state()
+            engine = build_engine(config, ctx, providers, initialise=False)
+            engine.load_state(lambda name, kind, offset, shape: saved[name, kind].tensor.view(shape), scalars)
+        result = engine.train_step(batches(step), step=step, lr=LR)
+        losses.append(result.loss)
+    return losses
+
+
+@pytest.mark.skipif(not prebuilt_deepspeed_ops().get("cpu_adam"), reason="DeepSpeed's cpu_adam was not built ahead")
+def test_cpu_adam_is_torchs_and_resumes(ranks: RankPool) -> None:
+    """The update that `make quickstart` uses."""
+    config = make_config(engine="deepspeed", model=MODEL)
+    torchs = ranks.run(1, _with_adam, config, Topology(), "torch", 99, deepspeed=True)[0]
+    theirs = ranks.run(1, _with_adam, config, Topology(), "deepspeed", 99, deepspeed=True)[0]
+    assert theirs == pytest.approx(torchs, rel=1e-5)
+    assert ranks.run(1, _with_adam, config, Topology(), "deepspeed", 3, deepspeed=True)[0] == theirs
+
+
+def test_micro_batches_reach_only_the_stages_that_read_them() -> None:
+    config = make_config()
+    topology = Topology(pp=2)
+    for rank, field in ((0, "tokens"), (1, "labels")):
+        ctx = ParallelContext(topology, rank, ParallelContext.single().device, topology.coordinates(rank))
+        for batch in make_batches(config, ctx)(0):
+            assert isinstance(batch, MicroBatch)
+            assert {f for f in ("tokens", "labels") if getattr(batch, f) is not None} == {field}
