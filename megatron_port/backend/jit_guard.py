@@ -41,12 +41,13 @@ def prepare_deepspeed() -> None:
         EnvironmentFault: deepspeed is not installed or cannot be imported.
     """
     try:
+        import megatron_port.backend.deepspeed_import  # noqa: F401, I001
         import deepspeed.ops
         from deepspeed.git_version_info import installed_ops
     except Exception as error:  # deepspeed raises many kinds when its installation does not fit torch
         raise EnvironmentFault(
             f"engine deepspeed cannot be used: import deepspeed failed with {type(error).__name__}: {error}; "
-            f"install it (`make install`) or set engine = \"native\""
+            f"install it (`make setup`) or set engine = \"native\""
         ) from error
     if not installed_ops.get("deepspeed_shm_comm", False):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
         check(config, world_size=args.nproc)
         from megatron_port.runtime.local import run_local
 
-        modules = ("torch", "megatron_port.train.loop", *(["deepspeed"] if config.engine == "deepspeed" else []))
+        modules = ["torch", "megatron_port.train.loop"]
+        if config.engine == "deepspeed":
+            modules.append("megatron_port.backend.deepspeed_import")
         return run_local(args.nproc, lambda info: train(config, info), preload=modules, port=args.master_port)
     from megatron_port.runtime.discovery import discover
 
