@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         check(config, world_size=args.nproc)
         from megatron_port.runtime.local import run_local
 
-        modules = ["torch", "megatron_port.train.loop"]
+        # torch.optim imports torch._dynamo when it is first used: 1.4 s, once here instead of once a rank.
+        modules = ["torch", "torch._dynamo", "megatron_port.train.loop"]
         if config.engine == "deepspeed":
             modules.append("megatron_port.backend.deepspeed_import")
         return run_local(args.nproc, lambda info: train(config, info), preload=modules, port=args.master_port)

@@ -18,7 +18,7 @@ from megatron_port.engine.api import EvalResult, MicroBatch, StatePiece, StateRe
 from megatron_port.engine.deepspeed_config import deepspeed_config
 from megatron_port.engine.module import recorded_parameters, zero_moments
 from megatron_port.engine.totals import global_tokens, shared_sums
-from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients
+from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
@@ -137,7 +137,7 @@ class DeepSpeedEngine:
 
     def _reduce_shared(self, grads: list[tuple[ParameterRecord, torch.Tensor]]) -> None:
         reduce_partial_gradients(grads, self.ctx)
-        reduce_tied_gradients(grads, self.ctx)
+        reduce_tied_gradients_first(grads, self.ctx)
 
     def _before_update(self) -> None:
         """Show the final gradients (summed over replicas, unscaled) to whoever asked; costs a collective a tensor."""

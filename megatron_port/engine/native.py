@@ -137,10 +137,10 @@ class NativeEngine:
         loss_sum = self._forward_backward(micro_batches, step, tokens)
         grads = [(record, grad) for (record, _), grad in zip(self.parameters, self.main_grads)]
         reduce_partial_gradients(grads, self.ctx)
-        reduce_tied_gradients(grads, self.ctx)
         if self.ctx.dp_group is not None:
             for grad in self.main_grads:
                 dist.all_reduce(grad, group=self.ctx.dp_group)
+        reduce_tied_gradients(grads, self.ctx)
         used_scale = self.scaler.scale
         if used_scale != 1.0:
             for grad in self.main_grads:

@@ -36,10 +36,33 @@ def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext
 
 
 def reduce_tied_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
-    """Sum over the stages that hold a copy the gradients of tied parameters. In place."""
+    """Sum over the stages that hold a copy the gradients of tied parameters. In place.
+
+    Call it after the sum over replicas. The two stages' replica groups may add in different orders (their buffers
+    differ), and copies whose gradients differ in the last bit drift apart; a sum of two is the same either way round.
+    """
     tied = [g for record, g in grads if record.tied_key is not None]
     if tied and ctx.embedding_group is not None:
         _all_reduce_flat(tied, ctx.embedding_group)
+
+
+def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
+    """The same for an engine that sums over replicas afterwards: no order of that sum can tell the copies apart.
+
+    The gradients of tied parameters are summed onto the first replica, there over the stages, and are zero on the
+    other replicas, so that the later sum adds zeros to them. In place.
+    """
+    tied = [g for record, g in grads if record.tied_key is not None]
+    if not tied or ctx.embedding_group is None:
+        return
+    if ctx.dp_group is not None:
+        for g in tied:
+            dist.reduce(g, group=ctx.dp_group, group_dst=0)
+    if ctx.coords.dp == 0:
+        _all_reduce_flat(tied, ctx.embedding_group)
+    else:
+        for g in tied:
+            g.zero_()
 
 
 def counts_in_norm(record: ParameterRecord, ctx: ParallelContext) -> bool:

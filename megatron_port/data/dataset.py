@@ -1,0 +1,236 @@
+"""Samples: seq + 1 tokens each, from a corpus, a blend of corpora, or an integer hash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron_port.data import megatron_order as mo
+from megatron_port.data.indexed import IndexedDataset, bad_token
+from megatron_port.data.order import derive, mix, sample_at
+from megatron_port.errors import DataError
+
+PERIOD = 1 << 16
+"""Samples after which a stateless blend repeats: weights are rounded to multiples of 1 / 65536."""
+
+
+class TokenDataset(Protocol):
+    """Samples of ``seq_length + 1`` tokens, int64."""
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+
+    def sample(self, index: int) -> np.ndarray:
+        """Sample ``index`` of the stored order, int64 [seq + 1]."""
+
+    def draw(self, seed: int, k: int) -> np.ndarray:
+        """The k-th sample of a training run, k counted from its start; int64 [seq + 1]."""
+
+
+def split_positions(data: IndexedDataset, fractions: Sequence[float], seq_length: int) -> list[tuple[int, int]]:
+    """[start, stop) of the token stream for each split, cut at the document boundary nearest to its share.
+
+    Where that would leave a split without one sample although its share holds one
+    (few, long documents), all cuts are made at the exact token instead.
+    """
+    total = float(sum(fractions))
+    edges, running = [0], 0.0
+    for share in fractions:
+        running += share / total
+        edges.append(min(round(running * data.num_tokens), data.num_tokens))
+    edges[-1] = data.num_tokens
+    exact = list(zip(edges, edges[1:]))
+    cuts = [data.nearest_document(edge) for edge in edges]
+    cuts[0], cuts[-1] = 0, data.num_tokens
+    rounded = [(lo, hi) if share else (lo, lo) for lo, hi, share in zip(cuts, cuts[1:], fractions)]
+    lost = any(b - a > seq_length >= hi - lo for (a, b), (lo, hi) in zip(exact, rounded))
+    return exact if lost else rounded
+
+
+def _checked(tokens: np.ndarray, vocab_size: int, data: IndexedDataset, position: int) -> np.ndarray:
+    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
+        at = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
+        raise bad_token(data.prefix, position + at, int(tokens[at]), vocab_size)
+    return tokens
+
+
+class GPTDataset:
+    """The tokens [start, stop) of a corpus as samples at stride ``seq_length``; each epoch a permutation.
+
+    Raises:
+        DataError: fewer than seq_length + 1 tokens; on reading, an id that is not below ``vocab_size``.
+    """
+
+    def __init__(self, data: IndexedDataset, *, seq_length: int, vocab_size: int,
+                 start: int = 0, stop: int | None = None) -> None:
+        self.data, self.seq_length, self.vocab_size, self.start = data, seq_length, vocab_size, start
+        self.tokens = (data.num_tokens if stop is None else stop) - start
+        if self.tokens <= seq_length:
+            raise too_small(data.prefix, self.tokens, seq_length)
+        self._samples = (self.tokens - 1) // seq_length
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def sample(self, index: int) -> np.ndarray:
+        if not 0 <= index < self._samples:
+            raise ValueError(f"sample {index} of {self._samples}")
+        position = self.start + index * self.seq_length
+        return _checked(self.data.read(position, self.seq_length + 1), self.vocab_size, self.data, position)
+
+    def draw(self, seed: int, k: int) -> np.ndarray:
+        return self.sample(sample_at(seed, k, self._samples)[1])
+
+
+def too_small(prefix: Path, tokens: int, seq_length: int) -> DataError:
+    """The error for a split that does not hold one sample."""
+    return DataError(f"{prefix}: {tokens} tokens in this split, one sample needs model.seq_length + 1 = "
+                     f"{seq_length + 1}; use a larger corpus, another data.split or a shorter sequence")
+
+
+class MegatronGPTDataset:
+    """Documents [first, end) of a corpus in Megatron-LM's order; the indices are built at the first sample.
+
+    ``num_samples``: samples that the run draws (None: one epoch); the order depends on it.
+    """
+
+    def __init__(self, data: IndexedDataset, *, first: int, end: int, seq_length: int, vocab_size: int,
+                 num_samples: int | None, seed: int, cache: Path) -> None:
+        self.data, self.first, self.end = data, first, end
+        self.seq_length, self.vocab_size = seq_length, vocab_size
+        self.num_samples, self.seed, self.cache = num_samples, seed, cache
+        self.tokens = data.sequence_start(end) - data.sequence_start(first)
+        if self.tokens <= seq_length:
+            raise too_small(data.prefix, self.tokens, seq_length)
+
+    def __len__(self) -> int:
+        return mo.samples_built(self.tokens, self.seq_length, self.num_samples)
+
+    @cached_property
+    def indices(self) -> mo.MegatronIndices:
+        """The three arrays, from the cache where they are there."""
+        lengths = self.data.lengths
+        key = mo.content_key("gpt", 1, self.first, self.end, self.seq_length, self.num_samples, self.seed,
+                             arrays=[lengths])
+
+        def build() -> list[np.ndarray]:
+            made = mo.build_indices(lengths, self.first, self.end, seq_length=self.seq_length,
+                                    num_samples=self.num_samples, seed=self.seed)
+            return [made.document, made.sample, made.shuffle]
+
+        return mo.MegatronIndices(*mo.cached_arrays(self.cache, key, ("document", "sample", "shuffle"), build))
+
+    def sample(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise DataError(f"{self.data.prefix}: sample {index} of {len(self)} in the Megatron order, which was "
+                            f"built for {self.num_samples} samples")
+        row = int(self.indices.shuffle[index])
+        entry, offset = (int(v) for v in self.indices.sample[row])
+        need, parts = self.seq_length + 1, []
+        while need:
+            document = int(self.indices.document[entry])
+            count = min(need, int(self.data.lengths[document]) - offset)
+            position = self.data.sequence_start(document) + offset
+            if count:
+                parts.append(_checked(self.data.read(position, count), self.vocab_size, self.data, position))
+            need, entry, offset = need - count, entry + 1, 0
+        return np.concatenate(parts)
+
+    def draw(self, seed: int, k: int) -> np.ndarray:
+        """Megatron's order has its own seed; ``seed`` plays no part."""
+        return self.sample(k)
+
+
+def quantised(weights: Sequence[float], period: int = PERIOD) -> list[int]:
+    """Positive integers in proportion to ``weights`` that add up to at most ``period``: largest remainders, then
+    divided by what they have in common."""
+    if not weights or min(weights) <= 0:
+        raise DataError(f"data.weights: {list(weights)}; every weight must be above 0 (leave the corpus out instead)")
+    exact = np.asarray(mo.normalized(weights)) * period
+    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+    # Corpora of nearly no weight still get one sample; those with more pay for it.
+    while counts.sum() > period:
+        counts[int(np.argmax(np.where(counts > 1, counts - exact, -np.inf)))] -= 1
+    for i in np.argsort(-(exact - counts), kind="stable")[:period - int(counts.sum())]:
+        counts[i] += 1
+    return (counts // np.gcd.reduce(counts)).tolist()
+
+
+class BlendedDataset:
+    """Several datasets mixed by weight; which one serves sample k is known from k alone.
+
+    Within a period corpus d serves c_d samples, the j-th of them at the place nearest to
+    (j + ½) / c_d of the period, so every stretch of the run has the proportions of the whole.
+    ``order`` (corpus [n], its sample [n]) replaces the pattern by a given sequence (Megatron's).
+    """
+
+    def __init__(self, datasets: Sequence[TokenDataset], weights: Sequence[float],
+                 order: Callable[[], Sequence[np.ndarray]] | None = None) -> None:
+        if len(datasets) != len(weights):
+            raise DataError(f"data.weights: {len(weights)} weights for {len(datasets)} corpora; give one for each")
+        self.datasets, self._order = list(datasets), order
+        self.counts = quantised(weights)
+        self.period = sum(self.counts)
+        share = np.concatenate([(np.arange(c) + 0.5) / c for c in self.counts])
+        owner = np.repeat(np.arange(len(self.counts)), self.counts)
+        place = np.argsort(share, kind="stable")
+        self._owner = owner[place].astype(np.int32)
+        self._rank = np.concatenate([np.arange(c) for c in self.counts])[place].astype(np.int32)
+
+    def __len__(self) -> int:
+        """Samples until the first corpus has been used once; at least 1."""
+        return max(1, min(len(d) * self.period // c for d, c in zip(self.datasets, self.counts)))
+
+    @cached_property
+    def _given(self) -> Sequence[np.ndarray] | None:
+        return self._order() if self._order else None
+
+    def locate(self, k: int) -> tuple[int, int]:
+        """(dataset, how many samples it served before) for sample k. O(1)."""
+        if self._given is not None:
+            if k >= len(self._given[0]):
+                raise DataError(f"sample {k} of a Megatron blend that was built for {len(self._given[0])} samples")
+            return int(self._given[0][k]), int(self._given[1][k])
+        turn, at = divmod(k, self.period)
+        owner = int(self._owner[at])
+        return owner, turn * self.counts[owner] + int(self._rank[at])
+
+    def sample(self, index: int) -> np.ndarray:
+        owner, local = self.locate(index)
+        return self.datasets[owner].sample(local % len(self.datasets[owner]))
+
+    def draw(self, seed: int, k: int) -> np.ndarray:
+        owner, local = self.locate(k)
+        return self.datasets[owner].draw(derive(seed, owner), local)
+
+
+class SyntheticDataset:
+    """Tokens from an integer hash of (seed, sample, position): nothing to download, the same everywhere.
+
+    Positions come in runs of 8: a run starts at a token drawn with more weight on small
+    ids and counts upwards, so a model that learns "add one" predicts seven of eight.
+    """
+
+    RUN = 8
+
+    def __init__(self, *, seq_length: int, vocab_size: int, seed: int, samples: int = 1 << 40) -> None:
+        self.seq_length, self.vocab_size, self.seed, self._samples = seq_length, vocab_size, seed, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def sample(self, index: int) -> np.ndarray:
+        position = np.arange(self.seq_length + 1, dtype=np.uint64)
+        run, step = position // np.uint64(self.RUN), position % np.uint64(self.RUN)
+        # 26 bits, squared: integer arithmetic, so no rounding differs between machines.
+        draw = mix(run + np.uint64(derive(self.seed, index))) >> np.uint64(38)
+        start = (((draw * draw) >> np.uint64(26)) * np.uint64(self.vocab_size)) >> np.uint64(26)
+        return ((start + step) % np.uint64(self.vocab_size)).astype(np.int64)
+
+    def draw(self, seed: int, k: int) -> np.ndarray:
+        """Sample k; its tokens already depend on the dataset's own seed."""
+        return self.sample(k)

