@@ -55,14 +55,15 @@ def record_run(
     def on_gradients(grads: list[tuple[ParameterRecord, torch.Tensor]]) -> None:
         trace.gradients.append(_slices((r, g) for r, g in grads if keep and counts_in_norm(r, ctx)))
 
+    if evaluate:
+        # From the initial state: after training in half precision it would measure how steps amplify rounding.
+        trace.eval_loss = engine.eval_step(batches(0)).loss
     for step in range(steps):
         engine.on_gradients = on_gradients if step < gradient_steps else None  # type: ignore[attr-defined]
         result = engine.train_step(batches(step), step=step, lr=lr(step))
         trace.losses.append(result.loss)
         trace.grad_norms.append(result.grad_norm)
     engine.on_gradients = None  # type: ignore[attr-defined]
-    if evaluate:
-        trace.eval_loss = engine.eval_step(batches(0)).loss
     parameters = list(engine.named_parameters())
     trace.weights = _slices((r, p) for r, p in parameters if keep and counts_in_norm(r, ctx))
     trace.copies = _slices((r, p) for r, p in parameters)
