@@ -12,7 +12,13 @@ import torch
 from megatron_port.config.schema import RunConfig
 from megatron_port.data import megatron_order as mo
 from megatron_port.data.dataset import (
-    BlendedDataset, GPTDataset, MegatronGPTDataset, SyntheticDataset, TokenDataset, split_positions, too_small,
+    BlendedDataset,
+    GPTDataset,
+    MegatronGPTDataset,
+    SyntheticDataset,
+    TokenDataset,
+    split_positions,
+    too_small,
 )
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.order import derive

@@ -1,0 +1,205 @@
+"""Micro-batches: the indexing law, resumption, masks, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_port.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
+from megatron_port.data.dataset import GPTDataset, SyntheticDataset
+from megatron_port.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
+from megatron_port.data.loader import StepLoader, build_loaders
+from megatron_port.errors import DataError
+
+
+def corpus(path, documents=40, length=25, vocab=257, tokenizer="byte", eod=256, seed=0, meta=True):
+    random = np.random.default_rng(seed)
+    with IndexedWriter(path, vocab_size=vocab) as writer:
+        for _ in range(documents):
+            writer.add_document([*random.integers(0, vocab - 1, length - 1), vocab - 1])
+        if meta:
+            writer.describe(CorpusMeta(tokenizer=tokenizer, vocab_size=vocab, eod_id=eod))
+    return str(path)
+
+
+def run_config(*prefixes, order="stateless", seed=11, **data):
+    return RunConfig(
+        seed=seed, model=ModelConfig(seq_length=8, vocab_size=257),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=8), training=TrainingConfig(steps=40, eval_batches=2),
+        data=DataConfig(**{"train": prefixes, "split": (0.8, 0.1, 0.1), "order": order, **data}))
+
+
+def loaders(run, dp_rank=0, dp_size=1, tokens=True, labels=True):
+    return build_loaders(run, dp_rank=dp_rank, dp_size=dp_size, need_tokens=tokens, need_labels=labels)
+
+
+def rows(batches):
+    return {k: torch.cat([b.tokens[i], b.labels[i, -1:]]).tolist() for b in batches for i, k in enumerate(b.sample_ids)}
+
+
+@pytest.fixture
+def setup(tmp_path, request):
+    order = getattr(request, "param", "stateless")
+    prefixes = [corpus(tmp_path / "a"), corpus(tmp_path / "b", documents=20, seed=1)]
+    run = run_config(*prefixes, order=order)
+    return replace(run, output_dir=str(tmp_path / "out"))
+
+
+BOTH = pytest.mark.parametrize("setup", ["stateless", "megatron"], indirect=True)
+
+
+@BOTH
+def test_indexing_law_and_freedom_from_layout(setup):
+    whole = rows(loaders(setup).train.step(16, 8))
+    assert sorted(whole) == list(range(16, 24))
+    for size in (2, 4):
+        for b in (1, 2):
+            if 8 % (b * size):
+                continue
+            run = replace(setup, batch=replace(setup.batch, micro_batch_size=b))
+            union = {}
+            for rank in range(size):
+                step = loaders(run, rank, size).train.step(16, 8)
+                for m, batch in enumerate(step):
+                    assert batch.sample_ids == tuple(16 + (m * size + rank) * b + i for i in range(b))
+                    assert batch.tokens.shape == (b, 8) and batch.tokens.dtype == torch.int64
+                union.update(rows(step))
+            assert union == whole
+
+
+@BOTH
+def test_resume_is_exact(setup):
+    reference = [rows(loaders(setup).train.step(8 * step, 8)) for step in range(40)]
+    for at in (0, 1, 13, 25, 39):
+        fresh = loaders(setup)
+        assert [rows(fresh.train.step(8 * step, 8)) for step in range(at, 40)] == reference[at:]
+
+
+def test_batches_of_any_size_draw_the_same_stream(setup):
+    train = loaders(setup).train
+    ramped = {**rows(train.step(0, 2)), **rows(train.step(2, 6)), **rows(train.step(8, 8))}
+    assert ramped == rows(train.step(0, 16))
+
+
+@BOTH
+def test_labels_are_the_next_tokens(setup):
+    batch = loaders(setup).train.step(0, 8)[0]
+    assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1]) and batch.loss_mask is None
+
+
+def test_epoch_visits_each_sample_once(tmp_path):
+    data = IndexedDataset(corpus(tmp_path / "a"))
+    dataset = GPTDataset(data, seq_length=8, vocab_size=257)
+    made = [rows(StepLoader(dataset, seq_length=8, micro_batch_size=1, dp_rank=0, dp_size=1, seed=seed, eod_id=256,
+                            mask_eod_loss=False, need_tokens=True, need_labels=True).step(first, len(dataset)))
+            for seed, first in ((1, 0), (1, len(dataset)), (2, 0))]
+    stored = sorted(dataset.sample(i).tolist() for i in range(len(dataset)))
+    orders = [list(m.values()) for m in made]
+    assert all(sorted(o) == stored for o in orders)
+    assert orders[0] != orders[1] and orders[0] != orders[2]
+
+
+def test_eod_mask(setup):
+    run = replace(setup, data=replace(setup.data, mask_eod_loss=True))
+    seen = 0
+    for batch in loaders(run).train.step(0, 40):
+        assert batch.loss_mask.dtype == torch.float32
+        assert torch.equal(batch.loss_mask == 0, batch.tokens == 256)
+        seen += int((batch.tokens == 256).sum())
+    assert seen > 0
+    assert loaders(run, labels=False).train.step(0, 8)[0].loss_mask is None
+
+
+def test_stages_get_only_what_they_need(setup, monkeypatch):
+    first = loaders(setup, labels=False).train.step(0, 8)[0]
+    last = loaders(setup, tokens=False).train.step(0, 8)[0]
+    assert first.labels is None and last.tokens is None
+    assert torch.equal(first.tokens[:, 1:], last.labels[:, :-1])
+
+    def refuse(*_):
+        raise AssertionError("a middle stage read tokens")
+
+    monkeypatch.setattr(IndexedDataset, "read", refuse)
+    for order in ("stateless", "megatron"):
+        run = replace(setup, data=replace(setup.data, order=order))
+        middle = loaders(run, tokens=False, labels=False)
+        batch = middle.train.step(24, 8)[1]
+        assert batch.tokens is None and batch.labels is None and batch.sample_ids == (26, 27)
+        assert len(list(middle.eval_batches("valid", 1, 4))) == 1
+
+
+@BOTH
+def test_evaluation_is_repeatable_and_counts_no_sample_twice(setup):
+    valid = loaders(setup).valid
+    first = [rows(step) for step in valid.eval_batches(100, 4)]
+    assert first == [rows(step) for step in valid.eval_batches(100, 4)]
+    assert len(first) == len(valid.dataset) // 4 > 0
+    halves = [loaders(setup, rank, 2).valid for rank in range(2)]
+    for whole, *parts in zip(first, *(h.eval_batches(100, 4) for h in halves)):
+        assert {**rows(parts[0]), **rows(parts[1])} == whole
+    assert len(list(valid.eval_batches(100, 8 * (len(valid.dataset) + 8)))) == 1
+
+
+def test_train_and_validation_share_no_token_range(tmp_path):
+    with IndexedWriter(tmp_path / "a", vocab_size=60000) as writer:
+        for i in range(50):
+            writer.add_document(np.arange(100 * i, 100 * i + 100))
+    for order in ("stateless", "megatron"):
+        run = run_config(str(tmp_path / "a"), order=order)
+        run = replace(run, model=replace(run.model, vocab_size=60000), output_dir=str(tmp_path / "out"))
+        made = loaders(run)
+        drawn = [t for row in rows(made.train.step(0, 320)).values() for t in row]
+        held = [t for s in made.valid.eval_batches(1000, 2) for row in rows(s).values() for t in row]
+        assert max(drawn) < 4000 <= min(held) and max(held) < 4500
+
+
+def test_megatron_order_ends_with_a_message(setup):
+    run = replace(setup, data=replace(setup.data, order="megatron"))
+    with pytest.raises(DataError, match="320"):
+        loaders(run).train.step(320, 8)
+
+
+def test_synthetic_needs_no_files():
+    run = run_config(synthetic=True)
+    made = loaders(run)
+    assert made.tokenizer_name is None and isinstance(made.train.dataset, SyntheticDataset)
+    train, valid = rows(made.train.step(0, 8)), rows(next(made.eval_batches("valid", 1, 8)))
+    assert train == rows(loaders(run).train.step(0, 8)) and list(train.values()) != list(valid.values())
+    assert rows(loaders(replace(run, seed=12)).train.step(0, 8)) != train
+
+
+def test_sidecar_rules(tmp_path):
+    byte = corpus(tmp_path / "a")
+    assert loaders(run_config(byte)).tokenizer_name == "byte" and loaders(run_config(byte)).eod_id == 256
+    with pytest.raises(DataError, match=r"data\.tokenizer is gpt2"):
+        loaders(run_config(byte, tokenizer="gpt2"))
+    other = corpus(tmp_path / "b", tokenizer="gpt2", eod=255)
+    with pytest.raises(DataError, match="different tokenizers"):
+        loaders(run_config(byte, other))
+    large = corpus(tmp_path / "c", vocab=500)
+    with pytest.raises(DataError, match="model.vocab_size = 500"):
+        loaders(run_config(large))
+    bare = corpus(tmp_path / "d", meta=False)
+    assert loaders(run_config(bare)).tokenizer_name is None
+    assert loaders(run_config(bare, tokenizer="byte")).eod_id == 256
+    with pytest.raises(DataError, match="mask_eod_loss"):
+        loaders(run_config(bare, mask_eod_loss=True))
+
+
+@pytest.mark.parametrize("order", ["stateless", "megatron"])
+def test_refusals_carry_numbers(tmp_path, order):
+    with pytest.raises(DataError, match=r"data\.train is empty"):
+        loaders(run_config(order=order))
+    tiny = corpus(tmp_path / "tiny", documents=1, length=5)
+    with pytest.raises(DataError, match=r"tiny: [45] tokens .* = 9"):
+        loaders(run_config(tiny, order=order))
+    fine = corpus(tmp_path / "fine")
+    with pytest.raises(DataError, match="2 weights for 1"):
+        loaders(run_config(fine, weights=(1.0, 2.0), order=order))
+    with pytest.raises(DataError, match="leaves validation without"):
+        loaders(run_config(fine, split=(1.0, 0.0, 0.0), order=order))
+    with pytest.raises(DataError, match="multiple of 6"):
+        loaders(run_config(fine, order=order), 0, 3).train.step(0, 8)
