@@ -1,0 +1,204 @@
+"""What counts in the norm, and which gradients are summed: over all ranks of a layout, without processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.schema import LayoutConfig, ModelConfig
+from megatron_port.model.build import BuildContext
+from megatron_port.model.gpt import GPTStage, build_stage
+from megatron_port.model.shapes import model_records
+from megatron_port.optim import gradients
+from megatron_port.optim.gradients import (
+    counts_in_norm,
+    global_grad_norm,
+    reduce_partial_gradients,
+    reduce_tied_gradients,
+)
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.counter import key_of
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import InitSpec, ParameterRecord, record_of, split_record
+from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.partition import balanced_layers
+
+MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, vocab_size=13, seq_length=8)
+TOPOLOGIES = [Topology(), Topology(tp=2), Topology(pp=4), Topology(tp=2, pp=2, dp=2), Topology(tp=4, pp=3)]
+Pairs = list[tuple[ParameterRecord, torch.Tensor]]
+
+
+def stage_of(topology: Topology, rank: int, *, tied: bool, sp: bool) -> GPTStage:
+    ctx = ParallelContext(topology, rank, torch.device("cpu"), topology.coordinates(rank))
+    layout = LayoutConfig(
+        tensor_parallel_size=topology.tp, pipeline_parallel_size=topology.pp, sequence_parallel=sp,
+        vocab_padding_multiple=8,
+    )
+    build = BuildContext(
+        model=dataclasses.replace(MODEL, tie_embeddings=tied), layout=layout, ctx=ctx, providers=torch_providers(),
+        stream=DropoutStream(0, ctx.device), dtype=torch.float32,
+    )
+    return build_stage(build, balanced_layers([0.0, *[1.0] * MODEL.num_layers, 0.0], topology.pp))
+
+
+def whole_gradient(record: ParameterRecord, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(key_of(record.name) % (1 << 40))
+    return torch.randn(record.shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def rank_gradients(stage: GPTStage, dtype: torch.dtype) -> Pairs:
+    """This rank's slice of one gradient of the whole model, zero in the padding."""
+    out = []
+    for parameter in stage.parameters():
+        record = record_of(parameter)
+        grad = torch.zeros(record.local_shape, dtype=dtype)
+        record.local_view(grad).copy_(whole_gradient(record, dtype)[record.box()])
+        out.append((record, grad))
+    return out
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_each_logical_element_counts_once_in_a_replica(topology: Topology, sp: bool, tied: bool) -> None:
+    count: dict[str, torch.Tensor] = {}
+    for rank in range(topology.world_size):
+        stage = stage_of(topology, rank, tied=tied, sp=sp)
+        if stage.build.ctx.coords.dp:
+            continue
+        for record in (record_of(p) for p in stage.parameters()):
+            seen = count.setdefault(record.name, torch.zeros(record.shape, dtype=torch.int64))
+            seen[record.box()] += counts_in_norm(record, stage.build.ctx)
+    want = {n: r.shape for n, r in model_records(dataclasses.replace(MODEL, tie_embeddings=tied)).items()}
+    assert {n: tuple(c.shape) for n, c in count.items()} == want
+    for name, seen in count.items():
+        assert bool((seen == 1).all()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_the_ranks_squares_add_up_to_the_whole_models(topology: Topology, dtype: torch.dtype) -> None:
+    """Without groups each rank returns the root of its own share; the shares of a replica are the whole."""
+    total = 0.0
+    for rank in range(topology.world_size):
+        stage = stage_of(topology, rank, tied=True, sp=True)
+        if stage.build.ctx.coords.dp:
+            continue
+        share = global_grad_norm(rank_gradients(stage, dtype), stage.build.ctx)
+        assert share.dtype == dtype and share.dim() == 0
+        total += float(share) ** 2
+    want = sum(float(whole_gradient(r, dtype).double().square().sum()) for r in model_records(MODEL).values())
+    assert total == pytest.approx(want, rel=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_squares_of_halves_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    record = split_record("w", (70000,), init=InitSpec("zeros"), decay=True)
+    grads = [(record, torch.full((70000,), 2.0, dtype=dtype))]
+    norm = global_grad_norm(grads, ParallelContext.single())
+    assert norm.dtype == torch.float32 and float(norm) == pytest.approx(2 * 70000**0.5, rel=1e-6)
+
+
+def test_a_rank_that_counts_nothing_has_norm_zero() -> None:
+    topology = Topology(tp=2)
+    ctx = ParallelContext(topology, 1, torch.device("cpu"), topology.coordinates(1))
+    record = split_record("norm.weight", (4,), init=InitSpec("ones"), decay=False)
+    assert float(global_grad_norm([(record, torch.ones(4))], ctx)) == 0.0
+    assert float(global_grad_norm([], ctx)) == 0.0
+
+
+def test_not_finite_stays_not_finite() -> None:
+    record = split_record("w", (4,), init=InitSpec("zeros"), decay=True)
+    for bad in (float("inf"), float("nan")):
+        norm = global_grad_norm([(record, torch.tensor([1.0, bad, 0.0, 0.0]))], ParallelContext.single())
+        assert not torch.isfinite(norm)
+
+
+class Recorder:
+    """Stands in for the collective: each call is kept, the sum is twice the tensor (two equal ranks)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[torch.dtype, int, object]] = []
+        monkeypatch.setattr(gradients.dist, "all_reduce", self)
+
+    def __call__(self, tensor: torch.Tensor, group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
+        self.calls.append((tensor.dtype, tensor.numel(), group))
+        tensor.mul_(2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_partial_gradients_are_summed_over_tp(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    recorder = Recorder(monkeypatch)
+    stage = stage_of(Topology(tp=2), 0, tied=tied, sp=True)
+    ctx = dataclasses.replace(stage.build.ctx, tp_group="tp")  # type: ignore[arg-type]
+    grads = rank_gradients(stage, torch.float32)
+    before = {r.name: g.clone() for r, g in grads}
+    reduce_partial_gradients(grads, ctx)
+    doubled = {r.name for r, g in grads if torch.equal(g, 2 * before[r.name])}
+    unchanged = {r.name for r, g in grads if torch.equal(g, before[r.name])}
+    # Every replicated parameter: norms, row-parallel biases, positions. A forgotten one drifts silently.
+    assert doubled == {r.name for r, _ in grads if not r.is_split} and doubled
+    assert unchanged == {r.name for r, _ in grads if r.is_split}
+    assert recorder.calls == [(torch.float32, sum(g.numel() for r, g in grads if not r.is_split), "tp")]
+
+
+def test_without_sequence_parallelism_nothing_is_partial(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    stage = stage_of(Topology(tp=2), 0, tied=True, sp=False)
+    ctx = dataclasses.replace(stage.build.ctx, tp_group="tp")  # type: ignore[arg-type]
+    reduce_partial_gradients(rank_gradients(stage, torch.float32), ctx)
+    assert recorder.calls == []
+
+
+def test_tied_copies_are_summed_over_first_and_last_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = Topology(pp=3)
+    held = {}
+    for rank in range(3):
+        recorder = Recorder(monkeypatch)
+        stage = stage_of(topology, rank, tied=True, sp=False)
+        group = "ends" if rank != 1 else None
+        ctx = dataclasses.replace(stage.build.ctx, embedding_group=group)  # type: ignore[arg-type]
+        grads = rank_gradients(stage, torch.float32)
+        reduce_tied_gradients(grads, ctx)
+        held[rank] = (recorder.calls, [r for r, _ in grads if r.tied_key is not None])
+    rows = 16 * 16  # 13 padded to 16 · hidden
+    assert [calls for calls, _ in held.values()] == [[(torch.float32, rows, "ends")], [], [(torch.float32, rows, "ends")]]
+    first, last = held[0][1][0], held[2][1][0]
+    assert first.name == last.name and first.tied_primary and not last.tied_primary
+
+
+def test_nothing_is_summed_without_a_group_or_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    for tied, rank in ((True, 0), (False, 0), (False, 2)):
+        stage = stage_of(Topology(pp=3), rank, tied=tied, sp=False)
+        ctx = stage.build.ctx
+        if not tied:
+            ctx = dataclasses.replace(ctx, embedding_group="ends")  # type: ignore[arg-type]
+        reduce_tied_gradients(rank_gradients(stage, torch.float32), ctx)
+    assert recorder.calls == []
+
+
+def test_one_collective_a_dtype_and_shapes_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    shapes = {"a": (2, 3), "b": (4,), "c": (1, 5), "d": (2, 2, 2)}
+    dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "d": torch.bfloat16}
+    grads = [
+        (split_record(n, s, init=InitSpec("zeros"), decay=False, partial_grad_over_tp=True),
+         torch.arange(prod(s), dtype=dtypes[n]).view(s))
+        for n, s in shapes.items()
+    ]
+    # Not contiguous: a transposed view must be written through.
+    base = torch.arange(6.0).view(3, 2)
+    grads[0] = (grads[0][0], base.t())
+    ctx = dataclasses.replace(ParallelContext.single(), tp_group="tp")  # type: ignore[arg-type]
+    reduce_partial_gradients(iter(grads), ctx)
+    assert sorted((str(d), n) for d, n, _ in recorder.calls) == [("torch.bfloat16", 12), ("torch.float32", 11)]
+    assert torch.equal(base, 2 * torch.arange(6.0).view(3, 2))
+    for record, grad in grads[1:]:
+        assert torch.equal(grad, 2 * torch.arange(prod(record.shape), dtype=grad.dtype).view(record.shape))

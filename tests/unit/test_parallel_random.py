@@ -1,0 +1,160 @@
+"""Dropout masks are a function of (seed, step, sample, op, global element), and of nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.model.recompute import recompute
+from megatron_port.parallel.random import DropoutStream
+
+CPU = torch.device("cpu")
+SEQ, WIDTH, HEADS = 12, 10, 4
+IDS = (3, 17, 1 << 33, 4)
+
+
+def stream(ids: tuple[int, ...] = IDS, *, seed: int = 1, step: int = 5) -> DropoutStream:
+    made = DropoutStream(seed, CPU)
+    made.set_micro_batch(step, ids)
+    return made
+
+
+def residual_mask(s: DropoutStream, *, op: str = "layers.0.mlp", p: float = 0.3, seq: int = SEQ) -> torch.Tensor:
+    """[seq, batch, WIDTH] of the kept elements."""
+    assert s.current is not None
+    return s.dropout(torch.ones(seq, len(s.current.sample_ids), WIDTH), p, op=op, width=WIDTH) != 0
+
+
+def probs_mask(s: DropoutStream, *, heads: int = HEADS, offset: int = 0, op: str = "probs") -> torch.Tensor:
+    assert s.current is not None
+    ones = torch.ones(len(s.current.sample_ids), heads, SEQ, SEQ)
+    return s.dropout_probabilities(ones, 0.3, op=op, head_offset=offset) != 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, SEQ - 1), st.integers(0, WIDTH - 1), st.data())
+def test_any_slice_of_the_residual_has_its_part_of_the_mask(s0: int, w0: int, data: st.DataObject) -> None:
+    """Sequence parallelism splits the rows; a split width is the same law."""
+    s1, w1 = data.draw(st.integers(s0 + 1, SEQ)), data.draw(st.integers(w0 + 1, WIDTH))
+    piece = stream().dropout(
+        torch.ones(s1 - s0, len(IDS), w1 - w0), 0.3, op="layers.0.mlp", seq_offset=s0, width_offset=w0, width=WIDTH
+    )
+    assert torch.equal(piece != 0, residual_mask(stream())[s0:s1, :, w0:w1])
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_any_slice_of_the_heads_has_its_part_of_the_mask(tp: int) -> None:
+    whole = probs_mask(stream())
+    each = HEADS // tp
+    for rank in range(tp):
+        assert torch.equal(
+            probs_mask(stream(), heads=each, offset=rank * each), whole[:, rank * each : (rank + 1) * each]
+        )
+
+
+@pytest.mark.parametrize("groups", [[(0,), (1,), (2,), (3,)], [(2, 0), (3, 1)], [(3, 2, 1, 0)]])
+def test_a_sample_keeps_its_mask_in_any_micro_batch(groups: list[tuple[int, ...]]) -> None:
+    residual, probs = residual_mask(stream()), probs_mask(stream())
+    for group in groups:
+        part = stream(tuple(IDS[i] for i in group))
+        assert torch.equal(residual_mask(part), residual[:, list(group)])
+        assert torch.equal(probs_mask(part), probs[list(group)])
+
+
+def test_step_sample_seed_and_op_decide() -> None:
+    base = residual_mask(stream(), p=0.5, seq=512)
+    others = {
+        "step": residual_mask(stream(step=6), p=0.5, seq=512),
+        "seed": residual_mask(stream(seed=2), p=0.5, seq=512),
+        "op": residual_mask(stream(), op="layers.1.mlp", p=0.5, seq=512),
+        "sample": residual_mask(stream((5, 6, 7, 8)), p=0.5, seq=512),
+    }
+    limit = 5 * 0.5 / math.sqrt(base.numel())
+    for name, other in others.items():
+        assert abs(float((base == other).double().mean()) - 0.5) < limit, name
+    for i in range(len(IDS)):
+        for j in range(i):
+            same = float((base[:, i] == base[:, j]).double().mean())
+            assert abs(same - 0.5) < 2 * limit, "samples of a batch share masks"
+    assert torch.equal(base, residual_mask(stream(), p=0.5, seq=512))
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_keep_rate_and_scale(p: float) -> None:
+    x = torch.full((500, 4, 50), 2.0)
+    y = stream().dropout(x, p, op="a", width=50)
+    n = y.numel()
+    assert abs(float((y != 0).double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
+    assert torch.allclose(y[y != 0], torch.tensor(2.0 / (1 - p)))
+    # By position and by sample as well: no row or column is favoured.
+    for dims in ((0, 1), (1, 2), (0, 2)):
+        kept = (y != 0).double().mean(dims)
+        assert float((kept - (1 - p)).abs().max()) < 6 * math.sqrt(p * (1 - p) * kept.numel() / n)
+    probs = stream().dropout_probabilities(torch.ones(4, 5, 70, 70), p, op="a", head_offset=0)
+    assert abs(float((probs != 0).double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / probs.numel())
+
+
+def test_nothing_is_dropped_when_off() -> None:
+    s = stream()
+    x = torch.randn(SEQ, len(IDS), WIDTH)
+    assert s.dropout(x, 0.0, op="a") is x
+    s.enabled = False
+    assert s.dropout(x, 0.5, op="a") is x
+    probs = torch.rand(len(IDS), HEADS, SEQ, SEQ)
+    assert s.dropout_probabilities(probs, 0.5, op="a", head_offset=0) is probs
+
+
+def test_a_forgotten_micro_batch_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="before set_micro_batch"):
+        DropoutStream(1, CPU).dropout(torch.ones(2, 2, 2), 0.1, op="a")
+
+
+def test_use_restores_the_key() -> None:
+    s = stream()
+    first = s.current
+    mask = residual_mask(s)
+    s.set_micro_batch(9, (1, 2))
+    later = s.current
+    with s.use(first):
+        assert torch.equal(residual_mask(s), mask)
+    assert s.current is later
+    with pytest.raises(ZeroDivisionError), s.use(first):
+        _ = 1 / 0
+    assert s.current is later
+
+
+def test_recompute_sees_the_masks_of_its_forward_pass() -> None:
+    """Also when the engine has moved on to another micro-batch, or to evaluation, before the backward pass."""
+    s = stream()
+    x = torch.randn(SEQ, len(IDS), WIDTH, dtype=torch.float64, requires_grad=True)
+    calls: list[torch.Tensor] = []
+
+    def layer(a: torch.Tensor) -> torch.Tensor:
+        calls.append(a.detach())
+        return s.dropout(a * a, 0.4, op="layer", width=WIDTH)
+
+    plain = layer(x)
+    (want,) = torch.autograd.grad(plain.sum(), x)
+    calls.clear()
+    again = recompute(layer, x, stream=s)
+    assert torch.equal(again, plain)
+    s.set_micro_batch(6, (100, 101, 102, 103))
+    s.enabled = False
+    (got,) = torch.autograd.grad(again.sum(), x)
+    assert len(calls) == 2, "the layer was not recomputed"
+    assert torch.equal(got, want)
+    assert s.enabled is False and s.current is not None and s.current.sample_ids == (100, 101, 102, 103)
+
+
+def test_recompute_of_an_evaluation_pass_drops_nothing() -> None:
+    s = stream()
+    s.enabled = False
+    x = torch.ones(SEQ, len(IDS), WIDTH, requires_grad=True)
+    y = recompute(lambda a: s.dropout(a, 0.4, op="layer"), x, stream=s)
+    s.enabled = True
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(y, x) and torch.equal(grad, torch.ones_like(x))

@@ -1,0 +1,137 @@
+"""Rank arithmetic: a bijection, groups that partition the world, and DeepSpeed's numbering."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.parallel.context import ParallelContext, group_list
+from megatron_port.parallel.topology import Coordinates, Topology
+
+AXES = ("tp", "pp", "dp")
+TOPOLOGIES = st.builds(Topology, tp=st.integers(1, 9), pp=st.integers(1, 9), dp=st.integers(1, 9))
+
+
+@settings(max_examples=80, deadline=None)
+@given(TOPOLOGIES)
+def test_ranks_and_coordinates_are_one_to_one(t: Topology) -> None:
+    points = [t.coordinates(rank) for rank in range(t.world_size)]
+    assert len(set(points)) == t.world_size == t.tp * t.pp * t.dp
+    assert [t.rank(pp=c.pp, dp=c.dp, tp=c.tp) for c in points] == list(range(t.world_size))
+    assert all(0 <= c.pp < t.pp and 0 <= c.dp < t.dp and 0 <= c.tp < t.tp for c in points)
+    for rank in (-1, t.world_size):
+        with pytest.raises(ValueError, match=f"rank {rank} is outside"):
+            t.coordinates(rank)
+
+
+@settings(max_examples=80, deadline=None)
+@given(TOPOLOGIES, st.sampled_from(AXES))
+def test_groups_partition_the_world(t: Topology, axis: str) -> None:
+    groups = list(t.groups(axis))
+    assert sorted(itertools.chain(*groups)) == list(range(t.world_size))
+    assert {len(g) for g in groups} == {getattr(t, axis)}
+    for g in groups:
+        for place, rank in enumerate(g):
+            assert t.group(axis, rank) == g
+            here = t.coordinates(rank)
+            assert getattr(here, axis) == place
+            assert replace(here, **{axis: 0}) == t.coordinates(g[0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(TOPOLOGIES)
+def test_tensor_neighbours_are_adjacent_and_stages_far(t: Topology) -> None:
+    for g in t.groups("tp"):
+        assert g == tuple(range(g[0], g[0] + t.tp)) and g[0] % t.tp == 0
+    for g in t.groups("dp"):
+        assert {b - a for a, b in itertools.pairwise(g)} <= {t.tp}
+    for g in t.groups("pp"):
+        assert {b - a for a, b in itertools.pairwise(g)} <= {t.tp * t.dp}
+
+
+@settings(max_examples=40, deadline=None)
+@given(TOPOLOGIES, st.data())
+def test_stage_peers(t: Topology, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, t.world_size - 1))
+    stages = t.group("pp", rank)
+    assert [t.stage_peer(rank, s) for s in range(t.pp)] == list(stages)
+    assert t.stage_peer(rank, t.pp) == stages[0] and t.stage_peer(rank, -1) == stages[-1]
+
+
+def test_numbering_is_deepspeeds() -> None:
+    """Over all sizes up to 4, by DeepSpeed's own class, in a process of its own (importing it sets module globals)."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    code = """
+import itertools, json
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology as T
+out = []
+for pp, dp, tp in itertools.product(range(1, 5), repeat=3):
+    t = T(num_pp=pp, num_mp=tp, num_dp=dp)
+    places = [(c.pipe, c.data, c.model) for c in (t.get_coord(r) for r in range(pp * dp * tp))]
+    lists = {a: sorted(map(list, t.get_axis_comm_lists(n))) for a, n in (("pp", "pipe"), ("dp", "data"), ("tp", "model"))}
+    out.append([pp, dp, tp, places, lists])
+print("=" + json.dumps(out))
+"""
+    answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    rows = json.loads(answer.stdout.splitlines()[-1].removeprefix("="))
+    assert len(rows) == 64
+    for pp, dp, tp, places, lists in rows:
+        t = Topology(tp=tp, pp=pp, dp=dp)
+        ours = [t.coordinates(r) for r in range(t.world_size)]
+        assert [[c.pp, c.dp, c.tp] for c in ours] == places
+        for axis in AXES:
+            assert lists[axis] == sorted(list(g) for g in t.groups(axis)), (t, axis)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("size", [0, -2])
+def test_sizes_below_one_are_refused(axis: str, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"{axis} is {size}"):
+        Topology(**{axis: size})
+
+
+def test_all_ranks_make_the_same_groups_once() -> None:
+    """Groups of one rank are not made; each tied pair of stages is."""
+    t = Topology(tp=2, pp=3, dp=2)
+    made = group_list(t)
+    assert len(set(made)) == len(made) == 6 + 6 + 4 + 4
+    assert [axis for axis, _ in made] == ["tp"] * 6 + ["dp"] * 6 + ["pp"] * 4 + ["embedding"] * 4
+    assert {g for axis, g in made if axis == "embedding"} == {(g[0], g[-1]) for g in t.groups("pp")}
+    assert group_list(Topology()) == []
+    assert [axis for axis, _ in group_list(Topology(dp=2))] == ["dp"]
+
+
+def test_a_large_world_costs_little() -> None:
+    """3,072 ranks: the groups are counted without making any."""
+    t = Topology(tp=8, pp=64, dp=6)
+    assert t.world_size == 3072
+    assert [sum(axis == a for a, _ in group_list(t)) for axis in (*AXES, "embedding")] == [384, 48, 512, 48]
+
+
+def test_a_single_process_has_no_groups() -> None:
+    ctx = ParallelContext.create(Topology(), "cpu")
+    assert ctx.coords == Coordinates(pp=0, dp=0, tp=0) and ctx.device == torch.device("cpu")
+    assert [ctx.group(axis) for axis in (*AXES, "embedding")] == [None] * 4
+    assert ctx.is_first_stage and ctx.is_last_stage
+    ctx.close()
+
+
+def test_a_world_of_another_size_is_refused() -> None:
+    with pytest.raises(EnvironmentFault, match="1 process is running, and the layout tp 2 × pp 1 × dp 3 needs 6"):
+        ParallelContext.create(Topology(tp=2, dp=3), "cpu")
+
+
+def test_coordinates_read_well() -> None:
+    assert str(Coordinates(pp=1, dp=0, tp=3)) == "pp 1, dp 0, tp 3"
