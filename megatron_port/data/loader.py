@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -186,8 +187,10 @@ def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: 
                  for i, n in zip(usable, wanted)]
         if split == "train" and len(parts) > 1:
             key = mo.content_key("blend", 1, weights, train_samples)
-            made.append(BlendedDataset(parts, weights, order=lambda: mo.cached_arrays(
-                cache, key, ("corpus", "sample"), lambda: mo.build_blend(weights, train_samples))))
+            # Bound now: it is called at the first sample, when the loop's names belong to another split.
+            build = partial(mo.build_blend, weights, train_samples)
+            order = partial(mo.cached_arrays, cache, key, ("corpus", "sample"), build)
+            made.append(BlendedDataset(parts, weights, order=order))
         else:
             made.append(_joined(parts, weights))
     return made

@@ -203,3 +203,30 @@ def test_refusals_carry_numbers(tmp_path, order):
         loaders(run_config(fine, split=(1.0, 0.0, 0.0), order=order))
     with pytest.raises(DataError, match="multiple of 6"):
         loaders(run_config(fine, order=order), 0, 3).train.step(0, 8)
+
+
+def test_the_training_blend_uses_the_training_weights(tmp_path):
+    """The order is built at the first sample; by then the other splits, with other shares, have been set up."""
+    from megatron_port.data import megatron_order as mo
+
+    # Documents of very different lengths: the corpora's shares differ from split to split.
+    long_first = [200] * 30 + [12] * 10
+    prefixes = []
+    for name, lengths in (("a", long_first), ("b", [12] * 30 + [200] * 10)):
+        path = tmp_path / name
+        with IndexedWriter(path, vocab_size=257) as writer:
+            for n in lengths:
+                writer.add_document([1] * n)
+            writer.describe(CorpusMeta(tokenizer="byte", vocab_size=257, eod_id=256))
+        prefixes.append(str(path))
+    run = replace(run_config(*prefixes, order="megatron"), output_dir=str(tmp_path / "out"))
+    dataset = loaders(run).train.dataset
+    total = run.training.steps * run.batch.global_batch_size
+    splits = [mo.split_ranges(run.data.split, 40)[0]] * 2
+    tokens = []
+    for prefix, (first, end) in zip(prefixes, splits):
+        data = IndexedDataset(prefix)
+        tokens.append(float(data.sequence_start(end) - data.sequence_start(first)))
+    expected = mo.build_blend(tokens, total)
+    made = dataset._order()
+    assert np.array_equal(made[0], expected[0]) and np.array_equal(made[1], expected[1])
