@@ -127,7 +127,7 @@ def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
         return _record(config, discover({}), args.out, args.steps, reorderings=args.reorderings)
     from megatron_port.runtime.local import run_local
 
-    modules = ["torch", "megatron_port.train.recording"]
+    modules = ["torch", "torch._dynamo", "megatron_port.train.recording"]
     if config.engine == "deepspeed":
         modules.append("megatron_port.backend.deepspeed_import")
     return run_local(world, lambda info: _record(config, info, args.out, args.steps), preload=modules)

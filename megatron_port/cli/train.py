@@ -64,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
 def train(config: RunConfig, info: ProcessInfo) -> int:
     """One rank's part of the run."""
+    from megatron_port.runtime.signals import hold
+
+    hold()
     from megatron_port.train.loop import Trainer
     from megatron_port.train.session import open_session
 

@@ -8,6 +8,7 @@ start clean.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -84,8 +85,9 @@ def _wait(children: dict[int, int]) -> int:
     alive = dict(children)
 
     def forward(number: int, frame: FrameType | None) -> None:
-        for pid in alive:
-            os.kill(pid, number)
+        for pid in tuple(alive):
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(pid, number)
 
     # A terminal's Ctrl-C reaches the ranks by itself; a SIGINT sent to this process alone must be passed on,
     # and ranks take a second one for "at once", so it is passed on only to ranks outside the foreground group.

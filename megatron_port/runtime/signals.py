@@ -67,6 +67,7 @@ class StopRequest:
             raise ValueError("signal handlers can be installed in the main thread only")
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what hold() kept arrives now
         return self
 
     def restore(self) -> None:
@@ -80,6 +81,13 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.restore()
+
+
+def hold() -> None:
+    """Keep a scheduler's signals (not Ctrl-C) until a :class:`StopRequest` is installed, so that one that comes while
+    a run starts up makes it save and stop instead of killing it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
 
 
 def ignore_in_child() -> None:

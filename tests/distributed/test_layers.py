@@ -438,7 +438,8 @@ def model_sizes(r: random.Random, tp: int, **fixed: Any) -> ModelConfig:
     norm_kind, position = r.choice(["layernorm", "rmsnorm"]), r.choice(["learned", "rope"])
     values: dict[str, Any] = {
         "num_layers": 2, "hidden_size": r.choice([3, 7, 12]), "num_query_groups": groups,
-        "num_attention_heads": groups * r.choice([1, 2, 3]), "head_dim": r.choice([2, 4] if position == "rope" else [1, 3, 4]),
+        "num_attention_heads": groups * r.choice([1, 2, 3]),
+        "head_dim": r.choice([2, 4] if position == "rope" else [1, 3, 4]),
         "ffn_hidden_size": tp * r.choice([1, 3, 5]), "vocab_size": r.choice([tp + 1, 7, 23]),
         "seq_length": 16, "position_embedding": position, "normalization": norm_kind,
         "activation": r.choice(["gelu", "gelu_tanh", "swiglu"]), "add_bias": r.random() < 0.7,

@@ -12,7 +12,7 @@ from pool import RankPool
 from megatron_port.backend.jit_guard import prebuilt_deepspeed_ops
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import RunConfig
-from megatron_port.engine.api import MicroBatch, StatePiece
+from megatron_port.engine.api import MicroBatch, StatePiece, StateReader
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.train.assemble import build_engine
@@ -68,6 +68,10 @@ def test_a_batch_that_grows(ranks: RankPool, engine: str) -> None:
             assert ours[1] == pytest.approx(theirs[1], rel=1e-4)
 
 
+def _reader(saved: dict[tuple[str, str], StatePiece]) -> StateReader:
+    return lambda name, kind, offset, shape: saved[name, kind].tensor.view(shape)
+
+
 def _with_adam(config: RunConfig, topology: Topology, provider: str, resume_at: int) -> list[float]:
     """Losses of six steps, with the state handed to a fresh engine after ``resume_at`` of them."""
     ctx = ParallelContext.create(topology, "cpu")
@@ -82,7 +86,7 @@ def _with_adam(config: RunConfig, topology: Topology, provider: str, resume_at: 
             }
             scalars = engine.scalar_state()
             engine = build_engine(config, ctx, providers, initialise=False)
-            engine.load_state(lambda name, kind, offset, shape: saved[name, kind].tensor.view(shape), scalars)
+            engine.load_state(_reader(saved), scalars)
         result = engine.train_step(batches(step), step=step, lr=LR)
         losses.append(result.loss)
     return losses

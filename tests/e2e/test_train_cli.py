@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ import pytest
 from megatron_port import errors
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 30
+STEPS = 50
+"""Of the run that is not interrupted; enough that a signal sent at step 3 arrives before the end."""
 LIMIT_S = 150
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_")
 
@@ -90,10 +91,8 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
         yield process
         assert left_behind(process.pid) == []
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
@@ -166,7 +165,7 @@ def test_a_run_trains_and_says_so_once(finished: tuple[Path, str]) -> None:
         assert output.count(once) == 1, output
     assert (folder / "config.toml").is_file()
     whole = port("checkpoint", "verify", str(folder))
-    assert "step-00000030: whole: 2 files" in whole and "every hash matches" in whole
+    assert f"{checkpoint(folder, STEPS).name}: whole: 2 files" in whole and "every hash matches" in whole
 
 
 def test_ctrl_c_saves_and_the_run_goes_on_as_if_nothing_had_happened(home: Path, finished: tuple[Path, str]) -> None:
@@ -219,7 +218,7 @@ def test_a_layout_that_does_not_fit_the_ranks(home: Path) -> None:
 
 def test_a_flipped_byte_is_found_and_named_once(home: Path, finished: tuple[Path, str], tmp_path: Path) -> None:
     """The file of rank 1, in the middle of the weights: every rank stops, nothing was trained."""
-    damaged = tmp_path / "step-00000030"
+    damaged = tmp_path / checkpoint(finished[0], STEPS).name
     shutil.copytree(checkpoint(finished[0], STEPS), damaged)
     shard = damaged / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())

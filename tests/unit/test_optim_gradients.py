@@ -168,7 +168,8 @@ def test_tied_copies_are_summed_over_first_and_last_stage(monkeypatch: pytest.Mo
         reduce_tied_gradients(grads, ctx)
         held[rank] = (recorder.calls, [r for r, _ in grads if r.tied_key is not None])
     rows = 16 * 16  # 13 padded to 16 · hidden
-    assert [calls for calls, _ in held.values()] == [[(torch.float32, rows, "ends")], [], [(torch.float32, rows, "ends")]]
+    once = [(torch.float32, rows, "ends")]
+    assert [calls for calls, _ in held.values()] == [once, [], once]
     first, last = held[0][1][0], held[2][1][0]
     assert first.name == last.name and first.tied_primary and not last.tied_primary
 

@@ -106,7 +106,9 @@ def weights(stage: GPTStage, seed: int) -> dict[str, tuple[ParameterRecord, torc
 
 
 @pytest.mark.parametrize("model", MODELS, ids=["gpt2", "llama"])
-@pytest.mark.parametrize("topology", [Topology(tp=2), Topology(tp=4), Topology(pp=3), Topology(tp=2, pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology(tp=2), Topology(tp=4), Topology(pp=3), Topology(tp=2, pp=2, dp=2)], ids=str
+)
 def test_every_layout_of_a_model_starts_from_the_same_bits(model: ModelConfig, topology: Topology) -> None:
     single = weights(stage_of(model, Topology(), 0), 7)
     seen: set[str] = set()

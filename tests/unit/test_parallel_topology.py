@@ -79,7 +79,8 @@ out = []
 for pp, dp, tp in itertools.product(range(1, 5), repeat=3):
     t = T(num_pp=pp, num_mp=tp, num_dp=dp)
     places = [(c.pipe, c.data, c.model) for c in (t.get_coord(r) for r in range(pp * dp * tp))]
-    lists = {a: sorted(map(list, t.get_axis_comm_lists(n))) for a, n in (("pp", "pipe"), ("dp", "data"), ("tp", "model"))}
+    names = {"pp": "pipe", "dp": "data", "tp": "model"}
+    lists = {a: sorted(map(list, t.get_axis_comm_lists(n))) for a, n in names.items()}
     out.append([pp, dp, tp, places, lists])
 print("=" + json.dumps(out))
 """
