@@ -44,7 +44,7 @@ def prepare_corpus() -> float:
         phase("fetching Shakespeare's works and writing them as .bin/.idx, a token a byte", "10 s")
         command("data", "fetch", str(DATA / "corpus"))
         command("data", "prepare", str(prefix), "--input", str(DATA / "corpus" / "text"), "--tokenizer", "byte",
-                "--blank-lines", "3")
+                "--blank-lines", "2")
     command("data", "inspect", str(prefix), "--characters", "0")
     return unigram_entropy(prefix)
 

@@ -1,0 +1,144 @@
+"""What only a GPU can show, on one device. Several ranks share it over gloo, because NCCL refuses two ranks on one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_port.backend.device import choose_device
+from megatron_port.backend.providers import choose_providers, torch_providers
+from megatron_port.config.schema import (
+    BackendConfig,
+    BatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.engine.api import MicroBatch
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.init import initial_values
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import InitSpec
+from megatron_port.train.assemble import build_engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")]
+
+RUN_FILE = """
+name = "gpu-parity"
+engine = "native"
+[model]
+num_layers = 4
+hidden_size = 256
+num_attention_heads = 8
+vocab_size = 1009
+seq_length = 128
+hidden_dropout = 0.1
+[layout]
+zero_stage = 0
+[batch]
+micro_batch_size = 2
+global_batch_size = 8
+[optimizer]
+eps = 1e-5
+[training]
+steps = 10
+[data]
+synthetic = true
+tokenizer = "byte"
+"""
+
+
+def _device() -> torch.device:
+    return choose_device("auto").torch_device
+
+
+def test_weights_are_bit_equal_to_the_cpus() -> None:
+    """Only + - x / and square roots: the same bits on any device."""
+    box = {"seed": 3, "name": "w", "init": InitSpec("normal", 0.02), "shape": (1000, 777), "offset": (10, 5),
+           "extent": (900, 700)}
+    assert torch.equal(initial_values(**box, device="cpu"), initial_values(**box, device=_device()).cpu())
+
+
+def test_dropout_masks_are_the_cpus() -> None:
+    masks = []
+    for device in (torch.device("cpu"), _device()):
+        stream = DropoutStream(1, device)
+        stream.set_micro_batch(5, (3, 4))
+        masks.append(stream.dropout(torch.ones(16, 2, 64, device=device), 0.3, op="x", width=64).cpu())
+    assert torch.equal(*masks)
+
+
+@pytest.mark.parametrize("heads,groups,size", [(8, 8, 64), (8, 2, 128), (4, 1, 96)])
+def test_chosen_attention_is_as_exact_as_eager(heads: int, groups: int, size: int) -> None:
+    """Error against fp64 at most twice that of the math provider in the same dtype (three times for gradients)."""
+    device = choose_device("auto")
+    chosen = choose_providers(BackendConfig(), device, torch.bfloat16, engine="native").attention
+    eager = torch_providers().attention
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(256, 2, n, size, generator=generator, dtype=torch.float64) for n in (heads, groups, groups)]
+    weight = torch.randn(256, 2, heads * size, generator=generator, dtype=torch.float64)
+
+    def run(function: object, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(device.torch_device, dtype).requires_grad_() for x in inputs]
+        out = function(*leaves)  # type: ignore[operator]
+        (out * weight.to(out)).sum().backward()
+        return [out.detach().double(), *(x.grad.double() for x in leaves)]  # type: ignore[union-attr]
+
+    exact = run(eager, torch.float64)
+    ours, theirs = run(chosen, torch.bfloat16), run(eager, torch.bfloat16)
+    for i, (a, b, reference) in enumerate(zip(ours, theirs, exact)):
+        bound = (2.0 if i == 0 else 3.0) * float((b - reference).abs().max()) + 1e-6
+        assert float((a - reference).abs().max()) <= bound, ("out", "dq", "dk", "dv")[i]
+
+
+def _losses(device: torch.device, dtype: str, steps: int) -> list[float]:
+    config = RunConfig(
+        engine="native",
+        model=ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=8, vocab_size=1009, seq_length=128,
+                          hidden_dropout=0.1),
+        batch=BatchConfig(micro_batch_size=4, global_batch_size=8), precision=PrecisionConfig(dtype=dtype),
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
+    engine = build_engine(config, ParallelContext.single(device), torch_providers())
+    out = []
+    for step in range(steps):
+        batches = []
+        for m in range(2):
+            generator = torch.Generator().manual_seed(m)
+            tokens = torch.randint(0, 1009, (4, 129), generator=generator)
+            batches.append(MicroBatch(tuple(range(4 * m, 4 * m + 4)), tokens[:, :-1], tokens[:, 1:]))
+        out.append(engine.train_step(batches, step=step, lr=1e-3).loss)
+    return out
+
+
+def test_fp32_run_equals_the_cpus() -> None:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        assert _losses(_device(), "fp32", 5) == pytest.approx(_losses(torch.device("cpu"), "fp32", 5), rel=1e-4)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_learns(dtype: str) -> None:
+    losses = _losses(_device(), dtype, 30)
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("layouts", [("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp2")])
+def test_layouts_on_one_gpu(tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    """`parity` with all ranks on the one device; point-to-point goes through the host."""
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_port", "parity", "run.toml", "--layouts", *layouts,
+         "--set", "precision.dtype=fp32"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("EQUAL within tolerance") == len(layouts) - 1
