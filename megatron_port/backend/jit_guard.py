@@ -41,7 +41,7 @@ def prepare_deepspeed() -> None:
         EnvironmentFault: deepspeed is not installed or cannot be imported.
     """
     try:
-        import megatron_port.backend.deepspeed_import  # noqa: F401, I001
+        import megatron_port.runtime.deepspeed_import  # noqa: F401, I001
         import deepspeed.ops
         from deepspeed.git_version_info import installed_ops
     except Exception as error:  # deepspeed raises many kinds when its installation does not fit torch

@@ -129,7 +129,7 @@ def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
 
     modules = ["torch", "torch._dynamo", "megatron_port.train.recording"]
     if config.engine == "deepspeed":
-        modules.append("megatron_port.backend.deepspeed_import")
+        modules.append("megatron_port.runtime.deepspeed_import")
     return run_local(world, lambda info: _record(config, info, args.out, args.steps), preload=modules)
 
 

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         # torch.optim imports torch._dynamo when it is first used: 1.4 s, once here instead of once a rank.
         modules = ["torch", "torch._dynamo", "megatron_port.train.loop"]
         if config.engine == "deepspeed":
-            modules.append("megatron_port.backend.deepspeed_import")
+            modules.append("megatron_port.runtime.deepspeed_import")
         return run_local(args.nproc, lambda info: train(config, info), preload=modules, port=args.master_port)
     from megatron_port.runtime.discovery import discover
 
