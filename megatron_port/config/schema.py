@@ -183,7 +183,7 @@ class DataConfig:
     order: str = "stateless"
     """stateless (a permutation an epoch) | megatron (Megatron-LM's document order)"""
     mask_eod_loss: bool = False
-    """Leave the end-of-document tokens out of the loss."""
+    """Leave out of the loss the predictions made at an end-of-document token (Megatron-LM's convention)."""
 
 
 @dataclass(frozen=True, kw_only=True)

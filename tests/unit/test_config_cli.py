@@ -266,3 +266,10 @@ def test_speaker() -> None:
     assert speaker({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
     assert speaker({"RANK": "0", "SLURM_PROCID": "5", "SLURM_STEP_ID": "0"})
     assert speaker({"RANK": "x"})
+
+
+def test_the_reference_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/config.md is what ``config fields`` prints, under its heading."""
+    assert main(["config", "fields"]) == 0
+    page = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text()
+    assert page.endswith(capsys.readouterr().out), "run: megatron-port config fields, and put it into docs/config.md"
