@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -22,10 +23,16 @@ from megatron_port.parallel.counter import key_of, random_bits
 class SampleKey:
     """What identifies the micro-batch in flight."""
 
+    seed: int
     step: int
     sample_ids: tuple[int, ...]
-    keys: torch.Tensor
-    """int64 [batch]: one key a sample, on the device."""
+    device: torch.device
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """int64 [batch]: one key a sample, on the device. Made at the first dropout: a model without pays nothing."""
+        keys = torch.tensor([key_of("sample", self.seed, self.step, i) for i in self.sample_ids], dtype=torch.int64)
+        return keys.to(self.device, non_blocking=True)
 
 
 class DropoutStream:
@@ -39,9 +46,7 @@ class DropoutStream:
 
     def set_micro_batch(self, step: int, sample_ids: Sequence[int]) -> None:
         """Say which samples the next forward pass works on."""
-        ids = tuple(int(i) for i in sample_ids)
-        keys = torch.tensor([key_of("sample", self.seed, step, i) for i in ids], dtype=torch.int64)
-        self.current = SampleKey(step, ids, keys.to(self.device, non_blocking=True))
+        self.current = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device)
 
     @contextmanager
     def use(self, key: SampleKey | None) -> Iterator[None]:
