@@ -22,9 +22,9 @@ COPY scripts scripts
 RUN mkdir -p megatron_port && touch megatron_port/__init__.py && make setup DEVICE=cuda
 ENV PATH=/opt/megatron-port/.venv/bin:${PATH}
 # apex: fused norms, FusedAdam, multi-tensor ops. PyPI's package of that name is another one.
-RUN git clone https://github.com/NVIDIA/apex /tmp/apex && git -C /tmp/apex checkout ${APEX_COMMIT} \
+RUN git clone https://github.com/NVIDIA/apex /opt/src/apex && git -C /opt/src/apex checkout ${APEX_COMMIT} \
  && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 MAX_JOBS=${MAX_JOBS} \
-    python -m pip install -v --no-cache-dir --no-build-isolation --no-deps /tmp/apex && rm -rf /tmp/apex \
+    python -m pip install -v --no-cache-dir --no-build-isolation --no-deps /opt/src/apex && rm -rf /opt/src/apex \
  && python -c "import torch, amp_C, fused_layer_norm_cuda"
 # flash-attn: 72 files, 4 to 6 GB of memory each; lower MAX_JOBS where memory is short.
 RUN FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS=80\;90 MAX_JOBS=${MAX_JOBS} \

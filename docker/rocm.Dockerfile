@@ -25,14 +25,14 @@ COPY constraints constraints
 COPY scripts scripts
 RUN mkdir -p megatron_port && touch megatron_port/__init__.py && make setup DEVICE=rocm
 ENV PATH=/opt/megatron-port/.venv/bin:${PATH}
-RUN git clone --recursive https://github.com/ROCm/apex /tmp/apex && git -C /tmp/apex checkout ${APEX_COMMIT} \
+RUN git clone --recursive https://github.com/ROCm/apex /opt/src/apex && git -C /opt/src/apex checkout ${APEX_COMMIT} \
  && APEX_BUILD_CPP_OPS=1 APEX_BUILD_CUDA_OPS=1 MAX_JOBS=${MAX_JOBS} \
-    python -m pip install -v --no-cache-dir --no-build-isolation --no-deps /tmp/apex && rm -rf /tmp/apex \
+    python -m pip install -v --no-cache-dir --no-build-isolation --no-deps /opt/src/apex && rm -rf /opt/src/apex \
  && python -c "import torch, amp_C, fused_layer_norm_cuda"
 # BUILD_TARGET=rocm without the Triton switch is the Composable Kernel build.
-RUN git clone --recursive --branch ${FLASH_ATTN_TAG} https://github.com/Dao-AILab/flash-attention /tmp/flash \
- && cd /tmp/flash && BUILD_TARGET=rocm GPU_ARCHS=${ARCHS} FLASH_ATTENTION_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS} \
-    python -m pip install -v --no-cache-dir --no-build-isolation --no-deps . && rm -rf /tmp/flash \
+RUN git clone --recursive --branch ${FLASH_ATTN_TAG} https://github.com/Dao-AILab/flash-attention /opt/src/flash \
+ && cd /opt/src/flash && BUILD_TARGET=rocm GPU_ARCHS=${ARCHS} FLASH_ATTENTION_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS} \
+    python -m pip install -v --no-cache-dir --no-build-isolation --no-deps . && rm -rf /opt/src/flash \
  && python -c "import torch, flash_attn_2_cuda"
 COPY . .
 RUN make setup DEVICE=rocm
