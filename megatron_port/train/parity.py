@@ -56,6 +56,7 @@ class Run:
     losses: tuple[float, ...]
     grad_norms: tuple[float | None, ...]
     eval_loss: float | None
+    final_eval_loss: float | None
     gradients: tuple[dict[str, torch.Tensor], ...]
     weights: dict[str, torch.Tensor]
     differing_copies: tuple[str, ...]
@@ -68,6 +69,7 @@ class Run:
             losses=tuple(traces[0].losses),
             grad_norms=tuple(traces[0].grad_norms),
             eval_loss=traces[0].eval_loss,
+            final_eval_loss=traces[0].final_eval_loss,
             gradients=tuple(assemble([t.gradients[s] for t in traces]) for s in range(steps)),
             weights=assemble([t.weights for t in traces]),
             differing_copies=tuple(differing_copies(traces)),
@@ -152,6 +154,9 @@ def compare(
     out.append(Deviation("grad norm", max(norms)[1], max(v for v, _ in norms), tolerance.grad_norm))
     if reference.eval_loss is not None and other.eval_loss is not None:
         out.append(Deviation("eval loss", "", _relative(reference.eval_loss, other.eval_loss), tolerance.loss))
+    if reference.final_eval_loss is not None and other.final_eval_loss is not None:
+        value = _relative(reference.final_eval_loss, other.final_eval_loss)
+        out.append(Deviation("final eval", "", value, tolerance.loss))
     for step, (a, b) in enumerate(zip(reference.gradients, other.gradients)):
         (value, name), (key, key_name) = gradient_deviation(a, b, model)
         out.append(Deviation("gradient", f"step {step}, {name}", value, tolerance.gradient))

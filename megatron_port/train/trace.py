@@ -23,6 +23,7 @@ class RankTrace:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
     eval_loss: float | None = None
+    final_eval_loss: float | None = None
     gradients: list[list[Slice]] = field(default_factory=list)
     weights: list[Slice] = field(default_factory=list)
     copies: list[Slice] = field(default_factory=list)
@@ -42,6 +43,7 @@ def record_run(
     steps: int,
     lr: Callable[[int], float],
     evaluate: bool = False,
+    evaluate_after: bool = False,
     gradient_steps: int = 1,
 ) -> RankTrace:
     """Train ``steps`` steps and keep what a comparison needs.
@@ -64,6 +66,8 @@ def record_run(
         trace.losses.append(result.loss)
         trace.grad_norms.append(result.grad_norm)
     engine.on_gradients = None  # type: ignore[attr-defined]
+    if evaluate_after:
+        trace.final_eval_loss = engine.eval_step(batches(0)).loss
     parameters = list(engine.named_parameters())
     trace.weights = _slices((r, p) for r, p in parameters if keep and counts_in_norm(r, ctx))
     trace.copies = _slices((r, p) for r, p in parameters)

@@ -108,7 +108,8 @@ def run_case(
             cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
         return record_run(
             engine, ctx, make_batches(config, ctx, reordering), steps=steps, lr=lambda step: LR, evaluate=True,
-            gradient_steps=gradient_steps,
+            # In half precision it would measure how Adam amplifies rounding (docs/parity.md).
+            evaluate_after=config.precision.dtype in ("fp32", "fp64"), gradient_steps=gradient_steps,
         )
     finally:
         # Each gloo group has a thread that polls: a hundred cases on the same ranks would slow each other down.
