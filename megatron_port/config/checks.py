@@ -34,6 +34,8 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "backend.attention": ("auto", "math", "sdpa", "flash_attn"),
     "backend.norm": ("auto", "torch", "apex"),
     "backend.optimizer": ("auto", "torch", "deepspeed", "apex"),
+    "launch.when_stopped": ("requeue", "chain", "stop"),
+    "launch.when_failed": ("requeue", "chain", "stop"),
 }
 """The values that a field may take, for those with a fixed list."""
 
@@ -105,7 +107,22 @@ _RANGES: dict[str, _Rule] = {
     "checkpoint.resume": _FILLED,
     "cluster.peak_tflops": _ZERO,
     "cluster.memory_gb": _ZERO,
+    "cluster.cores_per_task": _ZERO,
+    "cluster.local_disk": ((lambda x: x.startswith("/")), "an absolute path"),
+    "launch.max_attempts": _ONE,
+    "launch.signal_seconds": ((lambda x: 1 <= x <= 65535), "from 1 to 65535"),  # sbatch takes 16 bits
+    "launch.spare_nodes": _ZERO,
+    "launch.rendezvous_timeout": _POSITIVE,
+    "launch.collective_timeout": _POSITIVE,
+    "preflight.matmul_tflops": _ZERO,
+    "preflight.share_of_median": ((lambda x: 0 <= x <= 1), "from 0 to 1"),
+    "preflight.free_memory_gb": _ZERO,
+    "preflight.free_disk_gb": _ZERO,
+    "preflight.node_busbw_gb": _ZERO,
+    "preflight.network_busbw_gb": _ZERO,
+    "preflight.link_gb": _ZERO,
     "telemetry.replica_check_interval": _ZERO,
+    "telemetry.published_tflops": _ZERO,
 }
 
 BYTE_VOCABULARY = 257

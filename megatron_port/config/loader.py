@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import datetime
 import inspect
 import math
 import re
@@ -160,6 +161,8 @@ class _Reader:
         try:
             parsed = tomllib.loads(f"value = {source}")
             value = parsed["value"] if set(parsed) == {"value"} else source
+            if isinstance(value, (datetime.date, datetime.time)):  # launch.time=02:00:00; no setting is a date
+                value = source
         except (ValueError, RecursionError):
             value = source
         data: Any = value

@@ -207,7 +207,7 @@ class CheckpointConfig:
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end."""
     save_final: bool = True
-    """Save after the last step and on SIGINT."""
+    """Save after the last step. A run that a signal stops before its end saves always."""
     keep: int = 2
     """Checkpoints kept; older ones are removed after a commit. 0: all."""
     resume: str = "auto"
@@ -234,7 +234,7 @@ class BackendConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The machine, as far as checks and FLOP shares need it."""
+    """The machine: what checks, FLOP shares and job scripts need to know of it."""
 
     name: str = "local"
     """A label."""
@@ -246,6 +246,86 @@ class ClusterConfig:
     """Peak dense matmul rate of one device in the run's dtype, TFLOP/s; 0: MFU is not reported."""
     memory_gb: float = 0.0
     """Memory of one device, 10^9 bytes; 0: unknown."""
+    device_label: str = "device"
+    """What a rank's device is called, e.g. "GCD"."""
+    cores_per_task: int = 0
+    """CPU cores of one rank (srun -c); 0: SLURM's default."""
+    interface: str = ""
+    """Network interface whose address on the first node is the master's; empty: what its name resolves to."""
+    modules: tuple[str, ...] = ()
+    """Modules that a job loads, in order."""
+    environment: tuple[str, ...] = ()
+    """NAME=value, exported by a job; {job_id}, {user} and {local_disk} are filled in on the node."""
+    sbatch_options: tuple[str, ...] = ()
+    """Further sbatch options of every job on this machine, one each, e.g. "--constraint=gpu"."""
+    srun_options: tuple[str, ...] = ()
+    """Further options of the srun that starts the ranks, one each, e.g. "--gpus-per-task=1"."""
+    local_disk: str = "/tmp"
+    """Folder on each node's own disk, for a staged environment; {job_id} and {user} are filled in."""
+    partition: str = ""
+    """Partition of a job; empty: the site's default."""
+    qos: str = ""
+    """Quality of service of a job; empty: the site's default."""
+    queue_nodes: tuple[int, ...] = ()
+    """Largest node count of each class of the queue, rising; empty: unknown."""
+    queue_hours: tuple[float, ...] = ()
+    """Longest wall time of each class, hours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How a job is submitted and what it does when it ends early. Changes no number of the run."""
+
+    account: str = ""
+    """SLURM account; empty: SBATCH_ACCOUNT or the site's default."""
+    time: str = "02:00:00"
+    """Wall time, [days-]hours:minutes:seconds."""
+    sbatch_options: tuple[str, ...] = ()
+    """Further sbatch options, one each; they win over the cluster's."""
+    environment: tuple[str, ...] = ()
+    """NAME=value, exported after the cluster's."""
+    python: str = ""
+    """Interpreter on the nodes; empty: .venv of the checkout if there is one, else the modules' python3."""
+    stage: str = ""
+    """Archive (.tar) of a Python environment that is copied to each node's own disk first; empty: none."""
+    when_stopped: str = "requeue"
+    """What follows a job that saved before its end: requeue (scontrol) | chain (a new job) | stop"""
+    when_failed: str = "requeue"
+    """What follows a node failure, a lost rank or a hang: requeue | chain | stop. Other faults always stop."""
+    max_attempts: int = 3
+    """Failed attempts in a row at the same step after which the run stops."""
+    signal_seconds: int = 300
+    """SIGUSR1 comes this long before the time limit: enough for the longest step and a save."""
+    preflight: bool = False
+    """Check every node, and the network between them, before the ranks start."""
+    spare_nodes: int = 0
+    """Nodes allocated beyond the layout's, so that preflight can leave bad ones out."""
+    rendezvous_timeout: float = 300.0
+    """Seconds for all ranks to report."""
+    collective_timeout: float = 1800.0
+    """Seconds after which a collective that does not complete fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightConfig:
+    """What a healthy node and network show at least. 0: not checked against a number (only against the other nodes)."""
+
+    matmul_tflops: float = 0.0
+    """Dense matmul of one device in bf16 (fp32 on a CPU), TFLOP/s."""
+    share_of_median: float = 0.8
+    """Each device and link must reach this share of the median over all nodes."""
+    free_memory_gb: float = 0.0
+    """Free device memory, 10^9 bytes."""
+    free_disk_gb: float = 1.0
+    """Free space of the node-local disk, 10^9 bytes."""
+    node_busbw_gb: float = 0.0
+    """All-reduce bus bandwidth within a node, 10^9 bytes/s (as rccl-tests and nccl-tests define it)."""
+    network_busbw_gb: float = 0.0
+    """All-reduce bus bandwidth over all nodes, 10^9 bytes/s."""
+    link_gb: float = 0.0
+    """Point-to-point between two nodes, one direction, 10^9 bytes/s."""
+    network_plugin: str = ""
+    """Network that NCCL or RCCL must have loaded, e.g. "AWS Libfabric" (OFI plug-in); empty: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +336,10 @@ class TelemetryConfig:
     """Also write TensorBoard events (optional dependency)."""
     replica_check_interval: int = 0
     """Steps between checks that replicated parameters are equal on all ranks; 0: never."""
+    published_tflops: float = 0.0
+    """A published rate to print beside this run's, hardware TFLOP/s a device; 0: none."""
+    published_source: str = ""
+    """Where that rate was published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,4 +364,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

@@ -117,7 +117,7 @@ def test_heads_over_tp() -> None:
 
 def test_batch_of_8000_on_six_replicas() -> None:
     """The paper's strong-scaling batch: ceil(8000/6) = 1334 micro-batches make 8004."""
-    config = load("runs/frontier-1t", ["batch.global_batch_size=8000"]).config
+    config = load("runs/frontier-1t", ["batch.global_batch_size=8000", "layout.data_parallel_size=6"]).config
     text = one(config, 3072)
     words = "global_batch_size 8000 does not divide by micro_batch_size 1 × data_parallel_size 6 = 6; use 7998 or 8004"
     assert words in text

@@ -11,8 +11,9 @@ import pytest
 
 from megatron_port.cli import main as cli
 from megatron_port.cli.main import main
-from megatron_port.config.checks import CHOICES
+from megatron_port.config.checks import CHOICES, topology_sizes
 from megatron_port.config.dump import leaves
+from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load, to_toml
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EXIT_CONFIG, DataError
@@ -144,6 +145,8 @@ MUTATIONS: list[Callable[[random.Random, str, Any], Mutation]] = [
 def test_two_hundred_mutated_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(20240501)
     runs = {name: load(name).config for name in WORLDS}
+    for name, config in runs.items():  # replicas written out, so that they can be mutated
+        runs[name] = with_values(config, {"layout.data_parallel_size": topology_sizes(config, WORLDS[name])[2]})
     path = tmp_path / "run.toml"
     for i in range(200):
         name = rng.choice(list(runs))

@@ -1,0 +1,77 @@
+"""``launch before`` and ``launch after``: what a job script asks ahead of srun and when srun has ended."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.config.checks import check
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import EnvironmentFault
+from megatron_port.launch import attempts
+from megatron_port.launch.continuation import continue_job
+from megatron_port.runtime.job import Job, current_job, limit_reached, nodes_down
+
+
+def add_actions(actions: Any) -> None:
+    """Declare both actions."""
+    before = actions.add_parser(
+        "before", help="for job scripts: check the run and note that an attempt starts",
+        description="Check the configuration for this job's nodes, tell how the attempt before ended, and print the "
+        "run's folder. Exit 3 when too many attempts in a row got no further.",
+    )
+    add_run_options(before)
+    before.set_defaults(act=run_before)
+    after = actions.add_parser(
+        "after", help="for job scripts: note how an attempt ended, and queue the job again where that is wanted",
+        description="Read what the ranks left in the run's folder; finish, requeue, chain or stop.",
+    )
+    add_run_options(after)
+    after.add_argument("--code", type=int, required=True, metavar="N", help="exit code of srun")
+    after.add_argument("--srun-log", type=Path, metavar="FILE", help="srun's own lines")
+    after.add_argument("--asked", default="", metavar="SIGNAL", help="signal that the script received")
+    after.usage = "%(prog)s [options] run.toml --code N [-- arguments of the job script]"
+    after.set_defaults(act=run_after)
+
+
+def _job() -> Job:
+    job = current_job()
+    if job is None:
+        raise EnvironmentFault("this is no SLURM job (SLURM_JOB_ID is not set); job scripts call this")
+    return job
+
+
+def _folder(config: RunConfig) -> Path:
+    return Path(config.output_dir) / config.name
+
+
+def run_before(args: argparse.Namespace) -> int:
+    """Print the run's folder on stdout; the rest goes to stderr."""
+    job, config = _job(), load_run(args).config
+    check(config)
+    for line in attempts.before(_folder(config), job, config.launch, nodes_down=nodes_down):
+        print(f"launch: {line}", file=sys.stderr)
+    print(_folder(config))
+    return 0
+
+
+def run_after(args: argparse.Namespace) -> int:
+    """Act on the end of an attempt; the job's exit code."""
+    job, config = _job(), load_run(args).config
+    log = ""
+    if args.srun_log is not None and args.srun_log.is_file():
+        log = args.srun_log.read_text(encoding="utf-8", errors="replace")
+    at_limit = args.asked == "TERM" and limit_reached(job.id)
+    verdict = attempts.after(
+        _folder(config), job, config.launch, code=args.code, srun_log=log, asked=args.asked,
+        at_limit=at_limit, nodes_down=nodes_down,
+    )
+    for line in filter(None, verdict.lines):
+        print(f"launch: {line}", flush=True)
+    if verdict.action in ("requeue", "chain"):
+        print(f"launch: {continue_job(verdict.action, job, args.rest)}", flush=True)
+        return 0
+    return verdict.exit_code

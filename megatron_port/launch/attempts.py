@@ -1,0 +1,296 @@
+"""The starts of a run, one after another: what came before this one, and what should follow it.
+
+``attempts.jsonl`` in the run's folder has a line for each start and each end of a job. A job
+script calls :func:`before` ahead of srun and :func:`after` when srun has ended; a start without
+an end (the batch node died with its script) is completed by the next ``before``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from megatron_port.config.schema import LaunchConfig
+from megatron_port.errors import (
+    EXIT_CHECKPOINT,
+    EXIT_CONFIG,
+    EXIT_DATA,
+    EXIT_ENVIRONMENT,
+    EXIT_NUMERICS,
+    EXIT_OK,
+    EXIT_REQUEUE,
+    EnvironmentFault,
+)
+from megatron_port.launch.outcome import FINISHED, SAVED, Failure, read_failure, read_outcome
+from megatron_port.runtime.job import Job
+from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
+
+HISTORY = "attempts.jsonl"
+FAILED = "failed"
+HOPELESS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NUMERICS)
+"""Exit codes of faults that another attempt would meet again."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run by a job."""
+
+    attempt: str
+    """JOB.RESTART"""
+    series: str
+    """First job of the chain."""
+    nodes: str
+    """SLURM's node list."""
+    status: str = ""
+    """finished | saved | failed; empty: still running, or it ended without a word."""
+    step: int = 0
+    """Steps done when it ended."""
+    cause: str = ""
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the job script does now."""
+
+    action: str
+    """done | requeue | chain | stop"""
+    exit_code: int
+    """Of the job, if it ends here."""
+    lines: tuple[str, ...]
+    """For the end of the log; the first failure is in the last lines."""
+
+
+def steps_done(run_folder: Path) -> int:
+    """Steps that the run's metrics know of; 0 without any."""
+    last = 0
+    with contextlib.suppress(OSError):
+        for record in read_metrics(run_folder / FILE_NAME):
+            last = int(record["step"])
+    return last
+
+
+def read_history(run_folder: Path) -> list[Attempt]:
+    """Every attempt, oldest first; the line of an end replaces that of its start. Torn lines are passed over."""
+    known = {f.name for f in fields(Attempt)}
+    found: dict[str, Attempt] = {}
+    try:
+        text = (run_folder / HISTORY).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            values = json.loads(line)
+            entry = Attempt(**{name: value for name, value in values.items() if name in known})
+            found[entry.attempt] = entry
+    return list(found.values())
+
+
+def _append(run_folder: Path, entry: Attempt) -> None:
+    run_folder.mkdir(parents=True, exist_ok=True)
+    with open(run_folder / HISTORY, "ab", buffering=0) as stream:
+        stream.write((json.dumps(asdict(entry)) + "\n").encode())
+        os.fsync(stream.fileno())
+
+
+def fruitless(history: Sequence[Attempt], series: str) -> list[Attempt]:
+    """The failed attempts at the end of a series that got no further than the first of them."""
+    last: list[Attempt] = []
+    for entry in (a for a in history if a.series == series):
+        if entry.status != FAILED:
+            last = []
+        elif last and entry.step > max(a.step for a in last):
+            last = [entry]
+        else:
+            last.append(entry)
+    return last
+
+
+def before(
+    run_folder: Path,
+    job: Job,
+    launch: LaunchConfig,
+    *,
+    nodes_down: Callable[[str], list[str]],
+    now: float | None = None,
+) -> list[str]:
+    """Note that an attempt starts; lines for the log on what went before.
+
+    Args:
+        nodes_down: SLURM node list → those of them that are down, described.
+
+    Raises:
+        EnvironmentFault: ``launch.max_attempts`` attempts of this series failed without getting any further.
+    """
+    now = time.time() if now is None else now
+    history = read_history(run_folder)
+    lines: list[str] = []
+    if history and not history[-1].status and history[-1].attempt != job.attempt:
+        lost = history[-1]
+        outcome = read_outcome(run_folder)
+        if outcome is not None and outcome.attempt == lost.attempt:
+            ended = Attempt(lost.attempt, lost.series, lost.nodes, outcome.status, outcome.step, outcome.signal, now)
+        else:
+            cause = _silent_cause(run_folder, lost, nodes_down)
+            ended = Attempt(lost.attempt, lost.series, lost.nodes, FAILED, steps_done(run_folder), cause, now)
+        _append(run_folder, ended)
+        history[-1] = ended
+    if history:
+        last = history[-1]
+        lines.append(f"attempt {last.attempt} before this one {_told(last)}")
+    failed = fruitless(history, job.series)
+    if len(failed) >= launch.max_attempts:
+        table = "\n".join(f"  attempt {a.attempt} on {a.nodes or '?'}: {a.cause}" for a in failed)
+        raise EnvironmentFault(
+            f"{len(failed)} attempts in a row failed without getting past step {failed[0].step}, "
+            f"so the run stops here (launch.max_attempts {launch.max_attempts}):\n{table}\n"
+            f"Mend the cause and submit it again: a new submission counts anew"
+        )
+    _append(run_folder, Attempt(job.attempt, job.series, job.node_list, time=now))
+    lines.append(f"attempt {job.attempt} starts on {job.node_list or 'this host'}; {steps_done(run_folder)} steps done")
+    return lines
+
+
+def _told(entry: Attempt) -> str:
+    if entry.status == FINISHED:
+        return f"finished at step {entry.step}"
+    if entry.status == SAVED:
+        return f"saved step {entry.step} and stopped ({entry.cause})"
+    return f"failed after step {entry.step}: {entry.cause}"
+
+
+def _silent_cause(run_folder: Path, lost: Attempt, nodes_down: Callable[[str], list[str]]) -> str:
+    """Of an attempt whose job script did not come to its end."""
+    parts = []
+    failure = read_failure(run_folder, lost.attempt)
+    if failure is not None:
+        parts.append(_failure_text(failure))
+    down = nodes_down(lost.nodes)
+    if down:
+        parts.append(f"of its nodes {', '.join(down)} cannot run jobs now")
+    if not parts:
+        noticed = read_failure(run_folder, lost.attempt, lost_peer=True)
+        parts.append("its job script was ended from outside" + (f"; {_failure_text(noticed)}" if noticed else ""))
+    return "; ".join(parts)
+
+
+def _failure_text(failure: Failure) -> str:
+    mark = f"rank {failure.rank} on {failure.host}: "
+    return failure.message if failure.message.startswith("rank ") else mark + failure.message
+
+
+def first_srun_failure(text: str) -> str:
+    """The first of srun's own lines that says that a task or a node was lost; empty if none does.
+
+    srun reports in the order in which it learns; what it says of tasks it ended itself comes later.
+    """
+    patterns = (
+        r"srun: error: (?P<where>[^:\s]+): tasks? (?P<task>[\d,\-]+): (?P<what>.+)",
+        r"srun: error: (?P<what>Node failure on (?P<where>\S+))",
+    )
+    for line in text.splitlines():
+        for pattern in patterns:
+            found = re.match(pattern, line.strip())
+            if found:
+                task = found.groupdict().get("task")
+                return f"{found['where']}: {'task ' + task + ': ' if task else ''}{found['what']}"
+    return ""
+
+
+def after(
+    run_folder: Path,
+    job: Job,
+    launch: LaunchConfig,
+    *,
+    code: int,
+    srun_log: str,
+    asked: str,
+    at_limit: bool,
+    nodes_down: Callable[[str], list[str]],
+    now: float | None = None,
+) -> Verdict:
+    """Note how this attempt ended, and say what follows.
+
+    Args:
+        code: srun's exit code; only told, never trusted on its own.
+        srun_log: srun's own lines ("srun: error: …").
+        asked: signals that the job script received ("USR1", "TERM", "" …).
+        at_limit: the job's time is over.
+        nodes_down: SLURM node list → those of them that are down, described.
+    """
+    now = time.time() if now is None else now
+    outcome = read_outcome(run_folder)
+    if outcome is not None and outcome.attempt == job.attempt:
+        _append(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
+        if outcome.status == FINISHED:
+            return Verdict("done", EXIT_OK, ())
+        wanted = outcome.signal == "SIGUSR1" or at_limit
+        action = launch.when_stopped if wanted else "stop"
+        line = f"saved at step {outcome.step} on {outcome.signal or 'a signal'}"
+        return Verdict(action, EXIT_REQUEUE if action == "stop" and wanted else EXIT_OK, (line, _next(action, wanted)))
+    step = steps_done(run_folder)
+    failure = read_failure(run_folder, job.attempt)
+    cause, exit_code = _cause(run_folder, job, failure, code, srun_log, asked, nodes_down)
+    _append(run_folder, _ended(job, FAILED, step, cause, now))
+    head = f"attempt {job.attempt} failed after step {step}; srun ended with {code}"
+    action, why = _after_failure(run_folder, job, launch, failure, step)
+    return Verdict(action, exit_code, (head, why, f"first failure: {cause}"))
+
+
+def _ended(job: Job, status: str, step: int, cause: str, now: float) -> Attempt:
+    return Attempt(job.attempt, job.series, job.node_list, status, step, cause, now)
+
+
+def _next(action: str, wanted: bool) -> str:
+    if action == "stop":
+        return "" if not wanted else "launch.when_stopped is stop: submit the job again to go on"
+    who = "the job is queued again" if action == "requeue" else "a new job is submitted"
+    return f"{who} and goes on from the last checkpoint"
+
+
+def _cause(
+    run_folder: Path, job: Job, failure: Failure | None, code: int, srun_log: str, asked: str,
+    nodes_down: Callable[[str], list[str]],
+) -> tuple[str, int]:
+    """What ended the attempt, in one line, and the exit code for it."""
+    if failure is not None:
+        return _failure_text(failure), failure.exit_code
+    parts = []
+    first = first_srun_failure(srun_log)
+    if first:
+        parts.append(first)
+    down = nodes_down(job.node_list)
+    if down:
+        parts.append(f"nodes that cannot run jobs now: {', '.join(down)}")
+    noticed = read_failure(run_folder, job.attempt, lost_peer=True)
+    if noticed is not None and not first:
+        parts.append(_failure_text(noticed))
+    if not parts and asked:
+        parts.append(f"{asked} came before there was anything to save")
+    if not parts:
+        parts.append(f"srun ended with {code} and no rank said why; the lines above are all there is")
+    return "; ".join(parts), EXIT_ENVIRONMENT
+
+
+def _after_failure(
+    run_folder: Path, job: Job, launch: LaunchConfig, failure: Failure | None, step: int
+) -> tuple[str, str]:
+    """(action, why) after an attempt that failed."""
+    if failure is not None and failure.exit_code in HOPELESS:
+        return "stop", f"exit {failure.exit_code}: another attempt would meet the same fault"
+    if launch.when_failed == "stop":
+        return "stop", "launch.when_failed is stop"
+    failed = fruitless(read_history(run_folder), job.series)
+    if len(failed) >= launch.max_attempts:
+        return "stop", (
+            f"{len(failed)} attempts in a row failed without getting past step {failed[0].step}: the run stops here "
+            f"(launch.max_attempts {launch.max_attempts})"
+        )
+    return launch.when_failed, f"{_next(launch.when_failed, True)} (failed attempt {len(failed)} of at most " \
+                               f"{launch.max_attempts} without progress)"

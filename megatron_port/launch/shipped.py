@@ -1,0 +1,79 @@
+"""The job scripts that come with the program, ``launch/*.sh`` and ``launch/sites/*.sh``, made from ``configs/``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_port.config.loader import config_directories, load
+from megatron_port.launch.script import Order, render_shipped, write_script
+from megatron_port.launch.site import site_block
+
+RUNS = {
+    "frontier_22b": "frontier-22b",
+    "frontier_175b": "frontier-175b",
+    "frontier_1t": "frontier-1t",
+    "frontier_1t_tp4": "frontier-1t-tp4",
+    "lumi_22b": "lumi-22b",
+    "lumi_175b": "lumi-175b",
+    "perlmutter_22b": "perlmutter-22b",
+    "perlmutter_175b": "perlmutter-175b",
+}
+"""Script → run file under ``configs/runs``."""
+
+_MADE = "Made by `megatron-port launch sites` from {}; edit that."
+_USE = "sbatch [options] launch/{}.sh [--set a.b=value …]; options of sbatch win over the lines below."
+_ANY = (
+    "Any cluster with SLURM: one process a task, as many nodes and tasks as sbatch is asked for.",
+    "sbatch -N 4 --ntasks-per-node=8 --gpus-per-node=8 launch/slurm.sh run.toml [--set a.b=value …]",
+)
+
+
+def launch_folder() -> Path:
+    """The folder with ``common.sh``: the package's ``_launch``, in a checkout a link to ``launch/``."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "_launch"
+    return (inside if inside.is_dir() else package.parent / "launch").resolve()
+
+
+def site_names() -> list[str]:
+    """The clusters that have a file."""
+    return sorted({p.stem for d in config_directories() for p in d.glob("clusters/*.toml")})
+
+
+def shipped_scripts() -> dict[str, str]:
+    """Every generated file by its path in :func:`launch_folder`."""
+    out = {}
+    for name in site_names():
+        source = f"clusters/{name}"
+        note = f"# shellcheck shell=bash disable=SC2034,SC2154\n# {_MADE.format(f'configs/{source}.toml')}\n"
+        out[f"sites/{name}.sh"] = note + site_block(load(source).config.cluster)
+    out["slurm.sh"] = render_shipped(Order(run=""), site="slurm", head=[*_ANY, _MADE.format("configs/clusters")])
+    for script, run in RUNS.items():
+        source = f"runs/{run}"
+        config = load(source).config
+        head = [_USE.format(script), _MADE.format(f"configs/{source}.toml")]
+        order = Order(run=source)
+        out[f"{script}.sh"] = render_shipped(order, site=config.cluster.name, head=head, config=config)
+    return out
+
+
+def stale_scripts() -> list[str]:
+    """Generated files that are missing, are not what they would be now, or belong to no cluster any more."""
+    folder, wanted = launch_folder(), shipped_scripts()
+    out = [name for name, text in wanted.items() if not _holds(folder / name, text)]
+    return out + [f"sites/{p.name}" for p in sorted(folder.glob("sites/*.sh")) if f"sites/{p.name}" not in wanted]
+
+
+def write_shipped() -> list[str]:
+    """Bring the generated files up to date; the names of those that changed. Raises EnvironmentFault."""
+    folder, wanted, stale = launch_folder(), shipped_scripts(), stale_scripts()
+    for name in stale:
+        if name in wanted:
+            write_script(folder / name, wanted[name], 0o644 if name.startswith("sites/") else 0o755)
+        else:
+            (folder / name).unlink()
+    return stale
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()

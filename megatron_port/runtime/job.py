@@ -1,0 +1,96 @@
+"""The SLURM job that this process belongs to, and what can be asked of SLURM about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LOCAL = "local"
+"""Attempt of a run that no job scheduler started."""
+SERIES = "MEGATRON_PORT_SERIES"
+"""Set by a chained job: the id of the job that began the series."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, in one of its starts."""
+
+    id: str
+    restart: int
+    """How often SLURM has started it again."""
+    series: str
+    """Id of the first job of a chain; failures are counted over a series."""
+    node_list: str
+    """SLURM's compressed list."""
+
+    @property
+    def attempt(self) -> str:
+        """``JOB.RESTART``: tells the starts of a run apart."""
+        return f"{self.id}.{self.restart}"
+
+
+def current_job(env: Mapping[str, str] | None = None) -> Job | None:
+    """The job around this process, or None."""
+    env = os.environ if env is None else env
+    number = env.get("SLURM_JOB_ID", "")
+    if not number:
+        return None
+    restart = env.get("SLURM_RESTART_COUNT", "")
+    return Job(
+        number, int(restart) if restart.isdigit() else 0, env.get(SERIES, "") or number,
+        env.get("SLURM_JOB_NODELIST", ""),
+    )
+
+
+def attempt_name(env: Mapping[str, str] | None = None) -> str:
+    """:attr:`Job.attempt`, or ``local``."""
+    job = current_job(env)
+    return job.attempt if job else LOCAL
+
+
+def run_tool(command: Sequence[str], *, timeout_s: float = 60.0) -> tuple[int, str]:
+    """Exit code and output (both streams) of one of SLURM's commands; 127 where it is not there, 124 when it hangs."""
+    try:
+        done = subprocess.run(
+            list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", timeout=timeout_s, check=False,
+        )
+    except FileNotFoundError:
+        return 127, f"{command[0]} is not installed here"
+    except subprocess.TimeoutExpired:
+        return 124, f"{command[0]} did not answer within {timeout_s:g} s"
+    return done.returncode, done.stdout.strip()
+
+
+def nodes_down(node_list: str) -> list[str]:
+    """``n3 (down*: Not responding)`` of those nodes that cannot run jobs now; empty when SLURM does not say."""
+    if not node_list:
+        return []
+    code, text = run_tool(["sinfo", "--noheader", "--Node", "--nodes", node_list, "--format", "%N|%T|%E"])
+    found: dict[str, str] = {}
+    for line in text.splitlines() if code == 0 else ():
+        name, _, rest = line.strip().partition("|")
+        state, _, reason = rest.partition("|")
+        if state.startswith(("down", "drain", "fail", "unknown", "no_respond")) or state.endswith("*"):
+            found.setdefault(name, f"{name} ({state}{'' if reason == 'none' else ': ' + reason})")
+    return list(found.values())
+
+
+def limit_reached(job_id: str) -> bool:
+    """The job has run for as long as its time limit says. (Its EndTime says nothing: a cancelled job's is now.)"""
+    code, text = run_tool(["scontrol", "show", "job", job_id])
+    words = dict(word.partition("=")[::2] for line in text.splitlines() for word in line.split()) if code == 0 else {}
+    ran, limit = clock_seconds(words.get("RunTime", "")), clock_seconds(words.get("TimeLimit", ""))
+    return ran is not None and limit is not None and ran >= limit - 1
+
+
+def clock_seconds(text: str) -> int | None:
+    """``1-02:03:04`` or ``02:03:04`` as scontrol prints it; None for anything else (UNLIMITED)."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if len(parts) != 3 or not all(p.isdigit() for p in parts) or (dash and not days.isdigit()):
+        return None
+    hours, minutes, seconds = map(int, parts)
+    return ((int(days) if dash else 0) * 24 + hours) * 3600 + minutes * 60 + seconds

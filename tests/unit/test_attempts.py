@@ -1,0 +1,230 @@
+"""The starts of a run: what the next one is told, and what follows the end of one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.config.schema import LaunchConfig
+from megatron_port.errors import DataError, EnvironmentFault
+from megatron_port.launch.attempts import (
+    HISTORY,
+    Attempt,
+    after,
+    before,
+    first_srun_failure,
+    fruitless,
+    read_history,
+    steps_done,
+)
+from megatron_port.launch.continuation import chain_command, job_record
+from megatron_port.launch.outcome import Outcome, read_failure, read_outcome, record_failure, write_outcome
+from megatron_port.runtime.job import Job, attempt_name, clock_seconds, current_job
+from megatron_port.telemetry.metrics import MetricsWriter
+
+LAUNCH = LaunchConfig()
+JOB = Job("12", 0, "12", "n[1-4]")
+AGAIN = replace(JOB, restart=1)
+
+
+def healthy(node_list: str) -> list[str]:
+    return []
+
+
+def n3_down(node_list: str) -> list[str]:
+    return ["n3 (down*: Not responding)"] if node_list else []
+
+
+def reach(folder: Path, step: int) -> None:
+    writer = MetricsWriter(folder / "metrics.jsonl", steps_done(folder))
+    for number in range(steps_done(folder) + 1, step + 1):
+        writer.write({"step": number, "loss": 1.0})
+    writer.close()
+
+
+def end(folder: Path, job: Job, code: int = 0, log: str = "", asked: str = "", launch: LaunchConfig = LAUNCH,
+        at_limit: bool = False):
+    return after(folder, job, launch, code=code, srun_log=log, asked=asked, at_limit=at_limit, nodes_down=healthy)
+
+
+def test_job_of_an_environment() -> None:
+    assert current_job({}) is None and attempt_name({}) == "local"
+    job = current_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_NODELIST": "n[1-2]"})
+    assert job == Job("7", 2, "7", "n[1-2]") and job.attempt == "7.2"
+    assert current_job({"SLURM_JOB_ID": "9", "MEGATRON_PORT_SERIES": "7"}).series == "7"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("00:01:00", 60), ("2-01:00:05", 176405), ("UNLIMITED", None), ("", None), ("x-00:00:01", None)]
+)
+def test_scontrols_clock(text: str, seconds: int | None) -> None:
+    assert clock_seconds(text) == seconds
+
+
+def test_finished(tmp_path: Path) -> None:
+    before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
+    reach(tmp_path, 10)
+    write_outcome(tmp_path, Outcome(JOB.attempt, "finished", 10))
+    # srun may say 143 for reasons of its own; what the ranks committed counts.
+    assert end(tmp_path, JOB, code=143).action == "done"
+    assert read_history(tmp_path)[-1].status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("signal", "asked", "at_limit", "action", "code"),
+    [("SIGUSR1", "USR1", False, "requeue", 0), ("SIGTERM", "TERM", False, "stop", 0),
+     ("SIGTERM", "TERM", True, "requeue", 0)],
+)
+def test_saved(tmp_path: Path, signal: str, asked: str, at_limit: bool, action: str, code: int) -> None:
+    before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
+    write_outcome(tmp_path, Outcome(JOB.attempt, "saved", 5, signal))
+    verdict = end(tmp_path, JOB, asked=asked, at_limit=at_limit)
+    assert (verdict.action, verdict.exit_code) == (action, code) and "step 5" in verdict.lines[0]
+    lines = before(tmp_path, AGAIN, LAUNCH, nodes_down=healthy)
+    assert "saved step 5" in lines[0] and signal in lines[0]
+
+
+def test_saved_and_no_requeue_wanted_asks_by_its_exit_code(tmp_path: Path) -> None:
+    write_outcome(tmp_path, Outcome(JOB.attempt, "saved", 5, "SIGUSR1"))
+    verdict = end(tmp_path, JOB, asked="USR1", launch=LaunchConfig(when_stopped="stop"))
+    assert (verdict.action, verdict.exit_code) == ("stop", 85) and "submit" in " ".join(verdict.lines)
+
+
+def test_an_outcome_of_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
+    write_outcome(tmp_path, Outcome(JOB.attempt, "finished", 10))
+    verdict = end(tmp_path, AGAIN, code=1, log="srun: error: n2: task 3: Killed\n")
+    assert verdict.action == "requeue" and "n2: task 3: Killed" in verdict.lines[-1]
+
+
+def test_the_first_failure_is_told_not_its_victims(tmp_path: Path) -> None:
+    record_failure(tmp_path, JOB.attempt, 0, EnvironmentFault("rank 0 on n1: lost a peer"), lost_peer=True)
+    log = (
+        "srun: error: n2: task 3: Killed\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=12.0\n"
+        "srun: error: n1: tasks 0-1: Exited with exit code 3\n"
+    )
+    verdict = end(tmp_path, JOB, code=137, log=log)
+    assert verdict.lines[-1] == "first failure: n2: task 3: Killed"
+
+
+def test_faults_that_would_come_again_stop_the_run(tmp_path: Path) -> None:
+    record_failure(tmp_path, JOB.attempt, 5, DataError("a.idx is cut short"))
+    record_failure(tmp_path, JOB.attempt, 6, DataError("too late"))
+    verdict = end(tmp_path, JOB, code=143)
+    assert (verdict.action, verdict.exit_code) == ("stop", 4)
+    assert "rank 5" in verdict.lines[-1] and "a.idx is cut short" in verdict.lines[-1]
+
+
+def test_nothing_is_recorded_outside_of_a_job(tmp_path: Path) -> None:
+    record_failure(tmp_path, "local", 0, DataError("x"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_that_took_its_script_along(tmp_path: Path) -> None:
+    before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
+    reach(tmp_path, 3)
+    lines = before(tmp_path, AGAIN, LAUNCH, nodes_down=n3_down)
+    assert "failed after step 3" in lines[0] and "n3 (down*: Not responding)" in lines[0]
+
+
+def test_three_attempts_at_the_same_step_are_enough(tmp_path: Path) -> None:
+    reach(tmp_path, 7)
+    for restart in range(3):
+        job = replace(JOB, restart=restart)
+        before(tmp_path, job, LAUNCH, nodes_down=healthy)
+        verdict = end(tmp_path, job, code=1, log="srun: error: n2: task 3: Segmentation fault\n")
+        assert verdict.action == ("stop" if restart == 2 else "requeue"), verdict
+    assert "step 7" in verdict.lines[1]
+    with pytest.raises(EnvironmentFault, match=r"(?s)3 attempts in a row.*step 7.*n2: task 3: Segmentation fault"):
+        before(tmp_path, replace(JOB, restart=3), LAUNCH, nodes_down=healthy)
+    before(tmp_path, Job("13", 0, "13", "n[1-4]"), LAUNCH, nodes_down=healthy)  # submitted anew by a person
+
+
+def test_failures_with_progress_between_them_do_not_add_up(tmp_path: Path) -> None:
+    for restart in range(6):
+        job = replace(JOB, restart=restart)
+        reach(tmp_path, 2 * (restart + 1))
+        before(tmp_path, job, LAUNCH, nodes_down=healthy)
+        assert end(tmp_path, job, code=1).action == "requeue"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["failed", "saved", "finished", ""]), st.integers(0, 5)), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_fruitless_is_a_run_of_failures_without_progress(ends: list[tuple[str, int]]) -> None:
+    history = [Attempt(f"1.{i}", "1", "n1", status, step) for i, (status, step) in enumerate(ends)]
+    found = fruitless(history, "1")
+    assert found == history[len(history) - len(found):]
+    assert all(a.status == "failed" for a in found)
+    assert all(a.step <= found[0].step for a in found)
+    if found and len(found) < len(history):
+        previous = history[-len(found) - 1]
+        assert previous.status != "failed" or found[0].step > previous.step
+
+
+def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
+    before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
+    with open(tmp_path / HISTORY, "a") as stream:
+        stream.write('{"attempt": "12.')
+    assert [a.attempt for a in read_history(tmp_path)] == ["12.0"]
+
+
+def test_the_first_writer_of_a_failure_wins(tmp_path: Path) -> None:
+    for rank in range(5):
+        record_failure(tmp_path, "3.0", rank, ZeroDivisionError(f"no {rank}"))
+    failure = read_failure(tmp_path, "3.0")
+    assert failure is not None and failure.rank == 0 and "ZeroDivisionError: no 0" in failure.message
+    assert [p.name for p in (tmp_path / "failures").iterdir()] == ["3.0.json"]
+
+
+def test_a_damaged_outcome_is_none(tmp_path: Path) -> None:
+    (tmp_path / "outcome.json").write_text(json.dumps({"attempt": "1.0"})[:-3])
+    assert read_outcome(tmp_path) is None
+    (tmp_path / "outcome.json").write_text('{"other": 1}')
+    assert read_outcome(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("srun: error: n2: tasks 2-3: Exited with exit code 3", "n2: task 2-3: Exited with exit code 3"),
+        ("srun: error: Node failure on n3", "n3: Node failure on n3"),
+        ("srun: Job step aborted: Waiting up to 7 seconds for job step to finish.", ""),
+        ("", ""),
+    ],
+)
+def test_srun_lines(text: str, found: str) -> None:
+    assert first_srun_failure(f"noise\n{text}\nsrun: error: n9: task 9: Killed\n" if found else text) == found
+
+
+RECORD = """JobId=12 JobName=a run
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   Priority=1 Nice=0 Account=abc QOS=(null)
+   RunTime=00:00:05 TimeLimit=02:00:00 TimeMin=N/A
+   Partition=batch AllocNode:Sid=login1:9
+   NumNodes=4-4 NumCPUs=8 NumTasks=8 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
+   Socks/Node=* NtasksPerN:B:S:C=2:0:*:* CoreSpec=*
+   Features=nvme DelayBoot=00:00:00
+   Command=/a place/launch/slurm.sh my run.toml --set a=1
+   WorkDir=/a place
+   StdOut=/a place/a run-12.out
+"""
+
+
+def test_a_chained_job_keeps_what_the_command_line_gave() -> None:
+    command = chain_command(job_record(RECORD), replace(JOB, series="9"), ["my run.toml", "--set", "a=1"])
+    assert command[0] == "sbatch" and command[-4:] == ["/a place/launch/slurm.sh", "my run.toml", "--set", "a=1"]
+    for option in ("--dependency=afterany:12", "--export=ALL,MEGATRON_PORT_SERIES=9", "--nodes=4", "--time=02:00:00",
+                   "--partition=batch", "--account=abc", "--constraint=nvme", "--ntasks-per-node=2",
+                   "--output=/a place/a run-%j.out"):
+        assert option in command
+    assert not any(o.startswith("--qos") for o in command)
+
+
+def test_a_job_without_a_script_cannot_be_chained() -> None:
+    with pytest.raises(EnvironmentFault, match="submit the run again"):
+        chain_command({"Command": "(null)"}, JOB, [])
