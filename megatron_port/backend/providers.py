@@ -171,7 +171,7 @@ def _deepspeed_problem(device: DeviceInfo, engine: str) -> str:
     op = "fused_adam" if device.is_gpu else "cpu_adam"
     from megatron_port.backend.jit_guard import prebuild_command, prebuilt_deepspeed_ops
 
-    _, problem = optional_import("deepspeed")
+    _, problem = optional_import("megatron_port.runtime.deepspeed_import")
     if problem:
         return problem
     if not prebuilt_deepspeed_ops().get(op, False):

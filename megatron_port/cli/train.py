@@ -23,8 +23,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_run_options(parser)
     add_rendezvous_options(parser)
     parser.add_argument("--resume", metavar="auto|never|PATH", help="same as --set checkpoint.resume=…")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="check everything that needs no machine, for the whole layout, and stop")
+    parser.add_argument("--dry-run", nargs="?", const="short", choices=("short", "all"),
+                        help="check everything that needs no machine, for the whole layout, and stop; all: a line for "
+                        "every pipeline stage")
     parser.set_defaults(run=run)
 
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         from megatron_port.train.dry_run import dry_run
 
-        print(dry_run(config, args.nproc))
+        print(dry_run(config, args.nproc, all_stages=args.dry_run == "all"))
         return 0
     if args.nproc:
         check(config, world_size=args.nproc)
@@ -67,9 +68,18 @@ def train(config: RunConfig, info: ProcessInfo) -> int:
     from megatron_port.runtime.signals import hold
 
     hold()
+    from megatron_port.errors import PeerLost
+    from megatron_port.launch.outcome import record_failure
+    from megatron_port.runtime.job import attempt_name
     from megatron_port.train.loop import Trainer
     from megatron_port.train.session import open_session
+    from megatron_port.train.state import run_folder
 
-    with open_session(config, info) as session:
-        outcome = Trainer(session).run()
+    try:
+        with open_session(config, info) as session:
+            outcome = Trainer(session).run()
+    except BaseException as error:
+        lost = isinstance(error, PeerLost)
+        record_failure(run_folder(config), attempt_name(), info.rank, error, lost_peer=lost)
+        raise
     return outcome.exit_code

@@ -93,8 +93,32 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     return out
 
 
-def dry_run(config: RunConfig, world_size: int | None = None) -> str:
+def every(ranks: tuple[int, ...]) -> str:
+    """``0-7`` or ``0-40 by 8``; groups of a topology are evenly spaced."""
+    if len(ranks) == 1:
+        return str(ranks[0])
+    step = ranks[1] - ranks[0]
+    return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
+
+
+def group_lines(topology: Topology, gpus_per_node: int) -> list[str]:
+    """How many groups of what size each axis has, the first of them, and over how many nodes it goes."""
+    lines = []
+    for axis, what in (("tp", "share each layer"), ("dp", "replicas of a slice"), ("pp", "stages")):
+        size = getattr(topology, axis)
+        first = topology.group(axis, 0)
+        nodes = len({rank // gpus_per_node for rank in first})
+        lines.append(
+            f"{axis:>5}  {topology.world_size // size:>6} groups of {size:<4} ({what}); the first: "
+            f"ranks {every(first)} on {nodes} node{'s' if nodes > 1 else ''}"
+        )
+    return lines
+
+
+def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: bool = False) -> str:
     """Check a run for ``world_size`` ranks (None: what its layout says) and describe it.
+
+    ``all_stages``: a line for each, also where many are alike.
 
     Raises ConfigError or DataError as training would.
     """
@@ -118,13 +142,22 @@ def dry_run(config: RunConfig, world_size: int | None = None) -> str:
         f"replicas; pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
         f"a step: {model_flops(config.model) * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
         f"{hardware_flops(config.model, config.layout.recompute) * config.batch.global_batch_size / 1e15:.4g} hardware",
-        "stage  layers  parameters a rank  weights+gradients+optimizer a rank (activations not counted)",
+        *group_lines(topology, config.cluster.gpus_per_node),
+        "stage  ranks          layers  parameters a rank  weights+gradients+optimizer a rank (activations not counted)",
     ]
-    shown = stages if len(stages) <= 8 else [*stages[:4], *stages[-4:]]
-    for s in shown:
-        lines.append(f"{s.stage:>5}  {s.layers:>6}  {s.parameters:>17,}  {s.static_bytes / 1e9:8.2f} GB")
-        if len(stages) > 8 and s.stage == 3:
-            lines.append(f"  ...  {len(stages) - 8} stages alike")
+    whole = all_stages or len(stages) <= 8
+    for s in stages if whole else [*stages[:4], *stages[-4:]]:
+        first = topology.rank(pp=s.stage, dp=0, tp=0)
+        ranks = f"{first}-{first + tp * dp - 1}"
+        lines.append(f"{s.stage:>5}  {ranks:<13}  {s.layers:>6}  {s.parameters:>17,}  {s.static_bytes / 1e9:8.2f} GB")
+        if not whole and s.stage == 3:
+            between = stages[4:-4]
+            layers = sorted({m.layers for m in between})
+            most = max(m.static_bytes for m in between) / 1e9
+            lines.append(
+                f"  ...  {len(between)} stages of {' or '.join(map(str, layers))} layers between, "
+                f"at most {most:.2f} GB (--dry-run all lists them)"
+            )
     worst = max(stages, key=lambda s: s.static_bytes)
     limit = config.cluster.memory_gb
     if limit and worst.static_bytes / 1e9 > limit:

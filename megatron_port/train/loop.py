@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +13,15 @@ import torch.distributed as dist
 
 from megatron_port.config.dump import to_toml
 from megatron_port.config.flops import hardware_flops, model_flops, parameter_count
+from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
 from megatron_port.errors import EXIT_OK, EXIT_REQUEUE, NumericsError, PortError
+from megatron_port.launch.outcome import FINISHED, SAVED, write_outcome
+from megatron_port.launch.outcome import Outcome as Ending
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.signals import StopRequest
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.assemble import build_engine
@@ -45,6 +51,32 @@ class Outcome:
     validation_loss: float | None
 
 
+def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
+    """The speed of this attempt, as hardware and as model FLOPs, beside what was published.
+
+    ``rates``: (hardware, model) TFLOP/s a device of each step. The median without the first step, which warms up.
+    """
+    later = rates[1:] or rates
+    hardware, model = statistics.median(r[0] for r in later), statistics.median(r[1] for r in later)
+    peak = config.cluster.peak_tflops
+
+    def share(rate: float, name: str) -> str:
+        return f" ({name} {100 * rate / peak:.2f} %)" if peak else ""
+
+    lines = [
+        f"TFLOP/s a {config.cluster.device_label}, median of {len(later)} step{'s' if len(later) > 1 else ''}: "
+        f"hardware {hardware:.4g}{share(hardware, 'HFU')}, model {model:.4g}{share(model, 'MFU')}"
+    ]
+    published = config.telemetry.published_tflops
+    if published:
+        source = f", {config.telemetry.published_source}" if config.telemetry.published_source else ""
+        lines.append(
+            f"published: hardware {published:.4g}{share(published, 'HFU')}{source}; "
+            f"this run reached {hardware / published:.4g} of it"
+        )
+    return "\n".join(lines)
+
+
 class Trainer:
     """A run on one rank."""
 
@@ -52,6 +84,7 @@ class Trainer:
         self.session, self.config, self.ctx = session, session.config, session.ctx
         self.batches = BatchSchedule(self.config.batch, self.ctx.topology.dp)
         self.progress = Progress()
+        self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
         self.loaders = self._load_data()
         started = time.perf_counter()
         checkpoint = find_checkpoint(session)
@@ -102,10 +135,11 @@ class Trainer:
             name=c.name, warn=self.session.logger.log,
         )
         validation: float | None = None
-        level = saved_at = 0
+        saved_at = p.step  # nothing is new yet
         try:
             with StopRequest() as stop:
-                if p.step == 0 and c.training.eval_batches:
+                level = self._agreed(stop.level)  # a signal may have come while the run started
+                if not level and p.step == 0 and c.training.eval_batches:
                     validation = self._evaluate(telemetry)
                 while p.step < c.training.steps and not level:
                     self._step(telemetry)
@@ -119,13 +153,21 @@ class Trainer:
                     if self._due(c.checkpoint.save_interval):
                         self._save()
                         saved_at = p.step
-                if c.checkpoint.save_final and saved_at != p.step:
+                unfinished = bool(level) and p.step < c.training.steps
+                if (c.checkpoint.save_final or unfinished) and saved_at != p.step:
                     self._save()
         finally:
             telemetry.close()
-        if level and p.step < c.training.steps:
+        if unfinished:
             self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
-        return Outcome(p, EXIT_REQUEUE if level == 2 else EXIT_OK, validation)
+        if self.session.speaker:
+            signal_name = {0: "", 1: "SIGTERM", 2: "SIGUSR1"}[level] if unfinished else ""
+            write_outcome(run_folder(c), Ending(
+                attempt_name(), SAVED if unfinished else FINISHED, p.step, signal_name, time.time()
+            ))
+        if self.rates:
+            self.session.logger.log(closing_lines(c, list(self.rates)))
+        return Outcome(p, EXIT_REQUEUE if unfinished and level == 2 else EXIT_OK, validation)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.progress.step % interval == 0
@@ -172,6 +214,7 @@ class Trainer:
             "model_tflops_per_device": model, "hardware_tflops_per_device": hardware,
             "memory_bytes": self._peak_memory(),
         }
+        self.rates.append((hardware, model))
         if r.grad_norm is not None:
             record["grad_norm"] = r.grad_norm
         if c.cluster.peak_tflops:

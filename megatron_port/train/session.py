@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,15 +13,17 @@ import torch.distributed as dist
 from megatron_port.backend.device import DeviceInfo, choose_device
 from megatron_port.backend.jit_guard import install_guard
 from megatron_port.backend.providers import Providers, choose_providers
-from megatron_port.config.checks import check, resolve
+from megatron_port.config.checks import problems, resolve
 from megatron_port.config.schema import RunConfig
-from megatron_port.errors import EnvironmentFault, PortError
+from megatron_port.errors import ConfigError, EnvironmentFault, PortError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.runtime import process_group
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.runtime.fingerprint import Fingerprint
 from megatron_port.runtime.logging import Logger
+from megatron_port.runtime.peers import explain_peer_failure
 from megatron_port.train.assemble import DTYPES
 
 
@@ -56,6 +59,26 @@ def _refuse(config: RunConfig, device: DeviceInfo) -> None:
         )
 
 
+def _check_world(config: RunConfig, info: ProcessInfo) -> None:
+    """The configuration, alone and with the number of processes that were started.
+
+    Raises:
+        ConfigError: it is wrong whatever is started (exit 2).
+        EnvironmentFault: it is right, but not for this number of processes (exit 3). Raised by every rank alike
+            before they meet, printed by rank 0.
+    """
+    found = problems(config, world_size=info.world_size)
+    if not found:
+        return
+    if problems(config):
+        raise ConfigError(found)
+    started = {"single": "no launcher: 1 process runs"}.get(info.launcher, f"{info.launcher} started {info.world_size}")
+    source = info.sources.get("world_size", "default")
+    raise EnvironmentFault(
+        f"{started} ({source}), and the run does not fit this number of processes: " + "; ".join(found)
+    )
+
+
 @contextmanager
 def open_session(
     config: RunConfig, info: ProcessInfo, *, quiet: bool = False
@@ -65,24 +88,22 @@ def open_session(
     ``quiet``: do not print where ranks and master come from.
 
     Raises:
-        ConfigError: the configuration does not fit the number of processes.
-        EnvironmentFault: launcher, network or device; the same message on every rank.
+        ConfigError: the configuration is wrong.
+        EnvironmentFault: launcher, network or device, ranks that are missing or differ, or a number of processes
+            that the layout cannot use; the same message on every rank.
+        PeerLost: another rank ended or stopped answering while the session was open. Any other error of the body
+            passes unchanged.
     """
-    check(config, world_size=info.world_size)
+    _check_world(config, info)
     config = resolve(config, info.world_size)
     logger = Logger(info.rank)
-    fault: PortError | None = None
-    device: DeviceInfo | None = None
-    try:
-        device = choose_device(
-            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size
-        )
-        _refuse(config, device)
-    except PortError as error:
-        fault = error
+    started = time.perf_counter()
+    device, fault = _choose_device(config, info)
+    meeting_s, collective_s = config.launch.rendezvous_timeout, config.launch.collective_timeout
+    fingerprint = Fingerprint.of(info.world_size, config)
     if device is None or fault is not None:
         if info.world_size > 1:
-            process_group.start(info, backend="gloo", fault=fault)
+            process_group.start(info, backend="gloo", timeout_s=meeting_s, fault=fault, fingerprint=fingerprint)
         raise fault or EnvironmentFault("no device")
     if device.is_gpu:
         torch.cuda.set_device(device.torch_device)
@@ -91,27 +112,62 @@ def open_session(
     if not quiet:
         logger.log(info.describe())
     group = process_group.start(
-        info, backend=device.comm_backend, device_identity=device.identity if device.is_gpu else ""
+        info, backend=device.comm_backend, device_identity=device.identity if device.is_gpu else "",
+        timeout_s=meeting_s, group_timeout_s=collective_s, fingerprint=fingerprint,
     )
+    failed = True
     try:
-        layout = config.layout
-        topology = Topology(
-            tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size
-        )
-        ctx = ParallelContext.create(topology, device.torch_device, group.backend)
-        failure: PortError | None = None
-        providers: Providers | None = None
-        try:
-            # DeepSpeed is imported before the guard replaces its builder.
-            providers = choose_providers(
-                config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
-                attention_dropout=config.model.attention_dropout,
-            )
-            install_guard(config.backend.allow_compile)
-        except PortError as error:
-            failure = error
-        agree(failure, where=str(ctx.coords))
-        assert providers is not None
-        yield Session(config, info, device, ctx, providers, logger)
+        met = time.perf_counter()
+        session = _assemble(config, info, device, group.backend, logger)
+        if info.world_size > 1 and not quiet:
+            now = time.perf_counter()
+            logger.log(f"{info.world_size} ranks met in {met - started:.1f} s, groups ready in {now - met:.1f} s")
+        yield session
+        failed = False
+    except Exception as error:
+        lost = explain_peer_failure(error, info)
+        if lost is None or lost is error:
+            raise
+        raise lost from error
     finally:
-        process_group.stop(group)
+        process_group.stop(group, failed=failed)
+
+
+def _choose_device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
+    """This rank's device, or what is wrong with it, to be told to all."""
+    try:
+        device = choose_device(
+            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size
+        )
+        _refuse(config, device)
+    except PortError as error:
+        return None, error
+    return device, None
+
+
+def _assemble(
+    config: RunConfig, info: ProcessInfo, device: DeviceInfo, backend: str, logger: Logger
+) -> Session:
+    """Groups and providers, on ranks that have met."""
+    layout = config.layout
+    topology = Topology(
+        tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size
+    )
+    ctx = ParallelContext.create(
+        topology, device.torch_device, backend, timeout_s=config.launch.collective_timeout,
+        two_way=config.engine == "native",
+    )
+    failure: PortError | None = None
+    providers: Providers | None = None
+    try:
+        # DeepSpeed is imported before the guard replaces its builder.
+        providers = choose_providers(
+            config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
+            attention_dropout=config.model.attention_dropout,
+        )
+        install_guard(config.backend.allow_compile)
+    except PortError as error:
+        failure = error
+    agree(failure, where=str(ctx.coords))
+    assert providers is not None
+    return Session(config, info, device, ctx, providers, logger)

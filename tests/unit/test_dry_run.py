@@ -1,0 +1,52 @@
+"""`train --dry-run` at the sizes that nobody can start by hand."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def dry_run(*arguments: str) -> tuple[str, float, int]:
+    """Output, seconds and peak memory (bytes) of a dry run in a process of its own."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_port", "train", *arguments], cwd=ROOT, text=True, capture_output=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": "/root"}, timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # of the largest child so far
+    return done.stdout, time.monotonic() - started, max(peak, before) * 1024
+
+
+@pytest.mark.parametrize(("nodes", "replicas"), [(384, 6), (3072, 48)])
+def test_every_rank_of_the_1t_run(nodes: int, replicas: int) -> None:
+    text, seconds, peak = dry_run(
+        "runs/frontier-1t", "--set", f"cluster.nodes={nodes}", "--set", f"batch.global_batch_size={1600 * replicas}",
+        "--set", "layout.data_parallel_size=0", "--dry-run", "all",
+    )
+    world = 8 * nodes
+    assert f"dp {replicas} = {world} ranks" in text
+    assert f"{world // 8} groups of 8 " in text and f"{world // replicas} groups of {replicas} " in text
+    assert "ranks 0-7 on 1 node" in text and "on 64 nodes" in text
+    stages = [line.split() for line in text.splitlines() if line.rstrip().endswith("GB")]
+    assert [int(row[0]) for row in stages] == list(range(64))
+    assert stages[-1][1] == f"{world - world // 64}-{world - 1}"
+    assert sum(int(row[2]) for row in stages) == 128
+    assert seconds < 60 and peak < 2e9
+
+
+def test_what_does_not_fit_is_refused_with_numbers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_port", "train", "runs/frontier-1t", "--dry-run", "--set", "cluster.nodes=48",
+         "--set", "layout.pipeline_parallel_size=8", "--set", "layout.data_parallel_size=0"],
+        cwd=ROOT, text=True, capture_output=True, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, timeout=120,
+    )
+    assert done.returncode == 2 and "a device of frontier has 64 GB" in done.stderr, done.stderr
