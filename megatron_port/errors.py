@@ -15,6 +15,7 @@ escapes is a bug of ours and keeps its traceback.
 | 6 | numerics |
 | 7 | hang |
 | 85 | state saved; the job asks to be queued again |
+| 130 | interrupted |
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ EXIT_CHECKPOINT = 5
 EXIT_NUMERICS = 6
 EXIT_HANG = 7
 EXIT_REQUEUE = 85
+EXIT_INTERRUPTED = 130
 
 
 class PortError(Exception):
     """Base of every error whose message is written for the user."""
 
     exit_code = 1
+    speaks: bool | None = None
+    """This process prints it (or not); None: the run's speaker does (``runtime.speak``). For errors that rank 0 may
+    not be there to tell."""
 
 
 class ConfigError(PortError):
@@ -55,6 +60,10 @@ class EnvironmentFault(PortError):
     """The machine, the launcher, the network or a package version is not usable."""
 
     exit_code = EXIT_ENVIRONMENT
+
+
+class PeerLost(EnvironmentFault):
+    """Another rank ended or stopped answering. A consequence: the cause is in the log of the rank that ended first."""
 
 
 class DataError(PortError):

@@ -30,6 +30,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "parity": ("parity", "compare layouts with one process, gradient by gradient"),
     "doctor": ("doctor", "print the machine, versions and providers, and what is wrong with them"),
     "checkpoint": ("checkpoint", "list, verify and convert checkpoints"),
+    "launch": ("launch", "write or submit the job script of a run"),
+    "preflight": ("preflight", "check the nodes of a job and the network between them"),
 }
 """Name → (module in ``cli/``, one line of help)."""
 
@@ -52,8 +54,19 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
+class _Corpus(argparse.Action):
+    """``--data A --data B`` as the ``--set`` that it stands for."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        from megatron_port.config.dump import toml_value
+
+        corpora = [*getattr(namespace, self.dest), str(values)]
+        setattr(namespace, self.dest, corpora)
+        namespace.overrides = [*namespace.overrides, f"data.train={toml_value(corpora)}", "data.synthetic=false"]
+
+
 def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """The run file and ``--set`` of every command that takes a run: ``args.run_file``, ``args.overrides``."""
+    """The run file, ``--set`` and ``--data`` of every command that takes a run; ``load_run`` reads them."""
     parser.add_argument(
         "run_file", metavar="run.toml", nargs="?" if optional else None,
         help="run file, or the name of a shipped one, e.g. runs/quickstart",
@@ -61,6 +74,10 @@ def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) 
     parser.add_argument(
         "--set", dest="overrides", metavar="a.b=VALUE", action="append", default=[],
         help="replace one value (repeatable), e.g. --set training.steps=20",
+    )
+    parser.add_argument(
+        "--data", metavar="PREFIX", action=_Corpus, default=[],
+        help="train on this .bin/.idx pair (repeatable); same as --set data.train=… and data.synthetic=false",
     )
 
 
@@ -92,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PortError as e:
         if debug:
             traceback.print_exc()
-        if speaker():
+        if speaker() if e.speaks is None else e.speaks:
             print(f"error: {e}", file=sys.stderr)
         return e.exit_code
     except KeyboardInterrupt:

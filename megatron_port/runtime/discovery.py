@@ -45,6 +45,26 @@ class ProcessInfo:
     """Field → what it was read from."""
     conflicts: list[str] = field(default_factory=list)
     """What disagreed with the values above and was not used."""
+    nodes: tuple[tuple[str, int], ...] = ()
+    """Host and number of ranks of each node in rank order, where the launcher tells (a SLURM step in blocks)."""
+
+    def node_of(self, rank: int) -> int:
+        """Index of a rank's node; without ``nodes`` every node is taken to have as many ranks as this one."""
+        if not self.nodes:
+            return rank // max(self.local_world_size, 1)
+        before = 0
+        for index, (_, count) in enumerate(self.nodes):
+            before += count
+            if rank < before:
+                return index
+        return len(self.nodes)
+
+    def host_of(self, rank: int) -> str | None:
+        """A rank's host, where it is known without asking the rank."""
+        if self.num_nodes == 1:
+            return self.hostname
+        node = self.node_of(rank)
+        return self.nodes[node][0] if node < len(self.nodes) else None
 
     def describe(self) -> str:
         """Lines for the log of rank 0: every value with its source, then the conflicts."""
@@ -128,6 +148,7 @@ def _slurm(env: Mapping[str, str], hostname: str) -> ProcessInfo:
     nodes = read.integer("num_nodes", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     node = read.integer("node_rank", "SLURM_NODEID", default=0)
     variable = "SLURM_STEP_TASKS_PER_NODE" if env.get("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
+    tasks: list[int] = []
     if env.get(variable):
         tasks = slurm.expand_tasks(env[variable])
         if node >= len(tasks):
@@ -149,13 +170,14 @@ def _slurm(env: Mapping[str, str], hostname: str) -> ProcessInfo:
         if other and not slurm.same_host(other, address):
             conflicts.append(f"MASTER_ADDR={other} is not used, the step's first node {address} is; "
                              f"--master-addr {other} would force it")
+    rank = read.integer("rank", "SLURM_PROCID")
     port = slurm.step_port(env)
     read.sources["master_port"] = "job id, step and restart count"
     if env.get("MASTER_PORT", "") not in ("", str(port)):
         conflicts.append(f"MASTER_PORT={env['MASTER_PORT']} is not used, {port} from the job id is; "
                          f"--master-port {env['MASTER_PORT']} would force it")
     return ProcessInfo(
-        rank=read.integer("rank", "SLURM_PROCID"),
+        rank=rank,
         world_size=world,
         local_rank=read.integer("local_rank", "SLURM_LOCALID"),
         local_world_size=local_world,
@@ -168,7 +190,22 @@ def _slurm(env: Mapping[str, str], hostname: str) -> ProcessInfo:
         attempt=env.get("SLURM_RESTART_COUNT", "0"),
         sources=read.sources,
         conflicts=conflicts,
+        nodes=_slurm_nodes(env, tasks, rank=rank, node=node, world=world),
     )
+
+
+def _slurm_nodes(
+    env: Mapping[str, str], tasks: list[int], *, rank: int, node: int, world: int
+) -> tuple[tuple[str, int], ...]:
+    """Host and ranks of each node in rank order; empty where ranks are not dealt to the nodes in blocks."""
+    hosts = slurm_hosts(env)
+    blocks = env.get("SLURM_DISTRIBUTION", "block").startswith("block")
+    if not blocks or len(hosts) != len(tasks) or sum(tasks) != world:
+        return ()
+    first = sum(tasks[:node])
+    if not first <= rank < first + tasks[node]:
+        return ()  # the step was laid out in another way than its variables say
+    return tuple(zip(hosts, tasks))
 
 
 def _single(env: Mapping[str, str], hostname: str) -> ProcessInfo:
@@ -187,7 +224,17 @@ def slurm_hosts(env: Mapping[str, str]) -> list[str]:
     return slurm.expand_hosts(text) if text else []
 
 
-def _with_flags(info: ProcessInfo, addr: str | None, port: int | None) -> ProcessInfo:
+def _same_place(address: str, name: str, resolve: Resolver) -> bool:
+    """``address`` is ``name``, or one of its addresses."""
+    if slurm.same_host(address, name):
+        return True
+    try:
+        return address in resolve(name)
+    except OSError:
+        return False
+
+
+def _with_flags(info: ProcessInfo, addr: str | None, port: int | None, resolve: Resolver) -> ProcessInfo:
     """Flags override the launcher; what they override is a conflict when it differs."""
     if addr is None and port is None:
         return info
@@ -199,7 +246,10 @@ def _with_flags(info: ProcessInfo, addr: str | None, port: int | None) -> Proces
         if value is None:
             continue
         before, source = values[name], sources.get(name, "default")
-        if before != value and info.launcher != "single":
+        # Under SLURM the port is ours, derived from the job: nobody asked for it.
+        if info.launcher == "torchrun" and before != value or (
+            info.launcher == "slurm" and name == "master_addr" and not _same_place(str(value), before, resolve)
+        ):
             conflicts.append(f"{flag} {value} is used, not {before} ({source})")
         elif before == value and info.agent_store:
             continue  # the flag repeats torchrun's address, which its agent serves
@@ -270,6 +320,6 @@ def discover(
         info = _slurm(env, hostname)
     else:
         info = _single(env, hostname)
-    info = _with_flags(info, master_addr, master_port)
+    info = _with_flags(info, master_addr, master_port, resolve)
     _check(info, env, resolve)
     return info

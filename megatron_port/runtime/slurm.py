@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron_port.errors import EnvironmentFault
 
@@ -46,6 +46,34 @@ def expand_hosts(text: str) -> list[str]:
             for number in range(int(first), int(last or first) + 1):
                 hosts += [f"{part[: found.start()]}{number:0{len(first)}d}{tail}" for tail in tails]
     return hosts
+
+
+def compress_hosts(hosts: Sequence[str]) -> str:
+    """The inverse of :func:`expand_hosts`: ``frontier[00001-00003,00010],login1``, in the order given.
+
+    Only neighbours in ``hosts`` that differ in their last number share a bracket, so expanding
+    gives exactly ``hosts`` again. Names must not contain commas or brackets.
+    """
+    runs: list[tuple[str, str, str]] = []
+    for host in hosts:
+        stem, digits = re.fullmatch(r"(.*?)([0-9]*)", host, re.DOTALL).groups()  # type: ignore[union-attr]
+        if runs and digits and runs[-1][0] == stem and runs[-1][1]:
+            _, first, last = runs[-1]
+            # expand_hosts and SLURM pad every number of a range to the first one's width.
+            if digits == f"{int(last) + 1:0{len(first)}d}":
+                runs[-1] = (stem, first, digits)
+                continue
+        runs.append((stem, digits, digits))
+    pieces: list[str] = []
+    i = 0
+    while i < len(runs):
+        stem, j = runs[i][0], i + 1
+        while j < len(runs) and runs[i][1] and runs[j][0] == stem and runs[j][1]:
+            j += 1
+        numbers = [first if first == last else f"{first}-{last}" for _, first, last in runs[i:j]]
+        pieces.append(stem + (numbers[0] if len(numbers) == 1 and "-" not in numbers[0] else f"[{','.join(numbers)}]"))
+        i = j
+    return ",".join(pieces)
 
 
 def expand_tasks(text: str) -> list[int]:

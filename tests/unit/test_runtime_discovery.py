@@ -79,11 +79,9 @@ def test_flags_win_and_say_so() -> None:
     info = found({**SLURM, "MASTER_ADDR": "login3"}, master_addr="node1", master_port=7777)
     assert (info.master_addr, info.master_port) == ("node1", 7777)
     assert info.sources["master_addr"] == "--master-addr"
-    assert info.conflicts == ["--master-addr node1 is used, not frontier00007 (first host of the step's node list)",
-                              f"--master-port 7777 is used, not {step_port(SLURM)} (job id, step and restart count)"]
-    torchrun = found(TORCHRUN, master_port=7777)
-    assert torchrun.master_port == 7777 and not torchrun.agent_store and len(torchrun.conflicts) == 1
-    assert found(TORCHRUN, master_addr="node1", master_port=29400).agent_store
+    assert info.conflicts == ["--master-addr node1 is used, not frontier00007 (first host of the step's node list)"]
+    own = discover(SLURM, hostname="x", resolve=lambda name: ["10.0.0.7"], master_addr="10.0.0.7", master_port=7777)
+    assert own.master_addr == "10.0.0.7" and own.conflicts == []
 
 
 @pytest.mark.parametrize(
