@@ -1,0 +1,201 @@
+"""The job scripts on a real SLURM of four nodes: training, time limits, failures.
+
+Losses are compared with unbroken runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from jobs import ROOT, environment, losses, metrics, settings, steps, train_here
+
+pytestmark = pytest.mark.slurm
+
+
+class Runs:
+    """Jobs of one test, in a folder that every node sees."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster, self.folder = cluster, cluster.shared / name
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        self.run_folder = self.folder / "runs" / "job"
+
+    def submit(self, options: list[str], arguments: list[str], *, script: str = "launch/slurm.sh",
+               run: str | None = "runs/quickstart", env: dict[str, str] | None = None) -> int:
+        """sbatch ``script``, in this folder; the log is ``log.out`` there."""
+        return self.cluster.sbatch(
+            f"--output={self.folder}/log.out", *options, str(ROOT / script), *([run] if run else []), *arguments,
+            "--set", "name=job", "--set", f"output_dir={self.folder}/runs",
+            env=environment(**(env or {})), cwd=self.folder,
+        )
+
+    def log(self) -> str:
+        path = self.folder / "log.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, job: int, state: str, timeout: float = 120) -> dict[str, str]:
+        record = self.cluster.wait(job, timeout=timeout)
+        assert record["JobState"] == state, f"{record}\n{self.log()}"
+        return record
+
+    def wait_for_step(self, job: int, step: int, timeout: float = 60) -> None:
+        """Return when the run has done ``step`` steps."""
+        deadline = time.monotonic() + timeout
+        while steps(self.run_folder) < step:
+            state = self.cluster.job(job)["JobState"]
+            alive = state in ("PENDING", "CONFIGURING", "RUNNING") and time.monotonic() < deadline
+            assert alive, f"job {job} is {state} and has not reached step {step}\n{self.log()}"
+            time.sleep(0.1)
+
+    def no_rank_left(self) -> None:
+        """No process of the package on any node."""
+        left = {
+            name: command for name in self.cluster.nodes for _, command in self.cluster.processes(name)
+            if "megatron_port" in command
+        }
+        assert not left, left
+
+
+@pytest.fixture
+def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Runs:
+    return Runs(cluster, request.node.name.replace("[", "-").rstrip("]"))
+
+
+def test_a_job_trains_as_one_process_does(runs: Runs, tmp_path: Path) -> None:
+    change = {"training__steps": 5, "batch__global_batch_size": 8}
+    job = runs.submit(
+        ["--nodes=4", "--ntasks-per-node=2"],
+        settings(**change, engine="deepspeed", layout__zero_stage=1, layout__tensor_parallel_size=2,
+                 layout__pipeline_parallel_size=2),
+    )
+    runs.wait(job, "COMPLETED")
+    found = losses(runs.run_folder)
+    expected = train_here(tmp_path, 1, settings(**change))
+    assert len(found) == 5 and found == pytest.approx(expected, abs=1e-5)
+    log = runs.log()
+    first = runs.cluster.addresses[runs.cluster.nodes[0]]
+    assert f"master {first}:" in log and f"master_addr {first} (--master-addr)" in log, log
+    assert "tp 2 x pp 2 x dp 2" in log and "conflict" not in log, log
+
+
+def visible_devices(cluster: Cluster, ranks: int) -> list[str]:
+    """ROCR_VISIBLE_DEVICES of the ranks that run now, once there are ``ranks`` of them."""
+    ranks_here = "pgrep -f '^[^ ]*python[0-9.]* -m megatron_port train'"
+    show = f"for p in $({ranks_here}); do tr '\\0' '\\n' < /proc/$p/environ; done"
+    found = sorted(
+        line.partition("=")[2] for name in cluster.nodes
+        for line in cluster.on_node(name, ["sh", "-c", show], check=False).stdout.splitlines()
+        if line.startswith("ROCR_VISIBLE_DEVICES=")
+    )
+    return found if len(found) == ranks else []
+
+
+def test_the_frontier_script_runs_as_it_is_with_command_line_options(runs: Runs) -> None:
+    loaded = runs.folder / "modules"
+    lmod = runs.folder / "lmod" / "init" / "bash"
+    lmod.parent.mkdir(parents=True)
+    lmod.write_text(f'module() {{ printf "%s\\n" "$*" >> "{loaded}"; }}\n')
+    job = runs.submit(
+        ["--nodes=4", "--ntasks-per-node=2", "--cpus-per-task=1"],
+        settings(precision__dtype="bf16", training__steps=6, layout__tensor_parallel_size=2, engine="native",
+                 layout__pipeline_parallel_size=2, layout__recompute="full", batch__global_batch_size=8,
+                 cluster__peak_tflops=191.5),
+        script="launch/frontier_1t.sh", run=None,
+        # The faked nodes have no topology for --gpu-bind=closest to go by.
+        env={"LMOD_PKG": str(lmod.parents[1]), "SBATCH_ACCOUNT": "abc123", "SRUN_OPTIONS": "--gpu-bind=single:1"},
+    )
+    devices = runs.cluster.wait_for(lambda: visible_devices(runs.cluster, ranks=8), 60, "eight ranks")
+    runs.wait(job, "COMPLETED")
+    assert devices == ["0"] * 4 + ["1"] * 4, devices
+    log = runs.log()
+    assert "load rocm/" in loaded.read_text() and "rccl" in loaded.read_text()
+    tail = [line for line in log.splitlines() if line][-2:]
+    assert tail[0].startswith("TFLOP/s a GCD") and "HFU" in tail[0] and "MFU" in tail[0], log
+    assert tail[1].startswith("published: hardware 61.2 (HFU 31.96 %)"), log
+    assert len(losses(runs.run_folder)) == 6
+
+
+def test_usr1_saves_requeues_and_resumes(runs: Runs, tmp_path: Path) -> None:
+    change = settings(training__steps=60)
+    job = runs.submit(["--nodes=3", "--ntasks-per-node=1"], change)
+    runs.wait_for_step(job, 10)
+    runs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])
+    resumed_bit_for_bit(runs, job, change, tmp_path)
+
+
+@pytest.mark.slow
+def test_usr1_by_the_clock_of_the_time_limit(runs: Runs, tmp_path: Path) -> None:
+    change = settings(training__steps=150, model__num_layers=8, model__hidden_size=256, model__seq_length=128)
+    job = runs.submit(["--nodes=3", "--ntasks-per-node=1", "--time=1", "--signal=B:USR1@50"], change)
+    resumed_bit_for_bit(runs, job, change, tmp_path)
+
+
+def resumed_bit_for_bit(runs: Runs, job: int, change: list[str], here: Path) -> None:
+    """The job was queued again after a save, went on, and has the very losses of a run that nothing stopped."""
+    record = runs.wait(job, "COMPLETED", timeout=200)
+    log = runs.log()
+    assert int(record["Restarts"]) >= 1, log
+    assert "USR1 received" in log and "saved at step" in log and "resumed from" in log, log
+    assert losses(runs.run_folder) == train_here(here, 3, change)
+
+
+def test_sigterm_alone_saves_and_the_next_job_goes_on(runs: Runs, tmp_path: Path) -> None:
+    change = settings(training__steps=60)
+    job = runs.submit(["--nodes=3", "--ntasks-per-node=1"], change)
+    runs.wait_for_step(job, 10)
+    runs.cluster.run(["scancel", str(job)])
+    runs.wait(job, "CANCELLED")
+    done = steps(runs.run_folder)
+    assert 10 <= done < 60 and (runs.run_folder / "checkpoints" / f"step-{done:08d}").is_dir(), runs.log()
+    runs.wait(runs.submit(["--nodes=3", "--ntasks-per-node=1"], change), "COMPLETED")
+    assert f"resumed from {runs.run_folder}/checkpoints/step-{done:08d}" in runs.log()
+    assert losses(runs.run_folder) == train_here(tmp_path, 3, change)
+
+
+def test_a_killed_task_ends_the_job_and_is_named(runs: Runs) -> None:
+    change = settings(training__steps=100000, launch__when_failed='"stop"')
+    job = runs.submit(["--nodes=4", "--ntasks-per-node=1"], change)
+    runs.wait_for_step(job, 5)
+    victim = runs.cluster.nodes[2]
+    started = time.monotonic()
+    runs.cluster.kill_task(victim, "megatron_port train")
+    runs.wait(job, "FAILED")
+    assert time.monotonic() - started < 30
+    log = runs.log()
+    last = [line for line in log.splitlines() if line][-1]
+    assert "first failure" in last and victim in last and "Killed" in last, log
+    assert "Traceback" not in log, log
+    runs.no_rank_left()
+
+
+@pytest.mark.parametrize(
+    ("fault", "length"),
+    [("crash_node", 60), pytest.param("cut_link", 60, marks=pytest.mark.slow),
+     pytest.param("kill_slurmd", 1200, marks=pytest.mark.slow)],  # its tasks go on until SLURM misses it
+)
+def test_a_lost_node_ends_the_job_or_requeues_it(runs: Runs, tmp_path: Path, fault: str, length: int) -> None:
+    """Three of four nodes are used, so the job can start again elsewhere at once."""
+    change = settings(training__steps=120, checkpoint__save_interval=20)
+    job = runs.submit(["--nodes=3", "--ntasks-per-node=1"], change)
+    runs.wait_for_step(job, 15)
+    victim = runs.cluster.nodes[1]
+    getattr(runs.cluster, fault)(victim)
+    runs.wait(job, "COMPLETED", timeout=150)
+    log = runs.log()
+    assert "resumed from" in log and victim in log, log
+    assert losses(runs.run_folder) == train_here(tmp_path, 3, change)
+
+
+@pytest.mark.slow
+def test_the_same_failure_three_times_stops_the_run(runs: Runs) -> None:
+    job = runs.submit(["--nodes=2", "--ntasks-per-node=1"], settings(backend__device='"cuda"'))
+    record = runs.wait(job, "FAILED", timeout=150)
+    assert int(record["Restarts"]) == 2
+    log = runs.log()
+    assert "3 attempts in a row failed without getting past step 0" in log, log
+    assert not metrics(runs.run_folder)
