@@ -1,0 +1,1 @@
+"""Health of the nodes of a job and of the network between them."""

@@ -1,0 +1,67 @@
+"""The files of a preflight folder; each is whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_port.errors import EnvironmentFault
+from megatron_port.runtime.slurm import compress_hosts, expand_hosts
+
+FORMAT = 1
+REPORT, NETWORK = "preflight.json", "network.json"
+GOOD, BAD, SELECTED = "good.txt", "bad.txt", "selected.txt"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Temporary name, fsync, rename. Raises EnvironmentFault if the file system refuses."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path} cannot be written: {error.strerror or error}; --out must be a folder that every node can write"
+        ) from None
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """As :func:`write_text`."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of this format. Raises EnvironmentFault for any other file; the message says which and why."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault(f"{path.name} cannot be read: {error}") from None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise EnvironmentFault(f"{path.name} is not of format {FORMAT}; it is another version's")
+    return value
+
+
+def write_hosts(path: Path, hosts: Sequence[str]) -> None:
+    """One line for ``srun --nodelist=`` or ``--exclude=``; an empty file for no host."""
+    write_text(path, compress_hosts(hosts) + "\n" if hosts else "")
+
+
+def read_hosts(path: Path) -> list[str]:
+    """Hosts of a list that :func:`write_hosts` wrote; none if it is not there."""
+    try:
+        return expand_hosts(path.read_text(encoding="utf-8").strip())
+    except OSError:
+        return []
