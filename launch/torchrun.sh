@@ -1,11 +1,15 @@
 #!/bin/bash
-# One node without SLURM: launch/torchrun.sh [run.toml] [--nproc N] [--set a.b=value …]
+# One node without SLURM: launch/torchrun.sh run.toml [--nproc N] [--set a.b=value …]
 # One process a GPU (or --nproc of them), started by torchrun; everything else goes to `megatron-port train`.
 set -euo pipefail
 
 root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-run=runs/gpt2-124m-1gpu
-if (( $# )) && [[ $1 != -* ]]; then run=$1; shift; fi
+if ! (( $# )) || [[ $1 == -* ]]; then
+  echo "usage: $0 run.toml [--nproc N] [--set a.b=value …]; e.g. runs/quickstart, runs/gpt2-124m-1gpu" >&2
+  exit 2
+fi
+run=$1
+shift
 nproc=
 arguments=()
 while (( $# )); do

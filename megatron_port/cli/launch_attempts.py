@@ -33,6 +33,7 @@ def add_actions(actions: Any) -> None:
     after.add_argument("--code", type=int, required=True, metavar="N", help="exit code of srun")
     after.add_argument("--srun-log", type=Path, metavar="FILE", help="srun's own lines")
     after.add_argument("--asked", default="", metavar="SIGNAL", help="signal that the script received")
+    after.add_argument("--not-started", default="", choices=tuple(attempts.NOT_STARTED), help="why no rank was started")
     after.usage = "%(prog)s [options] run.toml --code N [-- arguments of the job script]"
     after.set_defaults(act=run_after)
 
@@ -68,6 +69,7 @@ def run_after(args: argparse.Namespace) -> int:
     verdict = attempts.after(
         _folder(config), job, config.launch, code=args.code, srun_log=log, asked=args.asked,
         at_limit=at_limit, nodes_down=nodes_down,
+        not_started=args.not_started,
     )
     for line in filter(None, verdict.lines):
         print(f"launch: {line}", flush=True)

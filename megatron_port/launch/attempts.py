@@ -27,7 +27,7 @@ from megatron_port.errors import (
     EXIT_REQUEUE,
     EnvironmentFault,
 )
-from megatron_port.launch.outcome import FINISHED, SAVED, Failure, read_failure, read_outcome
+from megatron_port.launch.outcome import FINISHED, SAVED, Failure, Outcome, read_failure, read_outcome
 from megatron_port.runtime.job import Job
 from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
 
@@ -100,15 +100,20 @@ def _append(run_folder: Path, entry: Attempt) -> None:
 
 
 def fruitless(history: Sequence[Attempt], series: str) -> list[Attempt]:
-    """The failed attempts at the end of a series that got no further than the first of them."""
+    """The attempts at the end of a series that brought the run no further.
+
+    The first of them may have got somewhere before it failed; the others did not pass that step. A save that
+    is no further than the one before counts too: a signal that always comes too early must not repeat for ever.
+    """
     last: list[Attempt] = []
+    furthest = -1
     for entry in (a for a in history if a.series == series):
-        if entry.status != FAILED:
+        further = entry.step > furthest
+        furthest = max(furthest, entry.step)
+        if entry.status == FINISHED or (entry.status == SAVED and further):
             last = []
-        elif last and entry.step > max(a.step for a in last):
-            last = [entry]
-        else:
-            last.append(entry)
+        elif entry.status in (FAILED, SAVED):
+            last = [entry] if further else [*last, entry]
     return last
 
 
@@ -213,6 +218,7 @@ def after(
     asked: str,
     at_limit: bool,
     nodes_down: Callable[[str], list[str]],
+    not_started: str = "",
     now: float | None = None,
 ) -> Verdict:
     """Note how this attempt ended, and say what follows.
@@ -223,17 +229,17 @@ def after(
         asked: signals that the job script received ("USR1", "TERM", "" …).
         at_limit: the job's time is over.
         nodes_down: SLURM node list → those of them that are down, described.
+        not_started: why the ranks were never started: ``nodes`` (preflight), ``setup`` (said above), ``signal``.
     """
     now = time.time() if now is None else now
+    if not_started:
+        return _without_ranks(run_folder, job, launch, not_started, code, now)
     outcome = read_outcome(run_folder)
     if outcome is not None and outcome.attempt == job.attempt:
         _append(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
         if outcome.status == FINISHED:
             return Verdict("done", EXIT_OK, ())
-        wanted = outcome.signal == "SIGUSR1" or at_limit
-        action = launch.when_stopped if wanted else "stop"
-        line = f"saved at step {outcome.step} on {outcome.signal or 'a signal'}"
-        return Verdict(action, EXIT_REQUEUE if action == "stop" and wanted else EXIT_OK, (line, _next(action, wanted)))
+        return _after_save(run_folder, job, launch, outcome, at_limit)
     step = steps_done(run_folder)
     failure = read_failure(run_folder, job.attempt)
     cause, exit_code = _cause(run_folder, job, failure, code, srun_log, asked, nodes_down)
@@ -241,6 +247,39 @@ def after(
     head = f"attempt {job.attempt} failed after step {step}; srun ended with {code}"
     action, why = _after_failure(run_folder, job, launch, failure, step)
     return Verdict(action, exit_code, (head, why, f"first failure: {cause}"))
+
+
+NOT_STARTED = {
+    "nodes": "preflight left too few good nodes",
+    "setup": "the job could not be set up, see above",
+    "signal": "the signal that a time limit is near came before the ranks had started; give the job more time, or the "
+              "signal less: sbatch --signal=B:USR1@SECONDS (launch.signal_seconds)",
+}
+
+
+def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, code: int, now: float) -> Verdict:
+    """Only other nodes can make a difference to a job that did not get as far as its ranks."""
+    step = steps_done(run_folder)
+    cause = NOT_STARTED[why]
+    _append(run_folder, _ended(job, FAILED, step, cause, now))
+    action, line = "stop", ""
+    if why == "nodes":
+        action, line = _after_failure(run_folder, job, launch, None, step)
+    return Verdict(action, code or EXIT_ENVIRONMENT, (f"attempt {job.attempt} ended: {cause}", line))
+
+
+def _after_save(run_folder: Path, job: Job, launch: LaunchConfig, outcome: Outcome, at_limit: bool) -> Verdict:
+    """A person who cancels a job wants it gone; a time limit wants it to go on."""
+    wanted = outcome.signal == "SIGUSR1" or at_limit
+    signal = outcome.signal or "a signal"
+    line = f"saved at step {outcome.step} on {signal}" if outcome.step else f"stopped by {signal} before the first step"
+    again = fruitless(read_history(run_folder), job.series)
+    if wanted and len(again) >= launch.max_attempts:
+        why = f"{len(again)} attempts in a row got no further than step {again[0].step}: the signal comes too early " \
+              "for this time limit, see launch.signal_seconds and sbatch --signal"
+        return Verdict("stop", EXIT_ENVIRONMENT, (line, why))
+    action = launch.when_stopped if wanted else "stop"
+    return Verdict(action, EXIT_REQUEUE if action == "stop" and wanted else EXIT_OK, (line, _next(action, wanted)))
 
 
 def _ended(job: Job, status: str, step: int, cause: str, now: float) -> Attempt:
@@ -261,16 +300,14 @@ def _cause(
     """What ended the attempt, in one line, and the exit code for it."""
     if failure is not None:
         return _failure_text(failure), failure.exit_code
-    parts = []
     first = first_srun_failure(srun_log)
-    if first:
-        parts.append(first)
+    noticed = read_failure(run_folder, job.attempt, lost_peer=True)
+    if noticed is not None and (not first or "Exited with exit code" in first):
+        first = _failure_text(noticed)  # the rank that exited is the one that noticed
+    parts = [first] if first else []
     down = nodes_down(job.node_list)
     if down:
         parts.append(f"nodes that cannot run jobs now: {', '.join(down)}")
-    noticed = read_failure(run_folder, job.attempt, lost_peer=True)
-    if noticed is not None and not first:
-        parts.append(_failure_text(noticed))
     if not parts and asked:
         parts.append(f"{asked} came before there was anything to save")
     if not parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from megatron_port.errors import EnvironmentFault
@@ -42,13 +43,16 @@ def chain_command(record: dict[str, str], job: Job, arguments: Sequence[str]) ->
     for field, option in (
         ("JobName", "job-name"), ("NumNodes", "nodes"), ("TimeLimit", "time"), ("Partition", "partition"),
         ("Account", "account"), ("QOS", "qos"), ("Reservation", "reservation"), ("Features", "constraint"),
-        ("NtasksPerN:B:S:C", "ntasks-per-node"),
+        ("NtasksPerN:B:S:C", "ntasks-per-node"), ("CPUs/Task", "cpus-per-task"), ("TresPerNode", "gres"),
+        ("ExcNodeList", "exclude"), ("MinMemoryNode", "mem"), ("Network", "network"),
     ):
         value = record.get(field, "")
         if field == "NumNodes":
             value = value.partition("-")[0]
         if field == "NtasksPerN:B:S:C":
             value = value.partition(":")[0]
+        if field == "TresPerNode":
+            value = re.sub(r"(^|,)gres[:/]", r"\1", value)  # gres:gpu:8 or gres/gpu:8
         if value and value not in ("(null)", "N/A", "0"):
             command.append(f"--{option}={value}")
     log = record.get("StdOut", "")

@@ -22,7 +22,7 @@ from megatron_port.launch.outcome import Outcome as Ending
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.job import attempt_name
-from megatron_port.runtime.signals import StopRequest
+from megatron_port.runtime.signals import StopRequest, hold
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.assemble import build_engine
 from megatron_port.train.replicas import check_replicas
@@ -156,15 +156,15 @@ class Trainer:
                 unfinished = bool(level) and p.step < c.training.steps
                 if (c.checkpoint.save_final or unfinished) and saved_at != p.step:
                     self._save()
+                hold()  # what comes now comes too late to matter, and must not kill a rank that has saved
+                if self.session.speaker:
+                    signal_name = {0: "", 1: "SIGTERM", 2: "SIGUSR1"}[level] if unfinished else ""
+                    status = SAVED if unfinished else FINISHED
+                    write_outcome(run_folder(c), Ending(attempt_name(), status, p.step, signal_name, time.time()))
         finally:
             telemetry.close()
         if unfinished:
             self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
-        if self.session.speaker:
-            signal_name = {0: "", 1: "SIGTERM", 2: "SIGUSR1"}[level] if unfinished else ""
-            write_outcome(run_folder(c), Ending(
-                attempt_name(), SAVED if unfinished else FINISHED, p.step, signal_name, time.time()
-            ))
         if self.rates:
             self.session.logger.log(closing_lines(c, list(self.rates)))
         return Outcome(p, EXIT_REQUEUE if unfinished and level == 2 else EXIT_OK, validation)

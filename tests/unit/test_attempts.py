@@ -153,17 +153,54 @@ def test_failures_with_progress_between_them_do_not_add_up(tmp_path: Path) -> No
         assert end(tmp_path, job, code=1).action == "requeue"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["failed", "saved", "finished", ""]), st.integers(0, 5)), max_size=12))
+@given(st.lists(st.tuples(st.sampled_from(["failed", "saved", "finished"]), st.integers(0, 5)), max_size=12))
 @settings(max_examples=200, deadline=None)
-def test_fruitless_is_a_run_of_failures_without_progress(ends: list[tuple[str, int]]) -> None:
+def test_fruitless_is_the_tail_that_got_no_further(ends: list[tuple[str, int]]) -> None:
     history = [Attempt(f"1.{i}", "1", "n1", status, step) for i, (status, step) in enumerate(ends)]
     found = fruitless(history, "1")
-    assert found == history[len(history) - len(found):]
-    assert all(a.status == "failed" for a in found)
-    assert all(a.step <= found[0].step for a in found)
-    if found and len(found) < len(history):
-        previous = history[-len(found) - 1]
-        assert previous.status != "failed" or found[0].step > previous.step
+    first = len(history) - len(found)
+    assert found == history[first:] and all(a.status != "finished" for a in found)
+
+    def further(at: int) -> bool:
+        return history[at].step > max((a.step for a in history[:at]), default=-1)
+
+    for at in range(first, len(history)):
+        assert not further(at) or (at == first and history[at].status == "failed")
+    if 0 < first < len(history):
+        before_it = history[first - 1]
+        good = before_it.status == "finished" or (before_it.status == "saved" and further(first - 1))
+        assert good or further(first)
+    if not found and history:
+        assert history[-1].status == "finished" or (history[-1].status == "saved" and further(len(history) - 1))
+
+
+def test_saves_that_bring_nothing_stop_the_run(tmp_path: Path) -> None:
+    """A signal that comes at once, each time: the time limit is shorter than launch.signal_seconds."""
+    actions = []
+    for restart in range(4):
+        job = replace(JOB, restart=restart)
+        before(tmp_path, job, LAUNCH, nodes_down=healthy)
+        write_outcome(tmp_path, Outcome(job.attempt, "saved", 0, "SIGUSR1"))
+        verdict = end(tmp_path, job, asked="USR1")
+        actions.append(verdict.action)
+    assert actions == ["requeue", "requeue", "requeue", "stop"]
+    assert "before the first step" in verdict.lines[0] and "signal_seconds" in verdict.lines[1]
+
+
+def test_a_rank_that_only_noticed_is_told_when_nobody_else_is(tmp_path: Path) -> None:
+    noticed = EnvironmentFault("rank 0 on n1: rank 2 does not answer")
+    record_failure(tmp_path, JOB.attempt, 0, noticed, lost_peer=True)
+    verdict = end(tmp_path, JOB, code=3, log="srun: error: n1: task 0: Exited with exit code 3\n")
+    assert "rank 2 does not answer" in verdict.lines[-1]
+
+
+@pytest.mark.parametrize(("why", "action"), [("setup", "stop"), ("signal", "stop"), ("nodes", "requeue")])
+def test_ranks_that_were_never_started(tmp_path: Path, why: str, action: str) -> None:
+    before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
+    verdict = after(tmp_path, JOB, LAUNCH, code=3, srun_log="", asked="", at_limit=False, nodes_down=healthy,
+                    not_started=why)
+    assert (verdict.action, verdict.exit_code) == (action, 3)
+    assert read_history(tmp_path)[-1].status == "failed"
 
 
 def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
@@ -209,6 +246,7 @@ RECORD = """JobId=12 JobName=a run
    NumNodes=4-4 NumCPUs=8 NumTasks=8 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
    Socks/Node=* NtasksPerN:B:S:C=2:0:*:* CoreSpec=*
    Features=nvme DelayBoot=00:00:00
+   TresPerNode=gres:gpu:8 ExcNodeList=n9
    Command=/a place/launch/slurm.sh my run.toml --set a=1
    WorkDir=/a place
    StdOut=/a place/a run-12.out
@@ -219,7 +257,7 @@ def test_a_chained_job_keeps_what_the_command_line_gave() -> None:
     command = chain_command(job_record(RECORD), replace(JOB, series="9"), ["my run.toml", "--set", "a=1"])
     assert command[0] == "sbatch" and command[-4:] == ["/a place/launch/slurm.sh", "my run.toml", "--set", "a=1"]
     for option in ("--dependency=afterany:12", "--export=ALL,MEGATRON_PORT_SERIES=9", "--nodes=4", "--time=02:00:00",
-                   "--partition=batch", "--account=abc", "--constraint=nvme", "--ntasks-per-node=2",
+                   "--partition=batch", "--account=abc", "--constraint=nvme", "--ntasks-per-node=2", "--gres=gpu:8", "--exclude=n9", "--cpus-per-task=1",
                    "--output=/a place/a run-%j.out"):
         assert option in command
     assert not any(o.startswith("--qos") for o in command)
