@@ -16,7 +16,7 @@ from jobs import ROOT, environment
 
 pytestmark = pytest.mark.slurm
 
-CLEAN_RUNS = 2
+CLEAN_RUNS = 1
 """Here, to keep the tests short; ten and more were run by hand."""
 RUN = """\
 engine = "native"
