@@ -57,7 +57,9 @@ def chain_command(record: dict[str, str], job: Job, arguments: Sequence[str]) ->
             command.append(f"--{option}={value}")
     log = record.get("StdOut", "")
     if log:
-        command.append(f"--output={log.replace(job.id, '%j')}")
+        folder, slash, name = log.rpartition("/")
+        name = re.sub(rf"(?<!\d){job.id}(?!\d)", "%j", name.replace("%", "%%"))
+        command.append(f"--output={folder.replace('%', '%%')}{slash}{name}")
     return [*command, script, *arguments]
 
 

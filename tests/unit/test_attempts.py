@@ -249,7 +249,7 @@ RECORD = """JobId=12 JobName=a run
    TresPerNode=gres:gpu:8 ExcNodeList=n9
    Command=/a place/launch/slurm.sh my run.toml --set a=1
    WorkDir=/a place
-   StdOut=/a place/a run-12.out
+   StdOut=/a place 12/a run-12.out
 """
 
 
@@ -258,7 +258,7 @@ def test_a_chained_job_keeps_what_the_command_line_gave() -> None:
     assert command[0] == "sbatch" and command[-4:] == ["/a place/launch/slurm.sh", "my run.toml", "--set", "a=1"]
     for option in ("--dependency=afterany:12", "--export=ALL,MEGATRON_PORT_SERIES=9", "--nodes=4", "--time=02:00:00",
                    "--partition=batch", "--account=abc", "--constraint=nvme", "--ntasks-per-node=2", "--gres=gpu:8", "--exclude=n9", "--cpus-per-task=1",
-                   "--output=/a place/a run-%j.out"):
+                   "--output=/a place 12/a run-%j.out"):
         assert option in command
     assert not any(o.startswith("--qos") for o in command)
 
