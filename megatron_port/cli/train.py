@@ -82,5 +82,5 @@ def train(config: RunConfig, info: ProcessInfo) -> int:
         lost = isinstance(error, PeerLost)
         record_failure(run_folder(config), attempt_name(), info.rank, error, lost_peer=lost)
         raise
-    # Rank 0 leaves last. Were the first one to leave to ask for a requeue, srun --kill-on-bad-exit would end the others.
+    # Rank 0 leaves last. If the first to leave asked for a requeue, srun --kill-on-bad-exit would end the others.
     return outcome.exit_code if info.rank == 0 else 0

@@ -247,7 +247,7 @@ def _with_flags(info: ProcessInfo, addr: str | None, port: int | None, resolve: 
             continue
         before, source = values[name], sources.get(name, "default")
         # Under SLURM the port is ours, derived from the job: nobody asked for it.
-        if info.launcher == "torchrun" and before != value or (
+        if (info.launcher == "torchrun" and before != value) or (
             info.launcher == "slurm" and name == "master_addr" and not _same_place(str(value), before, resolve)
         ):
             conflicts.append(f"{flag} {value} is used, not {before} ({source})")

@@ -60,7 +60,8 @@ def test_job_of_an_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("00:01:00", 60), ("2-01:00:05", 176405), ("UNLIMITED", None), ("", None), ("x-00:00:01", None)]
+    ("text", "seconds"),
+    [("00:01:00", 60), ("2-01:00:05", 176405), ("UNLIMITED", None), ("", None), ("x-00:00:01", None)],
 )
 def test_scontrols_clock(text: str, seconds: int | None) -> None:
     assert clock_seconds(text) == seconds
@@ -257,7 +258,8 @@ def test_a_chained_job_keeps_what_the_command_line_gave() -> None:
     command = chain_command(job_record(RECORD), replace(JOB, series="9"), ["my run.toml", "--set", "a=1"])
     assert command[0] == "sbatch" and command[-4:] == ["/a place/launch/slurm.sh", "my run.toml", "--set", "a=1"]
     for option in ("--dependency=afterany:12", "--export=ALL,MEGATRON_PORT_SERIES=9", "--nodes=4", "--time=02:00:00",
-                   "--partition=batch", "--account=abc", "--constraint=nvme", "--ntasks-per-node=2", "--gres=gpu:8", "--exclude=n9", "--cpus-per-task=1",
+                   "--partition=batch", "--account=abc", "--constraint=nvme", "--ntasks-per-node=2",
+                   "--gres=gpu:8", "--exclude=n9", "--cpus-per-task=1",
                    "--output=/a place 12/a run-%j.out"):
         assert option in command
     assert not any(o.startswith("--qos") for o in command)
