@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_port.errors import PeerLost, PortError
 from megatron_port.runtime.discovery import ProcessInfo
 
-CONSEQUENCE = "this is a consequence: the first failure is in the log of the rank that ended first"
+CONSEQUENCE = "this is a consequence: the cause is with the rank that ended or fell silent first"
 _ADDRESS = r"\[?(?P<peer>[^\s\]]+)\]?:\d+"
 
 
