@@ -81,27 +81,29 @@ each_node() {  # one task a node of the allocation
     < /dev/null
 }
 
-ranks() {  # the ranks' own srun options, then the command
-  local options=(--nodes="$node_count" --ntasks="$((node_count * tasks_per_node))" --ntasks-per-node="$tasks_per_node"
+ranks() {  # NODES LIST COMMAND…: the command as every rank of that many nodes (LIST may be empty: any of the job's)
+  local options=(--nodes="$1" --ntasks="$(($1 * tasks_per_node))" --ntasks-per-node="$tasks_per_node"
     --export=ALL --kill-on-bad-exit=1 --distribution=block)
   (( cores_per_task )) && options+=(--cpus-per-task="$cores_per_task")
-  [[ -z $node_list ]] || options+=(--nodelist="$node_list")
+  [[ -z $2 ]] || options+=(--nodelist="$2")
+  shift 2
   local more=()
   read -ra more <<< "${SRUN_OPTIONS:-}"  # the last of two equal options wins in srun
   exec srun "${options[@]}" "${site_srun[@]}" "${more[@]}" "$@" < /dev/null
 }
 
-check_nodes() {  # leave out nodes that preflight does not trust
+check_nodes() {  # leave out nodes, and nodes with links, that preflight does not trust
   local out=$run_folder/preflight-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
   mkdir -p "$out"
   each_node "$python" -m megatron_port preflight node "${run[@]}" --out "$out" \
     || say "preflight did not run on every node"
   not_started=nodes
   select_nodes "$out"
-  address=$(first_node_address "$(scontrol show hostnames "$node_list" | head -n 1)")
-  (ranks "$python" -m megatron_port preflight network "${run[@]}" --out "$out" \
-    --master-addr "$address" --master-port "$((port + 1))") \
-    || say "preflight found the network below its thresholds, see above"
+  (  # over every good node, so that a spare's links are known before it is needed
+    mapfile -t good < <(scontrol show hostnames "$(< "$out/good.txt")")
+    ranks "${#good[@]}" "$(< "$out/good.txt")" "$python" -m megatron_port preflight network "${run[@]}" \
+      --out "$out" --master-addr "$(first_node_address "${good[0]}")" --master-port "$((port + 1))"
+  ) || say "preflight found the network below its thresholds, see above"
   select_nodes "$out"
   not_started=setup
 }
@@ -178,7 +180,7 @@ launch_main() {
   # What srun itself says of lost tasks is kept apart from what thousands of ranks may say.
   exec {err}> >(tee >(grep --line-buffered -E '^(srun|slurmstepd): ' > "$srun_log") >&2)
   err_pid=$!
-  ranks "$python" -m megatron_port train "${run[@]}" "${train_only[@]}" \
+  ranks "$node_count" "$node_list" "$python" -m megatron_port train "${run[@]}" "${train_only[@]}" \
     --master-addr "$address" --master-port "$port" 2>&"$err" &
   srun_pid=$!
   while :; do  # a signal ends wait, not srun
