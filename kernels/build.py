@@ -1,0 +1,345 @@
+"""Build the kernel libraries and the torch binding ahead of time: ``make kernels``.
+
+    python kernels/build.py                 what this machine has a compiler for; says what is left out and why
+    python kernels/build.py cpu binding     these, or stop
+    python kernels/build.py rocm --archs gfx90a
+
+| target | compiler | from | gives |
+|---|---|---|---|
+| cpu | g++ or clang++ (CXX), OpenMP | cpu/*.cpp | libmp_cpu-LEVEL.so, one a level of the instruction set |
+| cuda | nvcc | device/*.cu | libmp_cuda.so (sm_80, sm_90) |
+| rocm | torch's hipify, then hipcc | device/*.cu | libmp_rocm.so (gfx90a; gfx942 where the compiler can) |
+| binding | g++ against torch's headers | binding/*.cpp | libmp_binding.so |
+| emulated | g++ | device/*.cu, emulator/ | libmp_emulated32.so and 64: device code on a CPU, for the tests |
+
+Needs no torch but for ``binding`` (headers, libtorch_cpu) and ``rocm`` (hipify), both from the Python that runs this.
+A file is compiled again when it, a header, the compiler or a flag has changed. Exit 1: a build failed; 3: a compiler
+that was asked for is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+OUT = HERE.parent / "megatron_port" / "_kernels"
+BUILD = HERE.parent / "build" / "kernels"
+TARGETS = ("cpu", "binding", "cuda", "rocm")
+CUDA_ARCHS = ("sm_80", "sm_90")
+ROCM_ARCHS = ("gfx90a", "gfx942")
+# One library a level, the best that the processor has is loaded: -march=native would bind a build to its host.
+CPU_LEVELS = {
+    "x86_64": (("v2", "-march=x86-64-v2"), ("v3", "-march=x86-64-v3"), ("v4", "-march=x86-64-v4")),
+}
+WARNINGS = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas")
+
+
+class Missing(Exception):
+    """A compiler or a header that a target needs is not here."""
+
+
+class Failed(Exception):
+    """A compiler stopped; its output is the message."""
+
+
+@dataclass
+class Library:
+    """One shared object: how its sources are compiled and how it is linked."""
+
+    name: str
+    target: str
+    compile: list[str]
+    sources: list[Path]
+    link: list[str]
+    headers: list[Path]
+    version: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
+    """Output of a command; Failed with it where it stops."""
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(environment or {})}
+    )
+    if done.returncode:
+        raise Failed(f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def _compiler(*names: str, hint: str) -> str:
+    for name in names:
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise Missing(f"no {' or '.join(n for n in names if n)} here; {hint}")
+
+
+def _headers(*folders: str) -> list[Path]:
+    return sorted(p for f in folders for p in (HERE / f).iterdir() if p.suffix in (".h", ".cuh"))
+
+
+def _cxx() -> str:
+    return _compiler(os.environ.get("CXX", ""), "g++", "clang++", hint="apt-get install g++")
+
+
+def _version(compiler: str) -> str:
+    """What ``--version`` says, in one line."""
+    lines = [line.strip() for line in _run([compiler, "--version"]).splitlines() if line.strip()]
+    wanted = [line for line in lines if re.search(r"release|HIP version", line)]
+    return " ".join(wanted or lines[:1])
+
+
+# ------------------------------------------------------------------------------------------------ the targets
+
+
+def cpu_libraries() -> list[Library]:
+    """libmp_cpu-LEVEL.so."""
+    cxx = _cxx()
+    sources = sorted((HERE / "cpu").glob("*.cpp"))
+    headers = _headers("include", "cpu")
+    levels = CPU_LEVELS.get(platform.machine(), (("base", ""),))
+    out = []
+    for level, flag in levels:
+        # No -ffast-math: NaN, infinity and the order of sums must be kept. These two only drop errno and traps.
+        flags = [cxx, "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *WARNINGS,
+                 *([flag] if flag else []), f'-DMP_TARGET="cpu {level}"', f"-I{HERE / 'include'}", f"-I{HERE / 'cpu'}"]
+        out.append(Library(f"libmp_cpu-{level}.so", "cpu", flags, sources, [cxx, "-shared", "-fopenmp"], headers,
+                           _version(cxx)))
+    return out
+
+
+def torch_folder() -> Path:
+    """Where torch is installed, without importing it: a build in isolation cannot, but the files lie here."""
+    candidates = [*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+    for folder in dict.fromkeys(candidates):
+        torch = Path(folder or ".") / "torch"
+        if (torch / "include" / "torch" / "csrc" / "stable" / "library.h").exists():
+            return torch
+    raise Missing("no torch with headers for its stable ABI here; install torch first, then pip install "
+                  "--no-build-isolation")
+
+
+def binding_library() -> list[Library]:
+    """libmp_binding.so. The stable ABI of torch 2.10: later ones keep it."""
+    cxx, torch = _cxx(), torch_folder()
+    flags = [cxx, "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000",
+             f"-I{HERE / 'include'}", "-isystem", str(torch / "include")]
+    link = [cxx, "-shared", f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl"]
+    return [Library("libmp_binding.so", "binding", flags, sorted((HERE / "binding").glob("*.cpp")), link,
+                    _headers("include", "binding"), _version(cxx))]
+
+
+def nvcc_path() -> str:
+    """CUDA_HOME's nvcc, or that of PATH."""
+    home = os.environ.get("CUDA_HOME", "")
+    return _compiler(f"{home}/bin/nvcc" if home else "", "nvcc", hint="install the CUDA toolkit, or set CUDA_HOME")
+
+
+def cuda_library(archs: Sequence[str]) -> list[Library]:
+    """libmp_cuda.so, with PTX of the last architecture for what comes after it."""
+    nvcc = nvcc_path()
+    archs = list(archs or CUDA_ARCHS)
+    numbers = [a.removeprefix("sm_") for a in archs]
+    codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+    codes.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
+    flags = [nvcc, "-std=c++17", "-O3", "-Xcompiler=-fPIC", "-lineinfo", *codes, f'-DMP_TARGET="{" ".join(archs)}"',
+             f"-I{HERE / 'include'}", f"-I{HERE / 'device'}"]
+    return [Library("libmp_cuda.so", "cuda", flags, sorted((HERE / "device").glob("*.cu")),
+                    [nvcc, "-shared", *codes], _headers("include", "device"), _version(nvcc))]
+
+
+def hipify(out: Path) -> list[Path]:
+    """HIP sources of device/ in ``out``, made by torch's hipify; the .hip files."""
+    code = (
+        "import sys, contextlib\n"
+        "from torch.utils.hipify.hipify_python import hipify\n"
+        "source, target = sys.argv[1:]\n"
+        "with contextlib.redirect_stdout(sys.stderr):\n"
+        "    hipify(project_directory=source, output_directory=target, includes=['*'],\n"
+        "           extensions=('.cu', '.cuh'), is_pytorch_extension=True)\n"
+    )
+    if out.exists():
+        shutil.rmtree(out)  # hipify copies the tree only to where nothing is yet
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _run([sys.executable, "-c", code, str(HERE / "device"), str(out)])
+    except Failed as error:
+        raise Missing(f"torch's hipify does not run in {sys.executable}: {str(error)[-500:]}") from error
+    made = sorted(out.glob("*.hip"))
+    if len(made) != len(list((HERE / "device").glob("*.cu"))):
+        raise Failed(f"hipify made {[p.name for p in made]} of {HERE / 'device'}")
+    return made
+
+
+def _compiles_for(hipcc: str, arch: str, environment: dict[str, str]) -> bool:
+    """Whether hipcc knows the architecture, device library included."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "empty.hip"
+        source.write_text("#include <hip/hip_runtime.h>\n__global__ void k(float* x) { x[threadIdx.x] = 1.0f; }\n")
+        command = [hipcc, "-c", f"--offload-arch={arch}", str(source), "-o", str(Path(folder) / "empty.o")]
+        return subprocess.run(command, capture_output=True, env={**os.environ, **environment}).returncode == 0
+
+
+def rocm_library(archs: Sequence[str]) -> list[Library]:
+    """libmp_rocm.so from hipified sources; without ``archs``: those of ROCM_ARCHS that the compiler can."""
+    home = os.environ.get("ROCM_HOME", os.environ.get("ROCM_PATH", ""))
+    hipcc = _compiler(f"{home}/bin/hipcc" if home else "", "hipcc", "/opt/rocm/bin/hipcc",
+                      hint="load the site's rocm module, or install hipcc")
+    # Where nvcc is also found, hipcc would silently build for NVIDIA.
+    environment = {"HIP_PLATFORM": "amd"}
+    chosen = list(archs) or [a for a in ROCM_ARCHS if _compiles_for(hipcc, a, environment)]
+    if not chosen:
+        raise Missing(f"{hipcc} compiles for none of {', '.join(ROCM_ARCHS)}")
+    left = [a for a in ROCM_ARCHS if a not in chosen]
+    if left and not archs:
+        print(f"rocm: without {', '.join(left)}, which {hipcc} does not know")
+    folder = BUILD / "hip"
+    sources = hipify(folder)
+    targets = [f"--offload-arch={a}" for a in chosen]
+    flags = [hipcc, "-std=c++17", "-O3", "-fPIC", "-DMP_WARP=64", *targets, f'-DMP_TARGET="{" ".join(chosen)}"',
+             f"-I{HERE / 'include'}", f"-I{folder}"]
+    return [Library("libmp_rocm.so", "rocm", flags, sources, [hipcc, "-shared", *targets],
+                    [*_headers("include"), *sorted(folder.glob("*.cuh"))], _version(hipcc), environment)]
+
+
+def emulated_libraries() -> list[Library]:
+    """libmp_emulated32.so and libmp_emulated64.so."""
+    cxx = _cxx()
+    out = []
+    for lanes in (32, 64):
+        flags = [cxx, "-std=c++17", "-O1", "-fPIC", "-DMP_EMULATOR", f"-DMP_WARP={lanes}", *WARNINGS,
+                 f'-DMP_TARGET="emulated {lanes}"', f"-I{HERE / 'include'}", f"-I{HERE / 'emulator'}",
+                 f"-I{HERE / 'device'}", "-x", "c++"]
+        out.append(Library(f"libmp_emulated{lanes}.so", "emulated", flags, sorted((HERE / "device").glob("*.cu")),
+                           [cxx, "-shared"], _headers("include", "device", "emulator"), _version(cxx)))
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ building
+
+
+def _digest(parts: Sequence[object]) -> str:
+    return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=12).hexdigest()
+
+
+def sources_digest(library: Library) -> str:
+    """Of everything a library is made from."""
+    files = [*library.sources, *library.headers]
+    return _digest([library.version, *library.compile, *library.link, *(p.read_text() for p in files)])
+
+
+def _compile(library: Library, source: Path, folder: Path) -> Path:
+    """The object file of one source, compiled unless one of the same inputs is there."""
+    key = _digest([library.version, *library.compile, source.read_text(), *(h.read_text() for h in library.headers)])
+    target = folder / f"{source.stem}-{key}.o"
+    if not target.exists():
+        for old in folder.glob(f"{source.stem}-*.o"):
+            old.unlink()
+        temporary = target.with_suffix(f".{os.getpid()}.tmp.o")
+        _run([*library.compile, "-c", str(source), "-o", str(temporary)], library.environment)
+        os.replace(temporary, target)
+    return target
+
+
+def build(libraries: Sequence[Library], out: Path, jobs: int = 0) -> list[Path]:
+    """Compile in parallel and link; each library appears whole, with its line in manifest.json."""
+    out.mkdir(parents=True, exist_ok=True)
+    pool = concurrent.futures.ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0)))
+    with pool:
+        work = {}
+        for library in libraries:
+            folder = BUILD / library.name
+            folder.mkdir(parents=True, exist_ok=True)
+            work[library.name] = [pool.submit(_compile, library, source, folder) for source in library.sources]
+        made = []
+        for library in libraries:
+            objects = [str(future.result()) for future in work[library.name]]
+            path, digest = out / library.name, sources_digest(library)
+            if not path.exists() or read_manifest(out).get(library.name, {}).get("sources") != digest:
+                temporary = path.with_suffix(f".{os.getpid()}.tmp")
+                options = [o for o in library.link if not o.startswith("-l")]
+                _run([*options, "-o", str(temporary), *objects, *_libraries_of(library)],
+                     library.environment)
+                os.replace(temporary, path)
+                _record(library, out, digest)
+            made.append(path)
+    return made
+
+
+def _libraries_of(library: Library) -> list[str]:
+    """-l options come after the objects that need them."""
+    return [option for option in library.link if option.startswith("-l")]
+
+
+def read_manifest(out: Path) -> dict[str, dict[str, str]]:
+    """Library file → target, compiler, digest of its sources, date."""
+    try:
+        found: dict[str, dict[str, str]] = json.loads((out / "manifest.json").read_text())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
+def _record(library: Library, out: Path, digest: str) -> None:
+    manifest = read_manifest(out)
+    target = next((f for f in library.compile if f.startswith("-DMP_TARGET=")), f"=\"{library.target}\"")
+    manifest[library.name] = {"target": target.split("=", 1)[1].strip('"'), "compiler": library.version,
+                              "sources": digest, "built": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    temporary = out / f"manifest.{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    os.replace(temporary, out / "manifest.json")
+
+
+def plan(target: str, archs: Sequence[str]) -> list[Library]:
+    """The libraries of a target; Missing where it cannot be built here."""
+    makers: dict[str, Callable[[], list[Library]]] = {
+        "cpu": cpu_libraries, "binding": binding_library, "cuda": lambda: cuda_library(archs),
+        "rocm": lambda: rocm_library(archs), "emulated": emulated_libraries,
+    }
+    return makers[target]()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", choices=[*TARGETS, "emulated", []], help="default: all that can be built")
+    parser.add_argument("--archs", default="", help="comma-separated: sm_90,sm_100 for cuda, gfx90a for rocm")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the libraries")
+    parser.add_argument("--jobs", type=int, default=0, help="compilers at once (default: one a core)")
+    args = parser.parse_args(arguments)
+    archs = [a for a in re.split(r"[,; ]+", args.archs) if a]
+    wrong = 0
+    for target in args.targets or TARGETS:
+        started = time.monotonic()
+        try:
+            made = build(plan(target, archs), args.out, args.jobs)
+        except Missing as error:
+            print(f"{target}: left out: {error}", flush=True)
+            wrong = wrong or (3 if args.targets else 0)
+            continue
+        except Failed as error:
+            print(f"{target}: failed: {error}", flush=True)
+            wrong = 1
+            continue
+        names = ", ".join(f"{path.name} ({path.stat().st_size >> 10} KiB)" for path in made)
+        print(f"{target}: {names} in {time.monotonic() - started:.0f} s", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+// What every device source shares: number types, vector loads, reductions, launches.
+//
+// No header of torch, cub or cuda_bf16: the same text compiles with nvcc, after hipify with hipcc (whose older
+// versions lack hip_bf16 and the _sync shuffles), and with g++ against emulator/emulator.h.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef MP_EMULATOR
+#include "emulator.h"
+#else
+#include <cuda_runtime.h>
+#endif
+
+#include "mp.h"
+
+// Lanes of a warp, for host and device code alike: ROCm 7 made warpSize no constant. The build sets 64 for gfx9.
+#ifndef MP_WARP
+#define MP_WARP 32
+#endif
+
+namespace mp {
+
+constexpr int kMaxWarps = 1024 / MP_WARP;
+
+// ---------------------------------------------------------------------------------------------- number types
+
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+__host__ __device__ inline float float_of_bits(uint32_t bits) {
+  union {
+    uint32_t u;
+    float f;
+  } both;
+  both.u = bits;
+  return both.f;
+}
+
+__host__ __device__ inline uint32_t bits_of_float(float value) {
+  union {
+    float f;
+    uint32_t u;
+  } both;
+  both.f = value;
+  return both.u;
+}
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return float_of_bits(static_cast<uint32_t>(x.bits) << 16); }
+
+__device__ inline float to_float(f16 x) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(x.bits));
+  return out;
+#else
+  union {
+    uint16_t u;
+    _Float16 h;
+  } both;
+  both.u = x.bits;
+  return static_cast<float>(both.h);
+#endif
+}
+
+template <typename T>
+__device__ inline T from_float(float x);
+
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+
+template <>
+__device__ inline bf16 from_float<bf16>(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  bf16 out;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+  return out;
+#else
+  // Round to nearest even; a NaN stays one.
+  uint32_t bits = bits_of_float(x);
+  bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return bf16{static_cast<uint16_t>(nan ? 0x7fc0u : rounded)};
+#endif
+}
+
+template <>
+__device__ inline f16 from_float<f16>(float x) {
+#if defined(__CUDA_ARCH__)
+  f16 out;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+  return out;
+#else
+  union {
+    _Float16 h;
+    uint16_t u;
+  } both;
+  both.h = static_cast<_Float16>(x);
+  return f16{both.u};
+#endif
+}
+
+// The value that a tensor of T would hold: what a separate kernel would have read back.
+template <typename T>
+__device__ inline float rounded(float x) {
+  return to_float(from_float<T>(x));
+}
+
+// ---------------------------------------------------------------------------------------------- vector loads
+
+// Elements of T in 16 bytes, the widest load of a lane.
+template <typename T>
+constexpr int kVector = 16 / sizeof(T);
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T at[N];
+};
+
+template <int N, typename T>
+__device__ inline Pack<T, N> load(const T* from) {
+#ifdef MP_EMULATOR
+  emulator::check_aligned(from, sizeof(T) * N);
+#endif
+  return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+template <int N, typename T>
+__device__ inline void store(T* to, const Pack<T, N>& pack) {
+#ifdef MP_EMULATOR
+  emulator::check_aligned(to, sizeof(T) * N);
+#endif
+  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+// Whether rows of `cols` elements that start at these pointers may be read in 16-byte pieces. NULL does not matter.
+template <typename T, typename... Pointers>
+inline bool vectors_fit(int64_t cols, const Pointers*... pointers) {
+  uintptr_t all = 0;
+  for (const void* p : {static_cast<const void*>(pointers)...}) all |= reinterpret_cast<uintptr_t>(p);
+  return cols % kVector<T> == 0 && all % 16 == 0;
+}
+
+// ---------------------------------------------------------------------------------------------- reductions
+
+__device__ inline float shuffle_xor(float value, int mask) {
+#if defined(__HIP_PLATFORM_AMD__) || defined(MP_EMULATOR)
+  return __shfl_xor(value, mask);
+#else
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+#endif
+}
+
+struct Add {
+  __device__ float operator()(float a, float b) const { return a + b; }
+};
+struct Max {
+  __device__ float operator()(float a, float b) const { return a > b || a != a ? a : b; }
+};
+
+// Over the lanes of a warp; every lane gets the result.
+template <typename Op>
+__device__ inline float warp_reduce(float value, Op op) {
+#pragma unroll
+  for (int mask = MP_WARP / 2; mask > 0; mask >>= 1) value = op(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// Over a block of whole warps, N values at once; every thread gets the results. `scratch`: shared, N * kMaxWarps.
+// The leading barrier lets a kernel call it again with the same scratch.
+template <int N, typename Op>
+__device__ inline void block_reduce(float (&value)[N], float* scratch, Op op, float neutral) {
+  const int lane = threadIdx.x % MP_WARP, warp = threadIdx.x / MP_WARP, warps = blockDim.x / MP_WARP;
+#pragma unroll
+  for (int i = 0; i < N; i++) value[i] = warp_reduce(value[i], op);
+  if (warps == 1) return;
+  __syncthreads();
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i++) scratch[i * kMaxWarps + warp] = value[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; i++) value[i] = warp_reduce(lane < warps ? scratch[i * kMaxWarps + lane] : neutral, op);
+}
+
+// ---------------------------------------------------------------------------------------------- launches
+
+// Multiprocessors (compute units) of the current device; asked once a device.
+inline int multiprocessors() {
+#ifdef MP_EMULATOR
+  return 3;
+#else
+  static int known[64] = {};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 108;
+  if (known[device] == 0) cudaDeviceGetAttribute(&known[device], cudaDevAttrMultiProcessorCount, device);
+  return known[device];
+#endif
+}
+
+// Blocks of a persistent grid: no more than the work, at most `each` a multiprocessor.
+inline unsigned persistent_blocks(int64_t work, int each) {
+  const int64_t most = static_cast<int64_t>(multiprocessors()) * each;
+  return static_cast<unsigned>(work < 1 ? 1 : work < most ? work : most);
+}
+
+template <typename T>
+struct Same {
+  using type = T;
+};
+
+// Not <<<>>>: neither hipify nor the emulator has to understand a launch then.
+template <typename... P>
+inline int32_t launch(
+    void (*kernel)(P...), unsigned blocks, unsigned threads, void* stream, typename Same<P>::type... args) {
+#ifdef MP_EMULATOR
+  (void)stream;
+  return emulator::run(blocks, threads, MP_WARP, [&] { kernel(args...); });
+#else
+  void* list[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  return static_cast<int32_t>(cudaLaunchKernel(
+      reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads), list, 0,
+      static_cast<cudaStream_t>(stream)));
+#endif
+}
+
+// Threads of a block for `work` items: whole warps, at most `most`.
+inline unsigned block_threads(int64_t work, int most) {
+  int64_t warps = (work + MP_WARP - 1) / MP_WARP;
+  if (warps < 1) warps = 1;
+  return static_cast<unsigned>(warps * MP_WARP < most ? warps * MP_WARP : most);
+}
+
+// Calls `with(T{})` for the number type of a dtype code.
+template <typename F>
+inline int32_t for_dtype(int32_t dtype, F with) {
+  switch (dtype) {
+    case MP_F32: return with(float{});
+    case MP_F16: return with(f16{});
+    case MP_BF16: return with(bf16{});
+    default: return MP_BAD_DTYPE;
+  }
+}
+
+}  // namespace mp

@@ -1,0 +1,224 @@
+// Runs device sources on a CPU: a block's threads are fibers, warps have MP_WARP lanes (32 or 64).
+//
+// Blocks run one after another, so __shared__ is a static. Barriers and shuffles switch fibers. What it finds, with no
+// GPU: a warp size that is written as a number, a shuffle or barrier that not all threads reach (it stops and says so),
+// misaligned vector access, reads of what another thread has not written yet (fibers run out of step on purpose, in
+// rotating order). What it does not find: races inside a warp between barriers, and anything about speed.
+#pragma once
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __restrict__
+#define __launch_bounds__(...)
+#define __shared__ static
+
+struct dim3 {
+  unsigned x, y, z;
+};
+
+namespace emulator {
+
+[[noreturn]] inline void stop(const char* what) {
+  fprintf(stderr, "emulator: %s\n", what);
+  fflush(stderr);
+  abort();
+}
+
+inline void check_aligned(const void* pointer, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(pointer) % bytes) stop("misaligned vector access");
+}
+
+struct Barrier {
+  int arrived = 0;
+  int generation = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  int alive = 0;
+  uint64_t slot[2][64];
+  int exchange[64] = {};
+};
+
+struct Fiber {
+  ucontext_t start;
+  jmp_buf at;
+  std::vector<char> stack;
+  bool started = false, done = false;
+};
+
+constexpr size_t kStack = 128 << 10;
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  Barrier barrier;
+  int alive = 0, lanes = 32;
+  int current = 0;
+  unsigned block = 0, blocks = 0, threads = 0;
+  long waits = 0;  // switches since anything moved on
+  std::function<void()> body;
+  jmp_buf scheduler;
+};
+
+inline Block& state() {
+  static Block block;
+  return block;
+}
+
+inline void enter() {
+  Block& b = state();
+  b.body();
+  Fiber& f = b.fibers[b.current];
+  f.done = true;
+  b.alive--;
+  b.warps[b.current / b.lanes].alive--;
+  b.waits = 0;
+  _longjmp(b.scheduler, 1);
+}
+
+// Back to the scheduler, which runs the next fiber that is not done.
+inline void yield() {
+  Block& b = state();
+  if (++b.waits > 4L * static_cast<long>(b.threads) + 8) {
+    stop("a barrier or shuffle that some threads of its block or warp never reach");
+  }
+  Fiber& f = b.fibers[b.current];
+  if (_setjmp(f.at) == 0) _longjmp(b.scheduler, 1);
+}
+
+inline void wait(Barrier& barrier, const int& expected) {
+  Block& b = state();
+  const int generation = barrier.generation;
+  barrier.arrived++;
+  for (;;) {
+    if (barrier.generation != generation) return;
+    if (barrier.arrived >= expected) {
+      barrier.arrived = 0;
+      barrier.generation++;
+      b.waits = 0;
+      return;
+    }
+    yield();
+  }
+}
+
+inline void resume(int index) {
+  Block& b = state();
+  Fiber& f = b.fibers[index];
+  b.current = index;
+  if (_setjmp(b.scheduler) != 0) return;
+  if (f.started) _longjmp(f.at, 1);
+  f.started = true;
+  setcontext(&f.start);
+}
+
+inline int run(unsigned blocks, unsigned threads, int lanes, std::function<void()> body) {
+  if (threads == 0 || threads > 1024 || threads % lanes) stop("a block is not made of whole warps, at most 1024 threads");
+  Block& b = state();
+  b.lanes = lanes;
+  b.blocks = blocks;
+  b.threads = threads;
+  b.body = std::move(body);
+  if (b.fibers.size() < threads) b.fibers.resize(threads);
+  for (unsigned block = 0; block < blocks; block++) {
+    b.block = block;
+    b.alive = static_cast<int>(threads);
+    b.barrier = Barrier{};
+    b.warps.assign(threads / lanes, Warp{});
+    b.waits = 0;
+    for (Warp& w : b.warps) w.alive = lanes;
+    for (unsigned t = 0; t < threads; t++) {
+      Fiber& f = b.fibers[t];
+      f.started = f.done = false;
+      if (f.stack.empty()) f.stack.resize(kStack);
+      getcontext(&f.start);
+      f.start.uc_stack.ss_sp = f.stack.data();
+      f.start.uc_stack.ss_size = kStack;
+      f.start.uc_link = nullptr;
+      makecontext(&f.start, enter, 0);
+    }
+    // Backwards and forwards in turn: no order between threads can be relied on.
+    for (bool forward = false; b.alive > 0; forward = !forward) {
+      for (unsigned i = 0; i < threads; i++) {
+        const unsigned t = forward ? i : threads - 1 - i;
+        if (!b.fibers[t].done) resume(static_cast<int>(t));
+      }
+    }
+  }
+  return 0;
+}
+
+template <typename T>
+inline T exchange(T value, int source_lane) {
+  static_assert(sizeof(T) <= 8, "shuffles move up to 8 bytes");
+  Block& b = state();
+  const int lane = b.current % b.lanes;
+  Warp& w = b.warps[b.current / b.lanes];
+  // Two slots in turn: a lane can be one exchange ahead of another, never two.
+  const int side = w.exchange[lane]++ & 1;
+  memcpy(&w.slot[side][lane], &value, sizeof(T));
+  wait(w.barrier, w.alive);
+  T out;
+  memcpy(&out, &w.slot[side][source_lane], sizeof(T));
+  return out;
+}
+
+struct Index {
+  struct Thread {
+    operator unsigned() const { return static_cast<unsigned>(state().current); }
+  } x;
+};
+struct BlockIndex {
+  struct Value {
+    operator unsigned() const { return state().block; }
+  } x;
+};
+struct BlockSize {
+  struct Value {
+    operator unsigned() const { return state().threads; }
+  } x;
+};
+struct GridSize {
+  struct Value {
+    operator unsigned() const { return state().blocks; }
+  } x;
+};
+
+}  // namespace emulator
+
+static const emulator::Index threadIdx;
+static const emulator::BlockIndex blockIdx;
+static const emulator::BlockSize blockDim;
+static const emulator::GridSize gridDim;
+
+inline void __syncthreads() {
+  emulator::Block& b = emulator::state();
+  emulator::wait(b.barrier, b.alive);
+}
+
+template <typename T>
+inline T __shfl_xor(T value, int mask) {
+  return emulator::exchange(value, (emulator::state().current % emulator::state().lanes) ^ mask);
+}
+
+template <typename T>
+inline T __shfl(T value, int lane) {
+  return emulator::exchange(value, lane);
+}
+
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __expf(float x) { return expf(x); }

@@ -1,0 +1,63 @@
+"""The libraries that the same tests run on: the CPU's own, the device sources in the emulator, and a GPU's."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_port.backend import kernels
+from megatron_port.errors import EnvironmentFault
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATED = ROOT / "build" / "emulated"
+
+
+def load_build_script() -> ModuleType:
+    """kernels/build.py as a module."""
+    spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "kernels" / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kernels_build"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def build_script() -> ModuleType:
+    return load_build_script()
+
+
+@pytest.fixture(scope="session")
+def built(build_script: ModuleType) -> Path:
+    """The CPU library, the binding and the emulated libraries, of the sources as they are now."""
+    for target, out in (("cpu", kernels.FOLDER), ("binding", kernels.FOLDER), ("emulated", EMULATED)):
+        try:
+            build_script.build(build_script.plan(target, ()), out)
+        except build_script.Missing as error:
+            pytest.skip(f"kernels: {target} cannot be built here: {error}")
+    return EMULATED
+
+
+@pytest.fixture(params=["cpu", "emulated32", "emulated64", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, built: Path) -> Iterator[torch.device]:
+    """The device whose tensors the own kernels take; each parameter loads another library."""
+    if request.param == "gpu":
+        if not torch.cuda.is_available():
+            pytest.skip("no GPU that torch can use")
+        try:
+            kernels.load("rocm" if torch.version.hip else "cuda")
+        except EnvironmentFault as error:
+            pytest.skip(str(error))
+        yield torch.device("cuda")
+        return
+    library = None if request.param == "cpu" else built / f"libmp_{request.param}.so"
+    kernels.load("cpu", library=library)
+    yield torch.device("cpu")
+    if library is not None:
+        kernels.load("cpu")

@@ -1,0 +1,89 @@
+"""LayerNorm and RMSNorm, with and without bias and residual."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_port.backend.ops import norm
+from tests.kernels.reference import DTYPES, compare, random_shapes
+
+EPS = 1e-5
+# 4104 and 9000: more than one 16-byte piece a thread in half precision, and wider than the registers hold in fp32.
+SHAPES = random_shapes(1, 20, wide=(4104, 9000, 2051))
+
+
+def _inputs(rows: int, cols: int, count: int) -> list[torch.Tensor]:
+    """x, residual, weight, bias in fp64."""
+    g = torch.Generator().manual_seed(rows * 10007 + cols)
+    make = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    return [make(rows, cols) * 2 + 0.5, make(rows, cols), 1 + 0.3 * make(cols), make(cols)][:count]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm(device: torch.device, dtype: torch.dtype) -> None:
+    for rows, cols in SHAPES:
+        x, residual, weight, bias = _inputs(rows, cols, 4)
+        compare(lambda x, w, b: norm.layer_norm(x, w, b, EPS), lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),
+                (x, weight, bias), dtype, device, what=f"layer_norm {rows}x{cols}")
+        compare(lambda x, w: norm.layer_norm(x, w, None, EPS), lambda x, w: F.layer_norm(x, w.shape, w, None, EPS),
+                (x, weight), dtype, device, what=f"layer_norm without bias {rows}x{cols}")
+
+        def eager(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return F.layer_norm(x + r, w.shape, w, b, EPS), x + r
+
+        compare(lambda x, r, w, b: norm.add_layer_norm(x, r, w, b, EPS), eager, (x, residual, weight, bias), dtype,
+                device, what=f"add_layer_norm {rows}x{cols}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
+    for rows, cols in SHAPES:
+        x, residual, weight = _inputs(rows, cols, 3)
+        compare(lambda x, w: norm.rms_norm(x, w, EPS), lambda x, w: F.rms_norm(x, w.shape, w, EPS),
+                (x, weight), dtype, device, what=f"rms_norm {rows}x{cols}")
+
+        def eager(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return F.rms_norm(x + r, w.shape, w, EPS), x + r
+
+        compare(lambda x, r, w: norm.add_rms_norm(x, r, w, EPS), eager, (x, residual, weight), dtype, device,
+                what=f"add_rms_norm {rows}x{cols}")
+
+
+def test_only_the_sum_or_only_the_norm_is_used(device: torch.device) -> None:
+    x, residual, weight = (t.float().to(device).requires_grad_() for t in _inputs(5, 24, 3))
+    norm.add_rms_norm(x, residual, weight, EPS)[1].sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x)) and weight.grad is None
+    x.grad = residual.grad = None
+    norm.add_rms_norm(x, residual, weight, EPS)[0].sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, residual.grad)
+
+
+def test_the_same_bits_again(device: torch.device) -> None:
+    x, residual, weight, bias = (t.bfloat16().to(device).requires_grad_() for t in _inputs(50, 96, 4))
+    seen = []
+    for _ in range(2):
+        y, total = norm.add_layer_norm(x, residual, weight, bias, EPS)
+        seen.append([y, total, *torch.autograd.grad((y * y + total).sum(), (x, residual, weight, bias))])
+    assert all(torch.equal(a, b) for a, b in zip(*seen))
+
+
+def test_opcheck(device: torch.device) -> None:
+    for residual in (None, torch.randn(6, 40, device=device, requires_grad=True)):
+        x = torch.randn(6, 40, device=device, requires_grad=True)
+        w = torch.randn(40, device=device, requires_grad=True)
+        torch.library.opcheck(torch.ops.megatron_port.norm_forward, (x, residual, w, None, EPS, True))
+        torch.library.opcheck(torch.ops.megatron_port.norm_forward, (x, residual, w, w, EPS, False))
+
+
+@pytest.mark.parametrize("broken, text", [
+    (lambda x, w: (x.t(), w), "not contiguous"),
+    (lambda x, w: (x.double(), w.double()), "float32, float16 and bfloat16"),
+    (lambda x, w: (x, w.bfloat16()), "different dtypes"),
+    (lambda x, w: (x, w[:-1].contiguous()), r"weight must be \[h\]"),
+])
+def test_refusals(device: torch.device, broken: object, text: str) -> None:
+    x, w = broken(torch.randn(12, 16, device=device), torch.randn(16, device=device))  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=text):
+        norm.rms_norm(x, w, EPS)
