@@ -157,8 +157,9 @@ def cuda_library(archs: Sequence[str]) -> list[Library]:
     numbers = [a.removeprefix("sm_") for a in archs]
     codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
     codes.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
-    flags = [nvcc, "-std=c++17", "-O3", "-Xcompiler=-fPIC", "-lineinfo", *codes, f'-DMP_TARGET="{" ".join(archs)}"',
-             f"-I{HERE / 'include'}", f"-I{HERE / 'device'}"]
+    # Uncompressed, and with ptxas's report kept, so that isa.py can say what is in it.
+    flags = [nvcc, "-std=c++17", "-O3", "-Xcompiler=-fPIC", "-lineinfo", "-Xptxas=-v", "-no-compress", *codes,
+             f'-DMP_TARGET="{" ".join(archs)}"', f"-I{HERE / 'include'}", f"-I{HERE / 'device'}"]
     return [Library("libmp_cuda.so", "cuda", flags, sorted((HERE / "device").glob("*.cu")),
                     [nvcc, "-shared", *codes], _headers("include", "device"), _version(nvcc))]
 
@@ -248,10 +249,11 @@ def _compile(library: Library, source: Path, folder: Path) -> Path:
     key = _digest([library.version, *library.compile, source.read_text(), *(h.read_text() for h in library.headers)])
     target = folder / f"{source.stem}-{key}.o"
     if not target.exists():
-        for old in folder.glob(f"{source.stem}-*.o"):
+        for old in [*folder.glob(f"{source.stem}-*.o"), *folder.glob(f"{source.stem}-*.log")]:
             old.unlink()
         temporary = target.with_suffix(f".{os.getpid()}.tmp.o")
-        _run([*library.compile, "-c", str(source), "-o", str(temporary)], library.environment)
+        said = _run([*library.compile, "-c", str(source), "-o", str(temporary)], library.environment)
+        target.with_suffix(".log").write_text(said)  # ptxas's registers and spills
         os.replace(temporary, target)
     return target
 

@@ -250,4 +250,36 @@ inline int32_t for_dtype(int32_t dtype, F with) {
   }
 }
 
+// ---------------------------------------------------------------------------------------------- partial sums
+
+constexpr int kSumThreads = 512;
+
+// out[c] = the sum of partial[slot * stride + c] over the slots, in the same order every time. A block takes one column
+// a lane, its warps share the slots.
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads) sum_slots_kernel(
+    const float* partial, int slots, int64_t stride, int cols, void* out) {
+  __shared__ float scratch[kSumThreads];
+  const int lane = threadIdx.x % MP_WARP, warp = threadIdx.x / MP_WARP, warps = blockDim.x / MP_WARP;
+  const int c = blockIdx.x * MP_WARP + lane;
+  float sum = 0.0f;
+  if (c < cols) {
+#pragma unroll 8
+    for (int slot = warp; slot < slots; slot += warps) sum += partial[slot * stride + c];
+  }
+  scratch[threadIdx.x] = sum;
+  __syncthreads();
+  if (warp != 0 || c >= cols) return;
+  for (int w = 1; w < warps; w++) sum += scratch[w * MP_WARP + lane];
+  static_cast<T*>(out)[c] = from_float<T>(sum);
+}
+
+// The gradient of a row of parameters [cols] from the sums that blocks kept in their slots.
+template <typename T>
+inline int32_t sum_slots(void* stream, const float* partial, int64_t slots, int64_t stride, int cols, void* out) {
+  return launch(
+      sum_slots_kernel<T>, static_cast<unsigned>((cols + MP_WARP - 1) / MP_WARP),
+      block_threads(slots * MP_WARP, kSumThreads), stream, partial, static_cast<int>(slots), stride, cols, out);
+}
+
 }  // namespace mp

@@ -124,7 +124,9 @@ __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
     if (a.residual != nullptr) {
       const T* more = static_cast<const T*>(a.residual) + row * a.cols;
       T* sum = static_cast<T*>(a.sum) + row * a.cols;
-      for (int c = threadIdx.x; c < a.cols; c += blockDim.x) sum[c] = from_float<T>(to_float(in[c]) + to_float(more[c]));
+      for (int c = threadIdx.x; c < a.cols; c += blockDim.x) {
+        sum[c] = from_float<T>(to_float(in[c]) + to_float(more[c]));
+      }
       in = sum;  // each thread reads back only what it wrote itself
     }
     float total[1] = {0.0f}, mean = 0.0f;
@@ -256,21 +258,6 @@ __global__ void __launch_bounds__(kThreads) backward_any_columns(Backward a, int
   if (!RMS) a.partial[(slot * 2 + 1) * a.cols + c] = dbias;
 }
 
-// dweight and dbias from the partial sums, in slot order: the same bits every time.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) finish(
-    const float* partial, int slots, int cols, void* dweight, void* dbias) {
-  const int c = blockIdx.x * blockDim.x + threadIdx.x;
-  if (c >= cols) return;
-  float w = 0.0f, b = 0.0f;
-  for (int slot = 0; slot < slots; slot++) {
-    w += partial[static_cast<int64_t>(slot) * 2 * cols + c];
-    if (dbias != nullptr) b += partial[(static_cast<int64_t>(slot) * 2 + 1) * cols + c];
-  }
-  static_cast<T*>(dweight)[c] = from_float<T>(w);
-  if (dbias != nullptr) static_cast<T*>(dbias)[c] = from_float<T>(b);
-}
-
 // Pieces a thread needs at `kThreads` threads; more than kMaxPieces: take the kernels for any width.
 template <typename T>
 int pieces_of(int64_t cols) {
@@ -316,8 +303,9 @@ int32_t backward(void* stream, const Backward& a, void* dweight, void* dbias) {
           static_cast<int>(strips));
   }
   if (code != MP_OK) return code;
-  return launch(
-      finish<T>, strips, wide, stream, a.partial, static_cast<int>(slots), a.cols, dweight, dbias);
+  code = sum_slots<T>(stream, a.partial, slots, 2 * static_cast<int64_t>(a.cols), a.cols, dweight);
+  if (code != MP_OK || dbias == nullptr) return code;
+  return sum_slots<T>(stream, a.partial + a.cols, slots, 2 * static_cast<int64_t>(a.cols), a.cols, dbias);
 }
 
 }  // namespace

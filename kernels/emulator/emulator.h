@@ -127,7 +127,9 @@ inline void resume(int index) {
 }
 
 inline int run(unsigned blocks, unsigned threads, int lanes, std::function<void()> body) {
-  if (threads == 0 || threads > 1024 || threads % lanes) stop("a block is not made of whole warps, at most 1024 threads");
+  if (threads == 0 || threads > 1024 || threads % lanes) {
+    stop("a block is not made of whole warps, at most 1024 threads");
+  }
   Block& b = state();
   b.lanes = lanes;
   b.blocks = blocks;

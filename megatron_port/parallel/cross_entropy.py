@@ -2,8 +2,11 @@
 
 Per token: the maximum over ranks, then one sum of (Σ exp(x - max), x[target])
 over ranks. The statistics and the loss are float32 for half-precision logits
-(float64 for float64). Padded columns take no part: they are masked to -inf, so
-they add nothing to the sum and receive no gradient.
+(float64 for float64). Padded columns take no part: they add nothing to the sum
+and receive no gradient.
+
+The logits are the largest activation and nobody needs them after the loss, so
+the gradient is written over them: no copy of them is ever made.
 """
 
 from __future__ import annotations
@@ -12,51 +15,65 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
+from megatron_port.backend.cross_entropy import CrossEntropyOps, torch_cross_entropy
 from megatron_port.parallel.collectives import Group
+
+_SPENT = (
+    "cross-entropy: these logits no longer hold what the loss was computed from; its backward pass writes the gradient "
+    "over them, so it can run once, and nothing else may change them before"
+)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, offset: int, extent: int, group: Group
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, offset: int, extent: int, group: Group,
+        ops: CrossEntropyOps,
     ) -> torch.Tensor:
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        x = logits.to(wide, copy=True)
-        if extent < x.shape[-1]:
-            x[..., extent:] = float("-inf")
-        highest = x.amax(dim=-1)
+        maximum, total, target = ops.statistics(logits, labels, offset=offset, extent=extent)
         if group is not None:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        x.sub_(highest.unsqueeze(-1))
-        local = labels - offset
-        outside = (local < 0) | (local >= extent)
-        index = local.masked_fill(outside, 0).unsqueeze(-1)
-        target = x.gather(-1, index).squeeze(-1).masked_fill_(outside, 0.0)
-        x.exp_()
-        sums = torch.stack((x.sum(dim=-1), target))
-        if group is not None:
+            own = maximum.clone()
+            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+            sums = torch.stack((total.mul_(own.sub_(maximum).exp_()), target))
             dist.all_reduce(sums, group=group)
-        total, target = sums[0], sums[1]
-        x.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(x, index, outside)
-        ctx.dtype = logits.dtype
-        return total.log() - target
+            total, target = sums.unbind()
+        ctx.save_for_backward(logits, labels, maximum, total)
+        ctx.offset, ctx.extent, ctx.ops, ctx.spent = offset, extent, ops, False
+        return total.log() + (maximum - target)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
-        softmax, index, outside = ctx.saved_tensors
-        out = softmax * grad.unsqueeze(-1)
-        out.scatter_add_(-1, index, -(grad.masked_fill(outside, 0.0)).unsqueeze(-1))
-        return out.to(ctx.dtype), None, None, None, None
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
+        if ctx.spent:
+            raise RuntimeError(_SPENT)
+        try:
+            logits, labels, maximum, total = ctx.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                raise RuntimeError(_SPENT) from error
+            raise
+        ctx.spent = True
+        out = logits.detach()
+        ctx.ops.gradient_(out, labels, maximum, total, grad.contiguous(), offset=ctx.offset, extent=ctx.extent)
+        # Kernels do not count versions: without this a second loss of the same logits would not see the change.
+        torch.autograd.graph.increment_version(out)
+        return out, None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, *, offset: int, extent: int, group: Group
+    logits: torch.Tensor, labels: torch.Tensor, *, offset: int, extent: int, group: Group,
+    ops: CrossEntropyOps = torch_cross_entropy,
 ) -> torch.Tensor:
-    """Loss of each token, in nats.
+    """Loss of each token, in nats. The backward pass overwrites ``logits``; without one they stay as they are.
 
     ``logits`` [seq, batch, padded_vocab/tp], ``labels`` int64 [seq, batch] (global ids); this rank's columns are the
-    ids [offset, offset + extent), the rest is padding. Returns float32 (float64 for float64 logits) [seq, batch].
+    ids [offset, offset + extent), the rest is padding. A label that is no rank's id counts as a logit of 0: its loss
+    is to be masked. Returns float32 (float64 for float64 logits) [seq, batch].
+
+    Raises RuntimeError in a second backward pass through the same logits.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, offset, extent, group)
+    return _VocabParallelCrossEntropy.apply(logits.contiguous(), labels.contiguous(), offset, extent, group, ops)

@@ -5,6 +5,13 @@ sequence, the heads or the batch are split, and when a layer is recomputed. The
 key of a micro-batch (its step and sample ids) is set by the engine before each
 forward pass; recompute restores the key that the forward pass saw, because by
 then the engine has moved on.
+
+An element has a position in the logical tensor of its sample. One 64-bit hash,
+``random_bits(position >> 2, key of the sample, op_key(op))``, serves four
+neighbours: position & 3 says which 16 bits of it, from the low end. An element
+is dropped where those are below ``drop_threshold(p)``; so p is rounded to
+1/65536, and the scale of what is kept fits the rounded p exactly. The own
+kernels (``backend/ops/dropout.py``) compute the same bits.
 """
 
 from __future__ import annotations
@@ -12,11 +19,43 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
+from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
+
+
+@cache
+def op_key(op: str) -> int:
+    """The second key of an op's masks."""
+    return key_of("dropout", op)
+
+
+def keep_scale(p: float) -> float:
+    """What a kept element is multiplied by, so that its expectation stays."""
+    return FIELD / (FIELD - drop_threshold(p))
+
+
+def keep_mask(
+    keys: torch.Tensor, key2: int, threshold: int, row: torch.Tensor, *, width: int, offset: int, count: int
+) -> torch.Tensor:
+    """True where an element is kept: ``count`` columns from ``offset`` on of the rows ``row`` of length ``width``.
+
+    ``keys``, ``row``: int64, broadcast against one another, the last dimension 1; ``key2``: ``op_key`` of the op.
+    """
+    device = row.device
+    if width % 4 == 0:  # every row starts a group of four: one hash a group, whose fields lie in memory in order
+        first, before = offset >> 2, offset & 3
+        group = torch.arange(first, (offset + count + 3) >> 2, dtype=torch.int64, device=device)
+        bits = random_bits(row * (width >> 2) + group, keys, key2)
+        field = bits.contiguous().view(torch.int16)[..., before : before + count]
+        # Unsigned 16-bit numbers compare like signed ones with the upper bit turned over.
+        return (field ^ -0x8000) >= threshold - 0x8000
+    position = row * width + torch.arange(offset, offset + count, dtype=torch.int64, device=device)
+    bits = random_bits(position >> 2, keys, key2)
+    return ((bits >> ((position & 3) << 4)) & 0xFFFF) >= threshold
 
 
 @dataclass(frozen=True)
@@ -57,14 +96,29 @@ class DropoutStream:
         finally:
             self.current = saved
 
-    def keep_mask(self, op: str, p: float, position: torch.Tensor, batch_dim: int) -> torch.Tensor:
-        """True where an element is kept. ``position``: int64 global positions, with size 1 along ``batch_dim``."""
+    def op_key(self, op: str) -> int:
+        """The second key of an op's masks: what the own kernel takes."""
+        return op_key(op)
+
+    def sample_keys(self, p: float) -> torch.Tensor:
+        """int64 [batch]: the keys of the samples in flight; empty where p is 0 and none are needed."""
+        if p == 0.0:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
         if self.current is None:
             raise RuntimeError("dropout before set_micro_batch: the engine did not say which samples are in flight")
-        shape = [1] * position.dim()
+        return self.current.keys
+
+    def keep_mask(
+        self, op: str, p: float, row: torch.Tensor, *, width: int, offset: int = 0, count: int, batch_dim: int
+    ) -> torch.Tensor:
+        """True where an element is kept, for ``count`` elements from ``offset`` on of these rows.
+
+        ``row``: int64 global row numbers, rows being ``width`` long, with size 1 along ``batch_dim`` and last.
+        """
+        shape = [1] * row.dim()
         shape[batch_dim] = -1
-        bits = random_bits(position, self.current.keys.view(shape), key_of("dropout", op))
-        return ((bits >> 32) & 0xFFFFFFFF) >= int(p * 2**32)
+        keys = self.sample_keys(p).view(shape)
+        return keep_mask(keys, self.op_key(op), drop_threshold(p), row, width=width, offset=offset, count=count)
 
     def dropout(
         self, x: torch.Tensor, p: float, *, op: str, seq_offset: int = 0, width_offset: int = 0, width: int = 0
@@ -77,9 +131,8 @@ class DropoutStream:
             return x
         seq, _, local = x.shape
         s = torch.arange(seq_offset, seq_offset + seq, dtype=torch.int64, device=x.device).view(-1, 1, 1)
-        h = torch.arange(width_offset, width_offset + local, dtype=torch.int64, device=x.device).view(1, 1, -1)
-        keep = self.keep_mask(op, p, s * (width or local) + h, batch_dim=1)
-        return x * keep.to(x.dtype) / (1.0 - p)
+        keep = self.keep_mask(op, p, s, width=width or local, offset=width_offset, count=local, batch_dim=1)
+        return x * keep.to(x.dtype) * keep_scale(p)
 
     def dropout_probabilities(self, probs: torch.Tensor, p: float, *, op: str, head_offset: int) -> torch.Tensor:
         """Drop attention probabilities [batch, heads/tp, s, s]."""
@@ -89,6 +142,5 @@ class DropoutStream:
         dev = probs.device
         a = torch.arange(head_offset, head_offset + heads, dtype=torch.int64, device=dev).view(1, -1, 1, 1)
         i = torch.arange(rows, dtype=torch.int64, device=dev).view(1, 1, -1, 1)
-        j = torch.arange(cols, dtype=torch.int64, device=dev).view(1, 1, 1, -1)
-        keep = self.keep_mask(op, p, (a * rows + i) * cols + j, batch_dim=0)
-        return probs * keep.to(probs.dtype) / (1.0 - p)
+        keep = self.keep_mask(op, p, a * rows + i, width=cols, count=cols, batch_dim=0)
+        return probs * keep.to(probs.dtype) * keep_scale(p)

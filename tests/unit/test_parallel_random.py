@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_port.backend.ops.dropout import drop_threshold
 from megatron_port.model.recompute import recompute
-from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.counter import random_bits
+from megatron_port.parallel.random import DropoutStream, keep_mask, keep_scale, op_key
 
 CPU = torch.device("cpu")
 SEQ, WIDTH, HEADS = 12, 10, 4
@@ -89,7 +91,8 @@ def test_keep_rate_and_scale(p: float) -> None:
     y = stream().dropout(x, p, op="a", width=50)
     n = y.numel()
     assert abs(float((y != 0).double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
-    assert torch.allclose(y[y != 0], torch.tensor(2.0 / (1 - p)))
+    assert torch.equal(y[y != 0], torch.full_like(y[y != 0], 2.0 * keep_scale(p)))
+    assert keep_scale(p) == pytest.approx(1 / (1 - p), abs=1e-5 / (1 - p) ** 2)
     # By position and by sample as well: no row or column is favoured.
     for dims in ((0, 1), (1, 2), (0, 2)):
         kept = (y != 0).double().mean(dims)
@@ -98,10 +101,80 @@ def test_keep_rate_and_scale(p: float) -> None:
     assert abs(float((probs != 0).double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / probs.numel())
 
 
+KEYS = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(KEYS, KEYS, st.integers(1, 65535), st.integers(1, 40), st.integers(0, 1 << 40), st.data())
+def test_the_mask_is_its_definition(
+    key: int, key2: int, threshold: int, width: int, row: int, data: st.DataObject
+) -> None:
+    """Element by element, whether one hash serves four of them or not."""
+    offset = data.draw(st.integers(0, width - 1))
+    count = data.draw(st.integers(1, width - offset))
+    got = keep_mask(torch.tensor([[key]]), key2, threshold, torch.tensor([[row], [row + 1]]), width=width,
+                    offset=offset, count=count)
+    assert got.shape == (2, count)
+    for r in range(2):
+        for c in range(count):
+            position = (row + r) * width + offset + c
+            bits = int(random_bits(torch.tensor(position >> 2), key, key2)) % (1 << 64)
+            assert bool(got[r, c]) == ((bits >> (16 * (position % 4))) % 65536 >= threshold)
+
+
+def test_masks_do_not_change_between_releases() -> None:
+    """A change here changes every run with dropout; do it knowingly."""
+    kept = residual_mask(stream())[:2, :2].int().tolist()
+    rows = ["".join(map(str, row)) for s in kept for row in s]
+    assert rows == ["0101010111", "1011011010", "1110011100", "0101100111"]
+    assert op_key("layers.0.mlp") == -679541025367809779
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_the_fields_of_a_hash_are_independent(p: float) -> None:
+    """Each of the four drops its share, and no element says anything of its neighbours."""
+    t = drop_threshold(p)
+    q = 1 - t / 65536
+    keys, rows = stream().sample_keys(p).view(1, -1, 1), torch.arange(256).view(-1, 1, 1)
+    kept = keep_mask(keys, op_key("a"), t, rows, width=256, offset=0, count=256)
+    x = (kept.double() - q) / math.sqrt(q * (1 - q))  # mean 0, variance 1
+    for field in range(4):
+        part = x[..., field::4]
+        assert abs(float(part.mean())) < 5 / math.sqrt(part.numel()), f"field {field}"
+    for lag in range(1, 13):
+        products = x[..., :-lag] * x[..., lag:]
+        assert abs(float(products.mean())) < 5 / math.sqrt(products.numel()), f"columns {lag} apart"
+    for lag in (1, 2, 4):
+        products = x[:-lag] * x[lag:]
+        assert abs(float(products.mean())) < 5 / math.sqrt(products.numel()), f"rows {lag} apart"
+    for one in range(4):
+        for other in range(one):
+            products = x[..., one::4] * x[..., other::4]
+            assert abs(float(products.mean())) < 5 / math.sqrt(products.numel()), f"fields {one} and {other}"
+
+
+def test_the_probability_is_rounded_and_the_scale_fits_it() -> None:
+    assert [drop_threshold(p) for p in (0.0, 1e-6, 2**-16, 0.1, 0.5, 0.9999999)] == [0, 0, 1, 6554, 32768, 65535]
+    for p in (0.1, 0.3, 0.9999999):
+        assert keep_scale(p) * (65536 - drop_threshold(p)) == pytest.approx(65536, rel=1e-15)
+    for p in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"not in \[0, 1\)"):
+            drop_threshold(p)
+
+
+def test_shapes_without_data() -> None:
+    s = DropoutStream(1, torch.device("meta"))
+    s.set_micro_batch(0, (1, 2))
+    for width in (8, 9):
+        x = torch.empty(3, 2, width, device="meta")
+        assert s.dropout(x, 0.5, op="a").shape == x.shape
+
+
 def test_nothing_is_dropped_when_off() -> None:
     s = stream()
     x = torch.randn(SEQ, len(IDS), WIDTH)
     assert s.dropout(x, 0.0, op="a") is x
+    assert DropoutStream(1, CPU).sample_keys(0.0).shape == (0,)
     s.enabled = False
     assert s.dropout(x, 0.5, op="a") is x
     probs = torch.rand(len(IDS), HEADS, SEQ, SEQ)

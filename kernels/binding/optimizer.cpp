@@ -1,0 +1,125 @@
+// megatron_port::square_norm, adamw_: on lists of tensors, nothing read back to the host.
+#include "optimizer.h"
+
+#include "core.h"
+
+namespace mp {
+namespace {
+
+const Function<decltype(mp_square_norm)> norm{"mp_square_norm"};
+const Function<decltype(mp_square_norm_workspace)> norm_workspace{"mp_square_norm_workspace"};
+const Function<decltype(mp_adamw)> adamw{"mp_adamw"};
+
+std::vector<int64_t> sizes_of(const std::vector<Tensor>& tensors) {
+  std::vector<int64_t> out;
+  out.reserve(tensors.size());
+  for (const Tensor& t : tensors) out.push_back(t.numel());
+  return out;
+}
+
+template <typename T>
+std::vector<T*> pointers(const std::vector<Tensor>& tensors) {
+  std::vector<T*> out;
+  out.reserve(tensors.size());
+  for (const Tensor& t : tensors) out.push_back(static_cast<T*>(t.data_ptr()));
+  return out;
+}
+
+// Fails unless the list has as many tensors as `like`, of the same sizes, on the same device, of this dtype.
+void check_list(
+    const char* op, const char* name, const std::vector<Tensor>& tensors, const std::vector<Tensor>& like,
+    ScalarType dtype) {
+  if (tensors.size() != like.size()) {
+    fail(std::string("megatron_port::") + op + ": " + name + " has " + std::to_string(tensors.size()) +
+         " tensors, masters " + std::to_string(like.size()));
+  }
+  for (size_t i = 0; i < tensors.size(); i++) {
+    const Tensor &t = tensors[i], &first = like[0];
+    const bool good = t.is_contiguous() && t.scalar_type() == dtype && t.numel() == like[i].numel() &&
+                      t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index();
+    // The name is made only where it is needed: lists are long, and every step comes through here.
+    if (!good) check_tensor(op, (std::string(name) + "[" + std::to_string(i) + "]").c_str(), t, first, dtype,
+                            like[i].numel());
+  }
+}
+
+// Sum of squares, a float64 scalar.
+Tensor square_norm(const std::vector<Tensor>& tensors) {
+  const char* op = "square_norm";
+  check(!tensors.empty(), op, "the list of tensors is empty: there is no device to give a zero on");
+  const Tensor& first = tensors[0];
+  const int32_t dtype = dtype_of(first, op);
+  for (const Tensor& t : tensors) check_alike(op, {&first, &t});
+  const std::vector<int64_t> sizes = sizes_of(tensors);
+  const std::vector<const void*> from = pointers<const void>(tensors);
+  const int64_t count = static_cast<int64_t>(sizes.size());
+  const Where where(first);
+  Tensor out = torch::stable::new_empty(first, {}, ScalarType::Double);
+  Tensor space = torch::stable::new_empty(first, {norm_workspace.on(first)(count, sizes.data())}, ScalarType::Double);
+  check_code(
+      norm.on(first)(
+          where.stream(), dtype, count, from.data(), sizes.data(), static_cast<double*>(space.data_ptr()),
+          static_cast<double*>(out.data_ptr())),
+      first, op);
+  return out;
+}
+
+void adamw_(
+    const std::vector<Tensor>& weights, const std::vector<Tensor>& masters, const std::vector<Tensor>& grads,
+    const std::vector<Tensor>& exp_avg, const std::vector<Tensor>& exp_avg_sq, const Tensor& step,
+    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& skip, double lr, double beta1, double beta2,
+    double eps, double weight_decay) {
+  const char* op = "adamw_";
+  if (masters.empty()) {
+    check(weights.empty() && grads.empty() && exp_avg.empty() && exp_avg_sq.empty(), op, "masters is empty");
+    return;
+  }
+  const Tensor& first = masters[0];
+  check_list(op, "masters", masters, masters, ScalarType::Float);
+  check_list(op, "exp_avg", exp_avg, masters, ScalarType::Float);
+  check_list(op, "exp_avg_sq", exp_avg_sq, masters, ScalarType::Float);
+  check(!grads.empty(), op, "grads is empty");
+  const int32_t grad_dtype = dtype_of(grads[0], op), weight_dtype = weights.empty() ? 0 : dtype_of(weights[0], op);
+  check_list(op, "grads", grads, masters, grads[0].scalar_type());
+  if (!weights.empty()) check_list(op, "weights", weights, masters, weights[0].scalar_type());
+  const bool whole = step.scalar_type() == ScalarType::Long;
+  check(whole || step.scalar_type() == ScalarType::Float, op, "step must be int64 or float32");
+  check_tensor(op, "step", step, first, step.scalar_type(), 1);
+  if (grad_scale.has_value()) check_tensor(op, "grad_scale", *grad_scale, first, ScalarType::Float, 1);
+  if (skip.has_value()) check_tensor(op, "skip", *skip, first, ScalarType::Float, 1);
+  check(0.0 <= beta1 && beta1 < 1.0 && 0.0 <= beta2 && beta2 < 1.0, op, "beta1 and beta2 must be in [0, 1)");
+  check(lr >= 0.0 && eps >= 0.0 && weight_decay >= 0.0, op, "lr, eps and weight_decay must not be negative");
+  const std::vector<int64_t> sizes = sizes_of(masters);
+  const std::vector<void*> w = pointers<void>(weights);
+  const std::vector<const void*> g = pointers<const void>(grads);
+  const std::vector<float*> p = pointers<float>(masters), m = pointers<float>(exp_avg), v = pointers<float>(exp_avg_sq);
+  const Where where(first);
+  check_code(
+      adamw.on(first)(
+          where.stream(), weight_dtype, grad_dtype, static_cast<int64_t>(sizes.size()),
+          weights.empty() ? nullptr : w.data(), p.data(), g.data(), m.data(), v.data(), sizes.data(), step.data_ptr(),
+          whole, static_cast<const float*>(pointer(grad_scale)), static_cast<const float*>(pointer(skip)), lr, beta1,
+          beta2, eps, weight_decay),
+      first, op);
+}
+
+}  // namespace
+}  // namespace mp
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
+  m.def("square_norm(Tensor[] tensors) -> Tensor");
+  m.def(
+      "adamw_(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] grads, Tensor(c!)[] exp_avg, "
+      "Tensor(d!)[] exp_avg_sq, Tensor step, Tensor? grad_scale, Tensor? skip, float lr, float beta1, float beta2, "
+      "float eps, float weight_decay) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {
+  m.impl("square_norm", TORCH_BOX(&mp::square_norm));
+  m.impl("adamw_", TORCH_BOX(&mp::adamw_));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_port, CUDA, m) {
+  m.impl("square_norm", TORCH_BOX(&mp::square_norm));
+  m.impl("adamw_", TORCH_BOX(&mp::adamw_));
+}

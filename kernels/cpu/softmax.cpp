@@ -1,0 +1,108 @@
+// Causal softmax and its gradient; include/softmax.h says what they compute.
+#include "softmax.h"
+
+#include <limits>
+
+#include "common.h"
+#include "vmath.h"
+
+namespace mp {
+namespace {
+
+// Partial results of a loop over a row, joined in a fixed order.
+constexpr int64_t kLanes = 16;
+
+// The largest of n values; a NaN may be left out (the exponentials keep it).
+float largest(const float* v, int64_t n) {
+  float most[kLanes];
+  for (int64_t j = 0; j < kLanes; j++) most[j] = -std::numeric_limits<float>::infinity();
+  int64_t c = 0;
+  for (; c + kLanes <= n; c += kLanes) {
+    for (int64_t j = 0; j < kLanes; j++) most[j] = v[c + j] > most[j] ? v[c + j] : most[j];
+  }
+  for (; c < n; c++) most[0] = v[c] > most[0] ? v[c] : most[0];
+  for (int64_t j = 1; j < kLanes; j++) most[0] = most[j] > most[0] ? most[j] : most[0];
+  return most[0];
+}
+
+template <typename T>
+int32_t forward(int64_t matrices, int64_t queries, int64_t cols, float scale, const T* x, T* y) {
+#pragma omp parallel if (matrices * queries * cols > kParallelFrom)
+  {
+    std::vector<float> a(cols), e(cols), out(cols);
+    // Rows differ in length: dealt out in turn.
+#pragma omp for schedule(static, 1)
+    for (int64_t row = 0; row < matrices * queries; row++) {
+      const int64_t live = row % queries + 1 + cols - queries;
+      const float* in = row_as_floats(x + row * cols, a.data(), live);
+      for (int64_t c = 0; c < live; c++) e[c] = in[c] * scale;
+      const float top = largest(e.data(), live);
+      float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t c = 0; c < live; c++) {
+        e[c] = exp_float(e[c] - top);
+        sum += e[c];
+      }
+      const float inverse = 1.0f / sum;
+      float* to = row_for_floats(y + row * cols, out.data());
+      for (int64_t c = 0; c < live; c++) to[c] = e[c] * inverse;
+      put_row(to, y + row * cols, live);
+      memset(static_cast<void*>(y + row * cols + live), 0, (cols - live) * sizeof(T));
+    }
+  }
+  return MP_OK;
+}
+
+template <typename T>
+int32_t backward(
+    int64_t matrices, int64_t queries, int64_t cols, float scale, const T* dy, const T* y, T* dx) {
+#pragma omp parallel if (matrices * queries * cols > kParallelFrom)
+  {
+    std::vector<float> a(cols), b(cols), out(cols);
+#pragma omp for schedule(static, 1)
+    for (int64_t row = 0; row < matrices * queries; row++) {
+      const int64_t live = row % queries + 1 + cols - queries;
+      const float* grads = row_as_floats(dy + row * cols, a.data(), live);
+      const float* probs = row_as_floats(y + row * cols, b.data(), live);
+      float along = 0.0f, sum = 0.0f;
+#pragma omp simd reduction(+ : along, sum)
+      for (int64_t c = 0; c < live; c++) {
+        along += grads[c] * probs[c];
+        sum += probs[c];
+      }
+      const float mean = along / sum;
+      float* to = row_for_floats(dx + row * cols, out.data());
+      for (int64_t c = 0; c < live; c++) to[c] = scale * probs[c] * (grads[c] - mean);
+      put_row(to, dx + row * cols, live);
+      memset(static_cast<void*>(dx + row * cols + live), 0, (cols - live) * sizeof(T));
+    }
+  }
+  return MP_OK;
+}
+
+bool good_sizes(int64_t matrices, int64_t queries, int64_t cols) {
+  return matrices >= 0 && queries >= 1 && cols >= queries;
+}
+
+}  // namespace
+}  // namespace mp
+
+extern "C" int32_t mp_softmax_forward(
+    void* stream, int32_t dtype, int64_t matrices, int64_t queries, int64_t cols, float scale, const void* x, void* y) {
+  if (!mp::good_sizes(matrices, queries, cols)) return MP_BAD_SIZE;
+  return mp::for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return mp::forward<T>(matrices, queries, cols, scale, static_cast<const T*>(x), static_cast<T*>(y));
+  });
+}
+
+extern "C" int32_t mp_softmax_backward(
+    void* stream, int32_t dtype, int64_t matrices, int64_t queries, int64_t cols, float scale, const void* dy,
+    const void* y, void* dx) {
+  if (!mp::good_sizes(matrices, queries, cols)) return MP_BAD_SIZE;
+  return mp::for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return mp::backward<T>(
+        matrices, queries, cols, scale, static_cast<const T*>(dy), static_cast<const T*>(y), static_cast<T*>(dx));
+  });
+}

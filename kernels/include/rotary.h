@@ -1,0 +1,27 @@
+/* Split of the fused query-key-value projection, with rotary position embedding (arXiv 2104.09864). */
+#ifndef MP_ROTARY_H
+#define MP_ROTARY_H
+#include "mp.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* qkv [seq, batch, groups, per_group + 2, size], a group's rows its query heads, key, value; to
+ * q [seq, batch, groups * per_group, size], k and v [seq, batch, groups, size]. Queries and keys of position s are
+ * rotated by row s of cos, sin [seq, size / 2] float: element i pairs with i + size / 2. Both NULL: split only.
+ * size: even, at most 512; batch * groups * (per_group + 2): at most 2^24. */
+int32_t mp_rotary_forward(
+    void* stream, int32_t dtype, int64_t seq, int64_t batch, int64_t groups, int64_t per_group, int64_t size,
+    const void* qkv, const float* cos, const float* sin, void* q, void* k, void* v);
+
+/* dqkv from dq, dk, dv, rotated back. Their last dimension is contiguous; the other strides, in elements, are
+ * strides[9]: seq, batch, head of dq, of dk, of dv (read before the call returns). */
+int32_t mp_rotary_backward(
+    void* stream, int32_t dtype, int64_t seq, int64_t batch, int64_t groups, int64_t per_group, int64_t size,
+    const void* dq, const void* dk, const void* dv, const int64_t* strides, const float* cos, const float* sin,
+    void* dqkv);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

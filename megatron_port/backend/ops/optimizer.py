@@ -1,0 +1,99 @@
+"""AdamW (Loshchilov & Hutter, arXiv 1711.05101) and the squared norm of many tensors in one call, with no host sync.
+
+Bytes an element: ``adamw_`` reads the fp32 master and moments and the gradient and writes the master, the moments and
+the weight, each once: 28 (fp32 gradients, no separate weights; or half weights and gradients), 30 (fp32 gradients,
+half weights). ``square_norm`` reads each element once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def square_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all elements: a float64 scalar on the tensors' device, the same bits every time.
+
+    Infinity and NaN go through to the result. Squares are added in fp32 over at most 32 elements and then in fp64:
+    within 2e-6 of the exact sum, and an element beyond 1.8e19 counts as infinite. Sum several calls for several dtypes.
+
+    Args:
+        tensors: contiguous, of one device and one dtype (fp32, fp16 or bf16); not an empty list, tensors may be empty.
+    """
+    if not tensors:
+        raise ValueError("square_norm of an empty list: there is no device to give a zero on")
+    total: Tensor = torch.ops.megatron_port.square_norm([t.detach() for t in tensors])
+    return total
+
+
+@torch.no_grad()
+def adamw_(
+    weights: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    *,
+    step: Tensor,
+    grad_scale: Tensor | None,
+    skip: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One update in place, as ``torch.optim.AdamW`` makes it, with g = grad * grad_scale::
+
+        master *= 1 - lr * weight_decay
+        exp_avg += (1 - beta1) * (g - exp_avg);  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g²
+        master -= lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^step) + eps)
+        weight = master, rounded
+
+    Args:
+        weights: one dtype, fp32, fp16 or bf16; an empty list when the masters are the weights.
+        masters, exp_avg, exp_avg_sq: fp32. All lists have tensors of the same sizes and are contiguous.
+        grads: one dtype, fp32, fp16 or bf16; made contiguous where they are not.
+        step: number of this update, from 1; float32 or int64 scalar on the device.
+        grad_scale: float32 scalar on the device (unscaling times clipping); None: 1.
+        skip: float32 scalar on the device; where it is not zero, or NaN, nothing is written. None: 0.
+
+    Raises:
+        RuntimeError: lists that do not fit together, a wrong dtype or device, betas outside [0, 1).
+    """
+    torch.ops.megatron_port.adamw_(
+        list(weights), list(masters), [g.contiguous() for g in grads], list(exp_avg), list(exp_avg_sq), step,
+        grad_scale, skip, lr, beta1, beta2, eps, weight_decay,
+    )
+    # Autograd then refuses a graph that still holds the old values.
+    torch.autograd.graph.increment_version([*weights, *masters, *exp_avg, *exp_avg_sq])
+
+
+def clip_factor(square_norm: Tensor, *, max_norm: float, inv_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(grad_scale, skip, norm) for :func:`adamw_`, scalars on the device; nothing is read back.
+
+    ``square_norm`` is that of gradients which ``inv_scale`` (1 / loss scale) unscales, summed over all ranks.
+    norm (float64) = sqrt(square_norm) * inv_scale; grad_scale (float32) = inv_scale, times max_norm / (norm + 1e-6)
+    where norm > max_norm > 0; skip (float32) = 1 where norm is not finite, else 0.
+    """
+    norm = square_norm.to(torch.float64).sqrt() * inv_scale
+    factor = torch.full_like(norm, inv_scale)
+    if max_norm > 0.0:
+        factor = torch.where(norm > max_norm, factor * (max_norm / (norm + 1e-6)), factor)
+    return factor.float(), (~torch.isfinite(norm)).float(), norm
+
+
+def _norm_shape(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=torch.float64)
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def register() -> None:
+    """Shapes of the ops, in torch's registry; neither has a gradient."""
+    torch.library.register_fake("megatron_port::square_norm", _norm_shape)
+    torch.library.register_fake("megatron_port::adamw_", _nothing)

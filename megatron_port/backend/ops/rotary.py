@@ -1,0 +1,57 @@
+"""Split of the fused query-key-value projection with rotary position embedding (Su et al., arXiv 2104.09864).
+
+Arithmetic in fp32 with fp32 tables; fp32, fp16 and bf16 tensors. Bytes: the projection is read once and q, k, v are
+written once, backward the reverse; the tables add 4 d bytes a position, 4 % at 24 heads in all in half precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def split_rotary(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, *, offset: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contiguous q [s, b, g·r, d], k and v [s, b, g, d] of contiguous qkv [s, b, g, r + 2, d], d even and ≤ 512.
+
+    A group's rows are its r query heads, its key, its value. Row i of queries and keys is rotated by row offset + i of
+    cos and sin, float32 [positions, d/2]: element j pairs with j + d/2 (Llama's convention). No tables: split only.
+    RuntimeError where offset + s is beyond the tables. The gradients may have any strides but in the last dimension.
+    """
+    q, k, v = torch.ops.megatron_port.rotary_forward(qkv, cos, sin, offset)
+    return q, k, v
+
+
+def _forward_shapes(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, offset: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    s, b, g, rows, d = qkv.shape
+    return qkv.new_empty((s, b, g * (rows - 2), d)), qkv.new_empty((s, b, g, d)), qkv.new_empty((s, b, g, d))
+
+
+def _backward_shapes(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, offset: int
+) -> Tensor:
+    s, b, g, d = dk.shape
+    return dq.new_empty((s, b, g, dq.shape[2] // g + 2, d))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, cos, sin, ctx.offset = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    cos, sin = ctx.saved_tensors
+    dq, dk, dv = (g if g.stride(-1) == 1 else g.contiguous() for g in grads)
+    return torch.ops.megatron_port.rotary_backward(dq, dk, dv, cos, sin, ctx.offset), None, None, None
+
+
+def register() -> None:
+    """Shapes and gradients of the ops, in torch's registry."""
+    torch.library.register_fake("megatron_port::rotary_forward", _forward_shapes)
+    torch.library.register_fake("megatron_port::rotary_backward", _backward_shapes)
+    torch.library.register_autograd("megatron_port::rotary_forward", _backward, setup_context=_save)

@@ -1,0 +1,110 @@
+"""AdamW on fp32 masters through the own multi-tensor kernel. No step waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_port.backend.ops.optimizer import adamw_, clip_factor
+
+
+class AdamWGroup(NamedTuple):
+    """Tensors with one weight decay. ``weights`` is empty where the masters are the weights."""
+
+    weights: Sequence[Tensor]
+    masters: Sequence[Tensor]
+    weight_decay: float
+
+
+class MomentStates(Mapping[Tensor, dict[str, Tensor]]):
+    """master → {"step", "exp_avg", "exp_avg_sq"}, the optimizer's own tensors. Setting an entry copies into them.
+
+    All entries share one "step" (int64 scalar on the device): setting one sets it for all.
+    """
+
+    def __init__(self, masters: Sequence[Tensor], step: Tensor) -> None:
+        self._step = step
+        self._moments = {m: (torch.zeros_like(m), torch.zeros_like(m)) for m in masters}
+
+    def __getitem__(self, master: Tensor) -> dict[str, Tensor]:
+        exp_avg, exp_avg_sq = self._moments[master]
+        return {"step": self._step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    @torch.no_grad()
+    def __setitem__(self, master: Tensor, state: Mapping[str, Tensor]) -> None:
+        for name, own in self[master].items():
+            if own.shape != state[name].shape:
+                raise ValueError(f"{name} is {tuple(state[name].shape)}, not {tuple(own.shape)}")
+            own.copy_(state[name])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._moments)
+
+    def __len__(self) -> int:
+        return len(self._moments)
+
+
+class FusedAdamW:
+    """The update of ``backend.ops.optimizer.adamw_`` over groups, and what it keeps: moments and a step counter.
+
+    ``kernels.load`` must have run for the masters' device. Within a group the weights have one dtype.
+
+    Args:
+        groups: (weights, masters, weight_decay) each; masters fp32 and contiguous, all on one device.
+        betas, eps: as torch.optim.AdamW.
+
+    Raises:
+        ValueError: a master is not fp32, or appears twice; weights and masters do not correspond.
+    """
+
+    def __init__(
+        self, groups: Sequence[AdamWGroup | tuple[Sequence[Tensor], Sequence[Tensor], float]], *,
+        betas: tuple[float, float], eps: float,
+    ) -> None:
+        self.groups = [AdamWGroup(list(w), list(m), float(decay)) for w, m, decay in groups]
+        self.betas, self.eps = betas, eps
+        masters = [m for group in self.groups for m in group.masters]
+        for group in self.groups:
+            if group.weights and [w.shape for w in group.weights] != [m.shape for m in group.masters]:
+                raise ValueError("weights and masters of a group differ in number or shape")
+        if any(m.dtype != torch.float32 for m in masters):
+            raise ValueError("a master is not float32")
+        self.step_count = torch.zeros((), dtype=torch.int64, device=masters[0].device if masters else None)
+        self.state = MomentStates(masters, self.step_count)
+        if len(self.state) != len(masters):
+            raise ValueError("a master is in the groups twice")
+
+    def step(
+        self, grads: Sequence[Sequence[Tensor]], *, lr: float, grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """One update; ``grads[i]`` are those of the masters of group i. See ``adamw_`` for grad_scale and skip.
+
+        Where ``skip`` is not zero neither tensors nor the counter change.
+        """
+        if len(grads) != len(self.groups):
+            raise ValueError(f"gradients of {len(grads)} groups, not {len(self.groups)}")
+        # An update has the number of steps taken, plus one; a skipped one writes nothing whatever its number.
+        self.step_count.add_(1 if skip is None else skip == 0)
+        for group, own in zip(self.groups, grads):
+            moments = [self.state[m] for m in group.masters]
+            adamw_(
+                group.weights, group.masters, own, [s["exp_avg"] for s in moments], [s["exp_avg_sq"] for s in moments],
+                step=self.step_count, grad_scale=grad_scale, skip=skip, lr=lr, beta1=self.betas[0],
+                beta2=self.betas[1], eps=self.eps, weight_decay=group.weight_decay,
+            )
+
+    def clipped_step(
+        self, grads: Sequence[Sequence[Tensor]], *, lr: float, square_norm: Tensor, max_norm: float,
+        inv_scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """An update with gradients unscaled and clipped, skipped where their norm is not finite; (norm, skip).
+
+        ``square_norm`` is of the whole model's gradients as they are given here; see ``clip_factor``.
+        """
+        grad_scale, skip, norm = clip_factor(square_norm, max_norm=max_norm, inv_scale=inv_scale)
+        self.step(grads, lr=lr, grad_scale=grad_scale, skip=skip)
+        return norm, skip

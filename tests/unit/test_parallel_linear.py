@@ -1,0 +1,177 @@
+"""Weight gradients added straight to main_grad: the same as autograd's, whatever the dtype and the shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_port.parallel.compat import widening_addmm
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, add_product, linear
+from megatron_port.parallel.record import InitSpec
+
+MICRO_BATCHES = 3
+HALF = (torch.bfloat16, torch.float16)
+
+
+def _weight(shape: tuple[int, ...], dtype: torch.dtype, *, wide: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter of seeded values; with ``wide`` as an engine keeps it: main_grad of that dtype, and a hook."""
+    g = torch.Generator().manual_seed(3)
+    p = nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype))
+    if wide is not None:
+        main_grad = torch.zeros(shape, dtype=wide)
+        p.main_grad = main_grad  # type: ignore[attr-defined]
+
+        def hook(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                main_grad.add_(parameter.grad)
+                parameter.grad = None
+
+        p.register_post_accumulate_grad_hook(hook)
+    return p
+
+
+def _pairs(dtype: torch.dtype, n_in: int, n_out: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(x [5, 2, in], gradient of y [5, 2, out]) of each micro-batch."""
+    g = torch.Generator().manual_seed(4)
+    make = lambda n: torch.randn(5, 2, n, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+    return [(make(n_in), make(n_out)) for _ in range(MICRO_BATCHES)]
+
+
+def _run(
+    weight: nn.Parameter, bias: torch.Tensor | None, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(outputs, input gradients); all forwards before the first backward, as a pipeline has them."""
+    inputs = [x.clone().requires_grad_() for x, _ in pairs]
+    outputs = [linear(x, weight, bias) for x in inputs]
+    for y, (_, g) in zip(outputs, pairs):
+        y.backward(g)
+    return [y.detach() for y in outputs], [x.grad for x in inputs]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("shape", [(6, 7), (2, 3, 7)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_same_gradients(dtype: torch.dtype, bound: float, shape: tuple[int, ...], has_bias: bool) -> None:
+    pairs = _pairs(dtype, 7, 6)
+    plain, main = _weight(shape, dtype), _weight(shape, dtype, wide=dtype)
+    biases = [_weight((6,), dtype) if has_bias else None for _ in range(2)]
+    wanted, got = _run(plain, biases[0], pairs), _run(main, biases[1], pairs)
+    assert all(torch.equal(a, b) for a, b in zip(wanted[0], got[0]))
+    assert all(torch.allclose(a, b, rtol=bound, atol=bound) for a, b in zip(wanted[1], got[1]))
+    assert main.grad is None and plain.grad is not None
+    assert torch.allclose(main.main_grad, plain.grad, rtol=10 * bound, atol=10 * bound)  # type: ignore[attr-defined]
+    if has_bias:
+        assert torch.equal(biases[0].grad, biases[1].grad)  # type: ignore[union-attr, arg-type]
+
+
+def _errors(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Largest error of the sum over micro-batches in main_grad, and of plain gradients added to a float32 sum."""
+    pairs = [(x.to(device), g.to(device)) for x, g in _pairs(dtype, 48, 40)]
+    plain, exact = torch.zeros(40, 48, device=device), torch.zeros(40, 48, dtype=torch.float64, device=device)
+    weight = _weight((40, 48), dtype)
+    main = nn.Parameter(weight.detach().to(device))
+    main.main_grad = torch.zeros(40, 48, device=device)  # type: ignore[attr-defined]
+    for x, g in pairs:
+        leaf = main.detach().requires_grad_()
+        F.linear(x, leaf).backward(g)
+        plain += leaf.grad  # type: ignore[arg-type]
+        exact += g.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
+        linear(x, main).backward(g)
+    error = lambda have: float((have.double() - exact).abs().max())  # noqa: E731
+    return error(main.main_grad), error(plain)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_is_not_rounded(dtype: torch.dtype) -> None:
+    own, plain = _errors(dtype, torch.device("cpu"))
+    assert own < plain / 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_on_a_gpu(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU that torch can use")
+    device = torch.device("cuda")
+    own, plain = _errors(dtype, device)
+    assert own < plain / 100 if widening_addmm(device, dtype) else own <= plain
+
+
+@pytest.mark.parametrize("a, total", [
+    (torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.float64),
+    (torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.float64),
+])
+def test_sums_of_any_width(a: torch.dtype, total: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(5)
+    left, right = torch.randn(9, 4, generator=g).to(a), torch.randn(9, 3, generator=g).to(a)
+    out = torch.ones(4, 3, dtype=total)
+    add_product(out, left, right)
+    exact = 1 + left.double().t() @ right.double()
+    assert float((out.double() - exact).abs().max()) < (1e-12 if a == torch.float64 else 1e-5)
+
+
+def test_under_recompute() -> None:
+    """The forward pass runs twice; the gradient is added once."""
+    plain, main = _weight((2, 3, 7), torch.float64), _weight((2, 3, 7), torch.float64, wide=torch.float64)
+    for x, g in _pairs(torch.float64, 7, 6):
+        x.requires_grad_()
+
+        def run(h: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+            return linear(torch.tanh(h), weight).square()
+
+        run(x, plain).backward(g)
+        wanted, x.grad = x.grad, None
+        checkpoint(run, x, main, use_reentrant=False).backward(g)
+        assert torch.allclose(wanted, x.grad, rtol=1e-12)  # type: ignore[arg-type]
+    assert main.grad is None
+    assert torch.allclose(main.main_grad, plain.grad, rtol=1e-12)  # type: ignore[attr-defined, arg-type]
+
+
+def test_a_matrix_that_is_also_the_embedding() -> None:
+    """The lookup's gradient comes through the hook, the projection's directly."""
+    plain, main = _weight((6, 7), torch.float64), _weight((6, 7), torch.float64, wide=torch.float64)
+    tokens = torch.tensor([[0, 5, 5], [2, 1, 0]])
+    for weight in (plain, main):
+        for factor in (1.0, 2.0):
+            (factor * linear(torch.tanh(F.embedding(tokens, weight)), weight).square()).sum().backward()
+    assert main.grad is None
+    assert torch.allclose(main.main_grad, plain.grad, rtol=1e-12)  # type: ignore[attr-defined, arg-type]
+
+
+def test_an_input_without_gradient_and_a_frozen_weight() -> None:
+    (x, g), *_ = _pairs(torch.float64, 7, 6)
+    main = _weight((6, 7), torch.float64, wide=torch.float64)
+    linear(x, main).backward(g)
+    assert torch.allclose(main.main_grad, g.flatten(0, 1).t() @ x.flatten(0, 1))  # type: ignore[attr-defined]
+    main.requires_grad_(False)
+    main.main_grad.zero_()  # type: ignore[attr-defined]
+    linear(x.requires_grad_(), main).backward(g)
+    assert x.grad is not None and not bool(main.main_grad.any())  # type: ignore[attr-defined]
+    with torch.no_grad():
+        assert not linear(x, main.requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("make", [
+    lambda ctx, spec: ColumnParallelLinear(
+        "c", 7, 3, ctx=ctx, sequence_parallel=False, bias=True, init=spec, packed=2, dtype=torch.float64),
+    lambda ctx, spec: RowParallelLinear(
+        "r", 7, 6, ctx=ctx, sequence_parallel=False, bias=True, init=spec, dtype=torch.float64),
+])
+def test_the_split_layers_use_it(make: Callable[[ParallelContext, InitSpec], nn.Module]) -> None:
+    layer = make(ParallelContext.single(), InitSpec("normal", 0.3))
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    (x, g), *_ = _pairs(torch.float64, 7, 6)
+    layer(x).backward(g)
+    wanted = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad(set_to_none=True)
+    layer.weight.main_grad = torch.zeros_like(layer.weight)  # type: ignore[union-attr]
+    layer(x).backward(g)
+    assert layer.weight.grad is None and torch.equal(layer.bias.grad, wanted["bias"])  # type: ignore[arg-type]
+    assert torch.allclose(layer.weight.main_grad, wanted["weight"], rtol=1e-12)  # type: ignore[union-attr, arg-type]
