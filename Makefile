@@ -6,6 +6,9 @@ TORCH_VERSION ?= 2.13.0
 # An index URL or a folder that has the wanted build of torch; empty: where pip is pointed anyway.
 TORCH_INDEX ?=
 SMALL ?=
+# What make kernels builds (empty: all that has a compiler), and for which GPUs.
+KERNELS ?=
+ARCHS ?=
 ARGS ?=
 
 VENV := .venv/bin/python
@@ -13,7 +16,7 @@ APT := sudo apt-get install -y git make g++ python3-dev python3-venv
 export SMALL DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint gpu-check lock clean
+.PHONY: help setup quickstart test kernels lint gpu-check lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,11 +32,14 @@ quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SM
 test: setup  ## every test that this machine can run
 	@$(VENV) scripts/run_tests.py $(ARGS)
 
+kernels: setup  ## build our kernels ahead of time, for every compiler here (KERNELS="cpu cuda rocm", ARCHS=sm_90)
+	@$(VENV) kernels/build.py $(if $(KERNELS),binding $(KERNELS)) --archs '$(ARCHS)'
+
 lint: setup  ## ruff and mypy
 	@$(VENV) scripts/run_tests.py --lint-only
 
-gpu-check: setup  ## the tests marked gpu (DEVICE=cuda)
-	@$(VENV) scripts/run_tests.py -m gpu $(ARGS)
+gpu-check: setup  ## build the kernels, the tests marked gpu, times and rates of every op (DEVICE=cuda or rocm)
+	@$(VENV) scripts/gpu_check.py
 
 lock: setup  ## resolve constraints/ anew
 	@$(VENV) -m pip install --quiet uv && $(VENV) scripts/lock.py

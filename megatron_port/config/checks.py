@@ -31,9 +31,15 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "data.tokenizer": ("auto", "byte", "gpt2"),
     "data.order": ("stateless", "megatron"),
     "backend.device": ("auto", "cpu", "cuda", "rocm"),
-    "backend.attention": ("auto", "math", "sdpa", "flash_attn"),
-    "backend.norm": ("auto", "torch", "apex"),
-    "backend.optimizer": ("auto", "torch", "deepspeed", "apex"),
+    "backend.own_kernels": ("auto", "on", "off"),
+    "backend.attention": ("auto", "math", "sdpa", "flash_attn", "fa3", "fa4"),
+    "backend.norm": ("auto", "own", "apex", "torch"),
+    "backend.activation": ("auto", "own", "torch"),
+    "backend.rotary": ("auto", "own", "torch"),
+    "backend.dropout": ("auto", "own", "torch"),
+    "backend.softmax": ("auto", "own", "torch"),
+    "backend.cross_entropy": ("auto", "own", "torch"),
+    "backend.optimizer": ("auto", "own", "deepspeed", "apex", "torch"),
     "launch.when_stopped": ("requeue", "chain", "stop"),
     "launch.when_failed": ("requeue", "chain", "stop"),
 }
@@ -209,12 +215,25 @@ def _relations(config: RunConfig) -> list[str]:
             f"model.attention_dropout {m.attention_dropout} needs backend.attention auto or math, not "
             f"{backend.attention!r}: only math keeps the mask free of the layout; or set attention_dropout = 0"
         )
-    if backend.attention == "flash_attn" and config.precision.dtype not in ("fp16", "bf16"):
-        out.append(f"backend.attention flash_attn needs precision.dtype fp16 or bf16, not {config.precision.dtype!r}")
+    dtype = config.precision.dtype
+    if backend.attention in ("flash_attn", "fa3", "fa4") and dtype not in ("fp16", "bf16"):
+        out.append(f"backend.attention {backend.attention} needs precision.dtype fp16 or bf16, not {dtype!r}")
     if backend.device == "cpu":
-        for name, gpu_only in (("attention", "flash_attn"), ("norm", "apex"), ("optimizer", "apex")):
-            if getattr(backend, name) == gpu_only:
-                out.append(f"backend.{name} {gpu_only} needs a GPU, but backend.device is 'cpu'; use auto")
+        gpu_only = (("attention", ("flash_attn", "fa3", "fa4")), ("norm", ("apex",)), ("optimizer", ("apex",)))
+        for name, choices in gpu_only:
+            value = getattr(backend, name)
+            if value in choices:
+                out.append(f"backend.{name} {value} needs a GPU, but backend.device is 'cpu'; use auto")
+    ops = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy", "optimizer")
+    asked = [op for op in ops if getattr(backend, op) == "own"]
+    if asked and dtype == "fp64":
+        out.append(f"backend.{asked[0]} own takes fp32, fp16 and bf16, not precision.dtype 'fp64'; use auto")
+    if asked and backend.own_kernels == "off":
+        out.append(f"backend.{asked[0]} is own, but backend.own_kernels is 'off'; set one of the two to auto")
+    if backend.own_kernels == "on" and dtype == "fp64":
+        out.append("backend.own_kernels on needs precision.dtype fp32, fp16 or bf16, not 'fp64'; use auto")
+    if backend.optimizer == "own" and config.engine != "native":
+        out.append(f"backend.optimizer own is for engine native, not {config.engine!r}; use auto")
     return out
 
 

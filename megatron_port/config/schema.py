@@ -220,14 +220,26 @@ class BackendConfig:
 
     device: str = "auto"
     """auto | cpu | cuda | rocm"""
+    own_kernels: str = "auto"
+    """auto (where they are built and serve) | on (or stop) | off: what ``auto`` means for the ops below."""
     attention: str = "auto"
-    """auto | math | sdpa | flash_attn"""
+    """auto | math | sdpa | flash_attn | fa3 | fa4 (torch's flash attention replaced by that package's)"""
     norm: str = "auto"
-    """auto | torch | apex"""
+    """auto | own | apex | torch"""
+    activation: str = "auto"
+    """auto | own | torch: bias + GeLU, SwiGLU"""
+    rotary: str = "auto"
+    """auto | own | torch: splitting the packed projection and rotating queries and keys"""
+    dropout: str = "auto"
+    """auto | own | torch: bias + dropout + residual; both drop the same elements"""
+    softmax: str = "auto"
+    """auto | own | torch: the causal softmax of ``math`` attention"""
+    cross_entropy: str = "auto"
+    """auto | own | torch"""
     optimizer: str = "auto"
-    """auto | torch | deepspeed (CPUAdam or FusedAdam) | apex"""
-    allow_compile: bool = False
-    """Permit torch.compile; everything else is built ahead of time."""
+    """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
+    allow_jit: bool = False
+    """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile); false: that is an error."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms (bit-exact resume on GPUs)."""
 
