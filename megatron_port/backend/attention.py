@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_port.backend.fused import CausalSoftmax, torch_causal_softmax
+
 ProbsHook = Callable[[torch.Tensor], torch.Tensor]
 """Maps attention probabilities [b, heads, s, s] to the same shape (dropout)."""
 
@@ -41,31 +43,40 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> N
         raise ValueError(f"causal attention needs as many queries as keys, not {q.shape[0]} and {k.shape[0]}")
 
 
-def math_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = True,
-    probs_hook: ProbsHook | None = None,
-) -> torch.Tensor:
-    """Attention written out: products in the input's dtype, softmax in fp32 (fp64 for fp64)."""
-    _check(q, k, v, causal)
-    seq, batch, heads, size = q.shape
-    keys, groups = k.shape[0], k.shape[2]
-    rep = heads // groups
-    # The query heads of a group stand below one another, so one product serves them and k is never repeated.
-    grouped = (q * (1.0 / math.sqrt(size))).permute(1, 2, 0, 3).reshape(batch, groups, rep * seq, size)
-    scores = (grouped @ k.permute(1, 2, 3, 0)).view(batch, heads, seq, keys)
-    if causal:
-        later = torch.ones(seq, keys, dtype=torch.bool, device=q.device).triu_(1)
-        scores = scores.masked_fill(later, float("-inf"))
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    probs = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
-    if probs_hook is not None:
-        probs = probs_hook(probs)
-    out = probs.view(batch, groups, rep * seq, keys) @ v.permute(1, 2, 0, 3)
-    return out.view(batch, heads, seq, size).permute(2, 0, 1, 3).reshape(seq, batch, heads * size)
+def math_attention_with(softmax: CausalSoftmax) -> Attention:
+    """Attention written out: products in the input's dtype, softmax in fp32 (fp64 for fp64) by the provider given."""
+
+    def attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = True,
+        probs_hook: ProbsHook | None = None,
+    ) -> torch.Tensor:
+        _check(q, k, v, causal)
+        seq, batch, heads, size = q.shape
+        keys, groups = k.shape[0], k.shape[2]
+        rep = heads // groups
+        # The query heads of a group stand below one another, so one product serves them and k is never repeated.
+        # Scaled before the product: half-precision scores overflow later then.
+        grouped = (q * (1.0 / math.sqrt(size))).permute(1, 2, 0, 3).reshape(batch, groups, rep * seq, size)
+        scores = (grouped @ k.permute(1, 2, 3, 0)).view(batch, heads, seq, keys)
+        if causal:
+            probs = softmax(scores, scale=1.0)
+        else:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            probs = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
+        if probs_hook is not None:
+            probs = probs_hook(probs)
+        out = probs.view(batch, groups, rep * seq, keys) @ v.permute(1, 2, 0, 3)
+        return out.view(batch, heads, seq, size).permute(2, 0, 1, 3).reshape(seq, batch, heads * size)
+
+    return attention
+
+
+math_attention = math_attention_with(torch_causal_softmax)
+"""With torch's softmax."""
 
 
 def _no_hook(name: str, probs_hook: ProbsHook | None) -> None:

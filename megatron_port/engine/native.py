@@ -1,4 +1,4 @@
-"""The native engine: schedules as data, plain AdamW on fp32 masters, every layout, every dtype.
+"""The native engine: schedules as data, AdamW on fp32 masters, every layout, every dtype.
 
 It needs nothing but torch, runs in fp64 for proofs, and on one process it is
 the reference that every layout of either engine is compared with.
@@ -17,10 +17,10 @@ from torch import nn
 from megatron_port.config.schema import RunConfig
 from megatron_port.engine.api import EvalResult, MicroBatch, StatePiece, StateReader, StepResult
 from megatron_port.engine.module import logical_pieces, read_local, recorded_parameters, zero_moments
+from megatron_port.engine.native_update import make_update
 from megatron_port.engine.totals import global_tokens, shared_sums
 from megatron_port.optim.gradients import (
     counts_in_norm,
-    global_grad_norm,
     reduce_partial_gradients,
     reduce_tied_gradients,
 )
@@ -38,7 +38,8 @@ class NativeEngine:
     """See ``engine.api.Engine``. ``on_gradients`` sees every final gradient (summed over dp, unclipped, unscaled)."""
 
     def __init__(
-        self, stage: Any, config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *, dtype: torch.dtype
+        self, stage: Any, config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *, dtype: torch.dtype,
+        optimizer_provider: str = "torch",
     ) -> None:
         self.stage, self.config, self.ctx, self.stream, self.dtype = stage, config, ctx, stream, dtype
         self.link = StageLink(ctx)
@@ -51,32 +52,23 @@ class NativeEngine:
         else:
             self.masters = [p.detach() for _, p in self.parameters]
         for grad, (_, p) in zip(self.main_grads, self.parameters):
+            p.main_grad = grad  # type: ignore[attr-defined]  # where parallel.linear adds a weight's gradient itself
             p.register_post_accumulate_grad_hook(self._accumulate_into(grad))
-        self.optimizer = self._build_optimizer()
+        self.update = make_update(optimizer_provider, self.parameters, self.masters, config.optimizer)
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
         self.first, self.last = self.link.previous is None, self.link.next is None
 
     @staticmethod
     def _accumulate_into(main_grad: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """A hook that adds each micro-batch's gradient to the wide sum and frees it."""
+        """A hook that adds to the wide sum what arrives as ``grad`` (all but the linears' weights), and frees it."""
 
         def hook(parameter: torch.Tensor) -> None:
-            main_grad.add_(parameter.grad)  # type: ignore[arg-type]
-            parameter.grad = None
+            if parameter.grad is not None:  # None: parallel.linear has added it already
+                main_grad.add_(parameter.grad)
+                parameter.grad = None
 
         return hook
-
-    def _build_optimizer(self) -> torch.optim.AdamW:
-        cfg = self.config.optimizer
-        groups = [
-            {"params": [m for (r, _), m in zip(self.parameters, self.masters) if r.decay is decay],
-             "weight_decay": cfg.weight_decay if decay else 0.0}
-            for decay in (True, False)
-        ]
-        return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, foreach=True
-        )
 
     def _run_forward(self, batch: MicroBatch, step: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(stage input that needs a gradient, output): receive, compute, send."""
@@ -141,45 +133,22 @@ class NativeEngine:
             for grad in self.main_grads:
                 dist.all_reduce(grad, group=self.ctx.dp_group)
         reduce_tied_gradients(grads, self.ctx)
-        used_scale = self.scaler.scale
-        if used_scale != 1.0:
-            for grad in self.main_grads:
-                grad.div_(used_scale)
+        used_scale = scale = self.scaler.scale
         if self.on_gradients is not None:
+            for grad in self.main_grads:
+                grad.div_(scale)
+            scale = 1.0
             self.on_gradients(grads)
-        norm = global_grad_norm(grads, self.ctx)
+        norm = self.update.step(grads, self.ctx, lr=lr, scale=scale)
         total, count = shared_sums([loss_sum, tokens / self.ctx.topology.dp], self.ctx)
         grad_norm = float(norm)
         # A step whose gradient is not finite is never applied; whether that is normal (fp16) is for the loop to say.
         skipped = not math.isfinite(grad_norm)
-        if not skipped:
-            self._update(grad_norm, lr)
         self.scaler.update(skipped)
         return StepResult(
             loss=total / max(count, 1.0), tokens=round(count), grad_norm=None if skipped else grad_norm,
             skipped=skipped, loss_scale=used_scale,
         )
-
-    def _update(self, grad_norm: float, lr: float) -> None:
-        clip = self.config.optimizer.clip_grad
-        if clip > 0.0 and grad_norm > clip:
-            for grad in self.main_grads:
-                grad.mul_(clip / (grad_norm + 1e-6))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        for master, grad in zip(self.masters, self.main_grads):
-            master.grad = grad
-        self.optimizer.step()
-        for master in self.masters:
-            master.grad = None
-        self._publish_masters()
-
-    def _publish_masters(self) -> None:
-        """Round the masters into the weights that the forward pass uses."""
-        if self.separate_master:
-            with torch.no_grad():
-                for (_, p), master in zip(self.parameters, self.masters):
-                    p.copy_(master)
 
     @torch.no_grad()
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
@@ -208,7 +177,7 @@ class NativeEngine:
         for (record, _), master in zip(self.parameters, self.masters):
             if not counts_in_norm(record, self.ctx):
                 continue
-            state = self.optimizer.state.get(master, {})
+            state = self.update.state.get(master, {})
             yield from logical_pieces(record, "weight", master.detach().reshape(-1), 0)
             for kind in ("exp_avg", "exp_avg_sq"):
                 value = state.get(kind)
@@ -217,7 +186,7 @@ class NativeEngine:
 
     def scalar_state(self) -> dict[str, float | int]:
         """Optimizer steps taken, and the loss scale."""
-        steps = [float(s["step"]) for s in self.optimizer.state.values() if "step" in s]
+        steps = [float(s["step"]) for s in self.update.state.values() if "step" in s]
         return {"optimizer_steps": int(steps[0]) if steps else 0, **self.scaler.state()}
 
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
@@ -231,10 +200,10 @@ class NativeEngine:
             }
             for kind in ("exp_avg", "exp_avg_sq"):
                 read_local(read, record, kind, state[kind])
-            self.optimizer.state[master] = state
+            self.update.state[master] = state
             if not self.separate_master and p.data_ptr() != master.data_ptr():
                 raise RuntimeError(f"{record.name}: weight and master no longer share storage")
-        self._publish_masters()
+        self.update.publish()
         self.scaler.load(scalars)
 
     def load_weights(self, read: StateReader) -> None:

@@ -12,27 +12,8 @@ from megatron_port.model.recompute import recompute
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
-def rotary_table(
-    seq: int, head_size: int, theta: float, *, device: torch.device, start: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [seq, 1, 1, head_size] of rotary embedding (Su et al., arXiv 2104.09864), float32.
-
-    Frequencies and angles are float32 as in transformers' Llama, so that imported weights give its logits.
-    """
-    frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.int64, device=device).float() / head_size)
-    angle = torch.outer(torch.arange(start, start + seq, device=device).float(), frequency)
-    angle = torch.cat((angle, angle), dim=-1)[:, None, None, :]
-    return angle.cos(), angle.sin()
-
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [seq, batch, heads, head_size]; element i pairs with i + head_size/2 (Llama's convention)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
-
-
 class SelfAttention(nn.Module):
-    """[seq(/tp), batch, hidden] → the same; heads / tp on each rank.
+    """[seq(/tp), batch, hidden] → the same, without the bias of ``output``; heads / tp on each rank.
 
     The rows of the fused projection are ordered by group: the group's query
     heads, its key, its value. A tp slice is then a contiguous range of rows.
@@ -52,7 +33,8 @@ class SelfAttention(nn.Module):
         rows = (cfg.num_attention_heads + 2 * cfg.kv_heads) * cfg.head_size
         self.qkv = ColumnParallelLinear(f"{name}.qkv", cfg.hidden_size, rows, init=build.init, **common)
         self.output = RowParallelLinear(
-            f"{name}.output", cfg.num_attention_heads * cfg.head_size, cfg.hidden_size, init=build.output_init, **common
+            f"{name}.output", cfg.num_attention_heads * cfg.head_size, cfg.hidden_size, init=build.output_init,
+            skip_bias=True, **common,
         )
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -65,21 +47,17 @@ class SelfAttention(nn.Module):
         return self.build.providers.attention(q, k, v, probs_hook=hook)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]."""
+        """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""
         y = self.qkv(x)
         seq, batch, _ = y.shape
         y = y.view(seq, batch, self.groups, self.heads_per_group + 2, self.head_size)
-        q, k, v = y.split((self.heads_per_group, 1, 1), dim=3)
-        return (
-            q.reshape(seq, batch, self.groups * self.heads_per_group, self.head_size), k.squeeze(3), v.squeeze(3)
-        )
+        cfg, cos, sin = self.build.model, None, None
+        if cfg.position_embedding == "rope":
+            cos, sin = self.build.rotary.get(seq, self.head_size, cfg.rope_theta, y.device)
+        return self.build.providers.split_rotary(y, cos, sin)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
-        cfg = self.build.model
-        if cfg.position_embedding == "rope":
-            cos, sin = rotary_table(q.shape[0], self.head_size, cfg.rope_theta, device=q.device)
-            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if self.build.layout.recompute == "selective" and self.training and torch.is_grad_enabled():
             context = recompute(self._core, q, k, v, stream=self.build.stream)
         else:

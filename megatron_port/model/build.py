@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +11,27 @@ from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec
+
+
+class RotaryTables:
+    """cos and sin of rotary embedding (Su et al., arXiv 2104.09864), made once and shared by all layers."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, float, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def get(self, seq: int, head_size: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [at least seq, head_size/2]: row i is for position i.
+
+        Frequencies and angles are float32 as in transformers' Llama, so that imported weights give its logits.
+        """
+        key = (head_size, theta, device)
+        found = self._made.get(key)
+        if found is None or found[0].shape[0] < seq:
+            rows = seq if found is None else max(seq, 2 * found[0].shape[0])
+            exponent = torch.arange(0, head_size, 2, dtype=torch.int64, device=device).float() / head_size
+            angle = torch.outer(torch.arange(rows, device=device).float(), 1.0 / theta**exponent)
+            found = self._made[key] = angle.cos(), angle.sin()
+        return found
 
 
 @dataclass(frozen=True)
@@ -24,6 +45,7 @@ class BuildContext:
     stream: DropoutStream
     dtype: torch.dtype
     """Of parameters and activations."""
+    rotary: RotaryTables = field(default_factory=RotaryTables)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -40,10 +62,31 @@ class BuildContext:
         """Of the two projections of each layer that write into the residual stream (GPT-2's 1/sqrt(2 L))."""
         return InitSpec("normal", self.model.init_std / (2 * self.model.num_layers) ** 0.5)
 
+    @property
+    def dropout_now(self) -> float:
+        """Probability of hidden dropout in the pass at hand: 0 during evaluation."""
+        return self.model.hidden_dropout if self.stream.enabled else 0.0
+
+    def _seq_offset(self, x: torch.Tensor) -> int:
+        """Where a slice [seq(/tp), batch, hidden] of the residual stream starts in the global sequence."""
+        return self.ctx.coords.tp * x.shape[0] if self.sequence_parallel else 0
+
     def residual_dropout(self, x: torch.Tensor, *, op: str) -> torch.Tensor:
         """Hidden dropout of [seq(/tp), batch, hidden] at its place in the global sequence."""
-        p = self.model.hidden_dropout
-        if p == 0.0:
-            return x
-        offset = self.ctx.coords.tp * x.shape[0] if self.sequence_parallel else 0
-        return self.stream.dropout(x, p, op=op, seq_offset=offset, width=self.model.hidden_size)
+        return self.stream.dropout(
+            x, self.dropout_now, op=op, seq_offset=self._seq_offset(x), width=self.model.hidden_size
+        )
+
+    def bias_dropout_add(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *, op: str
+    ) -> torch.Tensor:
+        """residual + dropout(x + bias), all [seq(/tp), batch, hidden]."""
+        p, fused = self.dropout_now, self.providers.bias_dropout_add
+        if bias is None and p == 0.0:
+            return residual + x
+        if fused is None:
+            return residual + self.residual_dropout(x if bias is None else x + bias, op=op)
+        return fused(
+            x, bias, residual, self.stream.sample_keys(p), op_key=self.stream.op_key(op), p=p,
+            seq_offset=self._seq_offset(x), width=self.model.hidden_size, width_offset=0,
+        )

@@ -13,6 +13,7 @@ from megatron_port.model.recompute import recompute
 from megatron_port.parallel.collectives import copy_to_tp, gather_sequence
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import VocabParallelEmbedding, vocab_parameter
+from megatron_port.parallel.linear import linear
 from megatron_port.parallel.record import attach, split_record
 
 WORD_EMBEDDING = "embedding.word.weight"
@@ -63,9 +64,14 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(f"{name}.mlp", build)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        drop = self.build.residual_dropout
-        x = x + drop(self.attention(self.norm1(x)), op=f"{self.name}.attention")
-        return x + drop(self.mlp(self.norm2(x)), op=f"{self.name}.mlp")
+        join = self.build.bias_dropout_add
+        out, bias = self.attention(self.norm1(x)), self.attention.output.bias
+        if bias is None and self.build.dropout_now == 0.0:
+            y, x = self.norm2.add(out, x)
+        else:
+            x = join(out, bias, x, op=f"{self.name}.attention")
+            y = self.norm2(x)
+        return join(self.mlp(y), self.mlp.down.bias, x, op=f"{self.name}.mlp")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.build.layout.recompute == "full" and self.training and torch.is_grad_enabled():
@@ -97,13 +103,13 @@ class Head(nn.Module):
         group = self.build.ctx.tp_group
         x = self.norm(x)
         x = gather_sequence(x, group) if self.build.sequence_parallel else copy_to_tp(x, group)
-        return torch.nn.functional.linear(x, self.weight)
+        return linear(x, self.weight)
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Loss of each token [batch, seq] in nats, for ``labels`` int64 [batch, seq]."""
         record = self.weight.record  # type: ignore[attr-defined]
         losses = vocab_parallel_cross_entropy(
             logits, labels.t().contiguous(), offset=record.offset[0], extent=record.extent[0],
-            group=self.build.ctx.tp_group,
+            group=self.build.ctx.tp_group, ops=self.build.providers.cross_entropy,
         )
         return losses.t()

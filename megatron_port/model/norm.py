@@ -33,6 +33,12 @@ class Norm(nn.Module):
         self.bias = parameter("bias", "zeros") if self.kind == "layernorm" and cfg.add_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "rmsnorm":
-            return self.providers.rms_norm(x, self.weight, self.eps)
-        return self.providers.layer_norm(x, self.weight, self.bias, self.eps)
+        return self._run(x, None)[0]
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual), in one pass where the provider can."""
+        return self._run(x, residual)
+
+    def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = self.providers.rms_norm if self.kind == "rmsnorm" else self.providers.layer_norm
+        return norm(x, residual, self.weight, self.bias, self.eps)

@@ -5,7 +5,7 @@ Both engines use these, so a layout's gradient rules exist once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -70,20 +70,31 @@ def counts_in_norm(record: ParameterRecord, ctx: ParallelContext) -> bool:
     return record.tied_primary and (record.is_split or ctx.coords.tp == 0)
 
 
-def global_grad_norm(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> torch.Tensor:
-    """L2 norm over the whole model of gradients already summed over dp: a scalar on the device.
+def global_square_norm(
+    grads: Iterable[RecordedGrad],
+    ctx: ParallelContext,
+    square_norm: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Sum of squares over the whole model of gradients already summed over dp: a scalar on the device.
 
     Each logical element is counted once: replicated parameters on tp rank 0, tied ones on their primary stage,
-    padding never (its gradient is zero).
+    padding never (its gradient is zero). ``square_norm``: of a list of tensors; None: torch's ops.
     """
-    squares = [
-        g.detach().to(torch.float64 if g.dtype == torch.float64 else torch.float32).square().sum()
-        for record, g in grads
-        if counts_in_norm(record, ctx)
-    ]
-    wide = torch.float64 if squares and squares[0].dtype == torch.float64 else torch.float32
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=ctx.device)
+    mine = [g.detach() for record, g in grads if counts_in_norm(record, ctx)]
+    if square_norm is not None and mine:
+        total = square_norm(mine)
+    else:
+        wide = torch.float64 if mine and mine[0].dtype == torch.float64 else torch.float32
+        squares = [g.to(wide).square().sum() for g in mine]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=ctx.device)
+        if square_norm is not None:
+            total = total.double()
     for group in (ctx.tp_group, ctx.pp_group):
         if group is not None:
             dist.all_reduce(total, group=group)
-    return total.sqrt()
+    return total
+
+
+def global_grad_norm(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> torch.Tensor:
+    """L2 norm over the whole model; see :func:`global_square_norm`."""
+    return global_square_norm(grads, ctx).sqrt()

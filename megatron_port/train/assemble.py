@@ -44,7 +44,7 @@ def build_engine(config: RunConfig, ctx: ParallelContext, providers: Providers, 
     dtype = DTYPES[config.precision.dtype]
     engine: Engine
     if config.engine == "native":
-        engine = NativeEngine(stage, config, ctx, stream, dtype=dtype)
+        engine = NativeEngine(stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer)
     else:
         from megatron_port.engine.deepspeed_engine import DeepSpeedEngine
 

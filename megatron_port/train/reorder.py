@@ -51,7 +51,7 @@ def _row(module: RowParallelLinear, chunks: int) -> Callable[[torch.Tensor], tor
     def forward(x: torch.Tensor) -> torch.Tensor:
         parts = [F.linear(a, w) for a, w in zip(x.chunk(chunks, -1), module.weight.chunk(chunks, 1))]
         y = sum(parts[1:], parts[0])
-        return y if module.bias is None else y + module.bias
+        return y if module.bias is None or module.skip_bias else y + module.bias
 
     return forward
 
@@ -60,7 +60,7 @@ def _column(module: ColumnParallelLinear, chunks: int) -> Callable[[torch.Tensor
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight = module.weight.flatten(0, -2)
         y = torch.cat([F.linear(x, w) for w in weight.chunk(chunks, 0)], dim=-1)
-        return y if module.bias is None else y + module.bias.flatten()
+        return y if module.bias is None or module.skip_bias else y + module.bias.flatten()
 
     return forward
 

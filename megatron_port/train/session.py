@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import DeviceInfo, choose_device
 from megatron_port.backend.jit_guard import install_guard
-from megatron_port.backend.providers import Providers, choose_providers
+from megatron_port.backend.providers import Providers
 from megatron_port.config.checks import problems, resolve
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault, PortError
@@ -160,12 +161,13 @@ def _assemble(
     failure: PortError | None = None
     providers: Providers | None = None
     try:
-        # DeepSpeed is imported before the guard replaces its builder.
         providers = choose_providers(
             config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
             attention_dropout=config.model.attention_dropout,
         )
-        install_guard(config.backend.allow_compile)
+        install_guard(config.backend.allow_jit)
+        if config.backend.allow_jit:
+            logger.log("backend.allow_jit = true: ops may be compiled while this run trains")
     except PortError as error:
         failure = error
     agree(failure, where=str(ctx.coords))

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_port.backend.providers import torch_providers
+from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.device import choose_device
+from megatron_port.backend.providers import Providers
 from megatron_port.config.schema import (
+    BackendConfig,
     BatchConfig,
     LayoutConfig,
     ModelConfig,
@@ -20,7 +23,7 @@ from megatron_port.config.schema import (
 from megatron_port.engine.api import MicroBatch
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_engine
+from megatron_port.train.assemble import DTYPES, build_engine
 from megatron_port.train.parity import Run
 from megatron_port.train.reorder import REORDERINGS, Reordering, cut_sums
 from megatron_port.train.trace import RankTrace, record_run
@@ -39,6 +42,7 @@ def make_config(
     global_batch_size: int = 8,
     clip_grad: float = 0.5,
     mask_loss: bool = False,
+    own_kernels: str = "off",
 ) -> RunConfig:
     """A small run with clipping active, an odd vocabulary and an uneven number of layers."""
     base: dict[str, Any] = {
@@ -53,6 +57,10 @@ def make_config(
         # With Adam's usual eps an element whose gradient is rounding noise takes a full step of either sign, and half
         # precisions underflow some of them to zero: losses then compare noise. 1e-5 is 1e-3 of the gradients' rms here.
         optimizer=OptimizerConfig(lr=LR, clip_grad=clip_grad, eps=1e-5),
+        backend=BackendConfig(
+            device="cpu", attention="math", own_kernels=own_kernels if dtype != "fp64" else "off",
+            optimizer="torch" if engine == "deepspeed" else "auto",
+        ),
     )
     return dataclasses.replace(config, data=dataclasses.replace(config.data, mask_eod_loss=mask_loss))
 
@@ -97,13 +105,21 @@ def make_batches(
     return batches
 
 
+def providers_of(config: RunConfig) -> Providers:
+    """What the case's ``backend`` asks for, on the CPU."""
+    return choose_providers(
+        config.backend, choose_device("cpu"), DTYPES[config.precision.dtype], engine=config.engine,
+        attention_dropout=config.model.attention_dropout,
+    )
+
+
 def run_case(
     config: RunConfig, topology: Topology, steps: int, gradient_steps: int = 1, reordering: Reordering | None = None
 ) -> RankTrace:
     """Train on this rank and record; the function that ranks are sent."""
     ctx = ParallelContext.create(topology, "cpu")
     try:
-        engine = build_engine(config, ctx, torch_providers())
+        engine = build_engine(config, ctx, providers_of(config))
         if reordering is not None and reordering.chunks > 1:
             cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
         return record_run(
@@ -126,7 +142,7 @@ def single_run(
 ) -> Run:
     """The reference: one process, the native engine, in this very process, one thread."""
     config = dataclasses.replace(
-        config, engine="native",
+        config, engine="native", backend=dataclasses.replace(config.backend, optimizer="auto"),
         layout=LayoutConfig(vocab_padding_multiple=1, pipeline_schedule="1f1b"),
     )
     threads = torch.get_num_threads()

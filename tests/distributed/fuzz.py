@@ -52,6 +52,7 @@ class Draw:
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.layout.recompute,
             "schedule": c.layout.pipeline_schedule, "padding": c.layout.vocab_padding_multiple,
             "micro_batch": c.batch.micro_batch_size, "mask_loss": c.data.mask_eod_loss,
+            "own_kernels": c.backend.own_kernels,
             **{k: getattr(c.model, k) for k in keep},
         }
 
@@ -88,14 +89,17 @@ def draw(seed: int) -> Draw:
     }
     config = make_config(
         engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=micro,
-        clip_grad=r.choice((0.0, 0.1, 0.5)), mask_loss=r.random() < 0.3,
+        clip_grad=r.choice((0.0, 0.1, 0.5)), mask_loss=r.random() < 0.3, own_kernels=r.choice(("on", "off")),
     )
     return Draw(seed, config, Topology(tp, pp, dp))
 
 
 def plain(config: RunConfig) -> RunConfig:
-    """The configuration without its layout and engine: equal references are computed once."""
-    return dataclasses.replace(config, engine="native", layout=LayoutConfig(vocab_padding_multiple=1))
+    """The configuration without its layout, engine and own kernels: torch's ops are the reference for all."""
+    backend = dataclasses.replace(config.backend, own_kernels="off", optimizer="auto")
+    return dataclasses.replace(
+        config, engine="native", layout=LayoutConfig(vocab_padding_multiple=1), backend=backend
+    )
 
 
 @lru_cache(maxsize=256)

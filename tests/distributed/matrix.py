@@ -21,7 +21,7 @@ LAYOUTS = [*itertools.product((1, 2), (1, 2), (1, 2)), (1, 4, 1), (2, 4, 1)]
 """(tp, pp, dp)"""
 
 
-def matrix() -> list[Draw]:
+def matrix(own_kernels: str = "off") -> list[Draw]:
     """Every combination, in an order in which a cut-off run has still seen every layout, dtype and engine."""
     out = []
     options = itertools.product(
@@ -32,7 +32,7 @@ def matrix() -> list[Draw]:
         if sequence and tp == 1:
             continue
         config = make_config(
-            engine=engine, dtype=dtype,
+            engine=engine, dtype=dtype, own_kernels=own_kernels,
             model={"tie_embeddings": tied, "hidden_dropout": dropout, "attention_dropout": dropout,
                    "num_layers": 5 if pp == 4 else 3},
             layout={"sequence_parallel": sequence, "recompute": recompute, "pipeline_schedule": "1f1b"},
@@ -68,11 +68,12 @@ def main() -> int:
     parser.add_argument("--report", type=Path)
     parser.add_argument("--batch", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--own-kernels", choices=("on", "off"), default="off")
     args = parser.parse_args()
     if args.report:
         print(table([json.loads(line) for line in args.report.read_text().splitlines()]))
         return 0
-    return run_resumable(matrix(), args.out, batch_size=args.batch, seconds=args.seconds)
+    return run_resumable(matrix(args.own_kernels), args.out, batch_size=args.batch, seconds=args.seconds)
 
 
 if __name__ == "__main__":

@@ -238,8 +238,9 @@ def cross_entropy(b: Bench) -> Parts:
     before = local.clone()
     local.requires_grad_()
     loss = vocab_parallel_cross_entropy(local, labels, offset=offset, extent=extent, group=b.ctx.tp_group)
+    assert torch.equal(local.detach(), before), "the forward pass changed the logits"
     loss.backward(g)
-    assert torch.equal(local.detach(), before), "the logits were overwritten"
+    assert local.grad is not None and torch.equal(local.detach(), local.grad), "the gradient is not in their place"
     assert local.grad is not None and not bool(local.grad[..., extent:].any()), "the padding has a gradient"
     b.note("output", loss, (seq, batch), None)
     grad = local.grad[..., :extent].clone()

@@ -28,12 +28,17 @@ def variants() -> list[tuple[dict, dict]]:
 
 
 def _cases(engine: str, dtype: str, layouts: list[tuple[int, int, int]]) -> dict[int, list]:
-    """Cases by world size; each layout gets the variant of its position, so a subset still mixes them."""
+    """Cases by world size; each layout gets the variant of its position, so a subset still mixes them.
+
+    Each layout runs with own kernels and without (fp64 always without).
+    """
     by_world: dict[int, list] = {}
     for i, (tp, pp, dp) in enumerate(layouts):
-        for model, layout in (variants()[i % 6], variants()[(i + 3) % 6]):
+        for own, (model, layout) in (("on", variants()[i % 6]), ("off", variants()[(i + 3) % 6])):
             model = {**model, **({"num_layers": 5} if pp == 4 else {})}
-            config = make_config(engine=engine, dtype=dtype, model=model, layout=layout, mask_loss=i % 2 == 1)
+            config = make_config(
+                engine=engine, dtype=dtype, model=model, layout=layout, mask_loss=i % 2 == 1, own_kernels=own
+            )
             by_world.setdefault(tp * pp * dp, []).append((config, Topology(tp, pp, dp)))
     return by_world
 

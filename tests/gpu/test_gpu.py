@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
-from megatron_port.backend.providers import choose_providers, torch_providers
+from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import (
     BackendConfig,
     BatchConfig,

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_port.backend import kernels
 from megatron_port.backend.attention import flash_attention, gpu_kernels, math_attention, sdpa_attention
+from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device
-from megatron_port.backend.providers import choose_providers, torch_layer_norm, torch_providers, torch_rms_norm
+from megatron_port.backend.fused import torch_layer_norm, torch_rms_norm
+from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
 
@@ -117,10 +121,10 @@ def test_norms() -> None:
     weight, bias = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     centred = x - x.mean(-1, keepdim=True)
     expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    torch.testing.assert_close(torch_layer_norm(x, weight, bias, 1e-5), expected + bias)
-    torch.testing.assert_close(torch_layer_norm(x, weight, None, 1e-5), expected)
+    torch.testing.assert_close(torch_layer_norm(x, None, weight, bias, 1e-5)[0], expected + bias)
+    torch.testing.assert_close(torch_layer_norm(x, None, weight, None, 1e-5)[0], expected)
     rms = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-    torch.testing.assert_close(torch_rms_norm(x, weight, 1e-6), rms)
+    torch.testing.assert_close(torch_rms_norm(x, None, weight, None, 1e-6)[0], rms)
 
 
 # ---------------------------------------------------------------- choosing
@@ -163,17 +167,45 @@ def row(providers: Any, op: str) -> Any:
     return next(r for r in providers.table if r.op == op)
 
 
-def test_auto_on_a_cpu_and_its_table() -> None:
+OPS = ["attention", "norm", "activation", "rotary", "dropout", "cross_entropy", "optimizer"]
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if `make kernels` had never run."""
+    monkeypatch.setattr(kernels, "kernels_status", lambda kind: ("", f"libmp_{kind}.so is not built; make kernels"))
+
+
+def test_auto_without_own_kernels_and_its_table(no_library: None) -> None:
     chosen = choose()
-    assert [r.op for r in chosen.table] == ["attention", "norm", "optimizer"]
-    assert [r.provider for r in chosen.table] == ["sdpa", "torch", "torch"]
-    assert all(r.why for r in chosen.table)
-    assert chosen.optimizer == "torch" and "need a GPU" in chosen.describe()
+    assert [r.op for r in chosen.table] == OPS
+    assert [r.provider for r in chosen.table] == ["sdpa"] + ["torch"] * 6
+    assert all("libmp_cpu.so is not built" in r.why for r in chosen.table[1:])
+    assert chosen.optimizer == "torch" and chosen.bias_dropout_add is None
     assert torch_providers().attention is math_attention
+    assert [r.op for r in choose(attention="math").table][:2] == ["attention", "softmax"]
+    with pytest.raises(EnvironmentFault, match=r"own_kernels = \"on\", but for softmax: libmp_cpu.so is not built"):
+        choose(own_kernels="on")
+    with pytest.raises(EnvironmentFault, match=r"backend.norm = \"own\" cannot serve: libmp_cpu.so is not built"):
+        choose(norm="own")
+
+
+def test_own_kernels_go_first_where_they_are_built_and_serve() -> None:
+    if kernels.kernels_status("cpu")[1]:
+        pytest.skip(kernels.kernels_status("cpu")[1])
+    chosen = choose()
+    assert [r.provider for r in chosen.table] == ["sdpa"] + ["own"] * 6
+    assert all("cpu v" in r.why or "cpu base" in r.why for r in chosen.table[1:])
+    assert [r.provider for r in choose(own_kernels="off").table[1:]] == ["torch"] * 6
+    assert [r.provider for r in choose(dtype=torch.float64).table[1:]] == ["torch"] * 6
+    with pytest.raises(EnvironmentFault, match="fp32, fp16 and bf16, not float64"):
+        choose(dtype=torch.float64, own_kernels="on")
+    with pytest.raises(EnvironmentFault, match="own AdamW is for engine native"):
+        choose(engine="deepspeed", optimizer="own")
 
 
 def test_dropout_on_probabilities_needs_math() -> None:
-    assert choose(dropout=0.1).attention is math_attention
+    assert row(choose(dropout=0.1), "attention").provider == "math"
     with pytest.raises(EnvironmentFault, match=r"attention_dropout is 0.1.*backend.attention = \"math\""):
         choose(dropout=0.1, attention="sdpa")
 
@@ -184,10 +216,11 @@ def test_dropout_on_probabilities_needs_math() -> None:
         ({"attention": "flash_attn"}, "needs a GPU"),
         ({"attention": "magic"}, "none of math"),
         ({"norm": "apex"}, "need a GPU"),
-        ({"norm": "x"}, "neither"),
+        ({"norm": "x"}, "none of own, apex, torch"),
         ({"optimizer": "apex"}, "need a GPU"),
         ({"optimizer": "deepspeed"}, "engine native"),
-        ({"optimizer": "x"}, "none of torch"),
+        ({"optimizer": "x"}, "none of own, deepspeed, apex, torch"),
+        ({"attention": "fa3"}, "needs a GPU"),
     ],
 )
 def test_what_was_asked_for_and_cannot_serve_is_an_error(config: dict[str, str], says: str) -> None:
@@ -195,12 +228,13 @@ def test_what_was_asked_for_and_cannot_serve_is_an_error(config: dict[str, str],
         choose(**config)
 
 
-def test_on_a_gpu_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, no_library: None) -> None:
     for name in ("flash_attn", "fused_layer_norm_cuda"):
         monkeypatch.setitem(sys.modules, name, None)  # import raises ModuleNotFoundError
     chosen = choose(GPU, torch.bfloat16)
     assert row(chosen, "attention").provider == "sdpa" and "cudnn, flash" in row(chosen, "attention").why
     assert row(chosen, "norm").provider == "torch"
+    assert "libmp_cuda.so is not built" in row(chosen, "norm").why
     assert "fused_layer_norm_cuda is not installed" in row(chosen, "norm").why
     with pytest.raises(EnvironmentFault, match="flash_attn is not installed"):
         choose(GPU, torch.bfloat16, attention="flash_attn")
@@ -208,12 +242,12 @@ def test_on_a_gpu_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) ->
         choose(GPU, torch.float32, attention="flash_attn")
 
 
-def test_on_a_gpu_present_packages_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_present_packages_serve(monkeypatch: pytest.MonkeyPatch, no_library: None) -> None:
     flash = ModuleType("flash_attn")
     flash.flash_attn_func = lambda q, k, v, causal: q  # type: ignore[attr-defined]
     apex, normalization, layer = (ModuleType(n) for n in ("apex", "apex.normalization", "fused_layer_norm"))
-    layer.fused_layer_norm_affine = lambda x, w, b, shape, eps: torch_layer_norm(x, w, b, eps)  # type: ignore[attr-defined]
-    layer.fused_rms_norm_affine = lambda x, w, shape, eps: torch_rms_norm(x, w, eps)  # type: ignore[attr-defined]
+    layer.fused_layer_norm_affine = lambda x, w, b, shape, eps: F.layer_norm(x, shape, w, b, eps)  # type: ignore[attr-defined]
+    layer.fused_rms_norm_affine = lambda x, w, shape, eps: F.rms_norm(x, shape, w, eps)  # type: ignore[attr-defined]
     for name, module in {"flash_attn": flash, "apex": apex, "apex.normalization": normalization,
                          "apex.normalization.fused_layer_norm": layer,
                          "fused_layer_norm_cuda": ModuleType("fused_layer_norm_cuda")}.items():
@@ -221,8 +255,8 @@ def test_on_a_gpu_present_packages_serve(monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = choose(GPU, torch.bfloat16, attention="flash_attn")
     assert row(chosen, "attention").provider == "flash_attn" and row(chosen, "norm").provider == "apex"
     x, w = torch.randn(2, 8), torch.ones(8)
-    assert torch.equal(chosen.rms_norm(x, w, 1e-5), torch_rms_norm(x, w, 1e-5))
-    assert torch.equal(chosen.layer_norm(x, w, None, 1e-5), torch_layer_norm(x, w, None, 1e-5))
+    assert torch.equal(chosen.rms_norm(x, x, w, None, 1e-5)[0], F.rms_norm(2 * x, (8,), w, 1e-5))
+    assert torch.equal(chosen.layer_norm(x, None, w, None, 1e-5)[0], F.layer_norm(x, (8,), w, None, 1e-5))
     assert row(choose(GPU, torch.bfloat16, norm="torch"), "norm").provider == "torch"
 
 

@@ -1,0 +1,366 @@
+"""Own kernels on a GPU against eager torch, torch.compile and, where importable, apex and Liger.
+
+    python benchmarks/gpu_kernels.py --json benchmarks/results/kernels-NAME.json
+
+Per op and shape: time of the forward pass and of forward + backward, the bytes that must move at the least (each input
+read once, each output written once), and the rate of those bytes over the rate of a plain copy in the same run. All
+variants of a case alternate; the median of the repeats is kept. Then attention by provider, in TFLOP/s of causal
+attention counted in full. torch.compile is used here on purpose; training does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_port.backend import fused, kernels
+from megatron_port.backend.ops import activation, cross_entropy, dropout, norm, optimizer, rotary, softmax
+from megatron_port.backend.providers import optional_import
+
+REPEATS = 15
+
+
+@dataclass
+class Case:
+    """One op at one shape. ``variants``: name → function of the inputs; own and eager are there."""
+
+    name: str
+    shape: str
+    inputs: tuple[Any, ...]
+    variants: dict[str, Callable[..., Any]]
+    forward_bytes: float
+    backward_bytes: float = 0.0
+    """0: no backward pass is timed."""
+
+
+@dataclass
+class Result:
+    """Milliseconds by variant, and own bytes/s over copy's."""
+
+    name: str
+    shape: str
+    forward_ms: dict[str, float] = field(default_factory=dict)
+    both_ms: dict[str, float] = field(default_factory=dict)
+    forward_share: float = 0.0
+    both_share: float = 0.0
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def time_ms(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median milliseconds of each, alternating, by CUDA events."""
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        for _ in range(3):
+            function()
+    for _ in range(REPEATS):
+        for name, function in functions.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            taken[name].append(start.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def copy_bandwidth() -> float:
+    """Bytes/s of a device copy of 2 GiB, read and write counted."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    ms = time_ms({"copy": lambda: target.copy_(source)})["copy"]
+    return 2 * source.numel() / ms * 1e3
+
+
+def _floats(inputs: tuple[Any, ...]) -> list[Tensor]:
+    return [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+
+
+def measure(case: Case, bandwidth: float) -> Result:
+    """Time all variants of a case."""
+    result = Result(case.name, case.shape)
+    forward: dict[str, Callable[[], Any]] = {}
+    both: dict[str, Callable[[], Any]] = {}
+    for name, function in case.variants.items():
+        try:
+            out = function(*case.inputs)
+        except Exception as error:  # a peer that cannot run is listed, not counted
+            result.failed[name] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor) and o.requires_grad]
+        grads = [torch.randn_like(o) for o in outs]
+
+        def run_forward(function: Callable[..., Any] = function) -> None:
+            with torch.no_grad():
+                function(*case.inputs)
+
+        def run_both(function: Callable[..., Any] = function, grads: list[Tensor] = grads) -> None:
+            out = function(*case.inputs)
+            outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor) and o.requires_grad]
+            torch.autograd.grad(outs, _floats(case.inputs), grads, allow_unused=True)
+
+        forward[name] = run_forward
+        if case.backward_bytes:
+            both[name] = run_both
+    result.forward_ms = time_ms(forward)
+    result.forward_share = case.forward_bytes / result.forward_ms["own"] * 1e3 / bandwidth
+    if both:
+        result.both_ms = time_ms(both)
+        moved = case.forward_bytes + case.backward_bytes
+        result.both_share = moved / result.both_ms["own"] * 1e3 / bandwidth
+    return result
+
+
+def _leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_()
+
+
+def norm_cases(tokens: int, hidden: int) -> list[Case]:
+    """LayerNorm and RMSNorm, with the residual add."""
+    x, r, w, b = _leaf(tokens, hidden), _leaf(tokens, hidden), _leaf(hidden), _leaf(hidden)
+    size = tokens * hidden * 2.0
+    plain = {
+        "own": lambda x, w: norm.rms_norm(x, w, 1e-5),
+        "eager": lambda x, w: fused.torch_rms_norm(x, None, w, None, 1e-5)[0],
+        "compile": torch.compile(lambda x, w: fused.torch_rms_norm(x, None, w, None, 1e-5)[0]),
+    }
+    added = {
+        "own": lambda x, r, w: norm.add_rms_norm(x, r, w, 1e-5),
+        "eager": lambda x, r, w: fused.torch_rms_norm(x, r, w, None, 1e-5),
+        "compile": torch.compile(lambda x, r, w: fused.torch_rms_norm(x, r, w, None, 1e-5)),
+    }
+    layer = {
+        "own": lambda x, w, b: norm.layer_norm(x, w, b, 1e-5),
+        "eager": lambda x, w, b: fused.torch_layer_norm(x, None, w, b, 1e-5)[0],
+        "compile": torch.compile(lambda x, w, b: fused.torch_layer_norm(x, None, w, b, 1e-5)[0]),
+    }
+    apex, _ = optional_import("apex.normalization.fused_layer_norm")
+    if apex is not None:
+        plain["apex"] = lambda x, w: apex.fused_rms_norm_affine(x, w, w.shape, 1e-5)
+        layer["apex"] = lambda x, w, b: apex.fused_layer_norm_affine(x, w, b, w.shape, 1e-5)
+    liger, _ = optional_import("liger_kernel.ops.rms_norm")
+    if liger is not None:
+        plain["liger"] = lambda x, w: liger.LigerRMSNormFunction.apply(x, w, 1e-5, 0.0, "llama", False)
+    shape = f"{tokens}x{hidden}"
+    return [
+        Case("rms_norm", shape, (x, w), plain, 2 * size, 3 * size),
+        Case("add_rms_norm", shape, (x, r, w), added, 4 * size, 4 * size),
+        Case("layer_norm", shape, (x, w, b), layer, 2 * size, 3 * size),
+    ]
+
+
+def activation_cases(tokens: int, width: int) -> list[Case]:
+    """SwiGLU on the packed projection, bias + GeLU."""
+    packed, x, b = _leaf(tokens, 2 * width), _leaf(tokens, width), _leaf(width)
+    size = tokens * width * 2.0
+    swiglu = {"own": activation.swiglu, "eager": fused.torch_swiglu, "compile": torch.compile(fused.torch_swiglu)}
+    liger, _ = optional_import("liger_kernel.ops.swiglu")
+    if liger is not None:
+        swiglu["liger"] = lambda y: liger.LigerSiLUMulFunction.apply(*(c.contiguous() for c in y.chunk(2, -1)))
+    gelu = {
+        "own": lambda x, b: activation.bias_gelu(x, b, approximate=True),
+        "eager": lambda x, b: fused.torch_bias_gelu(x, b, approximate=True),
+        "compile": torch.compile(lambda x, b: fused.torch_bias_gelu(x, b, approximate=True)),
+    }
+    return [
+        Case("swiglu", f"{tokens}x2x{width}", (packed,), swiglu, 3 * size, 5 * size),
+        Case("bias_gelu", f"{tokens}x{width}", (x, b), gelu, 2 * size, 3 * size),
+    ]
+
+
+def attention_side_cases(seq: int, batch: int, groups: int, per_group: int, size: int) -> list[Case]:
+    """Split + rotary of the packed projection; bias + dropout + residual; causal softmax."""
+    qkv = _leaf(seq, batch, groups, per_group + 2, size)
+    exponent = torch.arange(0, size, 2, device="cuda") / size
+    angle = torch.outer(torch.arange(seq, device="cuda").float(), 1e4**-exponent)
+    cos, sin = angle.cos(), angle.sin()
+    split = {
+        "own": lambda y: rotary.split_rotary(y, cos, sin), "eager": lambda y: fused.torch_split_rotary(y, cos, sin),
+        "compile": torch.compile(lambda y: fused.torch_split_rotary(y, cos, sin)),
+    }
+    hidden = groups * per_group * size
+    x, r, b = _leaf(seq, batch, hidden), _leaf(seq, batch, hidden), _leaf(hidden)
+    keys = torch.arange(batch, device="cuda") * 7919
+    join = {
+        "own": lambda x, b, r: dropout.bias_dropout_add(
+            x, b, r, keys, op_key=5, p=0.1, seq_offset=0, width=hidden, width_offset=0),
+        "eager": lambda x, b, r: r + torch.nn.functional.dropout(x + b, 0.1),
+        "compile": torch.compile(lambda x, b, r: r + torch.nn.functional.dropout(x + b, 0.1)),
+    }
+    heads = 8
+    scores = _leaf(batch, heads, seq, seq)
+    soft = {
+        "own": lambda s: softmax.causal_softmax(s, scale=1.0),
+        "eager": lambda s: fused.torch_causal_softmax(s, scale=1.0),
+        "compile": torch.compile(lambda s: fused.torch_causal_softmax(s, scale=1.0)),
+    }
+    moved, wide, square = qkv.numel() * 2.0, x.numel() * 2.0, scores.numel() * 2.0
+    return [
+        Case("split_rotary", f"s{seq} b{batch} g{groups} r{per_group} d{size}", (qkv,), split, 2 * moved, 2 * moved),
+        Case("bias_dropout_add", f"{seq}x{batch}x{hidden}", (x, b, r), join, 3 * wide, 2 * wide),
+        # Half of the scores are read, all of the probabilities written; backward reads half of two.
+        Case("causal_softmax", f"{batch}x{heads}x{seq}x{seq}", (scores,), soft, 1.5 * square, 2 * square),
+    ]
+
+
+def loss_case(tokens: int, vocab: int) -> Case:
+    """Cross-entropy: one read forward, a read and a write backward."""
+    logits = _leaf(tokens, vocab)
+    labels = torch.randint(0, vocab, (tokens,), device="cuda")
+    grad = torch.full((tokens,), 1.0 / tokens, device="cuda")
+
+    def own(x: Tensor) -> Tensor:
+        x = x.detach()
+        maximum, total, target = cross_entropy.statistics(x, labels, offset=0, extent=vocab)
+        loss = total.log() + maximum - target
+        if torch.is_grad_enabled():
+            cross_entropy.gradient_(x, labels, maximum, total, grad, offset=0, extent=vocab)
+        return loss
+
+    def eager(x: Tensor) -> Tensor:
+        loss = torch.nn.functional.cross_entropy(x, labels, reduction="none")
+        if torch.is_grad_enabled():
+            torch.autograd.grad(loss, x, grad)
+        return loss
+
+    compiled = torch.compile(lambda x: torch.nn.functional.cross_entropy(x.float(), labels, reduction="none"))
+
+    def with_compile(x: Tensor) -> Tensor:
+        loss = compiled(x)
+        if torch.is_grad_enabled():
+            torch.autograd.grad(loss, x, grad)
+        return loss
+
+    size = tokens * vocab * 2.0
+    return Case("cross_entropy (both: forward + backward)", f"{tokens}x{vocab}", (logits,),
+                {"own": own, "eager": eager, "compile": with_compile}, size, 0.0)
+
+
+def measure_loss(case: Case, bandwidth: float) -> Result:
+    """The loss runs its own backward, in place."""
+    result = measure(case, bandwidth)
+    (logits,) = case.inputs
+    result.both_ms = time_ms({n: (lambda f=f: f(logits)) for n, f in case.variants.items() if n not in result.failed})
+    result.both_share = 3 * case.forward_bytes / result.both_ms["own"] * 1e3 / bandwidth
+    return result
+
+
+def optimizer_cases(parameters: int) -> list[Case]:
+    """AdamW with bf16 weights, fp32 masters and gradients; squared norm."""
+    count, each = 96, parameters // 96
+    masters = [torch.randn(each, device="cuda") for _ in range(count)]
+    weights = [m.bfloat16() for m in masters]
+    grads, first, second = ([torch.rand_like(m) for m in masters] for _ in range(3))
+    step = torch.tensor(10.0, device="cuda")
+    common: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+    def own() -> None:
+        optimizer.adamw_(weights, masters, grads, first, second, step=step, grad_scale=None, skip=None, **common)
+
+    for m, g in zip(masters, grads):
+        m.grad = g
+    fast = torch.optim.AdamW(masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def fused_torch() -> None:
+        fast.step()
+        torch._foreach_copy_(weights, masters)
+
+    n = float(each * count)
+    return [
+        Case("adamw", f"{n / 1e6:.0f} M parameters", (), {"own": own, "eager": fused_torch}, 30 * n),
+        Case("square_norm", f"{n / 1e6:.0f} M elements", (), {
+            "own": lambda: optimizer.square_norm(grads),
+            "eager": lambda: torch.stack(torch._foreach_norm(grads)).square().sum(),
+        }, 4 * n),
+    ]
+
+
+def attention_table() -> list[dict[str, Any]]:
+    """TFLOP/s of SDPA's kernels, forward and forward + backward, causal counted in full."""
+    out = []
+    for seq, batch, heads, size in ((2048, 8, 32, 128), (8192, 2, 32, 128), (2048, 8, 25, 64)):
+        q, k, v = (_leaf(batch, heads, seq, size) for _ in range(3))
+        grad = torch.randn_like(q)
+        flops = 4.0 * batch * heads * seq * seq * size
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+            def forward() -> Tensor:
+                with sdpa_kernel([backend]):  # noqa: B023
+                    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023
+
+            def both() -> None:
+                torch.autograd.grad(forward(), (q, k, v), grad)  # noqa: B023
+
+            row: dict[str, Any] = {"shape": f"s{seq} b{batch} h{heads} d{size}", "kernel": backend.name.lower()}
+            try:
+                ms = time_ms({"forward": forward, "both": both})
+                row.update(forward_tflops=flops / ms["forward"] / 1e9, both_tflops=3.5 * flops / ms["both"] / 1e9)
+            except RuntimeError as error:
+                row["failed"] = str(error)[:200]
+            out.append(row)
+    return out
+
+
+def cases() -> list[Callable[[], list[Case]]]:
+    """Made one group at a time, so that memory is free again before the next."""
+    return [
+        lambda: norm_cases(16384, 1600), lambda: norm_cases(16384, 4096), lambda: norm_cases(16384, 8192),
+        lambda: norm_cases(8192, 12288), lambda: activation_cases(16384, 6400), lambda: activation_cases(16384, 14336),
+        lambda: attention_side_cases(4096, 4, 32, 1, 128), lambda: attention_side_cases(4096, 4, 8, 4, 128),
+        lambda: [loss_case(8192, 50304)], lambda: [loss_case(8192, 128256)], lambda: optimizer_cases(768_000_000),
+    ]
+
+
+def main() -> int:
+    """Run, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the table here")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU that torch can use", file=sys.stderr)
+        return 3
+    library = kernels.load("rocm" if torch.version.hip else "cuda")
+    bandwidth = copy_bandwidth()
+    hardware = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "library": library,
+                "copy_gb_s": bandwidth / 1e9, "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
+    print(f"{hardware['device']}, torch {torch.__version__}, {library}, copy {bandwidth / 1e9:.0f} GB/s")
+    print(f"{'op':<42}{'shape':<26}{'pass':<6}{'own ms':>8}{'of copy':>9}   others, ms")
+    results = []
+    for make in cases():
+        for case in make():
+            measured = measure_loss(case, bandwidth) if case.name.startswith("cross") else measure(case, bandwidth)
+            results.append(measured)
+            for label, ms, share in (("fwd", measured.forward_ms, measured.forward_share),
+                                     ("both", measured.both_ms, measured.both_share)):
+                if ms:
+                    others = "  ".join(f"{n} {t:.3f}" for n, t in ms.items() if n != "own")
+                    head = f"{case.name:<42}{case.shape:<26}{label:<6}"
+                    print(f"{head}{ms['own']:>8.3f}{share:>8.0%}   {others}", flush=True)
+            for name, why in measured.failed.items():
+                print(f"    {name} does not run: {why}")
+        torch.cuda.empty_cache()
+    attention = attention_table()
+    for row in attention:
+        rates = row.get("failed") or f"{row['forward_tflops']:.0f} forward, {row['both_tflops']:.0f} both, TFLOP/s"
+        print(f"attention {row['shape']:<24}{row['kernel']:<22}{rates}")
+    if args.json:
+        text = json.dumps({"hardware": hardware, "ops": [asdict(r) for r in results], "attention": attention}, indent=1)
+        temporary = args.json.with_suffix(".tmp")
+        temporary.write_text(text + "\n")
+        temporary.replace(args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

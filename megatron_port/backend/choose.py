@@ -1,0 +1,293 @@
+"""One provider for each op, chosen once at start by capability and configuration, and shown with the reason.
+
+Nothing falls back silently: ``auto`` writes down why it took what it took, and a
+provider that was asked for by name and cannot serve is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_port.backend import fused, kernels
+from megatron_port.backend.choose_attention import AttentionNeeds, choose_attention, refuse
+from megatron_port.backend.cross_entropy import torch_cross_entropy
+from megatron_port.backend.device import DeviceInfo
+from megatron_port.backend.providers import ProviderRow, Providers, optional_import
+from megatron_port.config.schema import BackendConfig
+from megatron_port.errors import EnvironmentFault
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A provider of one op."""
+
+    name: str
+    problem: str
+    """Why it cannot serve; empty: it can."""
+    make: Callable[[], Any]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """What all choices of a run have in common. ``load``: own kernels are loaded when one is chosen."""
+
+    config: BackendConfig
+    device: DeviceInfo
+    dtype: torch.dtype
+    engine: str
+    attention: AttentionNeeds
+    load: bool = True
+
+    @functools.cached_property
+    def own_problem(self) -> str:
+        """Why own kernels cannot serve, or nothing."""
+        if self.config.own_kernels == "off":
+            return "own_kernels is off"
+        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"own kernels take fp32, fp16 and bf16, not {str(self.dtype).removeprefix('torch.')}"
+        return kernels.kernels_status(self.device.kind)[1]
+
+    @functools.cached_property
+    def own_library(self) -> str:
+        """What is loaded, in words."""
+        return kernels.load(self.device.kind) if self.load else kernels.kernels_status(self.device.kind)[0]
+
+    def own(self, make: Callable[[], Any]) -> Candidate:
+        """The candidate of own kernels."""
+        def loaded() -> Any:
+            _ = self.own_library
+            return make()
+
+        return Candidate("own", self.own_problem, loaded)
+
+    def pick(self, op: str, candidates: Sequence[Candidate]) -> tuple[Any, ProviderRow]:
+        """The one asked for, or the first that can serve, and the row that says why."""
+        asked = getattr(self.config, op)
+        names = [c.name for c in candidates]
+        last = names[-1]
+        if asked != "auto":
+            found = next((c for c in candidates if c.name == asked), None)
+            if found is None:
+                raise refuse(op, asked, f"it is none of {', '.join(names)}", last)
+            if found.problem:
+                raise refuse(op, asked, found.problem, last)
+            return found.make(), ProviderRow(op, asked, "; ".join(filter(None, ("asked for", self._about(found)))))
+        skipped: list[str] = []
+        for candidate in candidates:
+            if not candidate.problem:
+                why = "; ".join(filter(None, ("auto", *skipped, self._about(candidate))))
+                return candidate.make(), ProviderRow(op, candidate.name, why)
+            if candidate.name == "own" and self.config.own_kernels == "on":
+                raise EnvironmentFault(f"backend.own_kernels = \"on\", but for {op}: {candidate.problem}; "
+                                       "set backend.own_kernels = \"auto\" or \"off\"")
+            skipped.append(candidate.problem)
+        raise EnvironmentFault(f"no provider of {op} can serve: {'; '.join(skipped)}")
+
+    def _about(self, candidate: Candidate) -> str:
+        return self.own_library if candidate.name == "own" else candidate.note
+
+    # ---- the ops, each giving what it chose and its row
+
+    def norm(self) -> tuple[tuple[fused.Norm, fused.Norm], ProviderRow]:
+        """LayerNorm and RMSNorm."""
+        return self.pick("norm", [
+            self.own(_own_norms), Candidate("apex", self._apex_norm_problem(), _apex_norms, "the residual add: torch"),
+            Candidate("torch", "", lambda: (fused.torch_layer_norm, fused.torch_rms_norm)),
+        ])
+
+    def activation(self) -> tuple[tuple[fused.BiasGelu, fused.SwiGLU], ProviderRow]:
+        """bias + GeLU and SwiGLU."""
+        return self.pick("activation", [
+            self.own(_own_activation), Candidate("torch", "", lambda: (fused.torch_bias_gelu, fused.torch_swiglu)),
+        ])
+
+    def rotary(self) -> tuple[fused.SplitRotary, ProviderRow]:
+        """Splitting and rotating the packed projection."""
+        return self.pick("rotary", [self.own(_own_rotary), Candidate("torch", "", lambda: fused.torch_split_rotary)])
+
+    def dropout(self) -> tuple[fused.BiasDropoutAdd | None, ProviderRow]:
+        """bias + dropout + residual."""
+        return self.pick("dropout", [self.own(_own_dropout), Candidate("torch", "", lambda: None)])
+
+    def softmax(self) -> tuple[fused.CausalSoftmax, ProviderRow]:
+        """Of math attention."""
+        return self.pick("softmax", [
+            self.own(_own_softmax), Candidate("torch", "", lambda: fused.torch_causal_softmax)
+        ])
+
+    def cross_entropy(self) -> tuple[Any, ProviderRow]:
+        """Statistics and gradient of the vocabulary-parallel loss."""
+        return self.pick("cross_entropy", [
+            self.own(_own_cross_entropy), Candidate("torch", "", lambda: torch_cross_entropy)
+        ])
+
+    def optimizer(self) -> tuple[str, ProviderRow]:
+        """The name of the optimizer's provider."""
+        own = self.own_problem or ("" if self.engine == "native" else "own AdamW is for engine native")
+        # The libraries are checked, and DeepSpeed imported, only where their answer matters.
+        asked = self.config.optimizer
+        native = self.engine != "deepspeed"
+        deepspeed = self._deepspeed_problem() if asked in ("auto", "deepspeed") else "not asked for"
+        apex = self._apex_adam_problem() if asked == "apex" else "apex is used when asked for"
+        adam = "FusedAdam" if self.device.is_gpu else "CPUAdam"
+        order = [
+            Candidate("own", own, lambda: self.own_library and "own"),
+            Candidate("deepspeed", deepspeed, lambda: "deepspeed", f"{adam}, prebuilt"),
+            Candidate("apex", apex, lambda: "apex", "FusedAdam"),
+            Candidate("torch", "", lambda: "torch"),
+        ]
+        if asked == "auto":  # the engine decides which of the two can be meant
+            order = [c for c in order if c.name in (("own", "torch") if native else ("deepspeed", "torch"))]
+        return self.pick("optimizer", order)
+
+    def attend(self, softmax: fused.CausalSoftmax) -> tuple[Any, ProviderRow]:
+        """Attention."""
+        return choose_attention(self.config, self.device, self.attention, softmax)
+
+    def _apex_norm_problem(self) -> str:
+        if self.config.norm not in ("auto", "apex"):
+            return "not asked for"
+        if not self.device.is_gpu:
+            return "apex's kernels need a GPU"
+        return optional_import("fused_layer_norm_cuda")[1] or optional_import("apex.normalization.fused_layer_norm")[1]
+
+    def _apex_adam_problem(self) -> str:
+        if not self.device.is_gpu:
+            return "apex's kernels need a GPU"
+        if self.engine != "deepspeed":
+            return f"engine {self.engine} brings its own update"
+        return optional_import("amp_C")[1] or optional_import("apex.optimizers")[1]
+
+    def _deepspeed_problem(self) -> str:
+        """Why DeepSpeed's Adam cannot be used, or nothing."""
+        if self.dtype == torch.float64:
+            return "fp64 needs torch's"
+        if self.engine != "deepspeed":
+            return f"engine {self.engine} brings its own update"
+        from megatron_port.backend.jit_guard import prebuild_command, prebuilt_deepspeed_ops
+
+        op = "fused_adam" if self.device.is_gpu else "cpu_adam"
+        problem = optional_import("megatron_port.runtime.deepspeed_import")[1]
+        if problem:
+            return problem
+        if not prebuilt_deepspeed_ops().get(op, False):
+            command = prebuild_command(op, "cuda" if self.device.is_gpu else "cpu")
+            return f"{op} was not built ahead of time; build it: {command}"
+        return optional_import(f"deepspeed.ops.adam.{op}_op")[1]
+
+
+def _own_norms() -> tuple[fused.Norm, fused.Norm]:
+    from megatron_port.backend.ops import norm
+
+    def layer_norm(
+        x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return norm.layer_norm(x, weight, bias, eps), x
+        return norm.add_layer_norm(x, residual, weight, bias, eps)
+
+    def rms_norm(
+        x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return norm.rms_norm(x, weight, eps), x
+        return norm.add_rms_norm(x, residual, weight, eps)
+
+    return layer_norm, rms_norm
+
+
+def _apex_norms() -> tuple[fused.Norm, fused.Norm]:
+    """apex's fused norms; LayerNorm without bias and the residual add are torch's."""
+    module, _ = optional_import("apex.normalization.fused_layer_norm")
+    assert module is not None
+
+    def layer_norm(
+        x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            return fused.torch_layer_norm(x, residual, weight, bias, eps)
+        total = x if residual is None else x + residual
+        return module.fused_layer_norm_affine(total, weight, bias, weight.shape, eps), total
+
+    def rms_norm(
+        x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return module.fused_rms_norm_affine(total, weight, weight.shape, eps), total
+
+    return layer_norm, rms_norm
+
+
+def _own_activation() -> tuple[fused.BiasGelu, fused.SwiGLU]:
+    from megatron_port.backend.ops import activation
+
+    return activation.bias_gelu, activation.swiglu
+
+
+def _own_rotary() -> fused.SplitRotary:
+    from megatron_port.backend.ops import rotary
+
+    return rotary.split_rotary
+
+
+def _own_dropout() -> fused.BiasDropoutAdd:
+    from megatron_port.backend.ops import dropout
+
+    return dropout.bias_dropout_add
+
+
+def _own_softmax() -> fused.CausalSoftmax:
+    from megatron_port.backend.ops import softmax
+
+    return softmax.causal_softmax
+
+
+def _own_cross_entropy() -> Any:
+    from megatron_port.backend.cross_entropy import own_cross_entropy
+
+    return own_cross_entropy
+
+
+def choose_providers(
+    config: BackendConfig,
+    device: DeviceInfo,
+    dtype: torch.dtype,
+    *,
+    engine: str = "deepspeed",
+    attention_dropout: float = 0.0,
+    heads: tuple[int, int, int] | None = None,
+) -> Providers:
+    """Choose the provider of every op for this device, dtype, engine and configuration.
+
+    Args:
+        dtype: of parameters and activations.
+        attention_dropout: probability; above 0 only ``math`` serves, because its masks do not depend on the layout.
+        heads: (query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel.
+
+    Raises:
+        EnvironmentFault: a provider that was asked for cannot serve; the message says why.
+    """
+    chooser = Chooser(config, device, dtype, engine, AttentionNeeds(dtype, attention_dropout, heads))
+    softmax, softmax_row = chooser.softmax()
+    attention, attention_row = chooser.attend(softmax)
+    (layer_norm, rms_norm), norm_row = chooser.norm()
+    (bias_gelu, swiglu), activation_row = chooser.activation()
+    split_rotary, rotary_row = chooser.rotary()
+    bias_dropout_add, dropout_row = chooser.dropout()
+    cross_entropy, loss_row = chooser.cross_entropy()
+    optimizer, optimizer_row = chooser.optimizer()
+    rows = [attention_row, norm_row, activation_row, rotary_row, dropout_row, loss_row, optimizer_row]
+    if attention_row.provider == "math":
+        rows.insert(1, softmax_row)
+    return Providers(
+        attention=attention, layer_norm=layer_norm, rms_norm=rms_norm, bias_gelu=bias_gelu, swiglu=swiglu,
+        split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,
+        optimizer=optimizer, table=tuple(rows),
+    )

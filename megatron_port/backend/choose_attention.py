@@ -1,0 +1,129 @@
+"""Which attention serves a run: math, torch's SDPA with its kernels in order, the flash-attn package, FA3, FA4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_port.backend import attention as attn
+from megatron_port.backend.device import DeviceInfo
+from megatron_port.backend.fused import CausalSoftmax
+from megatron_port.backend.providers import ProviderRow, optional_import
+from megatron_port.config.schema import BackendConfig
+from megatron_port.errors import EnvironmentFault
+
+_CHOICES = ("auto", "math", "sdpa", "flash_attn", "fa3", "fa4")
+_PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+_LARGEST_HEAD = 256
+"""Of flash-attn, on CUDA and in its Composable Kernel build."""
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What a run asks of attention."""
+
+    dtype: torch.dtype
+    dropout: float = 0.0
+    """Of probabilities; above 0 only ``math`` serves, because its masks do not depend on the layout."""
+    heads: tuple[int, int, int] | None = None
+    """(query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel."""
+
+
+def refuse(op: str, provider: str, reason: str, other: str) -> EnvironmentFault:
+    """The error for a provider that was asked for by name and cannot serve."""
+    return EnvironmentFault(
+        f"backend.{op} = \"{provider}\" cannot serve: {reason}; set backend.{op} = \"{other}\" or \"auto\""
+    )
+
+
+def _halves_on_gpu(name: str, device: DeviceInfo, dtype: torch.dtype) -> str:
+    if not device.is_gpu:
+        return f"{name} needs a GPU"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"{name} takes fp16 and bf16, not {str(dtype).removeprefix('torch.')}"
+    return ""
+
+
+def _flash_problem(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Any | None, str]:
+    """(flash_attn module, "") or (None, why it cannot be used)."""
+    problem = _halves_on_gpu("flash-attn", device, needs.dtype)
+    if problem:
+        return None, problem
+    if needs.heads is not None and needs.heads[2] > _LARGEST_HEAD:
+        return None, f"flash-attn takes heads of up to {_LARGEST_HEAD}, not {needs.heads[2]}"
+    module, problem = optional_import("flash_attn")
+    if module is not None and not hasattr(module, "flash_attn_func"):
+        return None, "this flash_attn package has no flash_attn_func"
+    return module, problem
+
+
+def _newer_flash_problem(which: str, device: DeviceInfo, needs: AttentionNeeds) -> str:
+    """Why torch's flash attention cannot be replaced by FA3 or FA4, or nothing."""
+    problem = _halves_on_gpu(which, device, needs.dtype)
+    if problem:
+        return problem
+    if device.kind != "cuda":
+        return f"{which} is for NVIDIA GPUs"
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        return f"torch {torch.__version__} cannot replace its flash attention"
+    return optional_import(_PACKAGES[which])[1]
+
+
+def choose_attention(
+    config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, softmax: CausalSoftmax
+) -> tuple[attn.Attention, ProviderRow]:
+    """Attention and its row of the table. ``softmax``: what ``math`` uses.
+
+    Raises:
+        EnvironmentFault: the attention that was asked for cannot serve; the message says why.
+    """
+    asked = config.attention
+    if asked not in _CHOICES:
+        raise refuse("attention", asked, f"it is none of {', '.join(_CHOICES[1:])}", "math")
+    if asked == "math":
+        return attn.math_attention_with(softmax), ProviderRow("attention", "math", "asked for")
+    if needs.dropout > 0.0:
+        if asked != "auto":
+            drops = "only math drops the same elements in every layout"
+            raise refuse("attention", asked, f"model.attention_dropout is {needs.dropout:g}, and {drops}", "math")
+        why = f"auto: attention_dropout {needs.dropout:g}"
+        return attn.math_attention_with(softmax), ProviderRow("attention", "math", why)
+    flash, problem = _flash_problem(device, needs)
+    # On AMD, flash-attn's Composable Kernel build goes before what torch brings; on NVIDIA torch has the same kernel.
+    if asked == "flash_attn" or (asked == "auto" and flash is not None and device.kind == "rocm"):
+        if flash is None:
+            raise refuse("attention", asked, problem, "sdpa")
+        how = "asked for" if asked != "auto" else "auto: first on ROCm"
+        row = ProviderRow("attention", "flash_attn", f"{how}; flash-attn {getattr(flash, '__version__', '?')}")
+        return attn.flash_attention(flash.flash_attn_func), row
+    if asked in _PACKAGES:
+        problem = _newer_flash_problem(asked, device, needs)
+        if problem:
+            raise refuse("attention", asked, problem, "sdpa")
+        if asked == "fa4" and not config.allow_jit:
+            raise refuse("attention", asked, "FA4 compiles its kernels at run time, which backend.allow_jit permits",
+                         "sdpa")
+        torch.nn.attention.activate_flash_attention_impl(asked.upper())
+        kernels = [k for k in attn.gpu_kernels(rocm=False, deterministic=config.deterministic)
+                   if k.name != "CUDNN_ATTENTION"]
+        return attn.sdpa_attention(kernels), ProviderRow("attention", asked, "asked for; in torch's place for flash")
+    return _sdpa(config, device, needs, problem)
+
+
+def _sdpa(
+    config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, flash_problem: str
+) -> tuple[attn.Attention, ProviderRow]:
+    why = "asked for" if config.attention == "sdpa" else "auto"
+    if not device.is_gpu:
+        return attn.sdpa_attention(), ProviderRow("attention", "sdpa", f"{why}; torch's CPU kernels")
+    kernels = attn.gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic)
+    order = ", ".join(k.name.removesuffix("_ATTENTION").lower() for k in kernels)
+    why += f"; first that fits of {order}"
+    if needs.heads is not None and device.memory_bytes > 0:
+        serving = attn.serving_kernel(kernels, heads=needs.heads, dtype=needs.dtype, device=device.torch_device)
+        why += f": here {serving.removesuffix('_attention')}"
+    if config.attention == "auto" and "fails" in flash_problem:
+        why += f"; {flash_problem}"
+    return attn.sdpa_attention(kernels), ProviderRow("attention", "sdpa", why)
