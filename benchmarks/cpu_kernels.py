@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron_port.backend import kernels
+from megatron_port.backend import fused, kernels
 from megatron_port.backend.cross_entropy import own_cross_entropy
+from megatron_port.backend.ops import activation, norm, optimizer
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 
 Step = Callable[[], None]
@@ -67,9 +68,81 @@ def cross_entropy(rows: int, cols: int, dtype: torch.dtype) -> tuple[Step, Step]
     return own, plain
 
 
+SIZES = [1 << 20] * 18 + [200_003] * 6 + [4096] * 6
+"""20 M elements in 30 tensors, large, odd and small."""
+
+
+def adamw(weight_dtype: torch.dtype | None) -> tuple[Step, Step]:
+    """An update of fp32 masters, and of weights rounded from them where there are any; torch's default AdamW."""
+    masters = [torch.randn(n) for n in SIZES]
+    grads = [torch.randn(n) for n in SIZES]
+    exp_avg, exp_avg_sq = ([torch.zeros(n) for n in SIZES] for _ in range(2))
+    weights = [] if weight_dtype is None else [m.to(weight_dtype) for m in masters]
+    theirs, their_weights = [m.clone() for m in masters], [w.clone() for w in weights]
+    for p, g in zip(theirs, grads):
+        p.grad = g
+    plain_adamw = torch.optim.AdamW(theirs, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    step = torch.zeros((), dtype=torch.int64)
+
+    def own() -> None:
+        step.add_(1)
+        optimizer.adamw_(weights, masters, grads, exp_avg, exp_avg_sq, step=step, grad_scale=None, skip=None, lr=1e-4,
+                         beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+
+    def plain() -> None:
+        plain_adamw.step()
+        for w, p in zip(their_weights, theirs):
+            w.copy_(p)
+
+    return own, plain
+
+
+def square_norm(dtype: torch.dtype) -> tuple[Step, Step]:
+    """Squared norm of gradients."""
+    grads = [torch.randn(n).to(dtype) for n in SIZES]
+
+    def own() -> None:
+        optimizer.square_norm(grads)
+
+    def plain() -> None:
+        torch.stack(torch._foreach_norm(grads)).double().square().sum()
+
+    return own, plain
+
+
+def forward_backward(
+    own: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], *shapes: tuple[int, ...]
+) -> tuple[Step, Step]:
+    """One pass forward and back through both, on float32 tensors of these shapes."""
+    inputs = [torch.randn(*shape).requires_grad_() for shape in shapes]
+
+    def step(function: Callable[..., torch.Tensor]) -> Step:
+        def run() -> None:
+            out = function(*inputs)
+            torch.autograd.grad(out, inputs, out.detach())
+
+        return run
+
+    return step(own), step(plain)
+
+
 CASES = [
     Case("cross_entropy fp32", "512 x 50304", lambda: cross_entropy(512, 50304, torch.float32), 1.5),
     Case("cross_entropy bf16", "512 x 50304", lambda: cross_entropy(512, 50304, torch.bfloat16)),
+    Case("adamw fp32", "20 M in 30", lambda: adamw(None), 1.5),
+    Case("adamw bf16 weights", "20 M in 30", lambda: adamw(torch.bfloat16), 1.5),
+    Case("square_norm fp32", "20 M in 30", lambda: square_norm(torch.float32)),
+    Case("square_norm bf16", "20 M in 30", lambda: square_norm(torch.bfloat16)),
+    Case("rms_norm fp32", "2048 x 1024", lambda: forward_backward(
+        lambda x, w: norm.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (2048, 1024), (1024,))),
+    Case("layer_norm fp32", "2048 x 1024", lambda: forward_backward(
+        lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
+        (2048, 1024), (1024,), (1024,))),
+    Case("bias_gelu tanh fp32", "1024 x 4096", lambda: forward_backward(
+        lambda x, b: activation.bias_gelu(x, b, approximate=True),
+        lambda x, b: fused.torch_bias_gelu(x, b, approximate=True), (1024, 4096), (4096,))),
+    Case("swiglu fp32", "1024 x 2 x 4096", lambda: forward_backward(
+        activation.swiglu, fused.torch_swiglu, (1024, 8192))),
 ]
 
 

@@ -54,27 +54,34 @@ int32_t backward(
   const int64_t slots = slots_of(rows);
 #pragma omp parallel for schedule(static) if (rows * cols > kParallelFrom)
   for (int64_t slot = 0; slot < slots; slot++) {
-    std::vector<float> a(cols), b(cols), m(cols), out(cols), normed(cols);
+    std::vector<float> a(cols), b(cols), m(cols), out(cols);
     float *dw = partial + slot * 2 * cols, *db = dw + cols;
     memset(dw, 0, 2 * cols * sizeof(float));
     for (int64_t row = slot * rows / slots; row < (slot + 1) * rows / slots; row++) {
       const float* in = row_as_floats(sum + row * cols, a.data(), cols);
       const float* d = row_as_floats(dy + row * cols, b.data(), cols);
       const float average = rms ? 0.0f : mean[row], inverse = rstd[row];
+      const float* weights = scale.data();
       float along = 0.0f, shift = 0.0f;
+      // Two loops: the compiler vectorises a reduction, and sums into arrays, but not both at once.
 #pragma omp simd reduction(+ : along, shift)
       for (int64_t c = 0; c < cols; c++) {
-        const float n = (in[c] - average) * inverse, g = d[c] * scale[c];
-        normed[c] = n;
-        along += g * n;
+        const float g = d[c] * weights[c];
+        along += g * (in[c] - average);
         shift += g;
-        dw[c] += d[c] * n;
+      }
+      along = along * inverse / cols;
+#pragma omp simd
+      for (int64_t c = 0; c < cols; c++) {
+        dw[c] += d[c] * ((in[c] - average) * inverse);
         db[c] += d[c];
       }
-      along /= cols;
       shift = rms ? 0.0f : shift / cols;
       float* to = row_for_floats(dx + row * cols, out.data());
-      for (int64_t c = 0; c < cols; c++) to[c] = inverse * (d[c] * scale[c] - shift - normed[c] * along);
+#pragma omp simd
+      for (int64_t c = 0; c < cols; c++) {
+        to[c] = inverse * (d[c] * weights[c] - shift - (in[c] - average) * inverse * along);
+      }
       if (dsum != nullptr) {
         const float* skip = row_as_floats(dsum + row * cols, m.data(), cols);
         for (int64_t c = 0; c < cols; c++) to[c] += skip[c];
@@ -83,7 +90,9 @@ int32_t backward(
     }
   }
   for (int64_t slot = 1; slot < slots; slot++) {
-    for (int64_t c = 0; c < 2 * cols; c++) partial[c] += partial[slot * 2 * cols + c];
+    const float* more = partial + slot * 2 * cols;
+#pragma omp simd
+    for (int64_t c = 0; c < 2 * cols; c++) partial[c] += more[c];
   }
   narrow(partial, dweight, cols);
   if (dbias != nullptr) narrow(partial + cols, dbias, cols);
