@@ -7,6 +7,7 @@ the package works on torch's own ops and says so; ``make kernels`` builds them f
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,7 @@ class BuildWithKernels(build_py):
         if getattr(self, "editable_mode", False):
             return  # a checkout has its own: make kernels
         script = build_script()
+        shutil.rmtree(Path(self.build_lib) / "megatron_port" / "_kernels", ignore_errors=True)  # of an earlier build
         for target in ("cpu", "binding"):
             try:
                 script.build(script.plan(target, ()), Path(self.build_lib) / "megatron_port" / "_kernels")
