@@ -141,14 +141,17 @@ class Bench:
             dtype=torch.float64,
         )
 
-    def residual(self, module: nn.Module, parameters: Sequence[nn.Parameter], stream: DropoutStream) -> Parts:
-        """A layer that maps the residual stream [seq(/tp), batch, hidden] to itself."""
+    def residual(
+        self, module: nn.Module, parameters: Sequence[nn.Parameter], stream: DropoutStream,
+        bias: nn.Parameter | None = None,
+    ) -> Parts:
+        """A layer that maps the residual stream [seq(/tp), batch, hidden] to itself, but for ``bias``, left to us."""
         hidden = self.case.sizes["model"].hidden_size
         shape = (self.case.seq, self.case.batch, hidden)
         x, g = self.random(*shape), self.random(*shape)
         dim = 0 if self.sp else None
         x = self.cut(x, dim).requires_grad_()
-        y = module(x)
+        y = module(x) if bias is None else module(x) + bias
         # By the time of the backward pass an engine works on another micro-batch.
         stream.set_micro_batch(4, tuple(range(90, 90 + self.case.batch)))
         y.backward(self.cut(g, dim))
@@ -251,13 +254,13 @@ def cross_entropy(b: Bench) -> Parts:
 def attention(b: Bench) -> Parts:
     build = b.build()
     module = SelfAttention("attention", build)
-    return b.residual(module, b.fill(module), build.stream)
+    return b.residual(module, b.fill(module), build.stream, module.output.bias)
 
 
 def mlp(b: Bench) -> Parts:
     build = b.build()
     module = MLP("mlp", build)
-    return b.residual(module, b.fill(module), build.stream)
+    return b.residual(module, b.fill(module), build.stream, module.down.bias)
 
 
 def norm(b: Bench) -> Parts:

@@ -150,7 +150,7 @@ def config_of(engine: str, dtype: str, **changes: object) -> RunConfig:
         config,
         data=dataclasses.replace(config.data, synthetic=True),
         optimizer=dataclasses.replace(config.optimizer, warmup_steps=2, min_lr=1e-4),
-        precision=dataclasses.replace(config.precision, initial_loss_scale=2.0**24, loss_scale_window=3),
+        precision=dataclasses.replace(config.precision, initial_loss_scale=2.0**22, loss_scale_window=3),
     )
 
 
