@@ -103,20 +103,20 @@ def test_phases_resume_and_follow_their_inputs(
         make_setup(setup_script, tmp_path, ran, broken="deepspeed").all()
     assert ran == ["venv", "torch"]
     make_setup(setup_script, tmp_path, ran).all()
-    assert ran == ["venv", "torch", "deepspeed", "project"]
+    assert ran == ["venv", "torch", "deepspeed", "project", "kernels"]
     ran.clear()
     make_setup(setup_script, tmp_path, ran).all()
     assert ran == []
     (tmp_path / "pyproject.toml").write_text("a = 2\n")
     make_setup(setup_script, tmp_path, ran).all()
-    assert ran == ["project"]
+    assert ran == ["project", "kernels"]
     ran.clear()
     make_setup(setup_script, tmp_path, ran, device="cuda").all()
-    assert ran == ["deepspeed", "project"]
+    assert ran == ["deepspeed", "project", "kernels"]
     ran.clear()
     (tmp_path / "constraints" / "common.txt").write_text("numpy==2\n")
     make_setup(setup_script, tmp_path, ran, device="cuda").all()
-    assert ran == ["torch", "deepspeed", "project"]
+    assert ran == ["torch", "deepspeed", "project", "kernels"]
     ran.clear()
     (tmp_path / ".venv" / "stamps" / "torch.json").write_text("{")
     make_setup(setup_script, tmp_path, ran, device="cuda").all()
