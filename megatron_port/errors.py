@@ -78,6 +78,10 @@ class CheckpointError(PortError):
     exit_code = EXIT_CHECKPOINT
 
 
+class DamagedCheckpoint(CheckpointError):
+    """The files of a checkpoint are not what was saved, or cannot be read; an earlier one may be whole."""
+
+
 class NumericsError(PortError):
     """Training produced numbers that cannot be trusted; the step was not applied."""
 

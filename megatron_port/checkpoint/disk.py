@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_port.errors import CheckpointError
+
+_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def free_bytes(path: Path) -> int | None:
@@ -26,9 +32,14 @@ def disk_error(error: OSError, path: Path, needed: int | None = None) -> Checkpo
     if free is not None:
         numbers.append(f"free {free} bytes")
     tail = f" ({', '.join(numbers)})" if numbers else ""
+    if error.errno in _SPACE:
+        advice = "free some space (or quota), lower checkpoint.keep, or choose another output_dir"
+    elif error.errno in _RIGHTS:
+        advice = "give this user write permission there, or choose another output_dir"
+    else:
+        advice = "look at the file system (df, mount, dmesg), or choose another output_dir"
     return CheckpointError(
-        f"{path}: {error.strerror or error}{tail}. The previous checkpoints are untouched; "
-        "free some space, lower checkpoint.keep, or choose another output_dir"
+        f"{path}: {error.strerror or error}{tail}. The previous checkpoints are untouched; {advice}"
     )
 
 
@@ -41,6 +52,38 @@ def fsync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def write_chunks(path: Path, size: int, chunks: Iterable[memoryview | bytes]) -> None:
+    """Write a whole file of ``size`` bytes under a temporary name, fsync, rename.
+
+    Nothing is begun where less than ``size`` is free, and what was begun is removed on failure: a full disk is not
+    made fuller. Memory: one chunk.
+
+    Raises:
+        CheckpointError: the file system refused.
+    """
+    part = path.with_name(path.name + ".part")
+    free = free_bytes(path.parent)
+    if free is not None and free < size:
+        raise disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path, size)
+    try:
+        with open(part, "wb", buffering=0) as stream:
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                while len(view):
+                    view = view[stream.write(view) :]
+            os.fsync(stream.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        raise_as = disk_error(error, path, size)  # before the part is removed: what was free then
+        with suppress(OSError):
+            part.unlink()
+        raise raise_as from error
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
 def write_text(path: Path, text: str) -> int:
     """Write a whole file under a temporary name, fsync, rename. Returns its bytes.
 
@@ -48,13 +91,5 @@ def write_text(path: Path, text: str) -> int:
         CheckpointError: the file system refused.
     """
     data = text.encode()
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise disk_error(error, path, len(data)) from error
+    write_chunks(path, len(data), [data])
     return len(data)

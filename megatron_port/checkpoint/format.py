@@ -10,6 +10,9 @@
 
 A directory is a checkpoint if its manifest parses, the manifest's own hash is
 right, the pieces tile every tensor, and every file has the size that is listed.
+Each file is listed with the xxh3-128 of its content and of each of its blocks:
+who reads a slice verifies the blocks it lies in, and no others. Version 1 had no
+block hashes; it is still read, and its files are verified whole.
 Pieces are ranges of *logical* tensors: vocabulary padding and the layout are not
 in the format. No pickle. Torch is not needed to read a manifest.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,10 +30,14 @@ from typing import Any
 import xxhash
 
 from megatron_port.checkpoint.boxes import FlatRange, cover_fault
-from megatron_port.errors import CheckpointError
+from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 SCHEMA = "megatron_port.checkpoint"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
+BLOCK = 1 << 24
+"""Bytes of a block in files that are written now; the last of a file may be shorter."""
+MAX_BLOCK = 1 << 26
 MANIFEST = "manifest.json"
 LATEST = "latest"
 TEMPORARY = ".tmp"
@@ -68,17 +75,22 @@ class PieceEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A data file: bytes and xxh3-128 (32 hex digits) of its whole content."""
+    """A data file: bytes, and xxh3-128 (32 hex digits) of its whole content and of each block of ``block_bytes``.
+
+    Block i is the bytes from ``i * block_bytes``. Version 1: no blocks, ``block_bytes`` is 0.
+    """
 
     size: int
     hash: str
+    block_bytes: int = 0
+    blocks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
     """Everything of a checkpoint that is not a tensor; equal on all ranks, rank 0's copy is written.
 
-    ``layout``, ``config``, ``scalars`` and ``extra`` hold JSON values (dataclasses and tuples are converted).
+    All but the counters hold JSON values (dataclasses and tuples are converted). Version 1 had nothing after ``extra``.
     """
 
     step: int
@@ -91,6 +103,16 @@ class SavedState:
     config: Any
     scalars: Mapping[str, float | int]
     extra: Mapping[str, Any]
+    rng: Mapping[str, Any] = field(default_factory=dict)
+    """What random draws are a function of: seed and the counters that key them. Nothing draws from hidden state."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Where the next sample comes from: corpora, order, index of the next sample."""
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    """Batch size and learning rate of the next step, and the horizon of the decay."""
+    config_hash: str = ""
+    """Of what determines training (``config.dump.config_hash``)."""
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    """Name, vocabulary size and hash of the tokenizer that made the ids; empty for synthetic ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +198,11 @@ def encode_manifest(manifest: Manifest) -> str:
         "config": plain(state.config),
         "scalars": plain(state.scalars),
         "extra": plain(state.extra),
+        "rng": plain(state.rng),
+        "data": plain(state.data),
+        "schedule": plain(state.schedule),
+        "config_hash": state.config_hash,
+        "tokenizer": plain(state.tokenizer),
         "versions": dict(manifest.versions),
         "files": {name: vars(entry) for name, entry in manifest.files.items()},
         # vars, not asdict: that copies deeply and takes ten times as long; there may be 10^5 pieces.
@@ -195,12 +222,12 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         size = path.stat().st_size
         if size > _MAX_MANIFEST:
-            raise CheckpointError(f"{path}: {size} bytes; a manifest has at most {_MAX_MANIFEST}")
+            raise DamagedCheckpoint(f"{path}: {size} bytes; a manifest has at most {_MAX_MANIFEST}")
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} is not a checkpoint: it has no {MANIFEST}") from None
+        raise DamagedCheckpoint(f"{directory} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise DamagedCheckpoint(f"{path}: cannot be read: {error.strerror or error}") from error
     return decode_manifest(raw, str(path))
 
 
@@ -209,22 +236,23 @@ def decode_manifest(raw: bytes, where: str = MANIFEST) -> Manifest:
     try:
         outer = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: damaged: not JSON ({error}); use another checkpoint") from None
+        raise DamagedCheckpoint(f"{where}: damaged: not JSON ({error}); use another checkpoint") from None
     if not isinstance(outer, dict) or not isinstance(outer.get("manifest"), dict):
-        raise CheckpointError(f"{where}: damaged or not a manifest: no object called \"manifest\"")
+        raise DamagedCheckpoint(f"{where}: damaged or not a manifest: no object called \"manifest\"")
     body = outer["manifest"]
-    if body.get("schema") != SCHEMA or body.get("version") != VERSION:
-        raise CheckpointError(
-            f"{where}: schema {body.get('schema')!r} version {body.get('version')!r}; "
-            f"this program reads {SCHEMA!r} version {VERSION}"
-        )
     try:
         expected = xxhash.xxh3_128_hexdigest(_canonical(body).encode())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: damaged: {error}") from None
+        raise DamagedCheckpoint(f"{where}: damaged: {error}") from None
     if outer.get("hash") != expected:
-        raise CheckpointError(f"{where}: damaged: its content does not match its hash; use another checkpoint")
-    return _Parser(where).manifest(body)
+        raise DamagedCheckpoint(f"{where}: damaged: its content does not match its hash; use another checkpoint")
+    version = body.get("version")
+    if body.get("schema") != SCHEMA or isinstance(version, bool) or version not in READABLE:
+        raise CheckpointError(
+            f"{where}: schema {body.get('schema')!r:.60} version {version!r:.60}; "
+            f"this program reads {SCHEMA!r} versions {', '.join(map(str, READABLE))}"
+        )
+    return _Parser(where, version).manifest(body)
 
 
 def check_cover(pieces: tuple[PieceEntry, ...], where: str) -> None:
@@ -236,23 +264,23 @@ def check_cover(pieces: tuple[PieceEntry, ...], where: str) -> None:
         first = members[0]
         for other in members:
             if (other.global_shape, other.dtype) != (first.global_shape, first.dtype):
-                raise CheckpointError(
+                raise DamagedCheckpoint(
                     f"{where}: {kind} of {name} is {first.dtype} {first.global_shape} in {first.file} "
                     f"but {other.dtype} {other.global_shape} in {other.file}"
                 )
         fault = cover_fault([m.flat_range() for m in members], first.global_shape)
         if fault:
-            raise CheckpointError(f"{where}: {kind} of {name} {first.global_shape}: {fault}")
+            raise DamagedCheckpoint(f"{where}: {kind} of {name} {first.global_shape}: {fault}")
 
 
 class _Parser:
     """Takes nothing on trust: every field's type and range is checked before use."""
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, where: str, version: int = VERSION) -> None:
+        self.where, self.version = where, version
 
     def fail(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {what}")
+        return DamagedCheckpoint(f"{self.where}: {what}")
 
     def count(self, value: Any, what: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
@@ -282,10 +310,22 @@ class _Parser:
 
     def file_entry(self, name: str, value: Any) -> FileEntry:
         entry = self.mapping(value, f"file {name}")
-        digest = entry.get("hash")
-        if not isinstance(digest, str) or not _HASH.fullmatch(digest):
-            raise self.fail(f"hash of {name} is {digest!r:.60}; expected 32 hex digits")
-        return FileEntry(self.count(entry.get("size"), f"size of {name}"), digest)
+        size = self.count(entry.get("size"), f"size of {name}")
+        digest = self.digest(entry.get("hash"), f"hash of {name}")
+        if self.version == 1:
+            return FileEntry(size, digest)
+        width = self.count(entry.get("block_bytes"), f"block_bytes of {name}")
+        if not 1 <= width <= MAX_BLOCK:
+            raise self.fail(f"block_bytes of {name} is {width}; expected 1 to {MAX_BLOCK}")
+        blocks = entry.get("blocks")
+        if not isinstance(blocks, list) or len(blocks) != -(-size // width):
+            raise self.fail(f"{name} has {size} bytes, which are {-(-size // width)} blocks; not as many are listed")
+        return FileEntry(size, digest, width, tuple(self.digest(b, f"a block's hash of {name}") for b in blocks))
+
+    def digest(self, value: Any, what: str) -> str:
+        if not isinstance(value, str) or not _HASH.fullmatch(value):
+            raise self.fail(f"{what} is {value!r:.60}; expected 32 hex digits")
+        return value
 
     def piece(self, value: Any, files: Mapping[str, FileEntry]) -> PieceEntry:
         entry = self.mapping(value, "a piece")
@@ -334,9 +374,18 @@ class _Parser:
             config=self.mapping(body.get("config"), "config"),
             scalars=self.scalars(body.get("scalars")),
             extra=self.mapping(body.get("extra"), "extra"),
+            **(self.context(body) if self.version > 1 else {}),
         )
         versions = {str(k): str(v) for k, v in self.mapping(body.get("versions"), "versions").items()}
         return Manifest(state=state, saved_at=float(saved_at), versions=versions, files=files, pieces=pieces)
+
+    def context(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What version 2 added to the state."""
+        digest = body.get("config_hash")
+        if not isinstance(digest, str) or len(digest) > 128:
+            raise self.fail(f"config_hash is {digest!r:.60}; expected a hash")
+        names = ("rng", "data", "schedule", "tokenizer")
+        return {"config_hash": digest, **{name: self.mapping(body.get(name), name) for name in names}}
 
     def scalars(self, value: Any) -> dict[str, float | int]:
         scalars = self.mapping(value, "scalars")

@@ -8,7 +8,7 @@ first failed rank's. The text travels as bytes, not as a pickle.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -34,6 +34,9 @@ class Peers(Protocol):
     def first_failure(self, message: str | None) -> str | None:
         """Meet the others. ``message``: what failed here, or None. Returns the lowest failing rank's, or None."""
 
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Meet the others; element-wise maximum of as many integers from each."""
+
 
 class Alone:
     """A single process."""
@@ -44,6 +47,10 @@ class Alone:
     def first_failure(self, message: str | None) -> str | None:
         """Its own."""
         return message
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Its own."""
+        return list(values)
 
 
 class GroupPeers:
@@ -56,17 +63,28 @@ class GroupPeers:
 
     def first_failure(self, message: str | None) -> str | None:
         """One all-reduce of an integer; on failure also one broadcast of a short text."""
-        flag = torch.tensor([self.world_size - self.rank if message is not None else 0], dtype=torch.int64)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        if int(flag) == 0:
+        flag = self.maximum([self.world_size - self.rank if message is not None else 0])[0]
+        if flag == 0:
             return None
-        first = self.world_size - int(flag)
+        first = self.world_size - flag
         text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         if first == self.rank and message is not None:
             data = message.encode()[:_TEXT_BYTES]
             text[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         dist.broadcast(text, group_src=first, group=self._group)
         return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """One all-reduce."""
+        flags = torch.tensor(list(values), dtype=torch.int64)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        return [int(v) for v in flags.tolist()]
+
+
+def failure_text(peers: Peers, error: Exception) -> str:
+    """What went wrong on this rank, for all to read."""
+    text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
+    return f"rank {peers.rank} on {socket.gethostname()}: {text}" if peers.world_size > 1 else text
 
 
 def together(peers: Peers, action: Callable[[], T]) -> T:
@@ -82,11 +100,7 @@ def together(peers: Peers, action: Callable[[], T]) -> T:
         result = action()
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    message = None
-    if error is not None:
-        text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
-        message = f"rank {peers.rank} on {socket.gethostname()}: {text}" if peers.world_size > 1 else text
-    first = peers.first_failure(message)
+    first = peers.first_failure(None if error is None else failure_text(peers, error))
     if error is not None and not isinstance(error, PortError):
         raise error
     if first is not None:

@@ -1,7 +1,7 @@
 """Loading: any box of any tensor, whatever layout wrote it, with nothing trusted unverified.
 
-A read touches only the byte ranges that overlap the box. A file is hashed whole
-before the first read from it in a process; after that its mapping is trusted.
+A read fetches only the byte ranges that overlap the box, and the blocks around them are verified before a byte of
+them is used (``ranged``). What is damaged is named: the file, the block, and the tensors in it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from megatron_port.checkpoint.boxes import Box, strides
-from megatron_port.checkpoint.format import DTYPES, Manifest, PieceEntry, hash_file, read_manifest, step_of
-from megatron_port.errors import CheckpointError
+from megatron_port.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
+from megatron_port.checkpoint.ranged import RangedFile, Scratch
+from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 _OPEN_FILES = 32
+_SPAN = 1 << 24
+"""Bytes fetched at a time where a box is not contiguous in the file."""
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -31,16 +33,24 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; expected a checkpoint such as .../step-00000120")
     manifest = read_manifest(directory)
+    named = step_of(directory.name)
+    if named is not None and named != manifest.state.step:
+        raise DamagedCheckpoint(
+            f"{directory}: its manifest is of step {manifest.state.step}: files of two checkpoints were mixed"
+        )
+    checkpoint = Checkpoint(directory, manifest)
     for name, entry in manifest.files.items():
         try:
             size = (directory / name).stat().st_size
         except OSError as error:
-            raise CheckpointError(f"{directory / name}: {error.strerror or error}; the checkpoint is damaged") from None
+            raise DamagedCheckpoint(
+                f"{directory / name}: {error.strerror or error}; it held {checkpoint.contents(name)}"
+            ) from None
         if size != entry.size:
-            raise CheckpointError(
-                f"{directory / name}: {size} bytes, the manifest says {entry.size}; the checkpoint is damaged"
+            raise DamagedCheckpoint(
+                f"{directory / name}: {size} bytes, the manifest says {entry.size}; in it: {checkpoint.contents(name)}"
             )
-    return Checkpoint(directory, manifest)
+    return checkpoint
 
 
 def checkpoints_in(
@@ -84,8 +94,12 @@ class Checkpoint:
         self._pieces: dict[tuple[str, str], list[PieceEntry]] = {}
         for piece in manifest.pieces:
             self._pieces.setdefault((piece.name, piece.kind), []).append(piece)
-        self._verified: set[str] = set()
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._by_file: dict[str, list[PieceEntry]] = {}
+        for piece in manifest.pieces:
+            self._by_file.setdefault(piece.file, []).append(piece)
+        self._scratch = Scratch()
+        self._files: dict[str, RangedFile] = {}
+        self._open: OrderedDict[str, None] = OrderedDict()
 
     @property
     def step(self) -> int:
@@ -118,7 +132,8 @@ class Checkpoint:
         """The box ``offset + shape`` of a tensor, on the CPU, of shape ``shape`` and the dtype that was saved.
 
         Raises:
-            CheckpointError: no such tensor, the box does not fit its shape (both are named), or a file is damaged.
+            DamagedCheckpoint: a file is damaged or cannot be read; file, block and tensors are named.
+            CheckpointError: no such tensor, or the box does not fit its shape (both are named).
         """
         pieces = self._find(name, kind)
         whole = pieces[0].global_shape
@@ -134,19 +149,51 @@ class Checkpoint:
         wanted = Box(offset, tuple(o + n for o, n in zip(offset, shape)))
         out = torch.empty(shape, dtype=getattr(torch, pieces[0].dtype))
         if out.numel():
-            for piece in pieces:
-                self._copy(piece, wanted, out)
+            try:
+                for piece in pieces:
+                    self._copy(piece, wanted, out)
+            except DamagedCheckpoint as error:
+                raise DamagedCheckpoint(f"{error} (found while reading {kind} of {name})") from error
         return out
 
-    def verify(self) -> None:
-        """Hash every file. Raises CheckpointError at the first that is damaged."""
+    def faults(self) -> Iterator[str]:
+        """Read every byte of every file; yields a text for each block that is not what was saved."""
         for name in self.manifest.files:
-            self._verified.discard(name)
-            self._check_hash(name)
+            file = self._file(name)
+            clean = True
+            for fault in file.faults():
+                clean = False
+                yield fault
+            try:
+                for piece in self._by_file.get(name, ()) if clean else ():
+                    self._place(piece)
+            except DamagedCheckpoint as error:
+                yield str(error)
+
+    def verify(self) -> None:
+        """Read every byte of every file. Raises DamagedCheckpoint at the first fault."""
+        for fault in self.faults():
+            raise DamagedCheckpoint(fault)
 
     def close(self) -> None:
-        """Unmap the files."""
+        """Close the files."""
+        for name in self._open:
+            self._files[name].close()
         self._open.clear()
+
+    def contents(self, file: str, start: int = 0, stop: int | None = None) -> str:
+        """Names of the tensors in a byte range of a file, for messages: the first few, and how many more."""
+        mine = self._by_file.get(file, [])
+        # The writer's order without holes; after the header, whose length is what remains.
+        at = self.manifest.files[file].size - sum(p.numel * DTYPES[p.dtype][1] for p in mine)
+        found = ["the header"] if start < at else []
+        for piece in mine:
+            end = at + piece.numel * DTYPES[piece.dtype][1]
+            if end > start and (stop is None or at < stop):
+                found.append(f"{piece.kind} of {piece.name}")
+            at = end
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        return ", ".join(found[:4]) + more if found else "no tensor"
 
     def _find(self, name: str, kind: str) -> list[PieceEntry]:
         pieces = self._pieces.get((name, kind))
@@ -161,51 +208,54 @@ class Checkpoint:
         steps = strides(piece.shape)
         for box in piece.flat_range().boxes():
             common = box.intersect(wanted)
-            if common is None:
-                continue
-            # The common box's first and last elements, in the flattening of the piece's box.
-            first = sum((lo - o) * s for lo, o, s in zip(common.low, piece.offset, steps))
-            last = sum((hi - 1 - o) * s for hi, o, s in zip(common.high, piece.offset, steps))
-            data = self._load(piece, first - piece.flat_start, last + 1 - piece.flat_start)
-            target = out[tuple(slice(a - w, b - w) for a, b, w in zip(common.low, common.high, wanted.low))]
-            target.copy_(data.as_strided(common.shape, steps))
+            if common is not None:
+                target = out[tuple(slice(a - w, b - w) for a, b, w in zip(common.low, common.high, wanted.low))]
+                first = sum((lo - o) * s for lo, o, s in zip(common.low, piece.offset, steps))
+                self._fill(piece, first - piece.flat_start, steps, target)
 
-    def _load(self, piece: PieceEntry, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of a piece's stored tensor."""
-        try:
-            part = self._handle(piece.file).get_slice(piece.key)
-            if part.get_shape() != [piece.numel] or part.get_dtype() != DTYPES[piece.dtype][0]:
-                raise CheckpointError(
-                    f"{self.path / piece.file}: {piece.key} is {part.get_dtype()} {part.get_shape()}, the manifest "
-                    f"says {DTYPES[piece.dtype][0]} [{piece.numel}]; the checkpoint is damaged"
-                )
-            data: torch.Tensor = part[start:stop]
-            return data
-        except (SafetensorError, OSError, KeyError) as error:
-            raise CheckpointError(f"{self.path / piece.file}: cannot read {piece.key}: {error}") from error
-
-    def _handle(self, name: str) -> Any:
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
-        self._check_hash(name)
-        handle = safe_open(self.path / name, framework="pt", device="cpu")
-        self._open[name] = handle
-        if len(self._open) > _OPEN_FILES:
-            self._open.popitem(last=False)
-        return handle
-
-    def _check_hash(self, name: str) -> None:
-        if name in self._verified:
+    def _fill(self, piece: PieceEntry, first: int, steps: tuple[int, ...], target: torch.Tensor) -> None:
+        """``target`` from the elements of a stored tensor at ``first + i · steps``, in pieces of bounded size."""
+        extent = tuple(target.shape)
+        span = 1 + sum((n - 1) * s for n, s in zip(extent, steps))
+        if span == target.numel() and target.is_contiguous():
+            self._fetch(piece, first, target)
             return
-        path, entry = self.path / name, self.manifest.files[name]
-        try:
-            digest = hash_file(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-        if digest != entry.hash:
-            raise CheckpointError(
-                f"{path}: its content does not match its hash ({digest}, expected {entry.hash}); "
-                "the checkpoint is damaged: use another (`checkpoint ls` lists them)"
+        d = next((d for d, n in enumerate(extent) if n > 1), 0)
+        rows = max(1, _SPAN // (steps[d] * target.element_size()))
+        if rows >= extent[d] or span * target.element_size() <= _SPAN:
+            data = torch.empty(span, dtype=target.dtype)
+            self._fetch(piece, first, data)
+            target.copy_(data.as_strided(extent, steps))
+            return
+        for row in range(0, extent[d], rows):
+            self._fill(piece, first + row * steps[d], steps, target.narrow(d, row, min(rows, extent[d] - row)))
+
+    def _fetch(self, piece: PieceEntry, first: int, target: torch.Tensor) -> None:
+        """Elements of a stored tensor from ``first`` on into a contiguous ``target``."""
+        start = self._place(piece) + first * target.element_size()
+        view = target.view(-1).as_strided((target.numel(),), (1,)).view(torch.uint8)
+        self._file(piece.file).read_into(start, memoryview(view.numpy()))
+
+    def _place(self, piece: PieceEntry) -> int:
+        """First byte of a piece, from the file's header, which must agree with the manifest."""
+        place = self._file(piece.file).place(piece.key)
+        code, width = DTYPES[piece.dtype]
+        if place is None or place[0] != code or place[2] - place[1] != piece.numel * width:
+            found = "is not in it" if place is None else f"is {place[2] - place[1]} bytes of {place[0]} in it"
+            raise DamagedCheckpoint(
+                f"{self.path / piece.file}: {piece.key} {found}, the manifest says {piece.numel * width} of {code}"
             )
-        self._verified.add(name)
+        return place[1]
+
+    def _file(self, name: str) -> RangedFile:
+        """The file, with at most _OPEN_FILES descriptors in use."""
+        if name not in self._files:
+            self._files[name] = RangedFile(
+                self.path / name, self.manifest.files[name], self._scratch,
+                lambda start, stop: self.contents(name, start, stop),
+            )
+        self._open[name] = None
+        self._open.move_to_end(name)
+        if len(self._open) > _OPEN_FILES:
+            self._files[self._open.popitem(last=False)[0]].close()
+        return self._files[name]

@@ -1,11 +1,13 @@
 """Saving: every rank writes its own file, rank 0 commits, and a crash at any moment loses no whole checkpoint.
 
 1. Rank 0 removes leftovers and makes ``step-N.tmp``.
-2. Every rank writes ``rank-K.safetensors`` (hashed while written) and ``rank-K.json``, its list of pieces.
+2. Every rank writes ``rank-K.safetensors`` (hashed while written, fsynced, read back and compared) and ``rank-K.json``,
+   its list of pieces.
 3. Rank 0 reads the lists, proves that the pieces tile every tensor, writes the manifest, fsyncs, and renames the
    directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``.
 
 After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on all of them.
+``background`` runs the same stages beside training.
 """
 
 from __future__ import annotations
@@ -42,12 +44,14 @@ from megatron_port.checkpoint.format import (
     step_of,
 )
 from megatron_port.checkpoint.peers import Alone, GroupPeers, Peers, together
-from megatron_port.checkpoint.shard import write_shard
+from megatron_port.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
 from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
 
 Note = Callable[[str], None]
-_PACKAGES = ("megatron_port", "torch", "deepspeed", "numpy", "safetensors")
+_PACKAGES = ("megatron_port", "torch", "deepspeed", "numpy", "safetensors", "xxhash")
+VISIBLE_SECONDS = 30.0
+"""How long one rank's file may take to appear to another; network file systems cache."""
 
 
 def save_checkpoint(
@@ -59,6 +63,7 @@ def save_checkpoint(
     group: dist.ProcessGroup | None = None,
     expected: Mapping[str, tuple[int, ...]] | None = None,
     note: Note | None = None,
+    verify: bool = True,
 ) -> Path:
     """Commit ``directory/step-N``. Collective over ``group``.
 
@@ -71,6 +76,8 @@ def save_checkpoint(
         group: ranks that save, on a backend that takes CPU tensors; None: this process alone.
         expected: name → global shape of every parameter; a checkpoint that lacks one is not committed.
         note: called on rank 0 with things worth a line that are no failure.
+        verify: read every file back before the commit. It comes from the page cache as a rule: that proves what the
+            file system was given, not what the platter holds.
 
     Returns:
         The committed directory.
@@ -79,7 +86,7 @@ def save_checkpoint(
         CheckpointError: on every rank, if any rank failed. Earlier checkpoints are untouched.
     """
     peers: Peers = Alone() if group is None else GroupPeers(group)
-    return save_among(peers, directory, state, pieces, keep=keep, expected=expected, note=note)
+    return save_among(peers, directory, state, pieces, keep=keep, expected=expected, note=note, verify=verify)
 
 
 def save_among(
@@ -91,36 +98,30 @@ def save_among(
     keep: int = 0,
     expected: Mapping[str, tuple[int, ...]] | None = None,
     note: Note | None = None,
-    visible_seconds: float = 30.0,
+    verify: bool = True,
+    visible_seconds: float = VISIBLE_SECONDS,
 ) -> Path:
-    """:func:`save_checkpoint` over any :class:`Peers`.
-
-    ``visible_seconds``: how long a rank waits for rank 0's directory to appear (network file systems cache).
-    """
+    """:func:`save_checkpoint` over any :class:`Peers`. ``visible_seconds``: see ``VISIBLE_SECONDS``."""
     final = directory / directory_name(state.step)
     work = final.with_name(final.name + TEMPORARY)
     lead = peers.rank == 0
     try:
-        together(peers, lambda: _prepare(directory, work, state) if lead else None)
-        together(peers, lambda: _write_rank(peers.rank, work, pieces, visible_seconds))
-        together(peers, lambda: _commit(work, final, state, peers.world_size, expected) if lead else None)
+        together(peers, lambda: prepare(directory, work, state) if lead else None)
+        together(peers, lambda: _write_rank(peers.rank, work, pieces, verify, visible_seconds))
+        together(peers, lambda: commit(work, final, state, peers.world_size, expected) if lead else None)
     except BaseException:
         if lead:
             shutil.rmtree(work, ignore_errors=True)
         raise
     if lead:
-        # The checkpoint is safe; trouble from here on is worth a line, not the run.
-        try:
-            _tidy(directory, final, keep)
-        except OSError as error:
-            if note is not None:
-                note(f"{final.name} is saved, but cleaning up after it failed: {error}")
+        tidy(directory, final, keep, note)
     return final
 
 
-def _prepare(directory: Path, work: Path, state: SavedState) -> None:
+def prepare(directory: Path, work: Path, state: SavedState) -> None:
+    """Rank 0: an empty ``work`` in ``directory``. Raises CheckpointError."""
     # Found now, before gigabytes are written: state that a manifest cannot hold.
-    for part in (state.layout, state.config, state.scalars, state.extra):
+    for part in vars(state).values():
         plain(part)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -142,15 +143,36 @@ def _remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path)
 
 
-def _write_rank(rank: int, work: Path, pieces: Iterable[StatePiece], visible_seconds: float) -> None:
+def _write_rank(
+    rank: int, work: Path, pieces: Iterable[StatePiece], verify: bool, visible_seconds: float
+) -> None:
+    plan = plan_shard(shard_name(rank), (piece for piece in pieces if piece.tensor.numel()))
+    write_part(
+        rank, work, plan, (bytes_of(piece.tensor) for piece in plan.pieces), verify=verify,
+        visible_seconds=visible_seconds,
+    )
+
+
+def write_part(
+    rank: int,
+    work: Path,
+    plan: ShardPlan,
+    data: Iterable[memoryview],
+    *,
+    verify: bool,
+    visible_seconds: float = VISIBLE_SECONDS,
+    proceed: Callable[[], None] | None = None,
+) -> None:
+    """A rank's data file and then its list, whose appearance says that the data are durable. Raises CheckpointError."""
     _await_directory(work, visible_seconds)
-    held = [piece for piece in pieces if piece.tensor.numel()]
     listing: dict[str, Any] = {"file": None, "pieces": []}
-    if held:
+    if plan.pieces:
         path = work / shard_name(rank)
-        entry, entries = write_shard(path, held)
-        listing = {"file": asdict(entry), "pieces": [asdict(e) for e in entries]}
-    write_text(work / _listing_name(rank), json.dumps(listing))
+        entry = write_planned(path, plan, data, proceed=proceed)
+        if verify:
+            check_written(path, entry)
+        listing = {"file": asdict(entry), "pieces": [asdict(e) for e in plan.entries]}
+    write_text(work / listing_name(rank), json.dumps(listing))
     try:
         fsync_directory(work)
     except OSError as error:
@@ -168,13 +190,15 @@ def _await_directory(work: Path, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def _listing_name(rank: int) -> str:
+def listing_name(rank: int) -> str:
+    """``rank-00003.json``: what a rank wrote."""
     return f"rank-{rank:05d}.json"
 
 
-def _commit(
+def commit(
     work: Path, final: Path, state: SavedState, world_size: int, expected: Mapping[str, tuple[int, ...]] | None
 ) -> None:
+    """Rank 0, when every rank has written its part: manifest, fsync, rename. Raises CheckpointError."""
     files, pieces = _gather(work, world_size)
     where = f"step {state.step} was not saved"
     check_cover(pieces, where)
@@ -183,7 +207,7 @@ def _commit(
     write_text(work / MANIFEST, encode_manifest(manifest))
     try:
         for rank in range(world_size):
-            (work / _listing_name(rank)).unlink()
+            (work / listing_name(rank)).unlink()
         fsync_directory(work)
         _move_into_place(work, final)
         fsync_directory(final.parent)
@@ -195,7 +219,7 @@ def _gather(work: Path, world_size: int) -> tuple[dict[str, FileEntry], tuple[Pi
     """Read the ranks' lists from the shared directory and check each file's size on disk."""
     files: dict[str, FileEntry] = {}
     pieces: list[PieceEntry] = []
-    missing = [rank for rank in range(world_size) if not (work / _listing_name(rank)).is_file()]
+    missing = [rank for rank in range(world_size) if not (work / listing_name(rank)).is_file()]
     if missing:
         raise CheckpointError(
             f"{work}: nothing visible from {len(missing)} of {world_size} ranks (first: rank {missing[0]}): "
@@ -203,15 +227,15 @@ def _gather(work: Path, world_size: int) -> tuple[dict[str, FileEntry], tuple[Pi
         )
     for rank in range(world_size):
         try:
-            listing = json.loads((work / _listing_name(rank)).read_bytes())
+            listing = json.loads((work / listing_name(rank)).read_bytes())
             if listing["file"] is None:
                 continue
-            entry = FileEntry(**listing["file"])
+            entry = FileEntry(**{**listing["file"], "blocks": tuple(listing["file"]["blocks"])})
             size = (work / shard_name(rank)).stat().st_size
         except OSError as error:
             raise disk_error(error, work / shard_name(rank)) from error
         except ValueError as error:
-            path = work / _listing_name(rank)
+            path = work / listing_name(rank)
             raise CheckpointError(f"{path}: damaged right after it was written: {error}") from error
         if size != entry.size:
             raise CheckpointError(f"{work / shard_name(rank)}: {size} bytes on disk, {entry.size} were written")
@@ -264,6 +288,15 @@ def _move_into_place(work: Path, final: Path) -> None:
             shutil.rmtree(aside)
         os.rename(final, aside)
     os.rename(work, final)
+
+
+def tidy(directory: Path, final: Path, keep: int, note: Note | None) -> None:
+    """Rank 0, after the commit: ``latest``, leftovers, retention. Trouble here is worth a line, not the run."""
+    try:
+        _tidy(directory, final, keep)
+    except OSError as error:
+        if note is not None:
+            note(f"{final.name} is saved, but cleaning up after it failed: {error}")
 
 
 def _tidy(directory: Path, final: Path, keep: int) -> None:

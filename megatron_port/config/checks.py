@@ -110,6 +110,7 @@ _RANGES: dict[str, _Rule] = {
     "training.log_interval": _ONE,
     "checkpoint.save_interval": _ZERO,
     "checkpoint.keep": _ZERO,
+    "checkpoint.max_failures": _ZERO,
     "checkpoint.resume": _FILLED,
     "cluster.peak_tflops": _ZERO,
     "cluster.memory_gb": _ZERO,

@@ -210,8 +210,17 @@ class CheckpointConfig:
     """Save after the last step. A run that a signal stops before its end saves always."""
     keep: int = 2
     """Checkpoints kept; older ones are removed after a commit. 0: all."""
+    asynchronous: bool = True
+    """Save beside training, from a copy in host memory (this rank's share of the state); the step pays for the copy.
+    The save after the last step, or on a signal, is synchronous."""
+    verify_saves: bool = True
+    """Read every file back and compare it with what was written before the checkpoint is committed."""
+    max_failures: int = 3
+    """Saves in a row that may fail (disk full, no permission) before training stops with exit 5. 0: never stop."""
     resume: str = "auto"
-    """auto (newest whole checkpoint of the run folder, if any) | never | a path"""
+    """auto (newest whole checkpoint of the run folder, if any) | never | a path (of a checkpoint, or of a folder of
+    them). Where a newer one turns out damaged, the one before it is taken, with a line that says so; not so for the
+    path of one checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_port.errors import DataError
 
@@ -123,6 +123,20 @@ class GPT2Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """End-of-document ids are left out."""
         return self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
+
+
+def identity(name: str) -> dict[str, Any]:
+    """Name, vocabulary size, and a sha256 of what maps text to ids; reads no file.
+
+    GPT-2's is over the published hashes of its two files (nothing else loads) and its pattern. DataError: unknown name.
+    """
+    known: dict[str, type[ByteTokenizer] | type[GPT2Tokenizer]] = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
+    if name not in known:
+        raise DataError(f"tokenizer {name!r} is not known; choose one of {', '.join(NAMES)}")
+    kind = known[name]
+    parts = {"name": name, "vocab_size": kind.vocab_size, "eod_id": kind.eod_id}
+    rules = {**parts, "files": GPT2_FILES, "pattern": GPT2_PATTERN} if name == "gpt2" else parts
+    return {**parts, "hash": hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()}
 
 
 def get_tokenizer(name: str, *, directory: str | Path | None = None) -> Tokenizer:

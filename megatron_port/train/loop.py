@@ -26,8 +26,9 @@ from megatron_port.runtime.signals import StopRequest, hold
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.assemble import build_engine
 from megatron_port.train.replicas import check_replicas
+from megatron_port.train.saving import Saving
 from megatron_port.train.session import Session
-from megatron_port.train.state import find_checkpoint, load_into, run_folder, save_state
+from megatron_port.train.state import Position, changes_since, find_checkpoints, load_first_whole, run_folder
 
 
 @dataclass
@@ -87,13 +88,15 @@ class Trainer:
         self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
         self.loaders = self._load_data()
         started = time.perf_counter()
-        checkpoint = find_checkpoint(session)
-        self.engine: Engine = build_engine(self.config, self.ctx, session.providers, initialise=checkpoint is None)
-        if checkpoint is not None:
-            loaded = load_into(self.engine, checkpoint, session)
+        checkpoints = find_checkpoints(session)
+        self.engine: Engine = build_engine(self.config, self.ctx, session.providers, initialise=not checkpoints)
+        if checkpoints:
+            loaded = load_first_whole(self.engine, checkpoints, session)
             state = loaded.manifest.state
             self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
-            session.logger.log(f"resumed from {checkpoint} at step {state.step}, {state.samples} samples")
+            session.logger.log(f"resumed from {loaded.path} at step {state.step}, {state.samples} samples")
+            for line in changes_since(loaded, self.config, self.loaders.tokenizer_name):
+                session.logger.log(line)
             loaded.close()
         self._announce(time.perf_counter() - started)
 
@@ -135,7 +138,7 @@ class Trainer:
             name=c.name, warn=self.session.logger.log,
         )
         validation: float | None = None
-        saved_at = p.step  # nothing is new yet
+        saving = Saving(self.engine, self.session, saved_step=p.step)
         try:
             with StopRequest() as stop:
                 level = self._agreed(stop.level)  # a signal may have come while the run started
@@ -144,6 +147,7 @@ class Trainer:
                 while p.step < c.training.steps and not level:
                     self._step(telemetry)
                     level = self._agreed(stop.level)
+                    saving.poll()
                     if self._due(c.training.eval_interval) or (
                         p.step == c.training.steps and c.training.eval_batches
                     ):
@@ -151,16 +155,19 @@ class Trainer:
                     if self._due(c.telemetry.replica_check_interval):
                         check_replicas(self.engine, self.ctx, step=p.step)
                     if self._due(c.checkpoint.save_interval):
-                        self._save()
-                        saved_at = p.step
+                        saving.save(self._position())
                 unfinished = bool(level) and p.step < c.training.steps
-                if (c.checkpoint.save_final or unfinished) and saved_at != p.step:
-                    self._save()
+                saving.finish()
+                if c.checkpoint.save_final or unfinished:
+                    saving.final(self._position())
                 hold()  # what comes now comes too late to matter, and must not kill a rank that has saved
                 if self.session.speaker:
                     signal_name = {0: "", 1: "SIGTERM", 2: "SIGUSR1"}[level] if unfinished else ""
                     status = SAVED if unfinished else FINISHED
                     write_outcome(run_folder(c), Ending(attempt_name(), status, p.step, signal_name, time.time()))
+        except BaseException:
+            saving.leave()
+            raise
         finally:
             telemetry.close()
         if unfinished:
@@ -237,10 +244,6 @@ class Trainer:
         telemetry.evaluation(step=self.progress.step, validation_loss=loss, seconds=time.perf_counter() - started)
         return loss
 
-    def _save(self) -> None:
-        started = time.perf_counter()
-        path = save_state(
-            self.engine, self.session, step=self.progress.step, samples=self.progress.samples,
-            skipped=self.progress.skipped, extra={"tokenizer": self.loaders.tokenizer_name},
-        )
-        self.session.logger.log(f"saved {path} in {time.perf_counter() - started:.1f} s")
+    def _position(self) -> Position:
+        p = self.progress
+        return Position(step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=self.loaders.tokenizer_name)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.reader import Checkpoint, find_latest, open_checkpoint
+from megatron_port.checkpoint.format import SavedState, step_of
+from megatron_port.checkpoint.reader import Checkpoint, checkpoints_in, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.dump import as_dict
+from megatron_port.config.dump import as_dict, config_hash
 from megatron_port.config.schema import RunConfig
+from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
-from megatron_port.errors import CheckpointError, PortError
+from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.model.shapes import parameter_shapes
+from megatron_port.optim.schedules import learning_rate
 from megatron_port.runtime.agreement import agree
 from megatron_port.train.session import Session
 
@@ -36,32 +39,58 @@ def _from_rank_zero(value: Any, session: Session) -> Any:
     return box[0]
 
 
-def find_checkpoint(session: Session) -> Path | None:
-    """The checkpoint to start from, as ``checkpoint.resume`` says; rank 0 looks, all use what it found.
+def find_checkpoints(session: Session) -> list[Path]:
+    """The checkpoints to start from, as ``checkpoint.resume`` says, best first; empty: start afresh.
 
-    Raises CheckpointError on every rank when a path was given and nothing whole is there.
+    Rank 0 looks, all use what it found. The newest commit comes first; those after it are what to fall back on if
+    its contents turn out damaged. The path of one checkpoint has no second choice.
+
+    Raises:
+        CheckpointError: on every rank: a path was given and nothing whole is there, or there are checkpoints and
+            every one is damaged (a run never starts over without being told to).
     """
-    config = session.config
-    found: Path | None = None
+    found: list[Path] = []
     failure: PortError | None = None
-    if session.speaker and config.checkpoint.resume != "never":
+    if session.speaker and session.config.checkpoint.resume != "never":
         try:
-            if config.checkpoint.resume == "auto":
-                found = find_latest(run_folder(config) / FOLDER, note=session.logger.log)
-            else:
-                asked = Path(config.checkpoint.resume)
-                found = asked if (asked / "manifest.json").is_file() else find_latest(asked, note=session.logger.log)
-                if found is None:
-                    found = find_latest(asked / FOLDER, note=session.logger.log)
-                if found is None:
-                    raise CheckpointError(
-                        f"checkpoint.resume = \"{asked}\": no whole checkpoint there; give a step folder, a folder of "
-                        'them, "auto" or "never"'
-                    )
+            found = _look(session.config, session.logger.log)
         except PortError as error:
             failure = error
     agree(failure)
-    return _from_rank_zero(found, session)
+    return [Path(path) for path in _from_rank_zero([str(path) for path in found], session)]
+
+
+def find_checkpoint(session: Session) -> Path | None:
+    """The first of :func:`find_checkpoints`, or None."""
+    found = find_checkpoints(session)
+    return found[0] if found else None
+
+
+def _look(config: RunConfig, note: Any) -> list[Path]:
+    asked = Path(config.checkpoint.resume)
+    if config.checkpoint.resume == "auto":
+        places = [run_folder(config) / FOLDER]
+    elif (asked / "manifest.json").is_file():
+        return [asked]
+    else:
+        places = [asked, asked / FOLDER]
+    for place in places:
+        found = [path for path, _ in checkpoints_in(place, note)]
+        if found:
+            return found
+    damaged = [p for place in places if place.is_dir() for p in place.iterdir() if step_of(p.name) is not None]
+    if damaged:
+        raise CheckpointError(
+            f"checkpoint.resume = \"{config.checkpoint.resume}\": none of the {len(damaged)} checkpoints in "
+            f"{damaged[0].parent} is whole (see above); restore one, or start afresh with checkpoint.resume = \"never\" "
+            "or another name"
+        )
+    if config.checkpoint.resume != "auto":
+        raise CheckpointError(
+            f"checkpoint.resume = \"{asked}\": no whole checkpoint there; give a step folder, a folder of "
+            'them, "auto" or "never"'
+        )
+    return []
 
 
 def check_same_model(checkpoint: Checkpoint, config: RunConfig) -> None:
@@ -80,7 +109,13 @@ def check_same_model(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def load_into(engine: Engine, path: Path, session: Session, *, weights_only: bool = False) -> Checkpoint:
-    """Load a checkpoint of any layout into the engine. Collective; the same error on every rank."""
+    """Load a checkpoint of any layout into the engine. Collective; the same error on every rank.
+
+    Raises:
+        DamagedCheckpoint: on every rank, if what one of them read is not what was saved. The engine then holds a
+            mixture: load another checkpoint into it, or let it go.
+        CheckpointError: on every rank: it is of another model.
+    """
     failure: PortError | None = None
     checkpoint: Checkpoint | None = None
     try:
@@ -92,23 +127,116 @@ def load_into(engine: Engine, path: Path, session: Session, *, weights_only: boo
             engine.load_state(checkpoint.read, dict(checkpoint.scalars))
     except PortError as error:
         failure = error
-    agree(failure, where=str(session.ctx.coords))
+    try:
+        agree(failure, where=str(session.ctx.coords))
+    except PortError as error:
+        if checkpoint is not None:
+            checkpoint.close()
+        if _only_damage(failure, session):
+            raise DamagedCheckpoint(str(error)) from failure
+        raise
     assert checkpoint is not None
     return checkpoint
 
 
-def save_state(
-    engine: Engine, session: Session, *, step: int, samples: int, skipped: int, extra: dict[str, Any] | None = None
-) -> Path:
-    """Commit a checkpoint of the whole run. Collective."""
-    config = session.config
-    state = SavedState(
-        step=step, samples=samples, tokens=samples * config.model.seq_length, layout=config.layout,
+def _only_damage(failure: PortError | None, session: Session) -> bool:
+    """Every rank that failed met damage. All ranks call this after a failed agreement."""
+    other = failure is not None and not isinstance(failure, DamagedCheckpoint)
+    if session.cpu_group is None or session.info.world_size == 1:
+        return not other
+    flag = torch.tensor([int(other)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=session.cpu_group)
+    return not int(flag)
+
+
+def load_first_whole(engine: Engine, paths: list[Path], session: Session) -> Checkpoint:
+    """Load the first of ``paths`` that proves whole while it is read; each one passed over is announced by rank 0.
+
+    Every rank verifies what it reads before it uses it, and all ranks agree on the checkpoint before training starts.
+    A later one overwrites everything that a damaged one left in the engine.
+
+    Raises:
+        CheckpointError: the last one is damaged too, or one is of another model.
+    """
+    for path, following in zip(paths, [*paths[1:], None]):
+        try:
+            return load_into(engine, path, session)
+        except DamagedCheckpoint as error:
+            if following is None:
+                passed = f" ({len(paths) - 1} newer ones were passed over)" if len(paths) > 1 else ""
+                raise DamagedCheckpoint(
+                    f"{path.name} is damaged, and there is none to fall back on{passed}: {error}. Nothing was trained; "
+                    "restore a checkpoint, or start afresh with checkpoint.resume = \"never\" or another name"
+                ) from error
+            session.logger.log(f"{path.name} is damaged: {error}")
+            session.logger.log(f"falling back from {path.name} to {following.name}; nothing of {path.name} is used")
+    raise ValueError("no path was given")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands, for its checkpoint."""
+
+    step: int
+    samples: int
+    skipped: int
+    tokenizer: str | None = None
+
+
+def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
+    """All of a checkpoint that is not a tensor."""
+    schedule = {
+        "step": at.step, "steps": config.training.steps,
+        "decay_steps": config.optimizer.decay_steps or config.training.steps,
+        "learning_rate": learning_rate(config.optimizer, at.step, config.training.steps),
+        "samples": at.samples,
+    }
+    data = {
+        "next_sample": at.samples, "order": config.data.order, "seed": config.seed, "train": list(config.data.train),
+        "weights": list(config.data.weights), "split": list(config.data.split), "synthetic": config.data.synthetic,
+    }
+    rng = {"scheme": "counter", "seed": config.seed, "keys": ["step", "sample", "operation", "element"]}
+    return SavedState(
+        step=at.step, samples=at.samples, tokens=at.samples * config.model.seq_length, layout=config.layout,
         config=as_dict(config), scalars=engine.scalar_state(),
-        extra={"skipped_total": skipped, **(extra or {})},
+        extra={"skipped_total": at.skipped, "tokenizer": at.tokenizer},
+        rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
+        tokenizer=identity(at.tokenizer) if at.tokenizer in NAMES else {},
     )
+
+
+def changes_since(checkpoint: Checkpoint, config: RunConfig, tokenizer: str | None) -> list[str]:
+    """What of this run determines training and was otherwise when the checkpoint was saved; for a line each."""
+    state = checkpoint.manifest.state
+    out = []
+    if state.config_hash and state.config_hash != config_hash(config):
+        saved = state.config if isinstance(state.config, dict) else {}
+        mine = as_dict(config)
+        different = [
+            f"{room}.{key} {theirs[key]!r} -> {value!r}"
+            for room in ("batch", "precision", "optimizer", "data")
+            for theirs in [saved.get(room, {})]
+            for key, value in mine[room].items()
+            if key in theirs and theirs[key] != value and key != "micro_batch_size"
+        ]
+        if saved.get("seed", config.seed) != config.seed:
+            different.append(f"seed {saved['seed']} -> {config.seed}")
+        what = ", ".join(different) or f"config hash {state.config_hash} -> {config_hash(config)}"
+        out.append(f"note: other settings than when {checkpoint.path.name} was saved: {what}")
+    if state.tokenizer and tokenizer in NAMES and state.tokenizer.get("hash") != identity(tokenizer)["hash"]:
+        out.append(
+            f"note: {checkpoint.path.name} was trained with tokenizer {state.tokenizer.get('name')}, this run's data "
+            f"are of {tokenizer}: its ids mean other text"
+        )
+    return out
+
+
+def save_state(engine: Engine, session: Session, at: Position) -> Path:
+    """Commit a checkpoint of the whole run, synchronously. Collective."""
+    config = session.config
     expected = parameter_shapes(config.model) if session.speaker else None
     return save_checkpoint(
-        run_folder(config) / FOLDER, state, engine.state_pieces(), keep=config.checkpoint.keep,
+        run_folder(config) / FOLDER, state_of(engine, config, at), engine.state_pieces(), keep=config.checkpoint.keep,
         group=session.cpu_group if session.info.world_size > 1 else None, expected=expected, note=session.logger.log,
+        verify=config.checkpoint.verify_saves,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 import xxhash
 
+from megatron_port.checkpoint import reader
+from megatron_port.checkpoint.digest import Digest
 from megatron_port.checkpoint.format import SavedState, hash_file
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
+from megatron_port.checkpoint.shard import parse_header
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.engine.api import StatePiece
-from megatron_port.errors import CheckpointError
+from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 SHARD = "rank-00000.safetensors"
 
@@ -129,7 +133,16 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "file without hash": lambda b: b["files"][SHARD].pop("hash"),
     "file size negative": lambda b: b["files"][SHARD].update(size=-5),
     "other schema": lambda b: b.update(schema="x"),
-    "newer version": lambda b: b.update(version=2),
+    "newer version": lambda b: b.update(version=3),
+    "version is true": lambda b: b.update(version=True),
+    "block missing": lambda b: b["files"][SHARD]["blocks"].clear(),
+    "block too many": lambda b: b["files"][SHARD]["blocks"].append("0" * 32),
+    "block of another": lambda b: b["files"][SHARD].update(blocks=["0" * 32]),
+    "huge blocks": lambda b: b["files"][SHARD].update(block_bytes=1 << 40),
+    "no blocks": lambda b: b["files"][SHARD].update(block_bytes=0, blocks=[]),
+    "blocks is a count": lambda b: b["files"][SHARD].update(blocks=1),
+    "config hash is a list": lambda b: b.update(config_hash=[]),
+    "rng is missing": lambda b: b.pop("rng"),
     "step is a string": lambda b: b.update(step="1"),
     "scalar is a string": lambda b: b["scalars"].update(lr="x"),
     "no config": lambda b: b.pop("config"),
@@ -162,7 +175,7 @@ def test_a_forged_shard_with_a_mended_hash(tmp_path: Path) -> None:
     data[0] = 0xFF
     data[7] = 0x7F
     path.write_bytes(data)
-    forge(at, lambda b: b["files"][SHARD].update(hash=hash_file(path)))
+    forge(at, lambda b: b["files"][SHARD].update(hash=hash_file(path), blocks=[hash_file(path)]))
     with pytest.raises(CheckpointError):
         read_all(at)
 
@@ -185,16 +198,157 @@ def test_wrong_requests_name_both_shapes(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "none")
 
 
-def test_only_the_files_that_are_read_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at = save(tmp_path)
-    hashed: list[str] = []
-    monkeypatch.setattr(
-        "megatron_port.checkpoint.reader.hash_file", lambda p: hashed.append(p.name) or hash_file(p)
-    )
-    checkpoint = open_checkpoint(at)
-    assert hashed == []
-    checkpoint.read("b", "weight", (0,), (4,))
+def cut_blocks(at: Path, width: int) -> None:
+    """List the files' blocks anew, ``width`` bytes each: a small file has many then."""
+
+    def change(body: dict[str, Any]) -> None:
+        for name in body["files"]:
+            digest = Digest(width)
+            digest.update((at / name).read_bytes())
+            body["files"][name] = {**vars(digest.entry()), "blocks": list(digest.entry().blocks)}
+
+    forge(at, change)
+
+
+class Reads:
+    """What a checkpoint reads from its files, by pread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        real = os.preadv
+
+        def preadv(handle: int, buffers: list[memoryview], offset: int) -> int:
+            self.ranges.append((offset, offset + sum(len(b) for b in buffers)))
+            return real(handle, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+
+    def take(self) -> list[tuple[int, int]]:
+        out, self.ranges = self.ranges, []
+        return out
+
+
+def big(folder: Path, rows: int = 64, columns: int = 16, width: int = 256) -> tuple[Path, torch.Tensor, int]:
+    """A checkpoint of one matrix in blocks of ``width`` bytes; also where its data begin."""
+    w = torch.arange(float(rows * columns)).reshape(rows, columns)
+    state = SavedState(step=1, samples=1, tokens=1, layout={}, config={}, scalars={}, extra={})
+    at = save_checkpoint(folder, state, [
+        StatePiece("w", kind, (rows, columns), (0, 0), (rows, columns), 0, w.reshape(-1) * scale)
+        for kind, scale in (("weight", 1.0), ("exp_avg", 2.0))
+    ])
+    cut_blocks(at, width)
+    return at, w, (at / SHARD).stat().st_size - 2 * w.numel() * 4
+
+
+def test_only_blocks_that_are_read_are_verified_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, w, start = big(tmp_path)
+    checkpoint, reads = open_checkpoint(at), Reads(monkeypatch)
+    assert reads.take() == []
     checkpoint.read("w", "weight", (0, 0), (1, 1))
-    assert hashed == [SHARD]
+    header_blocks = -(-start // 256)
+    assert max(z for _, z in reads.take()) <= (header_blocks + 1) * 256
+    got = checkpoint.read("w", "weight", (32, 0), (8, 16))  # 512 bytes
+    assert torch.equal(got, w[32:40])
+    first = start + 32 * 64
+    touched = reads.take()
+    assert min(a for a, _ in touched) == first // 256 * 256 and max(z for _, z in touched) <= first + 512 + 255
+    assert sum(z - a for a, z in touched) <= 512 + 2 * 255
+    checkpoint.read("w", "weight", (32, 0), (4, 16))
+    assert sum(z - a for a, z in reads.take()) <= 256  # verified before: nothing but the bytes that are wanted
     checkpoint.verify()
-    assert hashed == [SHARD, SHARD]
+    assert sum(z - a for a, z in reads.take()) >= (at / SHARD).stat().st_size
+
+
+def test_damage_elsewhere_does_not_matter_and_damage_here_is_named(tmp_path: Path) -> None:
+    at, w, start = big(tmp_path)
+    data = bytearray((at / SHARD).read_bytes())
+    data[start + 40 * 64] ^= 4  # row 40 of the weight
+    data[-1] ^= 1  # the end of exp_avg
+    (at / SHARD).write_bytes(data)
+    checkpoint = open_checkpoint(at)
+    assert torch.equal(checkpoint.read("w", "weight", (0, 0), (32, 16)), w[:32])
+    block = (start + 40 * 64) // 256
+    with pytest.raises(DamagedCheckpoint, match=rf"{SHARD}: block {block} .*in it: weight of w.*reading weight of w"):
+        checkpoint.read("w", "weight", (36, 0), (8, 16))
+    with pytest.raises(DamagedCheckpoint, match="exp_avg of w"):
+        checkpoint.read("w", "exp_avg", (63, 15), (1, 1))
+    faults = list(checkpoint.faults())
+    assert len(faults) == 2 and "weight of w" in faults[0] and "exp_avg of w" in faults[1]
+
+
+@pytest.mark.parametrize("span", [1 << 24, 100, 64])
+def test_boxes_of_any_shape_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int) -> None:
+    """Columns of a matrix and a cube cut in the middle, fetched in few or in many bites, through blocks of 37 bytes."""
+    monkeypatch.setattr(reader, "_SPAN", span)
+    cube = torch.arange(6.0 * 5 * 7).reshape(6, 5, 7)
+    state = SavedState(step=1, samples=1, tokens=1, layout={}, config={}, scalars={}, extra={})
+    at = save_checkpoint(tmp_path, state, [
+        StatePiece("c", "weight", (6, 5, 7), (0, 0, 0), (6, 5, 4), 0, cube[:, :, :4].reshape(-1)[:50]),
+        StatePiece("c", "weight", (6, 5, 7), (0, 0, 0), (6, 5, 4), 50, cube[:, :, :4].reshape(-1)[50:]),
+        StatePiece("c", "weight", (6, 5, 7), (0, 0, 4), (6, 5, 3), 0, cube[:, :, 4:].reshape(-1)),
+    ])
+    cut_blocks(at, 37)
+    draw = random.Random(span)
+    for _ in range(40):
+        low = [draw.randrange(n) for n in cube.shape]
+        size = [draw.randint(1, n - a) for n, a in zip(cube.shape, low)]
+        want = cube[tuple(slice(a, a + n) for a, n in zip(low, size))]
+        checkpoint = open_checkpoint(at)
+        assert torch.equal(checkpoint.read("c", "weight", tuple(low), tuple(size)), want)
+        assert torch.equal(checkpoint.read("c", "weight", tuple(low), tuple(size)), want)  # now verified already
+        checkpoint.close()
+
+
+def test_version_1_is_still_read(tmp_path: Path) -> None:
+    at = save(tmp_path)
+    before = read_all(at)
+
+    def older(body: dict[str, Any]) -> None:
+        body["version"] = 1
+        for name in ("rng", "data", "schedule", "config_hash", "tokenizer"):
+            del body[name]
+        for entry in body["files"].values():
+            del entry["blocks"], entry["block_bytes"]
+
+    forge(at, older)
+    assert all(torch.equal(a, b) for a, b in zip(before, read_all(at)))
+    open_checkpoint(at).verify()
+    data = bytearray((at / SHARD).read_bytes())
+    data[-1] ^= 1
+    (at / SHARD).write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="does not match its hash"):
+        read_all(at)
+    with pytest.raises(DamagedCheckpoint, match="does not match its hash"):
+        open_checkpoint(at).verify()
+
+
+def test_a_directory_under_another_step_s_name(tmp_path: Path) -> None:
+    at = save(tmp_path, 5)
+    at.rename(tmp_path / "step-00000006")
+    with pytest.raises(DamagedCheckpoint, match="its manifest is of step 5"):
+        open_checkpoint(tmp_path / "step-00000006")
+    assert find_latest(tmp_path) is None
+    (tmp_path / "step-00000006").rename(tmp_path / "best")  # any other name says nothing about the step
+    assert len(read_all(tmp_path / "best")) == 2
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"a": 1}', b'{"a": {"dtype": "F32"}}',
+        b'{"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [1e9], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [true, 4]}}',
+        b'{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
+    ],
+)
+def test_headers_that_are_none(header: bytes) -> None:
+    good = b'{"__metadata__": {"x": "y"}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    assert parse_header(good, 8, "f") == {"a": ("F32", 0, 8)}
+    with pytest.raises(DamagedCheckpoint, match="header is damaged"):
+        parse_header(header, 8, "f")

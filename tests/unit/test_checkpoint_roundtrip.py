@@ -43,8 +43,11 @@ def whole(name: str, tensor: torch.Tensor, kind: str = "weight") -> StatePiece:
 class ThreadPeers:
     """Ranks of one process; each stage ends at a barrier, as an all-reduce does."""
 
-    def __init__(self, rank: int, board: list[str | None], barrier: threading.Barrier) -> None:
+    def __init__(
+        self, rank: int, board: list[str | None], barrier: threading.Barrier, sums: list[list[int]]
+    ) -> None:
         self.rank, self.world_size, self._board, self._barrier = rank, len(board), board, barrier
+        self._sums = sums
 
     def first_failure(self, message: str | None) -> str | None:
         self._board[self.rank] = message
@@ -53,15 +56,24 @@ class ThreadPeers:
         self._barrier.wait(30)
         return first
 
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        mine = self._sums[self.rank]
+        mine[:] = values
+        self._barrier.wait(30)
+        most = [max(column) for column in zip(*self._sums)]
+        self._barrier.wait(30)
+        return most
+
 
 def over_threads(world: int, action: Callable[[ThreadPeers], object]) -> list[object]:
     """Results or exceptions of all ranks."""
     board: list[str | None] = [None] * world
     barrier = threading.Barrier(world)
+    sums: list[list[int]] = [[] for _ in range(world)]
 
     def one(rank: int) -> object:
         try:
-            return action(ThreadPeers(rank, board, barrier))
+            return action(ThreadPeers(rank, board, barrier, sums))
         except Exception as error:  # handed back for the assertions
             return error
 

@@ -1,0 +1,238 @@
+"""Asynchronous saves: the step pays for a copy, a thread on every rank does the rest.
+
+1. At a step's end all ranks call :meth:`BackgroundSave.start`: each copies its pieces into its host buffer, rank 0
+   makes ``step-N.tmp``, and one all-reduce says whether it went well everywhere. Then training goes on.
+2. Every rank's thread writes, hashes, fsyncs and reads back its file, then its list. Rank 0's thread waits until all
+   lists are there, in the shared directory, and commits as ``writer`` does. Threads use no collective, so nothing
+   can interleave with training's, and a rank that hangs in training does not keep a written checkpoint from its commit.
+3. While a save is in flight all ranks call :meth:`BackgroundSave.poll` at each step's end: one all-reduce of three
+   integers tells them alike whether it is still running, was committed, or failed and why.
+
+One save is in flight at a time; ``finish`` waits for it. Memory: one snapshot a rank, reused. A process that dies
+takes its threads along and leaves a ``.tmp``, which the next save removes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_port.checkpoint.format import TEMPORARY, SavedState, directory_name, shard_name
+from megatron_port.checkpoint.peers import Peers, failure_text, together
+from megatron_port.checkpoint.shard import ShardPlan, plan_shard
+from megatron_port.checkpoint.snapshot import HostBuffer
+from megatron_port.checkpoint.writer import (
+    VISIBLE_SECONDS,
+    Note,
+    commit,
+    listing_name,
+    prepare,
+    tidy,
+    write_part,
+)
+from megatron_port.engine.api import StatePiece
+from megatron_port.errors import CheckpointError
+
+_LONGEST_NAP = 0.5
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A save that has ended; the same on every rank but for the seconds."""
+
+    step: int
+    path: Path
+    """The committed directory, or the one that was not made."""
+    failure: str | None
+    """None: committed. Else the message of the first rank that failed."""
+    stall_seconds: float
+    """How long the step was held up on this rank."""
+    seconds: float
+    """From the start of the copy until it was seen to have ended."""
+
+
+class _Cancelled(Exception):
+    """Another rank failed; this one's part is of no use."""
+
+
+@dataclass
+class _Job:
+    state: SavedState
+    plan: ShardPlan
+    image: memoryview
+    expected: Mapping[str, tuple[int, ...]] | None
+    work: Path
+    final: Path
+    began: float
+    stall: float = 0.0
+    cancel: threading.Event = field(default_factory=threading.Event)
+    others_done: threading.Event = field(default_factory=threading.Event)
+    failed: bool = False
+    message: str | None = None
+    thread: threading.Thread | None = None
+
+    def proceed(self) -> None:
+        """Raise if the save is lost anyway."""
+        if self.cancel.is_set():
+            raise _Cancelled
+
+
+class BackgroundSave:
+    """The saves of a run, on one rank. All methods but ``in_flight`` and ``abandon`` are collective over ``peers``.
+
+    Args:
+        peers: the ranks that save; used in the caller's thread only.
+        directory: where checkpoints live; the same shared folder on every rank.
+        keep: newest checkpoints kept, after a commit; 0: all.
+        verify: read every file back before the commit.
+        note: called on rank 0, from its thread, with things worth a line.
+        visible_seconds: how long a file may take to appear to another rank.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        directory: Path,
+        *,
+        keep: int = 0,
+        verify: bool = True,
+        note: Note | None = None,
+        visible_seconds: float = VISIBLE_SECONDS,
+    ) -> None:
+        self._peers, self._directory, self._keep, self._verify = peers, directory, keep, verify
+        self._note, self._visible = note, visible_seconds
+        self._buffer = HostBuffer()
+        self._job: _Job | None = None
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step that is being saved; None: nothing is."""
+        return None if self._job is None else self._job.state.step
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory held for snapshots."""
+        return self._buffer.nbytes
+
+    def start(
+        self,
+        state: SavedState,
+        pieces: Iterable[StatePiece],
+        *,
+        expected: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> float:
+        """Copy the state and begin to save it; the arguments are those of ``writer.save_checkpoint``.
+
+        Returns:
+            Seconds that this call held up the caller.
+
+        Raises:
+            CheckpointError: on every rank, if it could not begin on one: nothing is in flight then.
+            ValueError: a save is in flight; ``finish`` it first.
+        """
+        if self._job is not None:
+            raise ValueError(f"the save of step {self.in_flight} is in flight; finish() it first")
+        began = time.perf_counter()
+        final = self._directory / directory_name(state.step)
+        work = final.with_name(final.name + TEMPORARY)
+
+        def begin() -> _Job:
+            plan = plan_shard(shard_name(self._peers.rank), (p for p in pieces if p.tensor.numel()))
+            image = self._buffer.take(plan)
+            if self._peers.rank == 0:
+                prepare(self._directory, work, state)
+            return _Job(state, plan, image, expected, work, final, began)
+
+        try:
+            job = together(self._peers, begin)
+        except BaseException:
+            if self._peers.rank == 0:
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+        job.thread = threading.Thread(target=self._run, args=(job,), name=f"save-{state.step}", daemon=True)
+        job.stall = time.perf_counter() - began
+        self._job = job
+        job.thread.start()
+        return job.stall
+
+    def poll(self) -> Finished | None:
+        """Meet the others if a save is in flight; what became of it once it has ended on every rank, else None."""
+        job = self._job
+        if job is None or job.thread is None:
+            return None
+        rank, world = self._peers.rank, self._peers.world_size
+        running = job.thread.is_alive()
+        some, others, worst = self._peers.maximum(
+            [int(running), int(running and rank != 0), world - rank if job.failed and not running else 0]
+        )
+        if worst:
+            job.cancel.set()
+        elif not others:
+            job.others_done.set()
+        if some:
+            return None
+        job.thread.join()
+        self._job = None
+        failure = self._peers.first_failure(job.message)
+        if failure is not None and rank == 0:
+            shutil.rmtree(job.work, ignore_errors=True)
+        return Finished(job.state.step, job.final, failure, job.stall, time.perf_counter() - job.began)
+
+    def finish(self) -> Finished | None:
+        """Wait for the save in flight, if there is one."""
+        while self._job is not None:
+            assert self._job.thread is not None
+            # The nap bounds how late a failure elsewhere reaches this rank's thread.
+            self._job.thread.join(_LONGEST_NAP)
+            done = self.poll()
+            if done is not None:
+                return done
+        return None
+
+    def abandon(self, seconds: float) -> None:
+        """Not collective: on the way out after an error, give this rank's thread a moment to end."""
+        if self._job is not None and self._job.thread is not None:
+            self._job.thread.join(seconds)
+
+    def _run(self, job: _Job) -> None:
+        """A rank's thread."""
+        try:
+            write_part(
+                self._peers.rank, job.work, job.plan, [job.image] if len(job.image) else [], verify=self._verify,
+                visible_seconds=self._visible, proceed=job.proceed,
+            )
+            if self._peers.rank == 0:
+                self._await_parts(job)
+                commit(job.work, job.final, job.state, self._peers.world_size, job.expected)
+                tidy(self._directory, job.final, self._keep, self._note)
+        except _Cancelled:
+            job.failed = True
+        except Exception as error:  # whatever it is, it must come up in every rank's main thread
+            job.message = failure_text(self._peers, error)
+            job.failed = True
+
+    def _await_parts(self, job: _Job) -> None:
+        """Until every rank's list is in the directory."""
+        missing = {listing_name(rank) for rank in range(self._peers.world_size)}
+        nap, deadline = 0.01, float("inf")
+        while True:
+            missing.difference_update(os.listdir(job.work))
+            if not missing:
+                return
+            now = time.monotonic()
+            if job.others_done.is_set():  # they have written; what is missing now is not visible from here
+                deadline = min(deadline, now + self._visible)
+            if now >= deadline:
+                raise CheckpointError(
+                    f"{job.work}: nothing visible from {len(missing)} of {self._peers.world_size} ranks (first: "
+                    f"{min(missing)}): checkpoints need a directory that all nodes share; set output_dir to a path on "
+                    "the shared file system"
+                )
+            if job.cancel.wait(nap):
+                raise _Cancelled
+            nap = min(2 * nap, _LONGEST_NAP)

@@ -1,0 +1,136 @@
+"""When to save, and what follows a save that fails: training goes on, the next interval tries again.
+
+A save that was begun is waited for in three places only: before the next one begins (saves then take longer than
+their interval, and a line says so), at the end of the run, and when a signal stops it. The save at the end is
+synchronous, and its failure is the run's.
+"""
+
+from __future__ import annotations
+
+import time
+
+from megatron_port.checkpoint.background import BackgroundSave, Finished
+from megatron_port.checkpoint.peers import Alone, GroupPeers
+from megatron_port.engine.api import Engine
+from megatron_port.errors import CheckpointError
+from megatron_port.model.shapes import parameter_shapes
+from megatron_port.train.session import Session
+from megatron_port.train.state import FOLDER, Position, run_folder, save_state, state_of
+
+_NOTICEABLE = 0.5
+"""Seconds of waiting for the previous save that are worth a line."""
+
+
+class Saving:
+    """The saves of a run. All methods but ``leave`` are collective; the ranks decide alike.
+
+    Args:
+        saved_step: the step that is safe already (the one resumed from, or 0).
+    """
+
+    def __init__(self, engine: Engine, session: Session, *, saved_step: int = 0) -> None:
+        self._engine, self._session = engine, session
+        self.saved_step = saved_step
+        """Newest step that was committed."""
+        self._failures = 0
+        self._background: BackgroundSave | None = None
+        checkpoint = session.config.checkpoint
+        if checkpoint.asynchronous:
+            group = session.cpu_group if session.info.world_size > 1 else None
+            self._background = BackgroundSave(
+                Alone() if group is None else GroupPeers(group), run_folder(session.config) / FOLDER,
+                keep=checkpoint.keep, verify=checkpoint.verify_saves, note=session.logger.log,
+            )
+
+    def save(self, at: Position) -> None:
+        """An interval is over: begin a save (or make it, if not asynchronous). A failure is announced.
+
+        Raises:
+            CheckpointError: the last ``checkpoint.max_failures`` saves have all failed.
+        """
+        self._wait()
+        try:
+            if self._background is None:
+                started = time.perf_counter()
+                path = save_state(self._engine, self._session, at)
+                self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
+            else:
+                config = self._session.config
+                expected = parameter_shapes(config.model) if self._session.speaker else None
+                self._background.start(
+                    state_of(self._engine, config, at), self._engine.state_pieces(), expected=expected
+                )
+        except CheckpointError as error:
+            self._failed(at.step, str(error))
+
+    def poll(self) -> None:
+        """At each step's end: take note of a save that has ended meanwhile. Raises as :meth:`save` does."""
+        if self._background is not None:
+            self._settle(self._background.poll())
+
+    def finish(self) -> None:
+        """Wait for the save in flight. Raises as :meth:`save` does."""
+        if self._background is not None:
+            self._settle(self._background.finish())
+
+    def final(self, at: Position) -> None:
+        """The last save, synchronous; nothing to do if ``at.step`` is safe already.
+
+        Raises:
+            CheckpointError: it failed. Earlier checkpoints are untouched.
+        """
+        self.finish()
+        if self.saved_step != at.step:
+            started = time.perf_counter()
+            path = save_state(self._engine, self._session, at)
+            self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
+
+    def leave(self, seconds: float = 5.0) -> None:
+        """Not collective: an error ends the run; a save that is nearly done gets this long to end."""
+        if self._background is not None:
+            self._background.abandon(seconds)
+
+    def _wait(self) -> None:
+        if self._background is None or self._background.in_flight is None:
+            return
+        step, started = self._background.in_flight, time.perf_counter()
+        self.finish()
+        waited = time.perf_counter() - started
+        if waited > _NOTICEABLE:
+            self._session.logger.log(
+                f"training waited {waited:.1f} s for the save of step {step}: saving takes longer than "
+                f"checkpoint.save_interval = {self._session.config.checkpoint.save_interval} steps"
+            )
+
+    def _settle(self, ended: Finished | None) -> None:
+        if ended is None:
+            return
+        if ended.failure is not None:
+            self._failed(ended.step, ended.failure)
+            return
+        self._done(
+            ended.step, f"saved {ended.path} in {ended.seconds:.1f} s, of which training waited "
+            f"{ended.stall_seconds:.2f} s"
+        )
+
+    def _done(self, step: int, line: str) -> None:
+        if self._failures:
+            line += f" (after {self._failures} that failed)"
+        self.saved_step, self._failures = step, 0
+        self._session.logger.log(line)
+
+    def _failed(self, step: int, why: str) -> None:
+        self._failures += 1
+        checkpoint = self._session.config.checkpoint
+        safe = f"step {self.saved_step}" if self.saved_step else "none of this run yet"
+        if checkpoint.max_failures and self._failures >= checkpoint.max_failures:
+            raise CheckpointError(
+                f"step {step} was not saved: {why}\n{self._failures} saves in a row have failed, as many as "
+                f"checkpoint.max_failures allows; the last checkpoint is {safe}"
+            )
+        allowed = f" of at most {checkpoint.max_failures}" if checkpoint.max_failures else ""
+        self._session.logger.log(
+            f"step {step} was not saved (failure {self._failures}{allowed} in a row): {why}\n"
+            f"training goes on, and the next save is tried in {checkpoint.save_interval} steps; the last checkpoint is "
+            f"{safe}"
+        )
