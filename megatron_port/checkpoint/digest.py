@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from megatron_port.checkpoint.format import BLOCK, FileEntry
 
 CHUNK = 1 << 20
 """Bytes read, written or hashed at a time: they are still in the core's cache when the next hand touches them."""
+
+
+class SpanHashes:
+    """Hashes of ranges of a stream that lie in it one after the other. ``spans``: their ends, rising.
+
+    Ranges of ``limit`` bytes or more get no hash (an empty text): blocks tell those apart.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]], limit: int = BLOCK) -> None:
+        self._spans, self._limit = spans, limit
+        self._digest = xxhash.xxh3_128()
+        self._at = 0
+        self.hashes: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the stream."""
+        while len(data) and len(self.hashes) < len(self._spans):
+            start, stop = self._spans[len(self.hashes)]
+            part, data = data[: stop - self._at], data[stop - self._at :]
+            if stop - start < self._limit:
+                self._digest.update(part)
+            self._at += len(part)
+            if self._at == stop:
+                self.hashes.append(self._digest.hexdigest() if stop - start < self._limit else "")
+                self._digest.reset()
 
 
 class Digest:

@@ -67,6 +67,8 @@ class PieceEntry:
     numel: int
     file: str
     key: str
+    hash: str = ""
+    """xxh3-128 of its bytes if they are fewer than a block, to say which tensor of a damaged block it is; else empty."""
 
     def flat_range(self) -> FlatRange:
         """The geometry alone."""
@@ -341,6 +343,7 @@ class _Parser:
             numel=self.count(entry.get("numel"), f"numel of {name}"),
             file=self.file_name(entry.get("file")),
             key=self.text(entry.get("key"), f"key of {name}"),
+            hash=self.digest(entry["hash"], f"hash of {name}") if entry.get("hash") else "",
         )
         if piece.dtype not in DTYPES:
             raise self.fail(f"dtype of {name} is {piece.dtype!r}; expected one of {', '.join(DTYPES)}")

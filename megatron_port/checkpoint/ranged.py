@@ -45,7 +45,7 @@ class RangedFile:
         path: the file.
         entry: its size and hashes, from a manifest that was checked.
         scratch: shared by the files of a checkpoint.
-        contents: says which tensors lie in a byte range (for messages).
+        contents: says which tensors are damaged in a damaged byte range (for messages).
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class RangedFile:
             raise self._unreadable(error, 0, self._entry.size) from error
         if found != self._entry.hash:
             raise DamagedCheckpoint(
-                f"{self.path}: its content does not match its hash ({found}, expected {self._entry.hash}); in it: "
+                f"{self.path}: its content does not match its hash ({found}, expected {self._entry.hash}): damaged is one of "
                 f"{self._contents(0, self._entry.size)}"
             )
         self._verified[0] = 1
@@ -161,7 +161,7 @@ class RangedFile:
         if found != self._entry.blocks[index]:
             raise DamagedCheckpoint(
                 f"{self.path}: block {index} (bytes {low} to {low + len(out) - 1}) does not match its hash ({found}, "
-                f"expected {self._entry.blocks[index]}); in it: {self._contents(low, low + len(out))}"
+                f"expected {self._entry.blocks[index]}): damaged is {self._contents(low, low + len(out))}"
             )
         self._verified[index] = 1
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from megatron_port.checkpoint.boxes import Box, strides
 from megatron_port.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
@@ -85,6 +86,12 @@ def find_latest(directory: Path | str, note: Callable[[str], None] | None = None
     return found[0][0] if found else None
 
 
+def some_of(names: list[str], shown: int = 4) -> str:
+    """The first few of a list, and how many more."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more if names else "no tensor"
+
+
 class Checkpoint:
     """An open checkpoint; made by :func:`open_checkpoint`. ``read`` is an engine's ``StateReader``."""
 
@@ -153,7 +160,7 @@ class Checkpoint:
                 for piece in pieces:
                     self._copy(piece, wanted, out)
             except DamagedCheckpoint as error:
-                raise DamagedCheckpoint(f"{error} (found while reading {kind} of {name})") from error
+                raise DamagedCheckpoint(f"{error}; found while reading {kind} of {name}") from error
         return out
 
     def faults(self) -> Iterator[str]:
@@ -183,17 +190,35 @@ class Checkpoint:
 
     def contents(self, file: str, start: int = 0, stop: int | None = None) -> str:
         """Names of the tensors in a byte range of a file, for messages: the first few, and how many more."""
+        return some_of([name for name, _, _, _ in self._layout(file, start, stop)])
+
+    def suspects(self, file: str, start: int, stop: int) -> str:
+        """Which tensors of a damaged byte range of a file are damaged, as far as can be told; for messages."""
+        inside = self._layout(file, start, stop)
+        found = []
+        try:
+            with open(self.path / file, "rb") as stream:
+                for name, a, z, digest in inside:
+                    if digest:
+                        stream.seek(a)
+                        if xxhash.xxh3_128_hexdigest(stream.read(z - a)) != digest:
+                            found.append(name)
+        except OSError:
+            found = []
+        # Small tensors are known by their own hash. If they are right, it is a large one, or the header.
+        return some_of(found or [name for name, _, _, digest in inside if not digest])
+
+    def _layout(self, file: str, start: int = 0, stop: int | None = None) -> list[tuple[str, int, int, str]]:
+        """(name, first byte, last byte + 1, hash) of the header and the pieces in a byte range, by the manifest."""
         mine = self._by_file.get(file, [])
         # The writer's order without holes; after the header, whose length is what remains.
-        at = self.manifest.files[file].size - sum(p.numel * DTYPES[p.dtype][1] for p in mine)
-        found = ["the header"] if start < at else []
+        at = max(self.manifest.files[file].size - sum(p.numel * DTYPES[p.dtype][1] for p in mine), 0)
+        out = [("the header (all tensors)", 0, at, "")]
         for piece in mine:
             end = at + piece.numel * DTYPES[piece.dtype][1]
-            if end > start and (stop is None or at < stop):
-                found.append(f"{piece.kind} of {piece.name}")
+            out.append((f"{piece.kind} of {piece.name}", at, end, piece.hash))
             at = end
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-        return ", ".join(found[:4]) + more if found else "no tensor"
+        return [o for o in out if o[2] > start and (stop is None or o[1] < stop)]
 
     def _find(self, name: str, kind: str) -> list[PieceEntry]:
         pieces = self._pieces.get((name, kind))
@@ -252,7 +277,7 @@ class Checkpoint:
         if name not in self._files:
             self._files[name] = RangedFile(
                 self.path / name, self.manifest.files[name], self._scratch,
-                lambda start, stop: self.contents(name, start, stop),
+                lambda start, stop: self.suspects(name, start, stop),
             )
         self._open[name] = None
         self._open.move_to_end(name)

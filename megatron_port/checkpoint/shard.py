@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_port.checkpoint.boxes import FlatRange, range_fault
-from megatron_port.checkpoint.digest import CHUNK, Digest
+from megatron_port.checkpoint.digest import CHUNK, Digest, SpanHashes
 from megatron_port.checkpoint.disk import disk_error, write_chunks
 from megatron_port.checkpoint.format import DTYPES, FileEntry, PieceEntry
 from megatron_port.engine.api import StatePiece
@@ -112,29 +111,33 @@ def write_shard(path: Path, pieces: Sequence[StatePiece]) -> tuple[FileEntry, li
         CheckpointError: the file system refused (path, bytes needed and free), or a piece contradicts itself.
     """
     plan = plan_shard(path.name, pieces)
-    return write_planned(path, plan, (bytes_of(piece.tensor) for piece in plan.pieces)), list(plan.entries)
+    entry, entries = write_planned(path, plan, (bytes_of(piece.tensor) for piece in plan.pieces))
+    return entry, list(entries)
 
 
 def write_planned(
     path: Path, plan: ShardPlan, data: Iterable[memoryview], *, proceed: Callable[[], None] | None = None
-) -> FileEntry:
-    """Write a planned file whose data are given in order, in parts of any size.
+) -> tuple[FileEntry, tuple[PieceEntry, ...]]:
+    """Write a planned file whose data are given in order, in parts of any size; what the manifest says of it.
 
     ``proceed`` is called before each mebibyte; what it raises ends the writing.
     """
-    digest = Digest()
+    digest, pieces = Digest(), SpanHashes(plan.spans)
 
     def chunks() -> Iterator[memoryview]:
-        for part in chain((memoryview(plan.head),), data):
+        digest.update(plan.head)
+        yield memoryview(plan.head)
+        for part in data:
             for start in range(0, len(part), CHUNK):
                 if proceed is not None:
                     proceed()
                 chunk = part[start : start + CHUNK]
                 digest.update(chunk)
+                pieces.update(chunk)
                 yield chunk
 
     write_chunks(path, plan.size, chunks())
-    return digest.entry()
+    return digest.entry(), tuple(replace(e, hash=h) for e, h in zip(plan.entries, pieces.hashes, strict=True))
 
 
 def check_written(path: Path, entry: FileEntry) -> None:

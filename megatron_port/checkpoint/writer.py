@@ -168,10 +168,10 @@ def write_part(
     listing: dict[str, Any] = {"file": None, "pieces": []}
     if plan.pieces:
         path = work / shard_name(rank)
-        entry = write_planned(path, plan, data, proceed=proceed)
+        entry, entries = write_planned(path, plan, data, proceed=proceed)
         if verify:
             check_written(path, entry)
-        listing = {"file": asdict(entry), "pieces": [asdict(e) for e in plan.entries]}
+        listing = {"file": asdict(entry), "pieces": [asdict(e) for e in entries]}
     write_text(work / listing_name(rank), json.dumps(listing))
     try:
         fsync_directory(work)
