@@ -68,7 +68,7 @@ class PieceEntry:
     file: str
     key: str
     hash: str = ""
-    """xxh3-128 of its bytes if they are fewer than a block, to say which tensor of a damaged block it is; else empty."""
+    """xxh3-128 of its bytes if they are fewer than a block, to tell tensors of a damaged block apart; else empty."""
 
     def flat_range(self) -> FlatRange:
         """The geometry alone."""

@@ -145,8 +145,8 @@ class RangedFile:
             raise self._unreadable(error, 0, self._entry.size) from error
         if found != self._entry.hash:
             raise DamagedCheckpoint(
-                f"{self.path}: its content does not match its hash ({found}, expected {self._entry.hash}): damaged is one of "
-                f"{self._contents(0, self._entry.size)}"
+                f"{self.path}: its content does not match its hash ({found}, expected {self._entry.hash}): damaged is "
+                f"one of {self._contents(0, self._entry.size)}"
             )
         self._verified[0] = 1
 

@@ -259,7 +259,7 @@ class Checkpoint:
         """Elements of a stored tensor from ``first`` on into a contiguous ``target``."""
         start = self._place(piece) + first * target.element_size()
         view = target.view(-1).as_strided((target.numel(),), (1,)).view(torch.uint8)
-        self._file(piece.file).read_into(start, memoryview(view.numpy()))
+        self._file(piece.file).read_into(start, view.numpy().data)
 
     def _place(self, piece: PieceEntry) -> int:
         """First byte of a piece, from the file's header, which must agree with the manifest."""

@@ -26,7 +26,7 @@ from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 MAX_HEADER = 100_000_000
 """Bytes; the safetensors library has the same limit."""
-_WIDTHS = {code: width for code, width in DTYPES.values()}
+_WIDTHS = dict(DTYPES.values())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -170,7 +170,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous()
     # One element counts as contiguous whatever its stride, but cannot be viewed as bytes then.
     flat = flat.as_strided(flat.shape, (1,))
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, tuple[str, int, int]]:

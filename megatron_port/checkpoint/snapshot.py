@@ -48,7 +48,7 @@ class HostBuffer:
             _copy(self._data[start:stop], piece.tensor.detach())
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        return memoryview(self._data[:size].numpy())
+        return self._data[:size].numpy().data
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

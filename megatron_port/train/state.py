@@ -82,8 +82,8 @@ def _look(config: RunConfig, note: Any) -> list[Path]:
     if damaged:
         raise CheckpointError(
             f"checkpoint.resume = \"{config.checkpoint.resume}\": none of the {len(damaged)} checkpoints in "
-            f"{damaged[0].parent} is whole (see above); restore one, or start afresh with checkpoint.resume = \"never\" "
-            "or another name"
+            f"{damaged[0].parent} is whole (see above); restore one, or start afresh with checkpoint.resume = "
+            "\"never\" or another name"
         )
     if config.checkpoint.resume != "auto":
         raise CheckpointError(

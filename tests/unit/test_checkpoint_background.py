@@ -16,8 +16,8 @@ from megatron_port.checkpoint import background, disk
 from megatron_port.checkpoint.background import BackgroundSave, Finished
 from megatron_port.checkpoint.peers import Alone
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
-from megatron_port.checkpoint.snapshot import HostBuffer
 from megatron_port.checkpoint.shard import bytes_of, plan_shard
+from megatron_port.checkpoint.snapshot import HostBuffer
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from megatron_port.engine.api import StatePiece
