@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXIT_DIFFER = 1
 _SUBFOLDER = "checkpoints"
 _SLAB = 1 << 23
+_ABSENT = object()
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,10 +31,12 @@ def add_parser(subparsers: Any) -> None:
     ls = actions.add_parser("ls", help="checkpoints of a run, newest first")
     ls.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
     ls.set_defaults(run=run)
-    verify = actions.add_parser("verify", help="re-hash every file; exit 5 if one is damaged")
+    verify = actions.add_parser("verify", help="read and hash every block; exit 5 if one is damaged")
     verify.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
     verify.set_defaults(run=run)
-    diff = actions.add_parser("diff", help="largest difference of each parameter; exit 1 if they differ")
+    diff = actions.add_parser(
+        "diff", help="largest difference of each tensor, and settings that differ; exit 1 if tensors differ"
+    )
     diff.add_argument("a", type=Path, help="a checkpoint, or a folder whose newest is taken")
     diff.add_argument("b", type=Path, help="the other")
     diff.add_argument("--kind", default="weight", help="weight, exp_avg, exp_avg_sq or all (default: weight)")
@@ -76,18 +79,48 @@ def _ls(directory: Path) -> int:
         except CheckpointError as error:
             broken.append((path, error))
     whole.sort(key=lambda w: w[1].saved_at, reverse=True)
-    print(f"{'name':<20} {'samples':>12} {'tokens':>15} {'parameters':>15} {'files':>6} {'size':>10}  saved")
+    print(
+        f"{'name':<20} {'samples':>12} {'tokens':>15} {'parameters':>15} {'files':>6} {'size':>10}  {'age':>8}  "
+        f"{'saved':<19}  {'state':<6}  layout"
+    )
     for path, manifest in whole:
         shapes = {p.name: p.global_shape for p in manifest.pieces if p.kind == "weight"}
         size = sum(f.size for f in manifest.files.values())
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
         print(
             f"{path.name:<20} {manifest.state.samples:>12,} {manifest.state.tokens:>15,} "
-            f"{sum(prod(s) for s in shapes.values()):>15,} {len(manifest.files):>6} {_human(size):>10}  {saved}"
+            f"{sum(prod(s) for s in shapes.values()):>15,} {len(manifest.files):>6} {_human(size):>10}  "
+            f"{_age(time.time() - manifest.saved_at):>8}  {saved}  {'whole':<6}  {_layout(manifest)}"
         )
     for path, fault in broken:
         print(f"{path.name:<20} broken: {fault}")
+    if whole:
+        print("whole: manifest and sizes are right; `checkpoint verify` reads the contents")
     return EXIT_CHECKPOINT if broken and not whole else EXIT_OK
+
+
+def _age(seconds: float) -> str:
+    """``3.4 h``; the largest unit that leaves at least one."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
+def _layout(manifest: Manifest) -> str:
+    """``tp 2 pp 4 dp 8 zero 1 deepspeed bf16``, as far as the manifest says."""
+    layout = manifest.state.layout if isinstance(manifest.state.layout, dict) else {}
+    config = manifest.state.config if isinstance(manifest.state.config, dict) else {}
+    short = {
+        "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "virtual_pipeline_size": "vp",
+        "data_parallel_size": "dp", "zero_stage": "zero",
+    }
+    parts = [
+        f"{name} {layout[key]}" for key, name in short.items() if key in layout and (name, layout[key]) != ("vp", 1)
+    ]
+    precision = config.get("precision")
+    dtype = precision.get("dtype") if isinstance(precision, dict) else None
+    return " ".join([*parts, *(str(x) for x in (config.get("engine"), dtype) if x)]) or "-"
 
 
 def _human(size: int) -> str:
@@ -106,14 +139,23 @@ def _verify(directory: Path) -> int:
     for path in _directories(directory):
         try:
             checkpoint = open_checkpoint(path)
-            checkpoint.verify()
         except CheckpointError as error:
             print(f"{path.name}: DAMAGED: {error}")
             code = EXIT_CHECKPOINT
             continue
+        faults = 0
+        for fault in checkpoint.faults():
+            print(f"{path.name}: DAMAGED: {fault}", flush=True)
+            faults += 1
+        checkpoint.close()
+        if faults:
+            code = EXIT_CHECKPOINT
+            continue
         files = checkpoint.manifest.files
+        blocks = sum(len(f.blocks) for f in files.values())
         size = _human(sum(f.size for f in files.values()))
-        print(f"{path.name}: whole: {len(files)} files, {size}, every hash matches")
+        counted = f"{blocks} blocks, " if blocks else ""
+        print(f"{path.name}: whole: {len(files)} files, {counted}{size}, every hash matches")
     return code
 
 
@@ -161,6 +203,8 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str, kind: str) -> _Difference:
 def _diff(path_a: Path, path_b: Path, *, kind: str, tolerance: float, every: bool) -> int:
     a, b = _newest(path_a), _newest(path_b)
     print(f"A: {a.path} (step {a.step})\nB: {b.path} (step {b.step})")
+    for line in _settings(a, b):
+        print(f"  setting    {line}")
     kinds = sorted({*a.kinds(), *b.kinds()}) if kind == "all" else [kind]
     if kind != "all" and kind not in {*a.kinds(), *b.kinds()}:
         raise CheckpointError(f"neither checkpoint has {kind!r}; they have {', '.join(a.kinds())}")
@@ -175,6 +219,27 @@ def _diff(path_a: Path, path_b: Path, *, kind: str, tolerance: float, every: boo
                 print(f"  {k:<10} {name:<48} {verdict}")
     print(f"{differing} of {compared} tensors differ" + (f" by more than {tolerance:g}" if tolerance else ""))
     return EXIT_DIFFER if differing else EXIT_OK
+
+
+def _settings(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
+    """Settings, engine scalars, tokenizer and versions that differ. They do not make the tensors differ."""
+    for what in ("config", "layout", "scalars", "tokenizer"):
+        if what == "layout" and isinstance(a.manifest.state.config, dict) and a.manifest.state.config:
+            continue  # the configuration has it
+        yield from _leaves(what, getattr(a.manifest.state, what), getattr(b.manifest.state, what))
+    yield from _leaves("versions", dict(a.manifest.versions), dict(b.manifest.versions))
+
+
+def _leaves(name: str, a: Any, b: Any) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(k for k in b if k not in a)]:
+            yield from _leaves(f"{name}.{key}", a.get(key, _ABSENT), b.get(key, _ABSENT))
+    elif a != b:
+        yield f"{name:<48} {_shown(a)} in A, {_shown(b)} in B"
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is _ABSENT else f"{value!r:.60}"
 
 
 def _verdict(

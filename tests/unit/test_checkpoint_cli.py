@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,18 @@ import torch
 from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli import checkpoint as command
+from megatron_port.config.dump import as_dict
+from megatron_port.config.schema import LayoutConfig, OptimizerConfig, RunConfig
 from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
 
 
-def save(folder: Path, step: int, **tensors: torch.Tensor) -> Path:
-    state = SavedState(step=step, samples=step * 8, tokens=step * 512, layout={}, config={}, scalars={}, extra={})
+def save(folder: Path, step: int, config: RunConfig | None = None, **tensors: torch.Tensor) -> Path:
+    config = config or RunConfig()
+    state = SavedState(
+        step=step, samples=step * 8, tokens=step * 512, layout=config.layout, config=as_dict(config), scalars={},
+        extra={},
+    )
     return save_checkpoint(folder, state, [
         StatePiece(name, kind, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), 0, t.reshape(-1) * scale)
         for name, t in tensors.items()
@@ -52,7 +59,25 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data[-1] ^= 1
     (at / "rank-00000.safetensors").write_bytes(data)
     assert call("verify", tmp_path) == 5
-    assert "DAMAGED" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "DAMAGED" in out and "block 0 (bytes 0 to " in out and "damaged is exp_avg of w\n" in out, out
+
+
+def test_ls_says_layout_and_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = RunConfig(layout=LayoutConfig(tensor_parallel_size=2, data_parallel_size=4))
+    save(tmp_path, 5, config=config, w=torch.ones(3))
+    assert call("ls", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "whole   tp 2 pp 1 dp 4 zero 1 deepspeed bf16" in out and re.search(r" \d s  20\d\d-", out), out
+
+
+def test_diff_names_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "a", 5, w=torch.ones(3))
+    save(tmp_path / "b", 5, config=RunConfig(seed=7, optimizer=OptimizerConfig(lr=0.5)), w=torch.ones(3))
+    assert call("diff", tmp_path / "a", tmp_path / "b") == 0  # the tensors are equal
+    out = capsys.readouterr().out
+    assert re.search(r"config\.seed +1234 in A, 7 in B", out) and re.search(r"config\.optimizer\.lr +0\.0003 in A", out)
+    assert "config.model" not in out
 
 
 def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
