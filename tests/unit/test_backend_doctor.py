@@ -29,9 +29,8 @@ def named(findings: list[Finding], section: str, name: str) -> Finding:
 
 def test_the_report_holds_machine_versions_device_and_providers() -> None:
     findings = doctor.examine(replace(NATIVE, backend=BackendConfig(device="cpu")))
-    assert [f.section for f in findings] == sorted(
-        (f.section for f in findings), key=["machine", "versions", "tools", "launcher", "devices", "kernels", "providers"].index
-    )
+    order = ["machine", "versions", "tools", "launcher", "devices", "kernels", "providers"]
+    assert [f.section for f in findings] == sorted((f.section for f in findings), key=order.index)
     assert named(findings, "versions", "torch").value.startswith("2.")
     assert named(findings, "providers", "attention").value.startswith("sdpa (")
     assert not [f for f in findings if f.status == "wrong"]
