@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.cli import checkpoint_convert
 from megatron_port.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ _ABSENT = object()
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``checkpoint`` and its three actions to the program's parser."""
+    """Add ``checkpoint`` and its actions to the program's parser."""
     parser = subparsers.add_parser("checkpoint", help="list, verify and compare checkpoints")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|diff")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|diff|export|import")
     ls = actions.add_parser("ls", help="checkpoints of a run, newest first")
     ls.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
     ls.set_defaults(run=run)
@@ -43,10 +44,13 @@ def add_parser(subparsers: Any) -> None:
     diff.add_argument("--tolerance", type=float, default=0.0, help="differences up to this are equal (default: 0)")
     diff.add_argument("--all", action="store_true", help="also list the parameters that are equal")
     diff.set_defaults(run=run)
+    checkpoint_convert.add_actions(actions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code; CheckpointError where there is nothing to look at."""
+    if args.action in checkpoint_convert.ACTIONS:
+        return checkpoint_convert.run(args)
     if args.action == "ls":
         return _ls(args.directory)
     if args.action == "verify":

@@ -121,7 +121,7 @@ def load_into(engine: Engine, path: Path, session: Session, *, weights_only: boo
     try:
         checkpoint = open_checkpoint(path)
         check_same_model(checkpoint, session.config)
-        if weights_only:
+        if weights_only or "exp_avg" not in checkpoint.kinds():  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
             engine.load_state(checkpoint.read, dict(checkpoint.scalars))

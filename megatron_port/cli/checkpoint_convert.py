@@ -1,0 +1,92 @@
+"""``checkpoint export | import``: to and from torch's distributed checkpoint and DeepSpeed's formats."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_port.errors import EXIT_OK, CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import ModelConfig
+
+ACTIONS = ("export", "import")
+_FORMATS = ("auto", "dcp", "universal", "megatron-deepspeed")
+
+
+def add_actions(actions: Any) -> None:
+    """Add the two actions to those of ``checkpoint``."""
+    out = actions.add_parser(
+        "export", help="write a checkpoint in another system's format",
+        description="Write a checkpoint as torch.distributed.checkpoint (dcp) or DeepSpeed Universal (universal).",
+    )
+    out.add_argument("source", type=Path, metavar="STEP_DIR", help="a checkpoint, e.g. checkpoints/step-00000100")
+    out.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    out.add_argument("--to", required=True, choices=("dcp", "universal"), help="the format")
+    out.add_argument(
+        "--names", choices=("megatron", "canonical"), default="megatron",
+        help="universal: parameters named as Megatron-DeepSpeed's pipeline does (default), or as here",
+    )
+    into = actions.add_parser(
+        "import", help="read another system's checkpoint into this format",
+        description="Read a DCP or Universal export of ours, or a Megatron-DeepSpeed checkpoint, and commit it as "
+        "OUT/step-N, from which `train` goes on (checkpoint.resume) or starts.",
+    )
+    into.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint's folder")
+    into.add_argument("out", type=Path, metavar="OUT", help="a folder for checkpoints; step-N is made in it")
+    into.add_argument("--from", dest="format", choices=_FORMATS, default="auto", help="the format (default: look)")
+    into.add_argument("--model", metavar="FILE.toml", help="a run or model file with the model that it holds")
+    into.add_argument(
+        "--vocab-size", type=int, default=0, metavar="N",
+        help="entries of the tokenizer: Megatron saves the padded size only, which is taken otherwise",
+    )
+    into.add_argument("--trust-pickle", action="store_true", help="the source's pickles come from somebody you trust")
+    into.add_argument("--weights-only", action="store_true", help="leave the optimizer out: step 0 of a new run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code. Raises CheckpointError, and ConfigError for the file of ``--model``."""
+    return _export(args) if args.action == "export" else _import(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatron_port.checkpoint.reader import open_checkpoint
+    from megatron_port.interop.export_dcp import export_dcp
+    from megatron_port.interop.export_universal import export_universal
+
+    checkpoint = open_checkpoint(args.source)
+    if args.to == "dcp":
+        export_dcp(checkpoint, args.out)
+        print(f"{args.out}: step {checkpoint.step} for torch.distributed.checkpoint.load")
+    else:
+        export_universal(checkpoint, args.out, names=args.names)
+        print(
+            f"{args.out}: step {checkpoint.step} for DeepSpeed's load_checkpoint({str(args.out)!r}) with "
+            '"checkpoint": {"load_universal": true}'
+        )
+    return EXIT_OK
+
+
+def _import(args: argparse.Namespace) -> int:
+    from megatron_port.interop.run_import import import_checkpoint
+
+    path = import_checkpoint(
+        args.source, args.out, form=args.format, model=_model(args.model, args.vocab_size),
+        vocab_size=args.vocab_size, trusted=args.trust_pickle, weights_only=args.weights_only,
+    )
+    print(f"{path}: imported; `megatron-port train run.toml --set checkpoint.resume={path}` starts from it")
+    return EXIT_OK
+
+
+def _model(file: str | None, vocab_size: int) -> ModelConfig | None:
+    if file is None:
+        return None
+    from dataclasses import replace
+
+    from megatron_port.config.loader import load
+
+    model = load(file).config.model
+    if vocab_size < 0:
+        raise CheckpointError(f"--vocab-size {vocab_size}: a number of entries is needed")
+    return replace(model, vocab_size=vocab_size) if vocab_size else model

@@ -1,0 +1,113 @@
+"""The end of every import: pieces of foreign tensors become a committed checkpoint of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatron_port.checkpoint.boxes import FlatRange, cover_fault
+from megatron_port.checkpoint.format import SavedState, directory_name
+from megatron_port.checkpoint.writer import save_checkpoint
+from megatron_port.config.dump import as_dict
+from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
+from megatron_port.engine.api import StatePiece
+from megatron_port.errors import CheckpointError
+from megatron_port.model.shapes import parameter_shapes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What was read from a foreign checkpoint."""
+
+    model: ModelConfig
+    pieces: list[StatePiece]
+    step: int = 0
+    samples: int = 0
+    optimizer_steps: int | None = None
+    """Updates that the moments have seen; None: as many as steps."""
+    scalars: dict[str, float | int] | None = None
+    """Our own scalars, where the source holds them."""
+    config: dict[str, Any] | None = None
+    """Our own configuration, where the source holds it."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    tokens: int | None = None
+
+
+def commit_import(
+    found: Imported, directory: Path, *, source: Path, weights_only: bool = False, note: Note = print
+) -> Path:
+    """Write ``directory/step-N`` from what was found.
+
+    Without moments for every parameter, or with ``weights_only``, only weights are written, at step 0: training
+    starts from them with a fresh optimizer.
+
+    Raises:
+        CheckpointError: the pieces do not make up the model, the step is there already, or the disk refuses.
+    """
+    expected = parameter_shapes(found.model)
+    groups: dict[tuple[str, str], list[StatePiece]] = {}
+    for piece in found.pieces:
+        groups.setdefault((piece.name, piece.kind), []).append(piece)
+    _check_weights(groups, expected, source)
+    lacking = [(n, k) for n in expected for k in MOMENTS if _fault(groups.get((n, k), []), expected[n])]
+    kinds: tuple[str, ...] = ("weight", *MOMENTS)
+    if lacking and not weights_only:
+        if len(lacking) < len(expected) * len(MOMENTS):
+            name, kind = lacking[0]
+            fault = _fault(groups.get((name, kind), []), expected[name])
+            raise CheckpointError(
+                f"{source}: {kind} of {name}: {fault}; with --weights-only the optimizer's state is left out"
+            )
+        note("no optimizer state in the source: the weights are imported as step 0 of a new run")
+    if lacking or weights_only:
+        kinds, found = ("weight",), replace(found, step=0, samples=0, tokens=0, optimizer_steps=0, scalars={})
+    if (directory / directory_name(found.step)).exists():
+        raise CheckpointError(f"{directory / directory_name(found.step)} exists; give another folder, or remove it")
+    steps = found.step if found.optimizer_steps is None else found.optimizer_steps
+    config = found.config if found.config is not None else as_dict(RunConfig(model=found.model))
+    state = SavedState(
+        step=found.step, samples=found.samples,
+        tokens=found.samples * found.model.seq_length if found.tokens is None else found.tokens,
+        layout=LayoutConfig(), config=config,
+        scalars={"optimizer_steps": steps} if found.scalars is None else found.scalars,
+        extra={"imported_from": str(source), **found.extra},
+    )
+    pieces: Iterable[StatePiece] = [p for (_, kind), group in groups.items() if kind in kinds for p in group]
+    return save_checkpoint(directory, state, pieces, expected=expected, note=note)
+
+
+def _check_weights(
+    groups: dict[tuple[str, str], list[StatePiece]], expected: dict[str, tuple[int, ...]], source: Path
+) -> None:
+    """Every parameter of the model and no other, whole. Raises CheckpointError."""
+    unknown = sorted({name for name, _ in groups} - set(expected))
+    if unknown:
+        raise CheckpointError(f"{source}: {unknown[0]} is not a parameter of the model; give its --model FILE.toml")
+    for name, shape in expected.items():
+        fault = _fault(groups.get((name, "weight"), []), shape)
+        if fault:
+            raise CheckpointError(f"{source}: weight of {name}, {shape} in the model: {fault}; check --model FILE.toml")
+
+
+def _fault(pieces: list[StatePiece], shape: tuple[int, ...]) -> str | None:
+    """Why pieces do not make up a tensor of ``shape``; None if they do."""
+    if not pieces:
+        return "not in the source"
+    for p in pieces:
+        if tuple(p.global_shape) != shape:
+            return f"{tuple(p.global_shape)} in the source ({prod(p.global_shape)} elements)"
+    return cover_fault([FlatRange(p.offset, p.shape, p.flat_start, p.tensor.numel()) for p in pieces], shape)
+
+
+def whole(name: str, kind: str, shape: tuple[int, ...], tensor: Any) -> StatePiece:
+    """A piece that is a whole tensor; ``tensor`` has as many elements as ``shape``, row-major."""
+    return StatePiece(
+        name=name, kind=kind, global_shape=shape, offset=(0,) * len(shape), shape=shape, flat_start=0,
+        tensor=tensor.reshape(-1),
+    )

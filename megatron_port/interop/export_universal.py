@@ -1,0 +1,108 @@
+"""Export to DeepSpeed's Universal checkpoint, which any layout of a DeepSpeed model loads.
+
+::
+
+    OUT/latest_universal                        "global_step120"
+    OUT/global_step120/mp_rank_00_model_states.pt   counters, no weights
+    OUT/global_step120/zero/optimizer_state.pt
+    OUT/global_step120/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt
+
+``NAME`` is the parameter's name in the model that will load it: Megatron-DeepSpeed's
+(``names``) or ours. One tensor of one kind is in memory at a time. The files are
+``torch.save``'s, and hold only tensors, numbers, strings, lists and dicts: they read
+with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_port.checkpoint.disk import write_text
+from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.errors import CheckpointError
+from megatron_port.interop.folder import building
+from megatron_port.interop.names import Foreign, megatron_names
+from megatron_port.interop.sidecar import model_of, write_sidecar
+
+DEEPSPEED_VERSION = "0.19.8"
+"""The version whose loader this was checked with; loaders ask that it be 0.3.17 or later."""
+UNIVERSAL_VERSION = 0.2
+KINDS = {"weight": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_GROUPS = 8
+
+
+def export_universal(checkpoint: Checkpoint, out: Path, *, names: str = "megatron") -> Path:
+    """Write ``checkpoint`` to the new folder ``out``, which is what DeepSpeed's ``load_checkpoint`` takes.
+
+    ``names``: ``megatron`` or ``canonical``.
+
+    Raises:
+        CheckpointError: the source is damaged or has no moments, ``out`` exists, or the disk is full or refuses.
+    """
+    missing = [kind for kind in KINDS if kind not in checkpoint.kinds()]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} has no {' or '.join(missing)}: a Universal checkpoint needs weights and both moments"
+        )
+    state = checkpoint.manifest.state
+    model = model_of(dict(state.config), str(checkpoint.path))
+    table = megatron_names(model)
+    unknown = [name for name in checkpoint.names() if name not in table]
+    if unknown:
+        raise CheckpointError(f"{checkpoint.path}: {unknown[0]} is not a parameter of the model in its configuration")
+    steps = int(checkpoint.scalars.get("optimizer_steps", checkpoint.step))
+    needed = 4 * sum(prod(checkpoint.shape(n, k)) for k in KINDS for n in checkpoint.names(k))
+    with building(out, needed) as part:
+        tag = f"global_step{state.step}"
+        folder = part / tag
+        (folder / "zero").mkdir(parents=True)
+        for name in checkpoint.names():
+            there = table[name].name if names == "megatron" else name
+            _write_parameter(checkpoint, name, folder / "zero" / there, table[name], steps)
+        _save(_optimizer_state(), folder / "zero" / "optimizer_state.pt")
+        _save(_model_states(checkpoint, names), folder / "mp_rank_00_model_states.pt")
+        write_sidecar(folder, checkpoint, names)
+        write_text(part / "latest_universal", tag)
+    return out
+
+
+def _write_parameter(checkpoint: Checkpoint, name: str, folder: Path, foreign: Foreign, steps: int) -> None:
+    folder.mkdir()
+    shape = checkpoint.shape(name)
+    for kind, file in KINDS.items():
+        tensor = checkpoint.read(name, kind, (0,) * len(shape), shape).reshape(foreign.shape)
+        # The keys are DeepSpeed's (deepspeed/checkpoint/constants.py): how a rank of any tp cuts its slice out of it.
+        entry: dict[str, Any] = {"param": tensor.float(), "cat_dim": foreign.cat_dim or 0}
+        if foreign.vocabulary:
+            entry["vocab_tensor"] = True
+        if foreign.parts > 1:
+            entry["param_n_sub_params"] = foreign.parts
+        _save(entry, folder / f"{file}.pt")
+    # A 0-dim integer tensor: torch's optimizers add to it in place, DeepSpeed's use it as an integer.
+    _save(torch.tensor(steps), folder / "step.pt")
+
+
+def _optimizer_state() -> dict[str, Any]:
+    # DeepSpeed copies what these groups hold over its own: empty ones leave learning rate and decay as configured.
+    # It walks both lists in step and stops at the shorter one, so there are more than any engine has.
+    return {"ds_version": DEEPSPEED_VERSION, "param_groups": [{} for _ in range(_GROUPS)]}
+
+
+def _model_states(checkpoint: Checkpoint, names: str) -> dict[str, Any]:
+    state = checkpoint.manifest.state
+    patterns = {"universal_checkpoint_version": UNIVERSAL_VERSION}
+    return {
+        "module": None, "optimizer": None, "lr_scheduler": None, "ds_version": DEEPSPEED_VERSION,
+        "dp_world_size": 1, "mp_world_size": 1, "skipped_steps": int(state.extra.get("skipped_total", 0)),
+        "global_steps": state.step, "global_samples": state.samples, "universal_checkpoint_info": patterns,
+        # Megatron-DeepSpeed's own: what its load_checkpoint asks for.
+        "iteration": state.step, "checkpoint_version": 3.0, "tokens": state.tokens, "names": names,
+    }
+
+
+def _save(value: Any, path: Path) -> None:
+    torch.save(value, path)

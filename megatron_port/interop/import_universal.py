@@ -1,0 +1,124 @@
+"""Import of DeepSpeed Universal checkpoints: ours, and those that ``ds_to_universal`` made of Megatron-DeepSpeed's.
+
+Files are read with ``weights_only=True`` and as memory maps; nothing is unpickled
+but tensors and plain values.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.engine.api import StatePiece
+from megatron_port.errors import CheckpointError
+from megatron_port.interop.commit import Imported, whole
+from megatron_port.interop.export_universal import KINDS
+from megatron_port.interop.names import Foreign, megatron_names
+from megatron_port.interop.sidecar import model_of, read_sidecar
+
+LATEST = "latest_universal"
+
+
+def universal_folder(source: Path) -> Path | None:
+    """The folder with ``zero/`` in it: ``source`` or what its ``latest_universal`` names; None if there is none."""
+    if (source / "zero").is_dir():
+        return source
+    latest = source / LATEST
+    if latest.is_file() and latest.stat().st_size < 4096:
+        tag = latest.read_text(errors="replace").strip()
+        if tag and "/" not in tag and not tag.startswith(".") and (source / tag / "zero").is_dir():
+            return source / tag
+    return None
+
+
+def read_universal(folder: Path, model: ModelConfig | None = None) -> Imported:
+    """Read ``folder/zero/NAME/*.pt``, named as Megatron-DeepSpeed or as we name parameters.
+
+    Raises:
+        CheckpointError: files are missing, damaged or hold more than tensors, or tensors do not fit the model.
+    """
+    sidecar = read_sidecar(folder)
+    model = model or model_of(sidecar.config if sidecar else {}, str(folder))
+    table = megatron_names(model)
+    present = {p.name for p in (folder / "zero").iterdir() if p.is_dir()}
+    canonical = sidecar.names == "canonical" if sidecar else set(table) <= present
+    names = {ours: ours if canonical else foreign.name for ours, foreign in table.items()}
+    extra = sorted(present - set(names.values()))
+    if extra:
+        raise CheckpointError(f"{folder / 'zero' / extra[0]}: no parameter of the model; give its --model FILE.toml")
+    pieces: list[StatePiece] = []
+    steps: set[int] = set()
+    for ours, there in names.items():
+        place = folder / "zero" / there
+        if not place.is_dir():
+            raise CheckpointError(f"{place} is missing: {ours} of the model has no tensors; give its --model FILE.toml")
+        for kind, file in KINDS.items():
+            path = place / f"{file}.pt"
+            if path.is_file():
+                pieces.append(whole(ours, kind, table[ours].record.shape, _tensor(path, table[ours])))
+        if (place / "step.pt").is_file():
+            steps.add(_integer(load_plain(place / "step.pt"), place / "step.pt"))
+    if len(steps) > 1:
+        raise CheckpointError(f"{folder}: parameters have taken different numbers of steps: {sorted(steps)[:5]}")
+    if sidecar is not None:
+        return Imported(
+            model=model, pieces=pieces, step=sidecar.step, samples=sidecar.samples, tokens=sidecar.tokens,
+            scalars=sidecar.scalars, config=sidecar.config, extra=sidecar.extra,
+        )
+    step, samples = _counters(folder)
+    return Imported(model=model, pieces=pieces, step=step, samples=samples,
+                    optimizer_steps=steps.pop() if steps else None)
+
+
+def load_plain(path: Path) -> Any:
+    """A ``torch.save`` file of tensors and plain values, mapped. Raises CheckpointError if it is not one."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    except Exception as error:  # torch's readers raise many kinds
+        text = str(error).splitlines()[0][:200] if str(error) else ""
+        raise CheckpointError(
+            f"{path}: damaged, or it holds objects and not only tensors: {type(error).__name__}: {text}"
+        ) from None
+
+
+def _tensor(path: Path, foreign: Foreign) -> torch.Tensor:
+    """The parameter's tensor, row-major as ours, the vocabulary's padding cut off."""
+    entry = load_plain(path)
+    tensor = entry.get("param") if isinstance(entry, dict) else None
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"{path}: no tensor called \"param\" in it")
+    shape = tuple(tensor.shape)
+    if foreign.vocabulary and len(shape) == 2 and shape[0] > foreign.shape[0] and shape[1] == foreign.shape[1]:
+        tensor = tensor[: foreign.shape[0]]
+        shape = tuple(tensor.shape)
+    if shape != foreign.shape and not (len(shape) == 1 and shape[0] == prod(foreign.shape)):
+        raise CheckpointError(
+            f"{path}: shape {shape}; {foreign.record.name} of the model needs {foreign.shape}; check --model FILE.toml"
+        )
+    return tensor
+
+
+def _integer(value: Any, path: Path) -> int:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, (int, float)) or int(value) != value or value < 0:
+        raise CheckpointError(f"{path}: {value!r:.80} is no number of steps")
+    return int(value)
+
+
+def _counters(folder: Path) -> tuple[int, int]:
+    """Steps and samples from the first ``mp_rank_*`` file that can be read as plain values; (0, 0) without one."""
+    for path in sorted(folder.glob("mp_rank_*_model_states.pt")):
+        try:
+            state = load_plain(path)
+        except CheckpointError:
+            continue
+        if isinstance(state, dict):
+            return int(state.get("global_steps") or 0), int(state.get("global_samples") or 0)
+    return 0, 0

@@ -1,0 +1,71 @@
+"""One import from start to end: which format it is, room for it, reading, and the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.errors import CheckpointError
+from megatron_port.interop.commit import Imported, commit_import
+from megatron_port.interop.folder import scratch
+from megatron_port.interop.import_dcp import is_dcp, read_dcp
+from megatron_port.interop.import_megatron import read_megatron
+from megatron_port.interop.import_universal import read_universal, universal_folder
+from megatron_port.interop.megatron_files import megatron_folder
+from megatron_port.interop.staged import Stage
+
+
+def find_format(source: Path) -> str:
+    """``dcp``, ``universal`` or ``megatron-deepspeed``. Raises CheckpointError if it is none of them."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a directory; give the folder of a checkpoint")
+    if is_dcp(source):
+        return "dcp"
+    if universal_folder(source) is not None:
+        return "universal"
+    if megatron_folder(source) is not None:
+        return "megatron-deepspeed"
+    raise CheckpointError(
+        f"{source}: not a checkpoint that can be imported: no .metadata (torch.distributed.checkpoint), no zero/ or "
+        "latest_universal (DeepSpeed Universal), no layer_*-model_states.pt or mp_rank_* or latest (Megatron-DeepSpeed)"
+    )
+
+
+def import_checkpoint(
+    source: Path, out: Path, *, form: str = "auto", model: ModelConfig | None = None, vocab_size: int = 0,
+    trusted: bool = False, weights_only: bool = False, note: Callable[[str], None] = print,
+) -> Path:
+    """Read ``source`` and commit ``out/step-N``; the committed folder.
+
+    Tensors lie on disk until the writer takes them: free space of twice the source is needed, and little memory.
+
+    Raises:
+        CheckpointError: one message; nothing is left behind.
+    """
+    form = find_format(source) if form == "auto" else form
+    size = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
+    with scratch(out, 2 * size) as folder:
+        found = _read(source, folder, form, model, vocab_size, trusted, weights_only, note)
+        return commit_import(found, out, source=source, weights_only=weights_only, note=note)
+
+
+def _read(
+    source: Path, folder: Path, form: str, model: ModelConfig | None, vocab_size: int, trusted: bool,
+    weights_only: bool, note: Callable[[str], None],
+) -> Imported:
+    if form == "dcp":
+        if not is_dcp(source):
+            raise CheckpointError(f"{source}: no .metadata in it; it is no torch.distributed.checkpoint folder")
+        return read_dcp(source, Stage(folder), model)
+    if form == "universal":
+        place = universal_folder(source)
+        if place is None:
+            raise CheckpointError(f"{source}: no zero/ in it, and no latest_universal that names such a folder")
+        return read_universal(place, model)
+    place = megatron_folder(source)
+    if place is None:
+        raise CheckpointError(f"{source}: no layer_*-model_states.pt or mp_rank_*_model_states.pt in it")
+    return read_megatron(
+        place, folder, trusted=trusted, model=model, vocab_size=vocab_size, weights_only=weights_only, note=note
+    )

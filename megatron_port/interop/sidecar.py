@@ -1,0 +1,84 @@
+"""``megatron_port.json``: what an export holds beyond tensors, so that importing it back loses nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_port.checkpoint.disk import write_text
+from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.config.schema import ModelConfig
+from megatron_port.errors import CheckpointError
+
+NAME = "megatron_port.json"
+SCHEMA = "megatron_port.export"
+_MAX_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """Counters, scalars and configuration of the exported checkpoint."""
+
+    step: int
+    samples: int
+    tokens: int
+    scalars: dict[str, float | int]
+    extra: dict[str, Any]
+    config: dict[str, Any]
+    names: str
+    """``canonical`` or ``megatron``: how tensors are called."""
+
+
+def write_sidecar(folder: Path, checkpoint: Checkpoint, names: str) -> None:
+    """Write :data:`NAME` into ``folder``."""
+    state = checkpoint.manifest.state
+    body = {
+        "schema": SCHEMA, "version": 1, "names": names, "step": state.step, "samples": state.samples,
+        "tokens": state.tokens, "scalars": dict(state.scalars), "extra": dict(state.extra), "config": state.config,
+    }
+    write_text(folder / NAME, json.dumps(body, indent=1, sort_keys=True) + "\n")
+
+
+def read_sidecar(folder: Path) -> Sidecar | None:
+    """The export's sidecar; None if it has none. Raises CheckpointError where it is damaged."""
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes; such a file has at most {_MAX_BYTES}")
+        body = json.loads(path.read_bytes())
+        if body["schema"] != SCHEMA or body["version"] != 1:
+            raise CheckpointError(f"{path}: schema {body['schema']!r} version {body['version']!r} is not known here")
+        counters = [body[key] for key in ("step", "samples", "tokens")]
+        parts = [body[key] for key in ("scalars", "extra", "config")]
+        whole = all(isinstance(n, int) and n >= 0 for n in counters) and all(isinstance(p, dict) for p in parts)
+        if not whole or body["names"] not in ("canonical", "megatron"):
+            raise ValueError("a field has another type than it should")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+    return Sidecar(**{key: body[key] for key in Sidecar.__dataclass_fields__})
+
+
+def model_of(config: dict[str, Any], where: str) -> ModelConfig:
+    """The ``model`` table of a saved configuration.
+
+    Raises:
+        CheckpointError: it has none, or one that this version does not understand; says how to give it.
+    """
+    table = config.get("model")
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{where}: no model configuration is saved with it; give --model FILE.toml")
+    known = {key: value for key, value in table.items() if key in ModelConfig.__dataclass_fields__}
+    try:
+        defaults = ModelConfig()
+        for key, value in known.items():
+            if type(value) is not type(getattr(defaults, key)) and not (
+                isinstance(value, int) and isinstance(getattr(defaults, key), float)
+            ):
+                raise TypeError(f"model.{key} is {value!r}")
+        return ModelConfig(**known)
+    except TypeError as error:
+        raise CheckpointError(f"{where}: damaged model configuration ({error}); give --model FILE.toml") from None
