@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "print the machine, versions and providers, and what is wrong with them"),
     "checkpoint": ("checkpoint", "list, verify and convert checkpoints"),
     "launch": ("launch", "write or submit the job script of a run"),
+    "plan": ("plan", "does a run fit, how fast is it, what would be better"),
     "preflight": ("preflight", "check the nodes of a job and the network between them"),
 }
 """Name → (module in ``cli/``, one line of help)."""

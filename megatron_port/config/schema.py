@@ -294,6 +294,80 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """Device and links, for the planner. One direction, decimal units; 0 in a rate: not known, and then not planned."""
+
+    device: str = ""
+    """What it is called, e.g. "A100-SXM4-80GB"."""
+    matmul_tflops: float = 0.0
+    """Largest rate that big bf16/fp16 products with fp32 accumulation reach (cluster.peak_tflops: the datasheet's)."""
+    fp8_peak_tflops: float = 0.0
+    """Peak dense fp8 rate; 0: no fp8."""
+    fp8_matmul_tflops: float = 0.0
+    """Largest rate that big fp8 products reach."""
+    compute_units: int = 0
+    """SMs or CUs of a device: tiles of a product that run at once."""
+    tile_rows: int = 256
+    """Rows of the largest output tile of the vendor's matmul kernels."""
+    tile_columns: int = 128
+    """Columns of that tile."""
+    inner_fill: int = 128
+    """Steps along the inner dimension that filling and emptying a tile's pipeline costs; k / (k + fill) is left."""
+    attention_forward_tflops: float = 0.0
+    """Rate of the fused attention's forward, over the operations of the causal half; 0: no fused attention."""
+    attention_backward_tflops: float = 0.0
+    """The same for its backward (5 products where the forward has 2)."""
+    launch_us: float = 4.0
+    """Least time between the starts of two kernels, microseconds."""
+    memory_bandwidth_gb: float = 0.0
+    """Datasheet bandwidth of device memory, 10^9 bytes/s."""
+    memory_efficiency: float = 0.85
+    """Share of it that a large streaming kernel reaches."""
+    reserved_gb: float = 2.0
+    """Device memory held by driver, libraries and communicators, outside the framework's allocator, 10^9 bytes."""
+    fragmentation: float = 0.03
+    """Share of what is allocated that the caching allocator loses to holes."""
+    package_devices: int = 1
+    """Devices that share a package (2 GCDs an MI250X)."""
+    package_gb: float = 0.0
+    """A device to the other in its package, each way, 10^9 bytes/s; 0 with package_devices 1."""
+    node_gb: float = 0.0
+    """A device to the others of its node, all links together, each way, 10^9 bytes/s."""
+    node_efficiency: float = 0.8
+    """Share of package_gb and node_gb that a ring collective on large buffers reaches."""
+    node_latency_us: float = 5.0
+    """One hop of a collective within a node, microseconds."""
+    nics: int = 0
+    """Network adapters a node; 0: one node only."""
+    nic_gb: float = 0.0
+    """One adapter, each way, 10^9 bytes/s."""
+    network_efficiency: float = 0.8
+    """Share of the adapters' bandwidth that a large collective or transfer between nodes reaches."""
+    network_latency_us: float = 15.0
+    """One hop of a collective between nodes, microseconds."""
+    nodes_per_group: int = 0
+    """Nodes below one level of the network (dragonfly group, pod); 0: one level."""
+    group_taper: float = 1.0
+    """Bandwidth a node has out of its group over that into the network (1: not tapered)."""
+    jitter: float = 0.005
+    """Spread (one sigma, share of a step) of the time that equal devices take for equal work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """Corrections of the hardware's rates for a whole cluster: measured, or from at most three named rows."""
+
+    matmul_scale: float = 1.0
+    """Multiplies matmul_tflops and fp8_matmul_tflops."""
+    memory_scale: float = 1.0
+    """Multiplies the achieved memory bandwidth."""
+    network_scale: float = 1.0
+    """Multiplies the achieved bandwidth of all links."""
+    source: str = ""
+    """What was measured, or the published rows it was taken from."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """How a job is submitted and what it does when it ends early. Changes no number of the run."""
 
@@ -385,6 +459,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

@@ -1,0 +1,50 @@
+"""``plan``: does a run fit its cluster, how fast is it, how long does it take, what near it is better. No GPU.
+
+Exit 0 when it fits, 2 when it does not or cannot be planned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from megatron_port.errors import EXIT_CONFIG, EXIT_OK
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    from megatron_port.cli.main import add_run_options
+
+    parser = subparsers.add_parser("plan", help="does a run fit, how fast is it, what would be better")
+    add_run_options(parser)
+    parser.add_argument("--nodes", type=int, metavar="N", help="same as --set cluster.nodes=N; dp follows")
+    parser.add_argument("--tokens", type=float, metavar="T", help="training budget, e.g. 300e9; else training.steps'")
+    parser.add_argument("--explain", action="store_true", help="also print the arithmetic behind the numbers")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--fractional", action="store_true",
+        help="plan also where global_batch_size does not divide by micro-batch x dp, with accumulation rounded up",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. 0: fits; 2: does not. Raises ConfigError for what cannot be planned."""
+    from megatron_port.cli.main import load_run
+    from megatron_port.errors import ConfigError
+    from megatron_port.plan.text import as_json, explain, render
+    from megatron_port.plan.verdict import make_plan
+
+    if args.nodes is not None:
+        if args.nodes < 1:
+            raise ConfigError(f"--nodes {args.nodes}: a plan needs at least 1 node")
+        args.overrides = [*args.overrides, f"cluster.nodes={args.nodes}", "layout.data_parallel_size=0"]
+    plan = make_plan(load_run(args).config, tokens=args.tokens, fractional=args.fractional)
+    if args.json:
+        print(json.dumps(as_json(plan), indent=2))
+    else:
+        print(render(plan))
+        if args.explain:
+            print(explain(plan))
+    return EXIT_OK if plan.fits else EXIT_CONFIG

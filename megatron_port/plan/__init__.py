@@ -1,0 +1,1 @@
+"""Does a run fit, how fast is it, and what would be better: pure arithmetic, no torch, no processes."""

@@ -1,0 +1,240 @@
+"""What a plan is about: one model on one layout, by one engine. Every formula of the planner reads this alone.
+
+A :class:`Case` is wider than a run file: published runs used programs and options
+that this one has not (context parallelism, fp8, half-precision gradients). A run
+file becomes a case by :func:`case_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from megatron_port.config.layout import topology_sizes
+from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
+from megatron_port.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How a program stores gradients and optimizer, what it sends and what it hides behind compute."""
+
+    name: str
+    gradient_bytes: int = 4
+    """Held for every parameter until the step's end: fp32 sums (4) or the dtype's own gradients (2)."""
+    accumulate_traffic: int = 10
+    """Bytes moved for each parameter and micro-batch to add its gradient: write 2, read 2 + 4, write 4, or fused 8."""
+    reduce_bytes: int = 4
+    """Sent for each gradient when replicas are summed."""
+    shard_reduces: bool = False
+    """Replicas reduce-scatter (each keeps its share) instead of all-reducing, where the optimizer is split."""
+    reduce_overlap: float = 0.0
+    """Share of a stage's last backward behind which gradient traffic hides (0 or 1)."""
+    gather_overlap: float = 0.0
+    """The same for the all-gather of weights, behind the first forward."""
+    transfer_overlap: bool = False
+    """Sends between stages hide behind compute (interleaved schedules with asynchronous transfers)."""
+    duplex_transfers: bool = True
+    """A stage sends and receives at the same time; DeepSpeed's instructions do one after the other."""
+    scatter_transfers: bool = False
+    """Tensor-parallel ranks each send their share of an activation between stages (arXiv 2104.04473, section 4.1)."""
+    tensor_overlap: str = "none"
+    """none | backward (the gradient's all-reduce beside the weight gradient) | tiled (pieces of a product)"""
+    bucket_bytes: float = 200e6
+    """Buffers that gradient reduction and weight gathering hold."""
+    update_copy_bytes: int = 0
+    """Held for each parameter of the rank's share only while the optimizer steps."""
+    update_extra_bytes: int = 8
+    """Moved for each parameter of the rank's share beside Adam's own: unscale, clip, copies between precisions."""
+    unfused_ops: float = 1.0
+    """Passes over memory of bias, GeLU, dropout and residual over those of fused kernels."""
+
+
+ENGINES = {
+    # engine/deepspeed_config.py: fp32 accumulation, fp32 all-reduce, no overlap under a pipeline.
+    "deepspeed": Engine(
+        name="deepspeed", accumulate_traffic=12, duplex_transfers=False,
+        bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
+        update_extra_bytes=22,  # flattened and cast (4 + 4), unscaled and clipped (4 + 4), written back (4 + 2)
+    ),
+    # engine/native.py: the weight gradient goes straight into the fp32 sum; one tensor after the other is all-reduced.
+    "native": Engine(name="native", accumulate_traffic=8, bucket_bytes=0.0),
+}
+"""The engines of this program, by the name in the run file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A cluster as the planner sees it."""
+
+    cluster: ClusterConfig
+    hardware: HardwareConfig
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step to be planned. Sizes are counts; ``micro_batches`` are those of one replica in one step."""
+
+    model: ModelConfig
+    engine: Engine
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    dp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    zero_stage: int = 1
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    micro_batch: int = 1
+    micro_batches: int = 1
+    global_batch: int = 1
+    dtype: str = "bf16"
+    """fp32 | bf16 | fp16 | fp64 | fp8 (products in fp8, all else as in bf16)"""
+    flash: bool = True
+    """Attention is one fused kernel that stores no scores."""
+    split: tuple[int, ...] = ()
+    """Layers of each stage (pp × vp chunks, in order of the layers); empty: as even as can be."""
+    vocab_multiple: int = 128
+
+    @property
+    def world(self) -> int:
+        """Devices."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def padded_vocab(self) -> int:
+        """Vocabulary after padding to a multiple of ``vocab_multiple`` × tp."""
+        unit = self.vocab_multiple * self.tp
+        return -(-self.model.vocab_size // unit) * unit
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight or an activation."""
+        return {"fp32": 4, "fp64": 8}.get(self.dtype, 2)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a master, a moment or an accumulated gradient in full precision."""
+        return 8 if self.dtype == "fp64" else 4
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Layers of each of pp × vp chunks in order of the layers; chunk i lies on stage i mod pp."""
+        count = self.pp * self.vp
+        if self.split:
+            return self.split
+        each, extra = divmod(self.model.num_layers, count)
+        return tuple(each + (i < extra) for i in range(count))
+
+    def stage_layers(self, stage: int) -> int:
+        """Layers on a stage, over all its chunks."""
+        return sum(self.chunks[stage :: self.pp])
+
+    def label(self) -> str:
+        """The layout in one short line."""
+        parts = [f"tp {self.tp}" + ("+sp" if self.sequence_parallel else ""), f"pp {self.pp}"]
+        parts += [f"vp {self.vp}"] if self.vp > 1 else []
+        parts += [f"cp {self.cp}"] if self.cp > 1 else []
+        parts += [f"dp {self.dp}", f"micro-batch {self.micro_batch}", f"recompute {self.recompute}"]
+        return ", ".join(parts)
+
+
+def machine_of(config: RunConfig) -> Machine:
+    """The cluster of a run. Raises ConfigError, one sentence a fault, where a step cannot be planned on it."""
+    machine = Machine(cluster=config.cluster, hardware=config.hardware, calibration=config.calibration)
+    found = machine_problems(machine)
+    if found:
+        raise ConfigError(found)
+    return machine
+
+
+def machine_problems(machine: Machine) -> list[str]:
+    """What makes a description unusable, a sentence each."""
+    c, h, k = machine.cluster, machine.hardware, machine.calibration
+    out = []
+    if not h.device and not h.matmul_tflops:
+        return [
+            f"cluster {c.name!r} has no [hardware] section, which a plan needs; extend one of configs/clusters, e.g. "
+            "clusters/frontier, or add it (docs/planner.md)"
+        ]
+    positive = {
+        "cluster.memory_gb": c.memory_gb, "cluster.peak_tflops": c.peak_tflops,
+        "hardware.matmul_tflops": h.matmul_tflops, "hardware.memory_bandwidth_gb": h.memory_bandwidth_gb,
+        "hardware.compute_units": h.compute_units, "hardware.tile_rows": h.tile_rows,
+        "hardware.tile_columns": h.tile_columns, "calibration.matmul_scale": k.matmul_scale,
+        "calibration.memory_scale": k.memory_scale, "calibration.network_scale": k.network_scale,
+    }
+    if c.gpus_per_node > 1:
+        positive["hardware.node_gb"] = h.node_gb
+    out += [f"{name} is {v}; a plan for {c.name} needs it above 0" for name, v in positive.items() if v <= 0]
+    shares = {
+        "hardware.memory_efficiency": h.memory_efficiency, "hardware.node_efficiency": h.node_efficiency,
+        "hardware.network_efficiency": h.network_efficiency, "hardware.group_taper": h.group_taper,
+    }
+    out += [f"{name} is {v}; it is a share, above 0 and at most 1" for name, v in shares.items() if not 0 < v <= 1]
+    if c.peak_tflops > 0 and h.matmul_tflops > c.peak_tflops:
+        out.append(
+            f"hardware.matmul_tflops {h.matmul_tflops} is above cluster.peak_tflops {c.peak_tflops}: nothing reaches "
+            "more than the peak"
+        )
+    return out
+
+
+def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions: bool = False) -> tuple[Case, bool]:
+    """The case of a run file, and whether its accumulation is fractional (then rounded up).
+
+    A global batch that micro_batch × dp does not divide is refused unless
+    ``allow_fractions``: then every replica runs ceil(batch / (micro_batch × dp))
+    micro-batches, which only a plan may do.
+    """
+    tp, pp, dp = topology_sizes(config, world_size)
+    layout, batch = config.layout, config.batch
+    unit = batch.micro_batch_size * dp
+    fraction = batch.global_batch_size % unit != 0
+    if fraction and not allow_fractions:
+        raise ConfigError(
+            f"global_batch_size {batch.global_batch_size} does not divide by micro_batch_size "
+            f"{batch.micro_batch_size} × data_parallel_size {dp} = {unit}; --fractional plans it with "
+            f"{math.ceil(batch.global_batch_size / unit)} micro-batches a replica"
+        )
+    case = Case(
+        model=config.model, engine=ENGINES[config.engine], tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
+        sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage,
+        schedule="interleaved" if layout.virtual_pipeline_size > 1 else layout.pipeline_schedule,
+        recompute=layout.recompute, micro_batch=batch.micro_batch_size,
+        micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
+        dtype=config.precision.dtype,
+        flash=config.backend.attention != "math" and config.model.attention_dropout == 0
+        and config.precision.dtype in ("fp16", "bf16"),
+        split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple,
+    )
+    if not case.split:
+        case = replace(case, split=balanced_split(config.model, pp * layout.virtual_pipeline_size))
+    return case, fraction
+
+
+def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """Layers of each stage as ``pipeline.partition.balanced_layers`` splits them (a test compares), in closed form.
+
+    All layers cost the same and only the head is added, so the last stage gets x layers and the others an even share
+    of the rest, the larger first.
+    """
+    if stages == 1:
+        return (model.num_layers,)
+    h, s, d = model.hidden_size, model.seq_length, model.head_size
+    attention = 2 * h * d * (2 * model.num_attention_heads + 2 * model.kv_heads) + 4 * s * d * model.num_attention_heads
+    layer = attention + 2 * h * model.ffn_size * (3 if model.activation == "swiglu" else 2)
+    head = 2 * h * model.vocab_size
+    best: tuple[tuple[int, int], tuple[int, ...]] | None = None
+    for last in range(1, model.num_layers - stages + 2):
+        each, extra = divmod(model.num_layers - last, stages - 1)
+        most = max((each + (extra > 0)) * layer, last * layer + head)
+        squares = extra * ((each + 1) * layer) ** 2 + (stages - 1 - extra) * (each * layer) ** 2
+        key = (most, squares + (last * layer + head) ** 2)
+        if best is None or key < best[0]:
+            best = key, (*(each + (i < extra) for i in range(stages - 1)), last)
+    if best is None:
+        raise ConfigError(f"num_layers {model.num_layers} is fewer than {stages} stages; each needs a layer")
+    return best[1]

@@ -1,0 +1,182 @@
+"""Seconds of one transformer layer, of the embedding and of the head, for one micro-batch on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_port.plan.case import Case
+from megatron_port.plan.links import Links, Span
+from megatron_port.plan.rates import Rates
+
+CAUSAL = 0.5
+"""Share of attention's operations that a fused causal kernel executes."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a forward and of a backward: arithmetic and memory apart from tensor-parallel communication."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """With what recompute adds."""
+    forward_tensor: float = 0.0
+    """Exposed: what compute does not hide."""
+    backward_tensor: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.forward + other.forward, self.backward + other.backward,
+            self.forward_tensor + other.forward_tensor, self.backward_tensor + other.backward_tensor,
+        )
+
+    def times(self, count: float) -> Cost:
+        """That many of it."""
+        return Cost(
+            self.forward * count, self.backward * count, self.forward_tensor * count, self.backward_tensor * count
+        )
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """[rows, columns, inner] of a layer's products on one rank."""
+
+    products: tuple[tuple[float, float, float], ...]
+    tokens: float
+    stream: float
+    """Elements of the residual stream on a rank (split under sequence parallelism)."""
+
+
+def _shapes(case: Case) -> _Shapes:
+    m, t = case.model, case.tp
+    tokens = m.seq_length / case.cp * case.micro_batch
+    h, d = m.hidden_size, m.head_size
+    first = m.ffn_size * (2 if m.activation == "swiglu" else 1)
+    products = (
+        (tokens, (m.num_attention_heads + 2 * m.kv_heads) * d / t, h),
+        (tokens, h, m.num_attention_heads * d / t),
+        (tokens, first / t, h),
+        (tokens, h, m.ffn_size / t),
+    )
+    return _Shapes(products, tokens, tokens * h * (1 / t if case.sequence_parallel else 1))
+
+
+def attention_seconds(case: Case, rates: Rates) -> tuple[float, float]:
+    """Forward and backward of the attention core (scores, softmax, product with v), nothing recomputed."""
+    m, t, w = case.model, case.tp, case.width
+    heads = m.num_attention_heads / t * case.micro_batch
+    queries, keys, d = m.seq_length / case.cp, m.seq_length, m.head_size
+    if case.flash and rates.attention_forward:
+        flops = 4 * heads * queries * keys * d * CAUSAL
+        return (
+            flops / rates.attention_forward + rates.launch,
+            2.5 * flops / rates.attention_backward + 2 * rates.launch,
+        )
+    scores = heads * queries * keys
+    product = rates.product(queries, keys, d, width=w, batch=heads) + rates.product(
+        queries, d, keys, width=w, batch=heads
+    )
+    dropout = 1 if m.attention_dropout > 0 else 0
+    # Softmax with scale and mask in one kernel: read, write; dropout: read, write, a byte of mask.
+    forward = rates.stream(scores * (2 * w + dropout * (2 * w + 1)), 1 + dropout)
+    backward = rates.stream(scores * (3 * w + dropout * (2 * w + 1)), 1 + dropout)
+    return product + forward, 2 * product + backward
+
+
+def _elementwise(case: Case, rates: Rates, shapes: _Shapes) -> tuple[float, float]:
+    """Norms, biases, activation, dropout and residuals: bytes by what a fused kernel reads and writes."""
+    m, t, w = case.model, case.tp, case.width
+    mask = 1 if m.hidden_dropout > 0 else 0
+    stream, split = shapes.stream, shapes.tokens / t
+    gates = 2 if m.activation == "swiglu" else 1
+    heads = m.head_size * (m.num_attention_heads + 2 * m.kv_heads)
+    fused = case.engine.unfused_ops
+    norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
+    hidden = split * m.ffn_size * w * (gates + 1)
+    rotate = split * heads * 2 * w  # q, k, v split and rotated or copied
+    forward = 2 * norm + fused * (2 * add + hidden) + rotate
+    # norm: gradient and input read, gradient written, once more for the weights' gradient; the others read one more.
+    backward = 2 * norm * 2 + fused * (2 * stream * (2 * w + mask) + split * m.ffn_size * w * (2 * gates + 1)) + rotate
+    return rates.stream(forward, 6), rates.stream(backward, 9)
+
+
+def layer_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
+    """One layer. Backward: two products for each of the forward's, the sum into the main gradient, recompute."""
+    shapes, w = _shapes(case), case.width
+    pw = 1 if case.dtype == "fp8" else w
+    products = sum(rates.product(*p, width=pw) for p in shapes.products)
+    inputs = sum(rates.product(r, k, c, width=pw) for r, c, k in shapes.products)
+    weights = sum(rates.product(k, c, r, width=pw) for r, c, k in shapes.products)
+    elements = sum(c * k for _, c, k in shapes.products)
+    accumulate = rates.stream(elements * case.engine.accumulate_traffic, len(shapes.products))
+    if case.dtype == "fp8":  # each operand is cast once: read 2, write 1 and its transpose 1
+        casts = sum(r * k + k * c for r, c, k in shapes.products)
+        products += rates.stream(4.0 * casts, 2 * len(shapes.products))
+        inputs += rates.stream(4.0 * sum(r * c for r, c, _ in shapes.products), len(shapes.products))
+    core, core_back = attention_seconds(case, rates)
+    light, light_back = _elementwise(case, rates, shapes)
+    forward = products + core + light
+    backward = inputs + weights + accumulate + core_back + light_back
+    again, tensor_again = 0.0, 0.0
+    each = _tensor_collective(case, links, group, shapes)
+    if case.recompute == "full":
+        again, tensor_again = forward, 2 * each
+    elif case.recompute == "selective" and not case.flash:
+        again = core
+    hidden_forward, hidden_backward = _hidden(case, each, products, weights)
+    return Cost(
+        forward=forward, backward=backward + again, forward_tensor=2 * each - hidden_forward,
+        backward_tensor=2 * each - hidden_backward + tensor_again,
+    )
+
+
+def _tensor_collective(case: Case, links: Links, group: Span, shapes: _Shapes) -> float:
+    """One all-reduce of an activation, or with sequence parallelism the pair that stands for it."""
+    size = shapes.tokens * case.model.hidden_size * case.width
+    if case.sequence_parallel:
+        return 2 * links.collective(size, group, kind="half")
+    return links.collective(size, group)
+
+
+def _hidden(case: Case, each: float, products: float, weights: float) -> tuple[float, float]:
+    """Tensor-parallel seconds that run beside products, in a layer's forward and backward.
+
+    ``backward``: an all-reduce (or reduce-scatter) of the input's gradient beside the product for the weight's.
+    ``tiled``: the product is cut into tp pieces, whose transfers hide behind the next piece's arithmetic: 1/tp stays.
+    """
+    overlap = case.engine.tensor_overlap
+    if case.tp == 1 or overlap == "none":
+        return 0.0, 0.0
+    if overlap == "backward":
+        # Under sequence parallelism also the second gathering of the input, which `each` leaves out.
+        return 0.0, min(2 * each, weights) if not case.sequence_parallel else min(each, weights)
+    if overlap == "tiled":
+        most = 2 * each * (1 - 1 / case.tp)
+        return min(most, products), min(most, 2 * weights)
+    raise ValueError(f"unknown tensor_overlap {overlap!r}")
+
+
+def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
+    """Logits and loss: a product with the table, and passes over logits in the dtype and fp32."""
+    m, w = case.model, case.width
+    tokens, columns = m.seq_length / case.cp * case.micro_batch, case.padded_vocab / case.tp
+    product = rates.product(tokens, columns, m.hidden_size, width=w)
+    back = rates.product(tokens, m.hidden_size, columns, width=w)
+    back += rates.product(m.hidden_size, columns, tokens, width=w)
+    # Loss: cast to fp32 (2 + 4), maximum (4), shifted exponential (4 + 4) and sum (4); backward: scaled, cast (14).
+    loss, loss_back = rates.stream(tokens * columns * 22, 5), rates.stream(tokens * columns * 14, 3)
+    each = _tensor_collective(case, links, group, _shapes(case))
+    small = 3 * links.collective(tokens * 4, group)
+    return Cost(
+        forward=product + loss,
+        backward=back + loss_back + rates.stream(m.hidden_size * columns * case.engine.accumulate_traffic),
+        forward_tensor=small + (each / 2 if case.sequence_parallel else 0.0), backward_tensor=each,
+    )
+
+
+def embedding_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
+    """Rows gathered, summed over tensor-parallel ranks, and their gradient scattered."""
+    m, w = case.model, case.width
+    tokens = m.seq_length / case.cp * case.micro_batch
+    size = tokens * m.hidden_size * w
+    each = _tensor_collective(case, links, group, _shapes(case))
+    return Cost(forward=rates.stream(4 * size, 4), backward=rates.stream(4 * size, 3), forward_tensor=each)

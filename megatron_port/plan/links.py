@@ -1,0 +1,115 @@
+"""How long a collective or a transfer takes on the levels of a cluster: package, node, network, group of nodes.
+
+Ranks are placed tensor parallel innermost, then data (and context) parallel, then pipeline, as ``parallel.topology``
+does. A ring over r ranks moves 2(r−1)/r of the buffer past each rank for an all-reduce, half of that for a
+reduce-scatter or an all-gather, in as many hops. Where a group spans nodes, its ranks on one node share
+the node's adapters with the other groups of that node, and the slowest level bounds the ring; a tree (2·log2 of the
+nodes hops) is taken where its latency is less.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_port.errors import ConfigError
+from megatron_port.plan.case import Case, Machine
+
+
+@dataclass(frozen=True)
+class Span:
+    """A group of ranks: how many, how many of them on one node, and the distance in ranks between neighbours."""
+
+    size: int
+    stride: int
+    local: int
+    """Ranks of the group on one node."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group touches."""
+        return -(-self.size // self.local)
+
+
+def span(machine: Machine, size: int, stride: int) -> Span:
+    """The span of ``size`` ranks, ``stride`` apart."""
+    node = machine.cluster.gpus_per_node
+    local = max(1, min(size, node // stride)) if stride < node else 1
+    return Span(size=size, stride=stride, local=local)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidths (bytes/s, one way, achieved) and hop latencies (s) of a cluster after calibration."""
+
+    machine: Machine
+    package: float
+    node: float
+    adapters: float
+    """Of a whole node."""
+    near: float
+    far: float
+
+    @classmethod
+    def of(cls, machine: Machine) -> Links:
+        """Links of a machine."""
+        h, scale = machine.hardware, machine.calibration.network_scale
+        return cls(
+            machine=machine, package=h.package_gb * 1e9 * h.node_efficiency * scale,
+            node=h.node_gb * 1e9 * h.node_efficiency * scale,
+            adapters=h.nics * h.nic_gb * 1e9 * h.network_efficiency * scale,
+            near=h.node_latency_us * 1e-6, far=h.network_latency_us * 1e-6,
+        )
+
+    def network_share(self, group: Span) -> float:
+        """Bandwidth of one group through a node's adapters, which all groups of the node use at once."""
+        if not self.adapters:
+            raise ConfigError(
+                f"{group.size} ranks {group.stride} apart span {group.nodes} nodes, but {self.machine.cluster.name} "
+                "has no network (hardware.nics is 0); keep the run on one node, or describe the network"
+            )
+        h, c = self.machine.hardware, self.machine.cluster
+        share = self.adapters * group.local / c.gpus_per_node
+        far = h.nodes_per_group and group.nodes * max(1, group.stride // c.gpus_per_node) > h.nodes_per_group
+        return share * (h.group_taper if far else 1.0)
+
+    def local_bandwidth(self, group: Span) -> float:
+        """Ring bandwidth of the ranks of a group that share a node."""
+        h = self.machine.hardware
+        if group.stride == 1 and group.local <= h.package_devices and h.package_devices > 1:
+            return self.package
+        return self.node
+
+    def collective(self, size: float, group: Span, *, kind: str = "all-reduce") -> float:
+        """Seconds of one collective over ``size`` bytes (the whole buffer). kind: all-reduce | half (RS or AG)."""
+        r = group.size
+        if r <= 1 or size <= 0:
+            return 0.0
+        rounds = 2 if kind == "all-reduce" else 1
+        share = rounds * (r - 1) / r * size
+        if group.nodes == 1:
+            return share / self.local_bandwidth(group) + rounds * (r - 1) * self.near
+        bandwidth = self.network_share(group)
+        if group.local > 1:
+            bandwidth = min(bandwidth, self.local_bandwidth(group))
+        ring = rounds * ((r - group.nodes) * self.near + (group.nodes - 1) * self.far)
+        tree = rounds * (group.local * self.near + math.ceil(math.log2(group.nodes)) * self.far)
+        return share / bandwidth + min(ring, tree)
+
+    def transfer(self, size: float, case: Case) -> float:
+        """Seconds of one activation between neighbouring stages, while all ranks of a node do the same."""
+        distance = case.tp * case.dp * case.cp
+        node = self.machine.cluster.gpus_per_node
+        if case.engine.scatter_transfers and case.tp > 1:
+            scattered = size / case.tp
+            again = self.collective(size, span(self.machine, case.tp, 1), kind="half")
+        else:
+            scattered, again = size, 0.0
+        if distance * case.pp <= node:
+            return scattered / self.node + self.near + again
+        # Of the stages on one node only the last sends out; all of its ranks do so at the same time.
+        bandwidth = self.network_share(Span(size=2, stride=max(distance, node), local=1))
+        crossing = min(node, distance)
+        bandwidth *= node / crossing
+        bandwidth = min(bandwidth, self.adapters / max(1, self.machine.hardware.nics))
+        return scattered / bandwidth + self.far + again

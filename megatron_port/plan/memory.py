@@ -1,0 +1,156 @@
+"""Bytes of a rank by stage: what is held, the peak and when it comes.
+
+Weights, gradients and optimizer come from the engine's own arithmetic
+(``Engine``). Activations follow Korthikanti et al. (arXiv 2205.05198): a layer
+keeps s·b·h·34 bytes (16-bit) of which 24 are split by tensor parallelism and all
+by sequence parallelism, plus 5·a·s²·b/t of attention scores unless attention is
+fused or recomputed. The schedule says how many micro-batches are held at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.plan.case import Case, Machine
+from megatron_port.plan.counts import stage_elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on one rank of a stage at its peak."""
+
+    stage: int
+    elements: int
+    """Parameters that the rank holds."""
+    weights: float
+    gradients: float
+    optimizer: float
+    """Masters and moments, this rank's share."""
+    activations: float
+    """Of all micro-batches in flight."""
+    working: float
+    """Of the layer being recomputed or differentiated: what it keeps and the gradients that pass through it."""
+    logits: float
+    buffers: float
+    """Gradient buckets, gathered weights, tensors between stages."""
+    fragmentation: float
+    """Allocated by the framework, lost to holes."""
+    reserved: float
+    """Driver, libraries, communicators; outside the allocator."""
+    in_flight: float
+    """Micro-batches whose activations are held at the peak, in units of the whole stage."""
+    peak_at: str
+
+    @property
+    def static(self) -> float:
+        """Weights, gradients and optimizer."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        """What the framework's allocator counts at the peak (``max_memory_allocated``)."""
+        return self.static + self.activations + self.working + self.logits + self.buffers
+
+    @property
+    def total(self) -> float:
+        """All that has to fit."""
+        return self.allocated + self.fragmentation + self.reserved
+
+    def parts(self) -> dict[str, float]:
+        """Name → bytes of everything that adds up to ``total``."""
+        skip = {"stage", "elements", "in_flight", "peak_at"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
+
+
+def in_flight(case: Case, stage: int) -> float:
+    """Micro-batches held at once by a stage, as a multiple of its whole activations.
+
+    GPipe: all m. 1F1B: p − stage, at most m. Interleaved (arXiv 2104.04473): the warm-up of
+    (p − stage − 1)·2 + (v − 1)·p chunk passes and one more, each 1/v of the stage; on the first stage 1 + (p − 1)/(p·v)
+    of p micro-batches.
+    """
+    m, p, v = case.micro_batches, case.pp, case.vp
+    if case.schedule == "gpipe":
+        return m
+    if v > 1:
+        return min((p - stage - 1) * 2 + (v - 1) * p + 1, m * v) / v
+    return min(p - stage, m)
+
+
+def layer_activation_bytes(case: Case, recompute: str | None = None) -> float:
+    """Bytes that one layer keeps of one micro-batch between its forward and its backward on a rank.
+
+    For GPT in 16 bits with dropout: s·b·h·34 = 10 not split by tp, 24 split; without dropout no masks. ``recompute``
+    None: the case's.
+    """
+    m, t = case.model, case.tp
+    w = case.width
+    recompute = case.recompute if recompute is None else recompute
+    tokens = m.seq_length / case.cp * case.micro_batch
+    stream = tokens * m.hidden_size * (1 / t if case.sequence_parallel else 1)
+    if recompute == "full":
+        return w * stream
+    masks = 2 * (m.hidden_dropout > 0)
+    whole = stream * (4 * w + masks)  # two norms' inputs, the inputs of qkv and of the first MLP product, two masks
+    split = tokens / t * _split_widths(m) * w
+    if not case.flash and recompute == "none":
+        dropped = 1 if m.attention_dropout > 0 else 0
+        scores = m.num_attention_heads / t * m.seq_length * tokens / case.cp
+        split += scores * (w + dropped * (w + 1))
+    if case.flash:
+        split += tokens / t * m.num_attention_heads * 4  # log-sum-exp of each row, fp32
+    return whole + split
+
+
+def _split_widths(m: ModelConfig) -> float:
+    """Elements a token that tensor parallelism splits: q, k, v, the attention's output, the MLP's hidden values."""
+    attention = m.head_size * (2 * m.num_attention_heads + 2 * m.kv_heads)
+    return attention + m.ffn_size * (3 if m.activation == "swiglu" else 2)
+
+
+def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
+    """Bytes of a rank of ``stage`` at its peak."""
+    m, e = case.model, case.engine
+    n, w = stage_elements(case, stage), case.width
+    layers, held = case.stage_layers(stage), in_flight(case, stage)
+    separate = w != case.wide
+    replicas = case.dp * case.cp
+    shards = replicas if case.zero_stage else 1
+    gradient = max(e.gradient_bytes, w) if separate else case.wide
+    weights, gradients = float(n * w), float(n * gradient)
+    optimizer = n * (3 if separate else 2) * case.wide / shards
+    tokens = m.seq_length / case.cp * case.micro_batch
+    stream = tokens * m.hidden_size * w * (1 / case.tp if case.sequence_parallel else 1)
+    one = layer_activation_bytes(case)
+    stage_input = 0.0 if case.recompute == "full" or stage == 0 else stream
+    activations = held * (layers * one + stage_input)
+    if stage == 0 and m.hidden_dropout > 0:
+        activations += held * stream / w  # the embedding's mask; Korthikanti, section 4.3
+    # While a layer runs backward: what recompute brings back, and the gradients of its widest tensors.
+    again = layer_activation_bytes(case, "none") - one if case.recompute != "none" else 0.0
+    wide_gradient = tokens * w / case.tp * 2 * m.ffn_size + 2 * stream
+    logits = 0.0
+    if stage == case.pp - 1:
+        # dtype logits, their fp32 copy in the loss, and the final norm's and head's inputs
+        logits = tokens * case.padded_vocab / case.tp * (w + 4) + 2 * stream
+    received = stream * 2 if case.pp > 1 else 0.0
+    bucket = min(e.bucket_bytes, n * 6.0) if replicas > 1 else 0.0
+    at = "the last warm-up micro-batch's first backward" if held > 1 else "the first backward"
+    update = n * e.update_copy_bytes / shards  # the update's own fp32 copy of this rank's share of the gradient
+    peak_passes = activations + again + wide_gradient + logits + received
+    if update > peak_passes:
+        at = "the optimizer step"
+        activations, again, wide_gradient, logits, received = 0.0, update, 0.0, 0.0, 0.0
+    allocated = weights + gradients + optimizer + activations + again + wide_gradient + logits + received + bucket
+    return StageMemory(
+        stage=stage, elements=n, weights=weights, gradients=gradients, optimizer=optimizer, activations=activations,
+        working=again + wide_gradient, logits=logits, buffers=received + bucket,
+        fragmentation=allocated * machine.hardware.fragmentation, reserved=machine.hardware.reserved_gb * 1e9,
+        in_flight=held, peak_at=at,
+    )
+
+
+def plan_memory(case: Case, machine: Machine) -> list[StageMemory]:
+    """Every stage, first to last."""
+    return [stage_memory(case, machine, stage) for stage in range(case.pp)]

@@ -1,0 +1,86 @@
+"""How long one kernel takes: products by shape, streaming by bytes, fused attention by operations.
+
+A product of [rows, inner] by [inner, columns] runs as output tiles, one a compute unit
+at a time. Three losses are counted, each with a physical cause:
+
+* waves: ceil(tiles / units) rounds of tiles run, the last one partly empty, and edge tiles are padded;
+* filling and emptying a tile's pipeline: inner / (inner + fill);
+* smaller tiles, which a library takes where they waste less, read more for each operation:
+  (1/rows + 1/columns) of the large tile over that of the small one bounds their rate, softened by the cache.
+
+The time is the larger of that and of the operands' bytes at the achieved memory bandwidth (roofline).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_port.plan.case import Machine
+
+CACHE_SHARE = 0.75
+"""Share of a small tile's additional reads that the L2 cache and the overlap with arithmetic hide (unverified)."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device of a cluster achieves, after calibration. Flops and bytes a second, seconds."""
+
+    matmul: float
+    fp8: float
+    units: int
+    tile: tuple[int, int]
+    fill: int
+    attention_forward: float
+    attention_backward: float
+    launch: float
+    memory: float
+
+    @classmethod
+    def of(cls, machine: Machine) -> Rates:
+        """Rates of a machine's device."""
+        h, k = machine.hardware, machine.calibration
+        return cls(
+            matmul=h.matmul_tflops * 1e12 * k.matmul_scale, fp8=h.fp8_matmul_tflops * 1e12 * k.matmul_scale,
+            units=h.compute_units, tile=(h.tile_rows, h.tile_columns), fill=h.inner_fill,
+            attention_forward=h.attention_forward_tflops * 1e12 * k.matmul_scale,
+            attention_backward=h.attention_backward_tflops * 1e12 * k.matmul_scale,
+            launch=h.launch_us * 1e-6, memory=h.memory_bandwidth_gb * 1e9 * h.memory_efficiency * k.memory_scale,
+        )
+
+    def stream(self, size: float, kernels: int = 1) -> float:
+        """Seconds to move ``size`` bytes in ``kernels`` kernels."""
+        return size / self.memory + kernels * self.launch
+
+    def product(self, rows: float, columns: float, inner: float, *, width: int = 2, batch: float = 1) -> float:
+        """Seconds of ``batch`` products [rows, inner] x [inner, columns]; ``width``: bytes of an element (1: fp8)."""
+        return _product(self, math.ceil(rows), math.ceil(columns), math.ceil(inner), width, batch)
+
+
+def efficiency(rates: Rates, rows: int, columns: int, inner: int, batch: float = 1) -> float:
+    """Share of the device's best matmul rate that this shape allows, over the best of the library's tiles."""
+    large = rates.tile
+    best = 0.0
+    for shrink_rows, shrink_columns in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2)):
+        r, c = max(large[0] // shrink_rows, 32), max(large[1] // shrink_columns, 32)
+        for a, b in ((r, c), (c, r)):
+            tiles = math.ceil(rows / a) * math.ceil(columns / b) * batch
+            whole = rows * columns * batch / (a * b)
+            waves = math.ceil(tiles / rates.units)
+            reads = (1 / large[0] + 1 / large[1]) / (1 / a + 1 / b)
+            rate = reads + (1 - reads) * CACHE_SHARE
+            best = max(best, whole / (waves * rates.units) * rate)
+    return best * inner / (inner + rates.fill)
+
+
+@lru_cache(maxsize=65536)
+def _product(rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float) -> float:
+    if not rows or not columns or not inner:
+        return 0.0
+    peak = rates.fp8 if width == 1 else rates.matmul
+    if width >= 4:
+        peak /= 2 ** (width // 4 + 1)  # no 16-bit tensor rate: fp32 a quarter, fp64 an eighth of it, roughly
+    flops = 2.0 * rows * columns * inner * batch
+    moved = batch * (width * (rows * inner + inner * columns) + max(width, 2) * rows * columns)
+    return max(flops / (peak * efficiency(rates, rows, columns, inner, batch)), moved / rates.memory) + rates.launch

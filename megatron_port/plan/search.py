@@ -1,0 +1,135 @@
+"""Every legal layout of a run on its ranks, planned; and those near the one asked for that are better.
+
+Pure functions of a case and a machine. A search plans the pipeline in closed
+form (``timeline.quick_span``); what is shown to a user is simulated again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_port.config.checks import problems
+from megatron_port.config.layout import divisors, legal_tensor_sizes, with_values
+from megatron_port.config.schema import RunConfig
+from megatron_port.plan.case import Case, Machine, balanced_split
+from megatron_port.plan.memory import StageMemory, stage_memory
+from megatron_port.plan.step import StepPlan, plan_step
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a search may try."""
+
+    world: int
+    tensor: tuple[int, ...]
+    most_stages: int
+    chunks: tuple[int, ...] = (1,)
+    micro: tuple[int, ...] = (1, 2, 4, 8, 16)
+    recompute: tuple[str, ...] = RECOMPUTE
+    sequence: tuple[bool, ...] = (False, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One layout: its plan and the rank that needs most memory."""
+
+    case: Case
+    step: StepPlan
+    memory: StageMemory
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether its fullest rank fits the device."""
+        return self.memory.total <= machine.cluster.memory_gb * 1e9
+
+
+def options_of(config: RunConfig, case: Case) -> Options:
+    """What a run's engine and model allow on the ranks of ``case``."""
+    interleaves = not any(
+        "virtual_pipeline_size" in p for p in problems(with_values(config, {"layout.virtual_pipeline_size": 2}))
+    )
+    tensor = legal_tensor_sizes(config, case.world)
+    return Options(
+        world=case.world, tensor=tuple(t for t in tensor if t <= config.cluster.gpus_per_node),
+        most_stages=config.model.num_layers, chunks=(1, 2, 3, 4, 6, 8) if interleaves else (1,),
+    )
+
+
+def layouts(base: Case, options: Options) -> Iterator[Case]:
+    """Every legal layout of ``base``'s model, engine and global batch on the options' ranks."""
+    for tp in options.tensor:
+        for pp in divisors(options.world // tp) if options.world % tp == 0 else []:
+            dp = options.world // (tp * pp)
+            if pp > options.most_stages or base.global_batch % dp:
+                continue
+            for vp in options.chunks:
+                if vp > 1 and (pp == 1 or base.model.num_layers % (pp * vp)):
+                    continue
+                split = balanced_split(base.model, pp * vp)
+                for micro in options.micro:
+                    count, rest = divmod(base.global_batch // dp, micro)
+                    if rest or (vp > 1 and count % pp):
+                        continue
+                    for sequence in options.sequence:
+                        if sequence and (tp == 1 or base.model.seq_length % tp):
+                            continue
+                        for recompute in options.recompute:
+                            if recompute == "selective" and base.flash:
+                                continue  # a fused attention keeps no scores: the same as none
+                            yield replace(
+                                base, tp=tp, pp=pp, vp=vp, dp=dp, micro_batch=micro, micro_batches=count, split=split,
+                                sequence_parallel=sequence, recompute=recompute,
+                                schedule="interleaved" if vp > 1 else
+                                "1f1b" if base.schedule == "interleaved" else base.schedule,
+                            )
+
+
+def fullest(case: Case, machine: Machine) -> StageMemory:
+    """The stage that needs most. Activations fall from the first stage on: only the ends and one between can be it."""
+    stages = sorted({0, min(1, case.pp - 1), case.pp - 1})
+    return max((stage_memory(case, machine, s) for s in stages), key=lambda m: m.total)
+
+
+def search(base: Case, machine: Machine, options: Options, *, keep_unfit: bool = False) -> list[Candidate]:
+    """All layouts that fit, fastest first (``keep_unfit``: the others too, after them, least memory first)."""
+    limit = machine.cluster.memory_gb * 1e9
+    fit: list[Candidate] = []
+    unfit: list[Candidate] = []
+    for case in layouts(base, options):
+        memory = fullest(case, machine)
+        if memory.total > limit:
+            if keep_unfit:
+                unfit.append(Candidate(case=case, step=plan_step(case, machine, quick=True), memory=memory))
+            continue
+        fit.append(Candidate(case=case, step=plan_step(case, machine, quick=True), memory=memory))
+    fit.sort(key=lambda c: c.step.seconds)
+    unfit.sort(key=lambda c: c.memory.total)
+    return fit + unfit
+
+
+def distance(a: Case, b: Case) -> float:
+    """How far two layouts are apart: octaves of tp and pp, half of those of dp, micro-batch chunks; switches."""
+    whole, half = ((a.tp, b.tp), (a.pp, b.pp)), ((a.dp, b.dp), (a.micro_batch, b.micro_batch), (a.vp, b.vp))
+    octaves = sum(abs(math.log2(x / y)) for x, y in whole) + sum(abs(math.log2(x / y)) / 2 for x, y in half)
+    switches = 0.5 * (a.sequence_parallel != b.sequence_parallel) + 0.5 * (a.recompute != b.recompute)
+    return octaves + switches
+
+
+def nearest_fit(case: Case, found: list[Candidate], machine: Machine) -> Candidate | None:
+    """The fitting layout nearest to ``case``, the faster of equals; None: nothing fits."""
+    fitting = [c for c in found if c.fits(machine)]
+    return min(fitting, key=lambda c: (distance(case, c.case), c.step.seconds), default=None)
+
+
+def better(case: Case, seconds: float, found: list[Candidate], machine: Machine, *, count: int = 3) -> list[Candidate]:
+    """Up to ``count`` fitting layouts within two octaves that are faster, simulated, fastest first."""
+    near = [c for c in found if c.fits(machine) and c.case != case and distance(case, c.case) <= 2.5]
+    out = []
+    for candidate in near[: 3 * count]:
+        step = plan_step(candidate.case, machine)
+        if step.seconds < seconds:
+            out.append(replace(candidate, step=step))
+    return sorted(out, key=lambda c: c.step.seconds)[:count]

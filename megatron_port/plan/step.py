@@ -1,0 +1,158 @@
+"""The time of one optimizer step, and where it goes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from megatron_port.config.flops import hardware_flops, model_flops
+from megatron_port.plan.case import Case, Machine
+from megatron_port.plan.counts import stage_elements
+from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost
+from megatron_port.plan.links import Links, span
+from megatron_port.plan.rates import Rates
+from megatron_port.plan.timeline import Timeline, quick_span, timeline
+
+ADAM_BYTES = 28
+"""fp32 gradient, master and two moments read, the last three written (a 16-bit weight is added to this)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Seconds of a step by cause, on the stage that is busiest; they add up to the step."""
+
+    compute: float
+    """Products, attention, memory-bound operations, recompute."""
+    tensor: float
+    """Tensor-parallel collectives that nothing hides."""
+    pipeline: float
+    """Activations between stages, where they hold up compute."""
+    bubble: float
+    """The busiest stage waits: filling, draining, imbalance."""
+    data: float
+    """Gradients summed over replicas and weights gathered, beyond what compute hides."""
+    optimizer: float
+    """Gradient norm, update, clearing gradients."""
+    jitter: float
+    """Waiting for the slowest of many equal devices."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    def parts(self) -> dict[str, float]:
+        """Name → seconds."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """A planned step. Rates are of one device."""
+
+    split: Split
+    seconds: float
+    samples: int
+    model_tflops: float
+    """Model FLOPs a second of one device, 10^12 (recompute not counted)."""
+    hardware_tflops: float
+    """With recompute."""
+    mfu: float
+    """Model FLOPs over the datasheet's peak."""
+    hfu: float
+    """Hardware FLOPs over the datasheet's peak."""
+    tokens_per_second: float
+    timeline: Timeline
+
+
+def chunk_costs(case: Case, rates: Rates, links: Links) -> list[Cost]:
+    """The cost of each chunk of the model, for one micro-batch."""
+    group = span(links.machine, case.tp, 1)
+    layer = layer_cost(case, rates, links, group)
+    out = [layer.times(count) for count in case.chunks]
+    out[0] = out[0] + embedding_cost(case, rates, links, group)
+    out[-1] = out[-1] + head_cost(case, rates, links, group)
+    return out
+
+
+def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
+    """Plan one step. ``quick``: the pipeline in closed form instead of simulated (for a search)."""
+    rates, links = Rates.of(machine), Links.of(machine)
+    chunks = chunk_costs(case, rates, links)
+    forward = [c.forward + c.forward_tensor for c in chunks]
+    backward = [c.backward + c.backward_tensor for c in chunks]
+    m = case.micro_batches
+    transfer, hidden, duplex = 0.0, case.engine.transfer_overlap, case.engine.duplex_transfers
+    if case.pp > 1:
+        stream = case.model.seq_length / case.cp * case.micro_batch * case.model.hidden_size * case.width
+        transfer = links.transfer(stream / (case.tp if case.sequence_parallel else 1), case)
+    if quick:
+        length = quick_span(
+            case.pp, forward, backward, transfer=transfer, hidden=hidden, duplex=duplex, micro_batches=m
+        )
+        busy = tuple(m * (sum(forward[s :: case.pp]) + sum(backward[s :: case.pp])) for s in range(case.pp))
+        line = Timeline(span=length, busy=busy)
+    else:
+        line = timeline(
+            case.schedule if case.vp == 1 else "interleaved", case.pp, forward, backward, transfer=transfer,
+            hidden=hidden, duplex=duplex, micro_batches=m,
+        )
+    worst = max(range(case.pp), key=lambda s: line.busy[s])
+    mine = chunks[worst :: case.pp]
+    tensor = m * sum(c.forward_tensor + c.backward_tensor for c in mine)
+    sends = 0 if hidden else m * case.vp * ((worst > 0) + (worst < case.pp - 1)) * (1 if duplex else 2)
+    pipeline = min(sends * transfer, line.span - line.busy[worst])
+    data = data_seconds(case, links, forward, backward)
+    jitter = machine.hardware.jitter * math.sqrt(2 * math.log(case.world)) * line.span if case.world > 1 else 0.0
+    split = Split(
+        compute=line.busy[worst] - tensor, tensor=tensor, pipeline=pipeline,
+        bubble=line.span - line.busy[worst] - pipeline, data=data, optimizer=optimizer_seconds(case, rates),
+        jitter=jitter,
+    )
+    return summary(case, machine, split, line)
+
+
+def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepPlan:
+    """Rates from seconds. Samples are those asked for: what fractional accumulation adds is not counted as work."""
+    seconds, peak = split.total, machine.cluster.peak_tflops * (2 if case.dtype == "fp8" else 1)
+    model = model_flops(case.model) * case.global_batch / seconds / case.world / 1e12
+    recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
+    hardware = hardware_flops(case.model, recompute) * case.global_batch / seconds / case.world / 1e12
+    return StepPlan(
+        split=split, seconds=seconds, samples=case.global_batch, model_tflops=model, hardware_tflops=hardware,
+        mfu=model / peak, hfu=hardware / peak,
+        tokens_per_second=case.global_batch * case.model.seq_length / seconds, timeline=line,
+    )
+
+
+def data_seconds(case: Case, links: Links, forward: list[float], backward: list[float]) -> float:
+    """Exposed seconds of summing gradients over replicas and of gathering weights, on the stage that holds most."""
+    replicas, e = case.dp * case.cp, case.engine
+    tied = 0.0
+    if case.pp > 1 and case.model.tie_embeddings:
+        table = case.padded_vocab / case.tp * case.model.hidden_size * e.reduce_bytes
+        tied = links.collective(table, span(links.machine, 2, case.tp * replicas * (case.pp - 1)))
+    if replicas == 1:
+        return tied
+    group = span(links.machine, replicas, case.tp)
+    worst = 0.0
+    for stage in {0, case.pp // 2, case.pp - 1}:
+        n = stage_elements(case, stage)
+        kind = "half" if e.shard_reduces and case.zero_stage else "all-reduce"
+        reduce = links.collective(n * e.reduce_bytes, group, kind=kind)
+        gather = links.collective(n * case.width, group, kind="half") if case.zero_stage else 0.0
+        # The last chunk's traffic cannot start before its backward ends, nor the first forward before its weights.
+        shown = 1 / max(case.vp, case.chunks[stage])
+        hide_reduce = min(reduce * (1 - shown), e.reduce_overlap * sum(backward[stage :: case.pp]))
+        hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(forward[stage :: case.pp]))
+        worst = max(worst, reduce - hide_reduce + gather - hide_gather)
+    return worst + tied
+
+
+def optimizer_seconds(case: Case, rates: Rates) -> float:
+    """Norm and check of all gradients, Adam on this rank's share, gradients cleared; bound by memory."""
+    n = max(stage_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
+    shards = case.dp * case.cp if case.zero_stage else 1
+    own = n / shards
+    update = own * (ADAM_BYTES * case.wide / 4 + case.width + case.engine.update_extra_bytes)
+    return rates.stream(update + n * 2 * case.engine.gradient_bytes, 20)

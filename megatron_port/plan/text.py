@@ -1,0 +1,170 @@
+"""A plan as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_port.config.flops import model_flops
+from megatron_port.plan.arithmetic import (
+    bubble_fraction,
+    days,
+    layer_activations,
+    simple_memory,
+    training_flops,
+    widest_tensor_parallelism,
+)
+from megatron_port.plan.memory import layer_activation_bytes
+from megatron_port.plan.search import Candidate
+from megatron_port.plan.verdict import Plan
+
+
+def render(plan: Plan) -> str:
+    """What ``megatron-port plan`` prints."""
+    return "\n".join([*_head(plan), *_memory(plan), *_time(plan), *_neighbours(plan)])
+
+
+def _head(plan: Plan) -> list[str]:
+    case, cluster = plan.case, plan.machine.cluster
+    lines = [
+        f"{plan.name}: {plan.parameters:,} parameters on {case.world} {cluster.device_label}s "
+        f"({plan.nodes:g} nodes of {cluster.name})",
+        f"layout    {case.label()}; {case.engine.name}, {case.schedule}, ZeRO-{case.zero_stage}, {case.dtype}, "
+        f"{'fused' if case.flash else 'unfused'} attention; batch {case.global_batch} = {case.micro_batch} x "
+        f"{case.micro_batches} x dp {case.dp}",
+    ]
+    if plan.fractional:
+        lines.append(
+            f"          fractional accumulation: {case.global_batch} / (micro-batch {case.micro_batch} x dp {case.dp}) "
+            f"is not whole, planned with {case.micro_batches}; no trainer runs this"
+        )
+    return lines
+
+
+def _memory(plan: Plan) -> list[str]:
+    worst, limit = plan.fullest, plan.limit
+    gap = abs(limit - worst.total) / 1e9
+    verdict = f"fits, {gap:.1f} GB to spare" if plan.fits else f"DOES NOT FIT: memory is over by {gap:.1f} GB"
+    parts = "  ".join(f"{name} {size / 1e9:.1f}" for name, size in worst.parts().items() if size > 5e7)
+    lines = [
+        f"memory    {verdict}: stage {worst.stage} needs {worst.total / 1e9:.1f} of {limit / 1e9:.1f} GB at "
+        f"{worst.peak_at}",
+        f"          {parts}  (GB)",
+    ]
+    if case_pp := len(plan.memory) - 1:
+        shown = plan.memory if case_pp < 8 else (*plan.memory[:3], *plan.memory[-3:])
+        lines.append("          by stage, GB: " + "  ".join(f"{m.stage}: {m.total / 1e9:.1f}" for m in shown))
+    if not plan.fits:
+        lines.append(
+            f"          nearest layout that fits: {_candidate(plan, plan.nearest)}" if plan.nearest else
+            f"          no layout on {plan.case.world} devices fits; use more nodes"
+        )
+    return lines
+
+
+def _time(plan: Plan) -> list[str]:
+    step, budget, label = plan.step, plan.budget, plan.machine.cluster.device_label
+    parts = "  ".join(f"{name} {s / step.seconds:.1%}" for name, s in step.split.parts().items())
+    return [
+        f"step      {step.seconds:.2f} s: {parts}",
+        f"rate      model {step.model_tflops:.1f} TFLOP/s a {label} (MFU {step.mfu:.1%}), hardware, recompute counted, "
+        f"{step.hardware_tflops:.1f} (HFU {step.hfu:.1%}); {step.tokens_per_second:,.0f} tokens/s",
+        f"budget    {budget.tokens:.4g} tokens: {budget.steps:,} steps, {budget.days:.3g} days, "
+        f"{budget.node_hours:,.0f} node-hours",
+    ]
+
+
+def _neighbours(plan: Plan) -> list[str]:
+    if not plan.neighbours:
+        return ["better     nothing near this layout"] if plan.fits else []
+    lines = ["better    near this layout, planned:" if plan.fits else "faster    of those that fit:"]
+    return lines + [f"          {_candidate(plan, c)}" for c in plan.neighbours]
+
+
+def _candidate(plan: Plan, candidate: Candidate | None) -> str:
+    if candidate is None:
+        return ""
+    change = candidate.step.seconds / plan.step.seconds - 1
+    more = (candidate.memory.total - plan.fullest.total) / 1e9
+    return (
+        f"{candidate.case.label()}: {candidate.step.seconds:.2f} s ({change:+.1%}), "
+        f"{candidate.memory.total / 1e9:.1f} GB ({more:+.1f})"
+    )
+
+
+def explain(plan: Plan) -> str:
+    """The arithmetic of an envelope for this run, formula by formula, beside what the planner found."""
+    case, model, machine = plan.case, plan.case.model, plan.machine
+    n, tokens = plan.parameters, plan.budget.tokens
+    peak = machine.cluster.peak_tflops * 1e12
+    link = machine.hardware.node_gb * 1e9
+    rough = training_flops(n, tokens)
+    exact = model_flops(model) / model.seq_length * tokens
+    whole = simple_memory(
+        n, layers=model.num_layers, hidden=model.hidden_size, sequence=model.seq_length,
+        batch=case.micro_batch,
+    )
+    bubble = bubble_fraction(case.pp, case.micro_batches, case.vp)
+    formula = layer_activations(
+        sequence=model.seq_length, batch=case.micro_batch, hidden=model.hidden_size, heads=model.num_attention_heads,
+        tensor=case.tp, sequence_parallel=case.sequence_parallel, scores=not case.flash,
+    )
+    keeps = layer_activation_bytes(case)
+    waits = plan.step.split.bubble
+    lines = [
+        "arithmetic",
+        f"  training FLOPs   6·N·T = 6 · {n:.4g} · {tokens:.4g} = {rough:.4g}; with attention and head "
+        f"72·B·s·L·h²·(1 + s/6h + V/12Lh) a batch: {exact:.4g}",
+        f"  days             FLOPs / (peak · MFU · devices) = {rough:.4g} / ({peak:.4g} · {plan.step.mfu:.3f} · "
+        f"{case.world}) = {days(rough, peak=peak, utilisation=plan.step.mfu, devices=case.world):.4g}; with attention "
+        f"{days(exact, peak=peak, utilisation=plan.step.mfu, devices=case.world):.4g}",
+        f"  bubble           (p − 1) / (m·v) = ({case.pp} − 1) / ({case.micro_batches}·{case.vp}) = {bubble:.2%} of "
+        f"the useful time; simulated {waits / (plan.step.seconds - waits):.2%} of the rest",
+        f"  activations      a layer and micro-batch, Korthikanti: {formula / 1e6:.1f} MB; kept here, recompute "
+        f"{case.recompute}: {keeps / 1e6:.1f} MB; {plan.memory[0].in_flight:.4g} micro-batches in flight on stage 0",
+        f"  the whole model  weights {whole.weights / 1e9:.4g} + gradients {whole.gradients / 1e9:.4g} + optimizer "
+        f"{whole.optimizer / 1e9:.4g} + activations {whole.activations / 1e9:.4g} = {whole.total / 1e9:.4g} GB: "
+        f"{whole.devices(plan.limit)} devices of {plan.limit / 1e9:g} GB at least",
+    ]
+    if link:
+        widest = widest_tensor_parallelism(model.hidden_size, peak=peak, link=link)
+        lines.append(
+            f"  tensor parallel  (2·3·h/t) / 2 bytes ≥ peak / link: t ≤ 6 · {model.hidden_size} / 2 · {link:.4g} / "
+            f"{peak:.4g} = {widest:.1f} keeps the node's links ahead of the products (one direction)"
+        )
+    return "\n".join(lines)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values; bytes, seconds, FLOP/s in 10^12."""
+    def candidate(c: Candidate | None) -> dict[str, Any] | None:
+        if c is None:
+            return None
+        return {**_layout(c.case), "seconds": c.step.seconds, "bytes": c.memory.total}
+
+    step, case = plan.step, plan.case
+    return {
+        "name": plan.name, "cluster": plan.machine.cluster.name, "devices": case.world, "nodes": plan.nodes,
+        "parameters": plan.parameters, "layout": _layout(case), "fractional": plan.fractional, "fits": plan.fits,
+        "limit_bytes": plan.limit, "over_bytes": max(0.0, plan.fullest.total - plan.limit),
+        "stages": [
+            {"stage": m.stage, "elements": m.elements, "total": m.total, "allocated": m.allocated, "peak_at": m.peak_at,
+             **m.parts()} for m in plan.memory
+        ],
+        "step": {
+            "seconds": step.seconds, "split": step.split.parts(), "model_tflops": step.model_tflops,
+            "hardware_tflops": step.hardware_tflops, "mfu": step.mfu, "hfu": step.hfu,
+            "tokens_per_second": step.tokens_per_second,
+        },
+        "budget": {
+            "tokens": plan.budget.tokens, "steps": plan.budget.steps, "days": plan.budget.days,
+            "node_hours": plan.budget.node_hours,
+        },
+        "nearest": candidate(plan.nearest), "better": [candidate(c) for c in plan.neighbours],
+    }
+
+
+def _layout(case: Any) -> dict[str, Any]:
+    keys = (
+        "tp", "pp", "vp", "dp", "cp", "sequence_parallel", "recompute", "micro_batch", "micro_batches", "zero_stage",
+    )
+    return {key: getattr(case, key) for key in keys} | {"split": list(case.split)}

@@ -1,0 +1,164 @@
+"""`megatron-port plan`: verdicts, neighbours, refusals; the search; the arithmetic of an envelope, worked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_port.cli.main import main
+from megatron_port.config.checks import check
+from megatron_port.config.flops import model_flops
+from megatron_port.config.layout import with_values
+from megatron_port.config.loader import load, shipped_names
+from megatron_port.plan import arithmetic
+from megatron_port.plan.case import case_of, machine_of
+from megatron_port.plan.memory import plan_memory
+from megatron_port.plan.search import fullest, layouts, options_of, search
+from megatron_port.plan.verdict import make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "runs/frontier-175b", "--explain", "--tokens", "300e9")
+    assert code == 0
+    for word in ("fits", "MFU", "HFU", "compute", "bubble", "node-hours", "6·N·T", "228,882 steps"):
+        assert word in out
+
+
+def test_a_run_that_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "runs/frontier-1t", "--nodes", "16", "--set", "layout.pipeline_parallel_size=16")
+    assert code == 2
+    assert "DOES NOT FIT" in out and "no layout on 128 devices fits" in out
+    code, out, _ = run(capsys, "runs/frontier-175b", "--json", "--set", "layout.pipeline_parallel_size=4")
+    plan = json.loads(out)
+    assert code == 2 and not plan["fits"]
+    worst = max(stage["total"] for stage in plan["stages"])
+    assert plan["over_bytes"] == pytest.approx(worst - plan["limit_bytes"])
+    near = plan["nearest"]
+    assert near["bytes"] <= plan["limit_bytes"] and near["tp"] * near["pp"] * near["dp"] == 128
+
+
+def test_neighbours_are_legal_fit_and_are_faster() -> None:
+    config = load("runs/frontier-175b").config
+    plan = make_plan(config)
+    assert plan.neighbours
+    for n in plan.neighbours:
+        assert n.step.seconds < plan.step.seconds
+        changed = with_values(config, {
+            "layout.tensor_parallel_size": n.case.tp, "layout.pipeline_parallel_size": n.case.pp,
+            "layout.data_parallel_size": n.case.dp, "layout.sequence_parallel": n.case.sequence_parallel,
+            "layout.recompute": n.case.recompute, "batch.micro_batch_size": n.case.micro_batch,
+        })
+        check(changed)
+        again = make_plan(changed, neighbours=False)
+        assert again.fits and again.step.seconds == pytest.approx(n.step.seconds)
+        assert again.fullest.total == pytest.approx(n.memory.total)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["cluster.memory_gb=0"], "cluster.memory_gb is 0.0"),
+        (["hardware.memory_bandwidth_gb=0"], "hardware.memory_bandwidth_gb is 0.0"),
+        (["cluster.nodes=0"], "nothing says how many devices"),
+        (["cluster.nodes=-2"], "at least 1"),
+        (["model.vocab_size=2"], "vocab_size 2 is smaller than tensor_parallel_size 4"),
+        (["hardware.matmul_tflops=1000"], "nothing reaches more than the peak"),
+        (["hardware.node_efficiency=1.5"], "it is a share"),
+        (["hardware.nics=0"], "has no network"),
+        (["batch.global_batch_size=641"], "does not divide"),
+        (["model.hidden_size=12289"], "does not divide"),
+    ],
+)
+def test_nonsense_is_refused_with_a_sentence(
+    capsys: pytest.CaptureFixture[str], overrides: list[str], sentence: str
+) -> None:
+    code, out, err = run(capsys, "runs/frontier-175b", *(x for o in overrides for x in ("--set", o)))
+    assert code == 2 and not out and sentence in err
+
+
+def test_other_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no [hardware]" in run(capsys, "runs/quickstart", "--set", "cluster.nodes=1")[2]
+    assert "at least 1 node" in run(capsys, "runs/frontier-175b", "--nodes", "0")[2]
+    assert "no budget" in run(capsys, "runs/frontier-175b", "--tokens", "-5")[2]
+
+
+def test_fractional_accumulation_is_for_plans_only_and_labelled(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("runs/frontier-1t", "--nodes", "384", "--set", "batch.global_batch_size=8000")
+    assert run(capsys, *arguments)[0] == 2
+    code, out, _ = run(capsys, *arguments, "--fractional")
+    assert code == 0 and "planned with 1334" in out and "no trainer runs this" in out
+
+
+def test_the_search_for_1t_on_3072_gcds_takes_seconds() -> None:
+    config = load("runs/frontier-1t", ["cluster.nodes=384", "batch.global_batch_size=9600"]).config
+    case, _ = case_of(config)
+    machine = machine_of(config)
+    started = time.process_time()
+    options = options_of(config, case)
+    found = search(case, machine, options)
+    assert time.process_time() - started < 5
+    assert [c.step.seconds for c in found] == sorted(c.step.seconds for c in found)
+    assert all(c.fits(machine) and c.case.world == 3072 for c in found)
+    papers = [c for c in found if (c.case.tp, c.case.pp, c.case.recompute, c.case.micro_batch) == (8, 64, "full", 1)]
+    assert papers and found[0].step.seconds < papers[0].step.seconds
+    assert all(c.global_batch == c.dp * c.micro_batch * c.micro_batches for c in layouts(case, options))
+    for c in found[:5]:
+        assert c.memory.total == max(m.total for m in plan_memory(c.case, machine)) == fullest(c.case, machine).total
+
+
+def test_worked_numbers_of_an_envelope() -> None:
+    """Llama-2 70B's memory, the widest tensor parallelism by bandwidth, and 175B's days, as printed elsewhere."""
+    llama = arithmetic.simple_memory(70e9, layers=80, hidden=8192, sequence=4096, batch=8)
+    assert [round(x / 1e9) for x in (llama.weights, llama.gradients, llama.optimizer, llama.activations)] == [
+        140, 140, 840, 730,
+    ]
+    assert round(llama.total / 1e9) == 1850 and llama.devices(80e9) == 24 and llama.devices(24e9) == 78
+    widest = arithmetic.widest_tensor_parallelism
+    assert widest(8192, peak=330e12, link=32e9) == pytest.approx(2.4, abs=0.05)
+    assert widest(8192, peak=989e12, link=450e9) == pytest.approx(11.2, abs=0.05)
+    assert widest(8192, peak=989e12, link=900e9) == pytest.approx(22, abs=0.5)
+    machine = {"peak": 312e12, "utilisation": 0.5, "devices": 1024}
+    assert arithmetic.days(arithmetic.training_flops(175e9, 300e9), **machine) == pytest.approx(22.8, abs=0.05)
+    model = load("models/gpt-175b").config.model
+    assert arithmetic.days(model_flops(model) / 2048 * 300e9, **machine) == pytest.approx(23.4, abs=0.05)
+    assert arithmetic.bubble_fraction(128, 512) == pytest.approx(0.248, abs=0.0005)
+    assert arithmetic.bubble_fraction(8, 64, 3) == 7 / 192
+    layer = {"sequence": 2048, "batch": 4, "hidden": 6144, "heads": 64}
+    assert arithmetic.layer_activations(**layer) == pytest.approx(2048 * 4 * 6144 * (34 + 5 * 64 * 2048 / 6144))
+    assert arithmetic.layer_activations(**layer, tensor=8, sequence_parallel=True, scores=False) * 48 == pytest.approx(
+        9.56 * 2**30, rel=0.001
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in shipped_names() if n.startswith("runs/")])
+def test_every_shipped_run_on_a_described_cluster_fits(name: str) -> None:
+    config = load(name).config
+    if not config.hardware.device:
+        pytest.skip(f"{config.cluster.name} has no [hardware]")
+    plan = make_plan(config, neighbours=False)
+    assert plan.fits, f"stage {plan.fullest.stage} needs {plan.fullest.total / 1e9:.1f} GB"
+
+
+@pytest.mark.parametrize("name", [n for n in shipped_names() if n.startswith("clusters/")])
+def test_every_described_cluster_can_be_planned_for(name: str) -> None:
+    config = load(name).config
+    if config.hardware.device:
+        assert machine_of(config).cluster.name == config.cluster.name
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys, megatron_port.plan.verdict, megatron_port.plan.text; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,155 @@
+"""The planner's bytes: elements against the meta model, published memory, schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.loader import load
+from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
+from megatron_port.model.gpt import unit_costs
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.pipeline.schedules import SCHEDULES, peak_in_flight
+from megatron_port.plan.case import Case, Engine, Machine, balanced_split, case_of, machine_of
+from megatron_port.plan.counts import stage_elements
+from megatron_port.plan.memory import in_flight, layer_activation_bytes, plan_memory, stage_memory
+from megatron_port.plan.timeline import passes
+from megatron_port.train.assemble import build_model
+
+GIB, MIB = 2**30, 2**20
+MEASURED_175B = (
+    33902, 31436, 31136, 30836, 30536, 30236, 29936, 29636, 29336, 29035, 28736, 28436, 28136, 27836, 27536, 29138,
+)
+"""MiB allocated at the peak, stage 0…15: 175B, tp 4, pp 16, dp 2, micro-batch 1, ZeRO-1, fp16, full recompute."""
+
+
+def machine(name: str = "selene") -> Machine:
+    return machine_of(load(f"clusters/{name}").config)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "gpt-1.4b", "gpt-22b", "llama-8b"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 3), (2, 4)])
+def test_elements_of_every_rank_are_the_meta_models(name: str, tp: int, pp: int) -> None:
+    model = load(f"models/{name}").config.model
+    layout = LayoutConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, pipeline_split=balanced_split(model, pp)
+    )
+    config = RunConfig(model=model, layout=layout, engine="native")
+    case, _ = case_of(config)
+    topology = Topology(tp=tp, pp=pp, dp=1)
+    for stage in range(pp):
+        rank = topology.rank(pp=stage, dp=0, tp=tp - 1)
+        ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
+        built = build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device))
+        assert stage_elements(case, stage) == sum(p.numel() for p in built.parameters()), stage
+
+
+@pytest.mark.parametrize("name", ["gpt-22b", "gpt-175b", "llama-8b", "gpt2-124m"])
+def test_the_split_is_the_trainers(name: str) -> None:
+    model = load(f"models/{name}").config.model
+    for stages in (1, 2, 3, 5, 8, 12):
+        assert balanced_split(model, stages) == balanced_layers(unit_costs(model), stages), stages
+
+
+def test_the_16_measured_stages_of_the_175b_run() -> None:
+    config = load("runs/frontier-175b").config
+    case, _ = case_of(config)
+    # The measured program kept fp16 gradients and accumulated in them; ours accumulates in fp32.
+    case = replace(case, engine=Engine(name="Megatron-DeepSpeed", gradient_bytes=2, bucket_bytes=0.0))
+    stages = plan_memory(case, machine("frontier"))
+    assert stages[1].elements == 2_718_480_384
+    for stage, measured in zip(stages, MEASURED_175B):
+        assert stage.allocated / MIB == pytest.approx(measured, rel=0.05), stage.stage
+    assert (stages[1].allocated - stages[14].allocated) / 13 / MIB == pytest.approx(300, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "pp", "vp", "micro", "batch", "static", "without", "both"),
+    [
+        (48, 6144, 64, 1, 1, 4, 4, 45.56, 59.25, 9.56),
+        (96, 12288, 96, 8, 3, 1, 64, 45.56, 66.84, 12.35),
+        (105, 20480, 128, 35, 3, 1, 280, 31.64, 114.02, 23.08),
+        (128, 25600, 160, 64, 1, 1, 512, 32.96, 131.25, 26.56),
+    ],
+)
+def test_korthikantis_memory(
+    layers: int, hidden: int, heads: int, pp: int, vp: int, micro: int, batch: int, static: float, without: float,
+    both: float,
+) -> None:
+    """arXiv 2205.05198: parameters + optimizer of an average rank (18 B each), activations of the first stage."""
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=51200, seq_length=2048,
+        hidden_dropout=0.1, attention_dropout=0.1,
+    )
+    case = Case(
+        model=model, engine=Engine(name="Megatron-LM"), tp=8, pp=pp, vp=vp, micro_batch=micro, zero_stage=0,
+        micro_batches=batch // micro, global_batch=batch, flash=False, dtype="fp16",
+        schedule="interleaved" if vp > 1 else "1f1b",
+    )
+    stages = plan_memory(case, machine())
+    assert sum(s.static for s in stages) / pp / GIB == pytest.approx(static, rel=0.07)
+    assert stages[0].activations / GIB == pytest.approx(without, rel=0.07)
+    less = replace(case, sequence_parallel=True, recompute="selective")
+    assert stage_memory(less, machine(), 0).activations / GIB == pytest.approx(both, rel=0.07)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_layers_activations_are_korthikantis_formula(sequence_parallel: bool) -> None:
+    model = ModelConfig(
+        num_layers=2, hidden_size=1024, num_attention_heads=16, seq_length=512, hidden_dropout=0.1,
+        attention_dropout=0.1,
+    )
+    case = Case(
+        model=model, engine=Engine(name="x"), tp=4, micro_batch=2, flash=False, sequence_parallel=sequence_parallel
+    )
+    s, b, h, a, t = 512, 2, 1024, 16, 4
+    scores = 5 * a * s / h
+    formula = s * b * h * ((34 + scores) / t if sequence_parallel else 10 + (24 + scores) / t)
+    assert layer_activation_bytes(case) == pytest.approx(formula, rel=1e-12)
+    full = 2 * s * b * h / (t if sequence_parallel else 1)
+    assert layer_activation_bytes(replace(case, recompute="full")) == full
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (4, 2), (4, 16)])
+def test_micro_batches_in_flight_are_the_schedules(schedule: str, stages: int, micro_batches: int) -> None:
+    case = Case(
+        model=ModelConfig(), engine=Engine(name="x"), pp=stages, micro_batches=micro_batches, schedule=schedule
+    )
+    for stage in range(stages):
+        assert in_flight(case, stage) == peak_in_flight(SCHEDULES[schedule](stage, stages, micro_batches))
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 2, 4), (4, 3, 8), (8, 12, 64)])
+def test_interleaved_chunks_in_flight(stages: int, chunks: int, micro_batches: int) -> None:
+    model = ModelConfig(num_layers=stages * chunks)
+    case = Case(
+        model=model, engine=Engine(name="x"), pp=stages, vp=chunks, micro_batches=micro_batches, schedule="interleaved"
+    )
+    for stage in range(stages):
+        held = most = 0
+        for backward, _, _ in passes("interleaved", stage, stages, chunks, micro_batches):
+            held += -1 if backward else 1
+            most = max(most, held)
+        assert in_flight(case, stage) == pytest.approx(most / chunks)
+
+
+def test_zero_shards_the_optimizer_only() -> None:
+    config = load("runs/frontier-175b").config
+    case, _ = case_of(config)
+    one, four = (stage_memory(replace(case, dp=d), machine("frontier"), 3) for d in (1, 4))
+    assert one.optimizer == 4 * four.optimizer == 12 * one.elements
+    assert (one.weights, one.gradients) == (four.weights, four.gradients) == (2 * one.elements, 4 * one.elements)
+    assert stage_memory(replace(case, dp=4, zero_stage=0), machine("frontier"), 3).optimizer == one.optimizer
+
+
+def test_parts_add_up() -> None:
+    case, _ = case_of(load("runs/frontier-1t", ["cluster.nodes=64"]).config)
+    for stage in plan_memory(case, machine("frontier")):
+        assert sum(stage.parts().values()) == pytest.approx(stage.total, rel=1e-12)

@@ -1,0 +1,136 @@
+"""The planner's seconds: pipeline against its formula and the trainer's simulator, kernels, links, observations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_port.config.flops import hardware_flops, model_flops
+from megatron_port.config.loader import load
+from megatron_port.errors import ConfigError
+from megatron_port.pipeline.schedules import simulate
+from megatron_port.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.plan.links import Links, span
+from megatron_port.plan.rates import Rates, efficiency
+from megatron_port.plan.step import plan_step
+from megatron_port.plan.timeline import passes, quick_span, timeline
+
+
+def machine(name: str = "frontier") -> Machine:
+    return machine_of(load(f"clusters/{name}").config)
+
+
+def case(*overrides: str, run: str = "runs/frontier-175b") -> Case:
+    return case_of(load(run, overrides).config)[0]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "m"), [(1, 3), (2, 2), (4, 4), (4, 9), (8, 200)])
+def test_the_pipeline_is_the_trainers_and_its_bubble_the_formula(schedule: str, stages: int, m: int) -> None:
+    line = timeline(schedule, stages, [1.0] * stages, [2.0] * stages, micro_batches=m)
+    theirs = simulate(schedule, stages, m)
+    assert line.span == pytest.approx(max(end for s in theirs for _, end in s.values()))
+    assert (line.span - line.busy[0]) / line.busy[0] == pytest.approx((stages - 1) / m)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 64), (8, 12, 64)])
+def test_interleaving_divides_the_bubble_by_its_chunks(stages: int, chunks: int, m: int) -> None:
+    count = stages * chunks
+    line = timeline("interleaved", stages, [1.0] * count, [2.0] * count, micro_batches=m)
+    assert (line.span - line.busy[0]) / line.busy[0] == pytest.approx((stages - 1) / (m * chunks))
+    for stage in range(stages):
+        done = passes("interleaved", stage, stages, chunks, m)
+        assert len(set(done)) == len(done) == 2 * m * chunks
+
+
+def test_a_long_step_continues_a_short_one() -> None:
+    forward, backward = [1.0, 1.3, 1.1, 1.6], [2.1, 2.0, 2.6, 2.9]
+    for duplex in (True, False):
+        spans = [
+            timeline("1f1b", 4, forward, backward, transfer=0.2, duplex=duplex, micro_batches=m).span
+            for m in (15, 31, 47)
+        ]
+        assert spans[2] - spans[1] == pytest.approx(spans[1] - spans[0], rel=0.02)
+
+
+def test_the_closed_form_is_near_the_simulation() -> None:
+    for m in (8, 32, 200):
+        exact = timeline("1f1b", 8, [1.0] * 8, [2.0] * 8, transfer=0.05, micro_batches=m).span
+        near = quick_span(8, [1.0] * 8, [2.0] * 8, transfer=0.05, hidden=False, micro_batches=m)
+        assert near == pytest.approx(exact, rel=0.06)
+
+
+def test_sequential_transfers_cost_more_and_hidden_ones_less() -> None:
+    spans = [
+        timeline("1f1b", 4, [1.0] * 4, [2.0] * 4, transfer=0.3, micro_batches=32, hidden=hidden, duplex=duplex).span
+        for hidden, duplex in ((True, True), (False, True), (False, False))
+    ]
+    assert spans == sorted(spans) and len(set(spans)) == 3
+
+
+def test_products_reach_what_shapes_allow() -> None:
+    rates = Rates.of(machine("selene"))
+    assert efficiency(rates, 16384, 16384, 16384) > 0.9
+    assert efficiency(rates, 16384, 16384, 64) < 0.4  # the pipeline of a tile is filled and emptied
+    units = rates.units
+    whole, one_more = (efficiency(rates, 256 * units, 128 * n, 8192) for n in (1, 1.01))
+    assert whole > 0.95 and one_more < whole
+    for shape in ((2048, 12288, 12288), (2048, 128, 2048), (1, 1, 1)):
+        seconds = rates.product(*shape)
+        assert 2.0 * shape[0] * shape[1] * shape[2] / seconds <= rates.matmul
+        assert 2 * (shape[0] * shape[2] + shape[2] * shape[1] + shape[0] * shape[1]) / seconds <= rates.memory
+
+
+def test_levels_of_links() -> None:
+    links = Links.of(machine())
+    package, node, nodes = (links.collective(1e9, span(machine(), size, 1)) / (size - 1) * size for size in (2, 8, 16))
+    assert package < node < nodes
+    assert links.collective(1e9, span(machine(), 1, 1)) == 0
+    # Eight groups of a node share its adapters; one group that spans the node has them all.
+    shared, alone = links.collective(1e9, span(machine(), 4, 8)), links.collective(1e9, span(machine(), 32, 1))
+    assert shared > 3 * alone
+    half = links.collective(1e9, span(machine(), 8, 1), kind="half")
+    assert half == pytest.approx(links.collective(1e9, span(machine(), 8, 1)) / 2)
+
+
+def test_one_box_has_no_network() -> None:
+    with pytest.raises(ConfigError, match=r"rtx4090 has no network"):
+        Links.of(machine("rtx4090")).collective(1e6, span(machine("rtx4090"), 16, 1))
+
+
+def test_parts_add_up_and_rates_follow_from_the_flops() -> None:
+    c = case()
+    step = plan_step(c, machine())
+    assert sum(step.split.parts().values()) == pytest.approx(step.seconds)
+    assert min(step.split.parts().values()) >= 0
+    assert step.model_tflops == pytest.approx(model_flops(c.model) * 640 / step.seconds / 128 / 1e12)
+    assert step.hardware_tflops == pytest.approx(hardware_flops(c.model, "full") * 640 / step.seconds / 128 / 1e12)
+    assert step.mfu == pytest.approx(step.model_tflops / 191.5)
+
+
+def test_the_papers_observations() -> None:
+    """arXiv 2312.12705, III.1 to III.4."""
+    m = machine()
+
+    def rate(**changes: int) -> float:
+        return plan_step(replace(base, **changes), m).hardware_tflops
+
+    base = case("layout.tensor_parallel_size=1", "layout.pipeline_parallel_size=8", run="runs/frontier-22b")
+    tensor = [rate(tp=t, dp=16 // t, pp=1, split=(), micro_batches=640 * t // 16) for t in (1, 2, 4, 8)]
+    assert tensor == sorted(tensor, reverse=True)  # III.1: larger tensor parallelism is slower
+    many = [rate(micro_batches=n, global_batch=2 * n) for n in (8, 16, 64, 256)]
+    assert many == sorted(many)  # III.2: many micro-batches hide the bubble
+    stages = [rate(pp=p, dp=1, split=(), micro_batches=64, global_batch=64) for p in (4, 8, 16, 24)]
+    assert stages == sorted(stages, reverse=True)  # III.3: more stages at a fixed batch are slower
+    base = case(run="runs/frontier-175b")  # enough layers a stage that the head's imbalance stays small
+    held = [rate(pp=p, dp=1, split=(), micro_batches=8 * p, global_batch=8 * p) for p in (4, 8, 16)]
+    assert max(held) / min(held) < 1.06  # III.4: throughput holds with the ratio of stages to micro-batches
+
+
+def test_weak_scaling_of_1t() -> None:
+    rates = []
+    for nodes in (128, 384):
+        c = case(f"cluster.nodes={nodes}", f"batch.global_batch_size={1600 * nodes // 64}", run="runs/frontier-1t")
+        rates.append(plan_step(c, machine()).hardware_tflops)
+    assert rates[1] / rates[0] > 0.98
