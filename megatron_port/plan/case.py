@@ -94,6 +94,8 @@ class Case:
     """fp32 | bf16 | fp16 | fp64 | fp8 (products in fp8, all else as in bf16)"""
     flash: bool = True
     """Attention is one fused kernel that stores no scores."""
+    kernels: str = "fused"
+    """Whose norms, activations, dropout and softmax, for what they keep: own | torch | fused (apex, Megatron)."""
     split: tuple[int, ...] = ()
     """Layers of each stage (pp × vp chunks, in order of the layers); empty: as even as can be."""
     vocab_multiple: int = 128
@@ -208,6 +210,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         dtype=config.precision.dtype,
         flash=config.backend.attention != "math" and config.model.attention_dropout == 0
         and config.precision.dtype in ("fp16", "bf16"),
+        kernels="torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own",
         split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple,
     )
     if not case.split:

@@ -81,8 +81,10 @@ def in_flight(case: Case, stage: int) -> float:
 def layer_activation_bytes(case: Case, recompute: str | None = None) -> float:
     """Bytes that one layer keeps of one micro-batch between its forward and its backward on a rank.
 
-    For GPT in 16 bits with dropout: s·b·h·34 = 10 not split by tp, 24 split; without dropout no masks. ``recompute``
-    None: the case's.
+    For GPT in 16 bits with dropout: s·b·h·34 = 10 not split by tp, 24 split; without dropout no masks. Own kernels draw
+    masks again and keep none; torch's ops keep them in the dtype, the inputs of an RMSNorm and its result in fp32 and
+    SwiGLU's sigmoid branch as well, and under rotary positions the packed projection
+    (tests/unit/test_plan_memory.py measures them). ``recompute`` None: the case's.
     """
     m, t = case.model, case.tp
     w = case.width
@@ -91,13 +93,23 @@ def layer_activation_bytes(case: Case, recompute: str | None = None) -> float:
     stream = tokens * m.hidden_size * (1 / t if case.sequence_parallel else 1)
     if recompute == "full":
         return w * stream
-    masks = 2 * (m.hidden_dropout > 0)
+    torchs = case.kernels == "torch"
+    mask = {"own": 0, "torch": w}.get(case.kernels, 1)
+    masks = 2 * mask * (m.hidden_dropout > 0)
     whole = stream * (4 * w + masks)  # two norms' inputs, the inputs of qkv and of the first MLP product, two masks
     split = tokens / t * _split_widths(m) * w
+    if torchs and m.normalization == "rmsnorm":
+        whole += stream * 2 * (2 * case.wide - w)
+    if torchs and m.activation == "swiglu":
+        split += tokens / t * m.ffn_size * w
+    if torchs and m.position_embedding == "rope":  # v is a view that keeps the whole projection alive
+        split += tokens / t * m.head_size * (m.num_attention_heads + m.kv_heads) * w
     if not case.flash and recompute == "none":
         dropped = 1 if m.attention_dropout > 0 else 0
         scores = m.num_attention_heads / t * m.seq_length * tokens / case.cp
-        split += scores * (w + dropped * (w + 1))
+        split += tokens / t * m.num_attention_heads * m.head_size * w if torchs else 0  # q, scaled
+        wide = case.wide if torchs and w != case.wide else 0  # softmax in fp32
+        split += scores * (w + wide + dropped * (mask if torchs else w + mask))
     if case.flash:
         split += tokens / t * m.num_attention_heads * 4  # log-sum-exp of each row, fp32
     return whole + split

@@ -153,3 +153,52 @@ def test_parts_add_up() -> None:
     case, _ = case_of(load("runs/frontier-1t", ["cluster.nodes=64"]).config)
     for stage in plan_memory(case, machine("frontier")):
         assert sum(stage.parts().values()) == pytest.approx(stage.total, rel=1e-12)
+
+
+FAMILIES = {
+    "gpt": {},
+    "gpt, dropout": {"hidden_dropout": 0.1},
+    "gpt, attention dropout": {"attention_dropout": 0.1},
+    "llama": {
+        "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
+        "tie_embeddings": False, "num_query_groups": 2,
+    },
+}
+
+
+def kept_bytes(model: ModelConfig, recompute: str, batch: int) -> int:
+    """Bytes that a forward of the real model keeps for its backward, parameters left out."""
+    config = RunConfig(model=model, layout=LayoutConfig(recompute=recompute), engine="native")
+    ctx = ParallelContext.single("cpu")
+    stream = DropoutStream(0, ctx.device)
+    stream.set_micro_batch(0, tuple(range(batch)))
+    built = build_model(config, ctx, torch_providers(), stream)
+    for p in built.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    own = {p.untyped_storage().data_ptr() for p in built.parameters()}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        built(torch.randint(0, 100, (batch, model.seq_length)))
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_a_layer_really_keeps(family: str, recompute: str, batch: int) -> None:
+    """One layer more or less of the real model, in bf16 with torch's ops, against the formula."""
+    model = ModelConfig(
+        num_layers=1, hidden_size=256, num_attention_heads=4, seq_length=128, vocab_size=1000, **FAMILIES[family]
+    )
+    measured = kept_bytes(replace(model, num_layers=2), recompute, batch) - kept_bytes(model, recompute, batch)
+    case = Case(
+        model=model, engine=Engine(name="native"), recompute=recompute, micro_batch=batch, flash=False, kernels="torch"
+    )
+    assert layer_activation_bytes(case) == pytest.approx(measured, rel=0.05)
