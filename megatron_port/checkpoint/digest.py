@@ -6,10 +6,19 @@ from collections.abc import Sequence
 
 import xxhash
 
-from megatron_port.checkpoint.format import BLOCK, FileEntry
+from megatron_port.checkpoint.format import MAX_BLOCK, FileEntry
 
+MIN_BLOCK, _BLOCKS = 1 << 20, 128
 CHUNK = 1 << 20
 """Bytes read, written or hashed at a time: they are still in the core's cache when the next hand touches them."""
+
+
+def block_bytes(size: int) -> int:
+    """Bytes of a block of a file of ``size`` bytes: at most 128 of 1 to 64 MiB, so manifests stay small."""
+    width = MIN_BLOCK
+    while width < MAX_BLOCK and size > _BLOCKS * width:
+        width *= 2
+    return width
 
 
 class SpanHashes:
@@ -18,7 +27,7 @@ class SpanHashes:
     Ranges of ``limit`` bytes or more get no hash (an empty text): blocks tell those apart.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int]], limit: int = BLOCK) -> None:
+    def __init__(self, spans: Sequence[tuple[int, int]], limit: int) -> None:
         self._spans, self._limit = spans, limit
         self._digest = xxhash.xxh3_128()
         self._at = 0
@@ -40,7 +49,7 @@ class SpanHashes:
 class Digest:
     """Hashes a stream. ``block_bytes``: size of a block."""
 
-    def __init__(self, block_bytes: int = BLOCK) -> None:
+    def __init__(self, block_bytes: int) -> None:
         self._width = block_bytes
         self._whole = xxhash.xxh3_128()
         self._block = xxhash.xxh3_128()

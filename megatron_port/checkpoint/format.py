@@ -35,8 +35,6 @@ from megatron_port.errors import CheckpointError, DamagedCheckpoint
 SCHEMA = "megatron_port.checkpoint"
 VERSION = 2
 READABLE = (1, 2)
-BLOCK = 1 << 24
-"""Bytes of a block in files that are written now; the last of a file may be shorter."""
 MAX_BLOCK = 1 << 26
 MANIFEST = "manifest.json"
 LATEST = "latest"

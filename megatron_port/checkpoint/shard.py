@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_port.checkpoint.boxes import FlatRange, range_fault
-from megatron_port.checkpoint.digest import CHUNK, Digest, SpanHashes
+from megatron_port.checkpoint.digest import CHUNK, Digest, SpanHashes, block_bytes
 from megatron_port.checkpoint.disk import disk_error, write_chunks
 from megatron_port.checkpoint.format import DTYPES, FileEntry, PieceEntry
 from megatron_port.engine.api import StatePiece
@@ -122,7 +122,8 @@ def write_planned(
 
     ``proceed`` is called before each mebibyte; what it raises ends the writing.
     """
-    digest, pieces = Digest(), SpanHashes(plan.spans)
+    width = block_bytes(plan.size)
+    digest, pieces = Digest(width), SpanHashes(plan.spans, width)
 
     def chunks() -> Iterator[memoryview]:
         digest.update(plan.head)
