@@ -74,9 +74,10 @@ def train(config: RunConfig, info: ProcessInfo) -> int:
     from megatron_port.train.loop import Trainer
     from megatron_port.train.session import open_session
     from megatron_port.train.state import run_folder
+    from megatron_port.train.watching import watched_session
 
     try:
-        with open_session(config, info) as session:
+        with open_session(config, info) as session, watched_session(session):
             outcome = Trainer(session).run()
     except BaseException as error:
         lost = isinstance(error, PeerLost)

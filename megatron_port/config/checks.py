@@ -130,6 +130,15 @@ _RANGES: dict[str, _Rule] = {
     "preflight.link_gb": _ZERO,
     "telemetry.replica_check_interval": _ZERO,
     "telemetry.published_tflops": _ZERO,
+    "watch.hang_seconds": _at_least(3),
+    "watch.hang_steps": _ONE,
+    "watch.data_seconds": _ZERO,
+    "watch.start_seconds": _POSITIVE,
+    "watch.evaluate_seconds": _POSITIVE,
+    "watch.save_seconds": _POSITIVE,
+    "watch.straggler_percent": _ZERO,
+    "watch.straggler_windows": _ONE,
+    "watch.straggler_steps": _ONE,
 }
 
 BYTE_VOCABULARY = 257

@@ -23,6 +23,7 @@ from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
+from megatron_port.runtime.pulse import REDUCE, Pulse
 
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
@@ -44,6 +45,7 @@ class DeepSpeedEngine:
         *,
         dtype: torch.dtype,
         optimizer_provider: str = "torch",
+        pulse: Pulse | None = None,
     ) -> None:
         prepare_deepspeed()
         from megatron_port.engine import deepspeed_pipeline, deepspeed_state
@@ -52,6 +54,7 @@ class DeepSpeedEngine:
         self.stage, self.config, self.ctx, self.stream, self.dtype = stage, config, ctx, stream, dtype
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
+        self.pulse = pulse or Pulse()
         self._batches: Sequence[MicroBatch] = ()
         self._step = 0
         self._loss_factor = 1.0
@@ -61,6 +64,7 @@ class DeepSpeedEngine:
         settings = deepspeed_config(config, dp=ctx.topology.dp, micro_batches=micro_batches)
         self.engine = self._initialize(deepspeed_pipeline, settings, optimizer_provider)
         self.parameters = recorded_parameters(self.stage)
+        self.engine.pulse = self.pulse
         self.engine.before_forward = self._before_forward
         self.engine.reduce_shared_gradients = self._reduce_shared
         self.engine.before_update = self._before_update
@@ -161,10 +165,12 @@ class DeepSpeedEngine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.stream.enabled = True
+        self.pulse.at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         self._loss_factor = count * dp / tokens
         used_scale = self.scaler.scale
         self.engine.train_batch(self._begin(micro_batches, step))
+        self.pulse.at(REDUCE, "loss of the step")
         total, counted = shared_sums([self._loss_total, tokens / dp], self.ctx)
         overflow = bool(self.engine.optimizer.overflow)
         norm = None if overflow else float(self.engine.get_global_grad_norm())

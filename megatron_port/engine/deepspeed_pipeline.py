@@ -29,6 +29,7 @@ from torch import nn
 
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.runtime.pulse import BACKWARD, DATA, FORWARD, OPTIMIZER, REDUCE, TRANSFER, Pulse
 
 
 class OneStage(PipelineModule):
@@ -66,9 +67,35 @@ class _Held(nn.Module):
         return self.stage(x)
 
 
+PHASES: dict[type, tuple[str, str]] = {
+    schedule.LoadMicroBatch: (DATA, "micro-batch in buffer"),
+    schedule.ForwardPass: (FORWARD, "micro-batch in buffer"),
+    schedule.BackwardPass: (BACKWARD, "micro-batch in buffer"),
+    schedule.SendActivation: (TRANSFER, "send an activation"),
+    schedule.RecvActivation: (TRANSFER, "receive an activation"),
+    schedule.SendGrad: (TRANSFER, "send a gradient"),
+    schedule.RecvGrad: (TRANSFER, "receive a gradient"),
+    schedule.ReduceGrads: (REDUCE, "gradients over dp"),
+    schedule.ReduceTiedGrads: (REDUCE, "tied and partial gradients"),
+    schedule.OptimizerStep: (OPTIMIZER, "gradient norm and update"),
+}
+"""Instruction → phase and operation that the pulse tells."""
+
+
+def _in_phase(phase: str, operation: str, execute: Callable[..., None]) -> Callable[..., None]:
+    """An instruction that says first that it begins."""
+
+    def instruction(self: RecordedPipelineEngine, *args: Any, **kwargs: Any) -> None:
+        self.pulse.at(phase, operation, kwargs.get("buffer_id", -1))
+        execute(self, *args, **kwargs)
+
+    return instruction
+
+
 class RecordedPipelineEngine(PipelineEngine):
     """Calls back before each forward pass, around gradient reduction and before the update."""
 
+    pulse: Pulse
     before_forward: Callable[[int], None]
     reduce_shared_gradients: Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
     before_update: Callable[[], None]
@@ -107,8 +134,11 @@ class RecordedPipelineEngine(PipelineEngine):
         return torch.zeros((), device=self.device)
 
     _INSTRUCTION_MAP = {  # noqa: RUF012
-        **PipelineEngine._INSTRUCTION_MAP,
-        schedule.ForwardPass: _exec_forward_pass,
-        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        schedule.OptimizerStep: _exec_optimizer_step,
+        instruction: _in_phase(*PHASES[instruction], execute) if instruction in PHASES else execute
+        for instruction, execute in {
+            **PipelineEngine._INSTRUCTION_MAP,
+            schedule.ForwardPass: _exec_forward_pass,
+            schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+            schedule.OptimizerStep: _exec_optimizer_step,
+        }.items()
     }

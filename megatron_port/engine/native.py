@@ -30,6 +30,7 @@ from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.pipeline.schedules import SCHEDULES, Kind
 from megatron_port.pipeline.transfer import StageLink
+from megatron_port.runtime.pulse import BACKWARD, FORWARD, OPTIMIZER, REDUCE, TRANSFER, Pulse
 
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
@@ -39,9 +40,10 @@ class NativeEngine:
 
     def __init__(
         self, stage: Any, config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *, dtype: torch.dtype,
-        optimizer_provider: str = "torch",
+        optimizer_provider: str = "torch", pulse: Pulse | None = None,
     ) -> None:
         self.stage, self.config, self.ctx, self.stream, self.dtype = stage, config, ctx, stream, dtype
+        self.pulse = pulse or Pulse()
         self.link = StageLink(ctx)
         self.parameters = recorded_parameters(stage)
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -70,17 +72,21 @@ class NativeEngine:
 
         return hook
 
-    def _run_forward(self, batch: MicroBatch, step: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(stage input that needs a gradient, output): receive, compute, send."""
+    def _run_forward(self, batch: MicroBatch, step: int, number: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(stage input that needs a gradient, output) of micro-batch ``number``: receive, compute, send."""
         self.stream.set_micro_batch(step, batch.sample_ids)
         received = None
+        at = self.pulse.at
         if self.link.previous is None:
             if batch.tokens is None:
                 raise ValueError("the first stage got a micro-batch without tokens")
+            at(FORWARD, "micro-batch", number)
             output = self.stage(batch.tokens.to(self.ctx.device))
         else:
             shape = self.stage.activation_shape(len(batch.sample_ids), self.config.model.seq_length)
+            at(TRANSFER, "activation of micro-batch", number)
             received = self.link.receive(shape, self.dtype, self.link.previous)
+            at(FORWARD, "micro-batch", number)
             received.requires_grad_(torch.is_grad_enabled())
             output = self.stage(received)
         if self.link.next is not None:
@@ -99,11 +105,12 @@ class NativeEngine:
             self.ctx.coords.pp, self.ctx.topology.pp, len(micro_batches)
         )
         held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        at = self.pulse.at
         total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         for action in plan:
             m = action.micro_batch
             if action.kind is Kind.FORWARD:
-                received, output = self._run_forward(micro_batches[m], step)
+                received, output = self._run_forward(micro_batches[m], step, m)
                 if self.last:
                     output = self._loss_sum(output, micro_batches[m])
                     total += output.detach()
@@ -111,11 +118,16 @@ class NativeEngine:
                 continue
             received, output = held.pop(m)
             if self.link.next is None:
+                at(BACKWARD, "micro-batch", m)
                 (output * (self.scaler.scale / tokens)).backward()
             else:
-                output.backward(self.link.receive(tuple(output.shape), output.dtype, self.link.next))
+                at(TRANSFER, "gradient of micro-batch", m)
+                grad = self.link.receive(tuple(output.shape), output.dtype, self.link.next)
+                at(BACKWARD, "micro-batch", m)
+                output.backward(grad)
             if self.link.previous is not None:
                 self.link.send(received.grad, self.link.previous)  # type: ignore[union-attr, arg-type]
+        at(TRANSFER, "last sends")
         self.link.drain()
         return total
 
@@ -125,13 +137,18 @@ class NativeEngine:
         self.stream.enabled = True
         for grad in self.main_grads:
             grad.zero_()
+        at = self.pulse.at
+        at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         loss_sum = self._forward_backward(micro_batches, step, tokens)
         grads = [(record, grad) for (record, _), grad in zip(self.parameters, self.main_grads)]
+        at(REDUCE, "gradients over tp")
         reduce_partial_gradients(grads, self.ctx)
+        at(REDUCE, "gradients over dp")
         if self.ctx.dp_group is not None:
             for grad in self.main_grads:
                 dist.all_reduce(grad, group=self.ctx.dp_group)
+        at(REDUCE, "tied gradients over the stages")
         reduce_tied_gradients(grads, self.ctx)
         used_scale = scale = self.scaler.scale
         if self.on_gradients is not None:
@@ -139,7 +156,9 @@ class NativeEngine:
                 grad.div_(scale)
             scale = 1.0
             self.on_gradients(grads)
+        at(OPTIMIZER, "gradient norm and update")
         norm = self.update.step(grads, self.ctx, lr=lr, scale=scale)
+        at(REDUCE, "loss of the step")
         total, count = shared_sums([loss_sum, tokens / self.ctx.topology.dp], self.ctx)
         grad_norm = float(norm)
         # A step whose gradient is not finite is never applied; whether that is normal (fp16) is for the loop to say.
@@ -156,11 +175,13 @@ class NativeEngine:
         self.stage.eval()
         self.stream.enabled = False
         total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
-        for batch in micro_batches:
-            _, output = self._run_forward(batch, 0)
+        for number, batch in enumerate(micro_batches):
+            _, output = self._run_forward(batch, 0, number)
             if self.last:
                 total += self._loss_sum(output, batch)
+        self.pulse.at(TRANSFER, "last sends")
         self.link.drain()
+        self.pulse.at(REDUCE, "loss of the batch")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         self.stream.enabled = True
         loss_sum, count = shared_sums([total, tokens / self.ctx.topology.dp], self.ctx)

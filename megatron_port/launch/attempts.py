@@ -27,7 +27,7 @@ from megatron_port.errors import (
     EXIT_REQUEUE,
     EnvironmentFault,
 )
-from megatron_port.launch.outcome import FINISHED, SAVED, Failure, Outcome, read_failure, read_outcome
+from megatron_port.launch.outcome import FINISHED, GONE, SAVED, Failure, Outcome, read_failure, read_outcome
 from megatron_port.runtime.job import Job
 from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
 
@@ -304,6 +304,8 @@ def _cause(
     noticed = read_failure(run_folder, job.attempt, lost_peer=True)
     if noticed is not None and (not first or "Exited with exit code" in first):
         first = _failure_text(noticed)  # the rank that exited is the one that noticed
+    elif noticed is not None and GONE in noticed.message:
+        first = f"{first}; {_failure_text(noticed)}"  # srun knows why, the watch where
     parts = [first] if first else []
     down = nodes_down(job.node_list)
     if down:

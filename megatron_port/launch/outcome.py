@@ -27,6 +27,8 @@ OUTCOME = "outcome.json"
 FAILURES = "failures"
 FINISHED, SAVED = "finished", "saved"
 MESSAGE_CHARACTERS = 4000
+GONE = "is gone at"
+"""In the watch's message about a rank that ended without a word (in ATTEMPT.lost: only its launcher knows why)."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,14 @@ def read_outcome(run_folder: Path) -> Outcome | None:
         return None
 
 
-def record_failure(run_folder: Path, attempt: str, rank: int, error: BaseException, *, lost_peer: bool = False) -> None:
+def record_failure(
+    run_folder: Path, attempt: str, rank: int, error: BaseException, *, lost_peer: bool = False, host: str = ""
+) -> None:
     """Keep this failure if no rank of the attempt was faster. Never raises: the failure itself matters more.
     Outside of a job nothing is kept.
 
     ``lost_peer``: this rank only noticed that another had gone; kept apart, as it is a consequence.
+    ``host``: of that rank; empty: this one.
     """
     if attempt == LOCAL:
         return  # nobody reads it; the message is on the terminal
@@ -82,7 +87,7 @@ def record_failure(run_folder: Path, attempt: str, rank: int, error: BaseExcepti
     if isinstance(error, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
     text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
-    failure = Failure(attempt, rank, socket.gethostname(), code, text[:MESSAGE_CHARACTERS], time.time())
+    failure = Failure(attempt, rank, host or socket.gethostname(), code, text[:MESSAGE_CHARACTERS], time.time())
     folder = run_folder / FAILURES
     target = folder / f"{attempt}.{'lost' if lost_peer else 'json'}"
     with contextlib.suppress(OSError):

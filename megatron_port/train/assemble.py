@@ -15,6 +15,7 @@ from megatron_port.parallel.init import initial_reader
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.runtime.pulse import Pulse
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -33,7 +34,10 @@ def build_model(config: RunConfig, ctx: ParallelContext, providers: Providers, s
     return build_stage(build, layers_by_stage(config, ctx.topology.pp))
 
 
-def build_engine(config: RunConfig, ctx: ParallelContext, providers: Providers, *, initialise: bool = True) -> Engine:
+def build_engine(
+    config: RunConfig, ctx: ParallelContext, providers: Providers, *, initialise: bool = True,
+    pulse: Pulse | None = None,
+) -> Engine:
     """Model and engine of a run, with initial weights unless a checkpoint will be loaded over them.
 
     The two engines agree on the start as well: masters are the float32 initial
@@ -44,11 +48,15 @@ def build_engine(config: RunConfig, ctx: ParallelContext, providers: Providers, 
     dtype = DTYPES[config.precision.dtype]
     engine: Engine
     if config.engine == "native":
-        engine = NativeEngine(stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer)
+        engine = NativeEngine(
+            stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, pulse=pulse
+        )
     else:
         from megatron_port.engine.deepspeed_engine import DeepSpeedEngine
 
-        engine = DeepSpeedEngine(stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer)
+        engine = DeepSpeedEngine(
+            stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, pulse=pulse
+        )
     if initialise:
         records = {record_of(p).name: record_of(p) for p in stage.parameters()}
         engine.load_weights(initial_reader(records, config.seed, ctx.device))

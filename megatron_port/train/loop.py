@@ -22,6 +22,7 @@ from megatron_port.launch.outcome import Outcome as Ending
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.job import attempt_name
+from megatron_port.runtime.pulse import DATA, EVALUATE, IDLE, REDUCE, SAVE
 from megatron_port.runtime.signals import StopRequest, hold
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.assemble import build_engine
@@ -89,7 +90,9 @@ class Trainer:
         self.loaders = self._load_data()
         started = time.perf_counter()
         checkpoints = find_checkpoints(session)
-        self.engine: Engine = build_engine(self.config, self.ctx, session.providers, initialise=not checkpoints)
+        self.engine: Engine = build_engine(
+            self.config, self.ctx, session.providers, initialise=not checkpoints, pulse=session.pulse
+        )
         if checkpoints:
             loaded = load_first_whole(self.engine, checkpoints, session)
             state = loaded.manifest.state
@@ -155,11 +158,13 @@ class Trainer:
                     if self._due(c.telemetry.replica_check_interval):
                         check_replicas(self.engine, self.ctx, step=p.step)
                     if self._due(c.checkpoint.save_interval):
-                        saving.save(self._position())
+                        with self.session.pulse.enter(SAVE, "checkpoint"):
+                            saving.save(self._position())
                 unfinished = bool(level) and p.step < c.training.steps
-                saving.finish()
-                if c.checkpoint.save_final or unfinished:
-                    saving.final(self._position())
+                with self.session.pulse.enter(SAVE, "checkpoint"):
+                    saving.finish()
+                    if c.checkpoint.save_final or unfinished:
+                        saving.final(self._position())
                 hold()  # what comes now comes too late to matter, and must not kill a rank that has saved
                 if self.session.speaker:
                     signal_name = {0: "", 1: "SIGTERM", 2: "SIGUSR1"}[level] if unfinished else ""
@@ -183,8 +188,10 @@ class Trainer:
         """The highest wish of any rank: a signal may reach one rank and not another."""
         if self.session.info.world_size == 1:
             return level
+        self.session.pulse.at(REDUCE, "signals, agreed by all ranks")
         wish = torch.tensor([level])
         dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.session.cpu_group)
+        self.session.pulse.at(IDLE)
         return int(wish)
 
     def _step(self, telemetry: Telemetry) -> None:
@@ -197,7 +204,12 @@ class Trainer:
                 "run differ from those of the checkpoint"
             )
         lr = learning_rate(c.optimizer, p.step, c.training.steps)
-        result = self.engine.train_step(self.loaders.train.step(first, size), step=p.step, lr=lr)
+        pulse = self.session.pulse
+        pulse.begin_step(p.step)
+        pulse.at(DATA, "samples from", first)
+        micro_batches = self.loaders.train.step(first, size)
+        result = self.engine.train_step(micro_batches, step=p.step, lr=lr)
+        pulse.end_step()
         seconds = time.perf_counter() - started
         p.step += 1
         p.samples += size
@@ -237,9 +249,10 @@ class Trainer:
         c = self.config
         started = time.perf_counter()
         total, tokens = 0.0, 0
-        for batch in self.loaders.eval_batches("valid", c.training.eval_batches, c.batch.global_batch_size):
-            result: EvalResult = self.engine.eval_step(batch)
-            total, tokens = total + result.loss_sum, tokens + result.tokens
+        with self.session.pulse.enter(EVALUATE):
+            for batch in self.loaders.eval_batches("valid", c.training.eval_batches, c.batch.global_batch_size):
+                result: EvalResult = self.engine.eval_step(batch)
+                total, tokens = total + result.loss_sum, tokens + result.tokens
         loss = total / max(tokens, 1)
         telemetry.evaluation(step=self.progress.step, validation_loss=loss, seconds=time.perf_counter() - started)
         return loss

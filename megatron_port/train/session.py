@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import DeviceInfo, choose_device
@@ -25,6 +26,7 @@ from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.fingerprint import Fingerprint
 from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.peers import explain_peer_failure
+from megatron_port.runtime.pulse import Pulse
 from megatron_port.train.assemble import DTYPES
 
 
@@ -39,6 +41,10 @@ class Session:
     ctx: ParallelContext
     providers: Providers
     logger: Logger
+    pulse: Pulse = field(default_factory=Pulse)
+    """What this rank is doing; engines, loop and checkpoints write it."""
+    store: Store | None = None
+    """In which the ranks met."""
 
     @property
     def cpu_group(self) -> dist.ProcessGroup | None:
@@ -119,7 +125,7 @@ def open_session(
     failed = True
     try:
         met = time.perf_counter()
-        session = _assemble(config, info, device, group.backend, logger)
+        session = replace(_assemble(config, info, device, group.backend, logger), store=group.store)
         if info.world_size > 1 and not quiet:
             now = time.perf_counter()
             logger.log(f"{info.world_size} ranks met in {met - started:.1f} s, groups ready in {now - met:.1f} s")

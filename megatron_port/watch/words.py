@@ -1,0 +1,75 @@
+"""How ranks, stacks and waits are put into words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Frame = tuple[str, int, str]
+"""File, line, function."""
+Stack = tuple[str, list[Frame]]
+"""A thread: its name, and its frames, outermost first."""
+
+FOREIGN = "not Python's"
+"""Name of a thread that Python did not start, autograd's for one."""
+SHOWN = 16
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``ranks 1, 4-7``, cut after some ranges."""
+    pieces: list[list[int]] = []
+    count = 0
+    for rank in sorted(ranks):
+        count += 1
+        if pieces and rank == pieces[-1][1] + 1:
+            pieces[-1][1] = rank
+        else:
+            pieces.append([rank, rank])
+    text = [str(a) if a == b else f"{a}-{b}" for a, b in pieces[:SHOWN]]
+    return f"rank{'s' if count != 1 else ''} " + ", ".join(text) + (" …" if len(pieces) > SHOWN else "")
+
+
+def stack_text(stacks: Sequence[Stack]) -> str:
+    """All threads of a process, innermost frame last, as a traceback shows it."""
+    out = []
+    for name, frames in stacks:
+        out.append(f"Thread {name}:")
+        out += [f'  File "{file}", line {line}, in {function}' for file, line, function in frames]
+    return "\n".join(out)
+
+
+def _short(file: str) -> str:
+    """``megatron_port/parallel/collectives.py`` → ``parallel.collectives``."""
+    return file.rpartition("megatron_port/")[2].removesuffix(".py").replace("/", ".")
+
+
+def _is_ours(file: str) -> bool:
+    return "megatron_port/" in file and "/watch/" not in file
+
+
+def waits_in(stacks: Sequence[Stack]) -> str:
+    """``all_reduce (parallel.collectives.all_reduce_sum)`` if training is inside of torch.distributed; else empty.
+
+    The main thread is looked at, and threads of torch: with GPUs a backward pass runs our functions in autograd's. What
+    a thread of ours waits for (a save in the background) holds up nobody.
+    """
+    for name, frames in stacks:
+        if name not in ("MainThread", FOREIGN):
+            continue
+        call = ours = ""
+        for file, _line, function in frames:
+            if "torch/distributed/" in file or "deepspeed/comm/" in file:
+                call = call or ("" if function in ("wrapper", "log_wrapper") else function)
+            elif _is_ours(file):
+                ours, call = f"{_short(file)}.{function}", ""
+        if call and frames and not _is_ours(frames[-1][0]):
+            return f"{call} ({ours})" if ours else call
+    return ""
+
+
+def innermost(stacks: Sequence[Stack]) -> str:
+    """``loader.py:71 in step``: where the main thread is."""
+    for _, frames in stacks[:1]:
+        if frames:
+            file, line, function = frames[-1]
+            return f"{file.rpartition('/')[2]}:{line} in {function}"
+    return ""
