@@ -113,6 +113,13 @@ def test_the_first_failure_is_told_not_its_victims(tmp_path: Path) -> None:
     assert verdict.lines[-1] == "first failure: n2: task 3: Killed"
 
 
+def test_srun_says_why_a_rank_is_gone_and_the_watch_where(tmp_path: Path) -> None:
+    gone = EnvironmentFault("rank 3 on n2 (pp 0, dp 3, tp 0) is gone at step 7, data")
+    record_failure(tmp_path, JOB.attempt, 3, gone, lost_peer=True, host="n2")
+    verdict = end(tmp_path, JOB, code=137, log="srun: error: n2: task 3: Out Of Memory\n")
+    assert verdict.lines[-1] == f"first failure: n2: task 3: Out Of Memory; {gone}"
+
+
 def test_faults_that_would_come_again_stop_the_run(tmp_path: Path) -> None:
     record_failure(tmp_path, JOB.attempt, 5, DataError("a.idx is cut short"))
     record_failure(tmp_path, JOB.attempt, 6, DataError("too late"))

@@ -1,0 +1,86 @@
+"""Faults in a chosen rank at a chosen step, from outside of the package: no test code and no switch is in it.
+
+``write_hook(folder, …)`` makes a folder for PYTHONPATH whose ``sitecustomize`` patches ``megatron_port.train.loop``
+when a process imports it. What to do is in ``fault.json`` beside it; ``fired`` is written the moment it happens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+SITECUSTOMIZE = '''
+import importlib.abc, importlib.util, pathlib, sys
+HERE = str(pathlib.Path(__file__).parent)
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "megatron_port.train.loop":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            import fault_in_loop
+            fault_in_loop.install(module, HERE)
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Finder())
+'''
+
+FAULT = '''
+import ctypes, json, os, pathlib, re, signal, time
+def act(kind, loop, want):
+    import torch, torch.distributed as dist
+    if kind == "stop": os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "sleep": time.sleep(1000)
+    elif kind == "deadlock": dist.barrier()
+    elif kind == "segfault": ctypes.string_at(0)
+    elif kind == "exit": os._exit(0)
+    elif kind == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "gil": re.match("(a+)+$", "a" * 60 + "b")  # holds Python's lock for years
+    elif kind == "memory":
+        (pathlib.Path(want["group"]) / "cgroup.procs").write_text(str(os.getpid()))
+        held = []
+        while True: held.append(b"x" * (4 << 20))
+    elif kind == "error": raise loop.PortError("a fault of this rank alone")
+    elif kind == "bug": raise KeyError("a bug of this rank alone")
+    else: raise AssertionError(kind)
+def install(loop, here):
+    want = json.loads((pathlib.Path(here) / "fault.json").read_text())
+    step = loop.Trainer._step
+    def with_fault(self, telemetry):
+        if self.progress.step == want["step"] and self.session.info.rank == want["rank"] and want["kind"]:
+            real = self.loaders.train.step
+            def broken(*args):
+                time.sleep(want["dwell"])
+                (pathlib.Path(here) / "fired").write_text(json.dumps([time.time(), os.getpid()]))
+                act(want["kind"], loop, want)
+                return real(*args)
+            self.loaders.train.step = broken
+        if want["slow"] and self.session.info.rank == want["rank"] and self.progress.step == 2:
+            stage, forward = self.engine.stage, self.engine.stage.forward
+            stage.forward = lambda *args: (time.sleep(want["slow"]), forward(*args))[1]
+        step(self, telemetry)
+    loop.Trainer._step = with_fault
+'''
+
+
+def write_hook(
+    folder: Path, *, kind: str, rank: int, step: int, dwell: float = 1.5, slow: float = 0.0, group: str = ""
+) -> Path:
+    """A folder to put in front of PYTHONPATH.
+
+    Args:
+        kind: see ``act``; empty: none.
+        rank, step: whose loader does it, after so many steps.
+        dwell: seconds in the loader before it happens: longer than a heartbeat, so that the watch knows of the phase.
+        slow: seconds that this rank sleeps in each forward pass.
+        group: folder of a control group with little memory, which ``memory`` joins before it takes more.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (folder / "fault_in_loop.py").write_text(FAULT)
+    want = {"kind": kind, "rank": rank, "step": step, "dwell": dwell, "slow": slow, "group": group}
+    (folder / "fault.json").write_text(json.dumps(want))
+    return folder
