@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         print(dry_run(config, args.nproc, all_stages=args.dry_run == "all"))
         return 0
     if args.nproc:
-        check(config, world_size=args.nproc)
+        check(config, world_size=None if config.layout.elastic else args.nproc)
         from megatron_port.runtime.local import run_local
 
         # torch.optim imports torch._dynamo when it is first used: 1.4 s, once here instead of once a rank.

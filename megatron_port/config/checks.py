@@ -40,6 +40,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "backend.softmax": ("auto", "own", "torch"),
     "backend.cross_entropy": ("auto", "own", "torch"),
     "backend.optimizer": ("auto", "own", "deepspeed", "apex", "torch"),
+    "numerics.on_anomaly": ("skip", "stop", "rewind"),
     "launch.when_stopped": ("requeue", "chain", "stop"),
     "launch.when_failed": ("requeue", "chain", "stop"),
 }
@@ -55,6 +56,7 @@ def _at_least(least: int) -> _Rule:
 _ONE, _ZERO = _at_least(1), _at_least(0)
 _POSITIVE: _Rule = ((lambda x: x > 0), "above 0")
 _FRACTION: _Rule = ((lambda x: 0 <= x < 1), "at least 0 and below 1")
+_SPIKE: _Rule = ((lambda x: x == 0 or x > 1), "0 (off) or above 1")
 _FILLED: _Rule = ((lambda x: bool(x.strip())), "a non-empty string")
 
 _SIZES: dict[str, _Rule] = {
@@ -128,6 +130,10 @@ _RANGES: dict[str, _Rule] = {
     "preflight.node_busbw_gb": _ZERO,
     "preflight.network_busbw_gb": _ZERO,
     "preflight.link_gb": _ZERO,
+    "numerics.loss_spike": _SPIKE,
+    "numerics.grad_norm_spike": _SPIKE,
+    "numerics.window": _at_least(2),
+    "numerics.max_anomalies": _ONE,
     "telemetry.replica_check_interval": _ZERO,
     "telemetry.published_tflops": _ZERO,
     "watch.hang_seconds": _at_least(3),
@@ -276,6 +282,11 @@ def _data_problems(config: RunConfig) -> list[str]:
         out.append(
             f"model.vocab_size {config.model.vocab_size} is smaller than the {data.tokenizer} tokenizer's {least}; "
             f"use {least}"
+        )
+    if config.numerics.on_anomaly == "rewind" and data.order == "megatron":
+        out.append(
+            "numerics.on_anomaly rewind leaves samples out, and data.order megatron has exactly as many as the run's "
+            "steps; use skip or stop, or data.order stateless"
         )
     if training.eval_interval and not training.eval_batches:
         out.append(f"training.eval_interval is {training.eval_interval}, but eval_batches is 0; e.g. eval_batches = 10")

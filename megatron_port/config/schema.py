@@ -102,6 +102,9 @@ class LayoutConfig:
     """The vocabulary is padded to a multiple of this times t; padded logits are masked."""
     recompute: str = "none"
     """none | selective (attention core) | full (each layer from its input)"""
+    elastic: bool = False
+    """With another number of ranks than this layout's, go on with the nearest legal one (docs/elastic.md) instead of
+    stopping; the global batch stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,12 +427,30 @@ class PreflightConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NumericsConfig:
+    """What is done with a step whose loss or gradient cannot be trusted. Such a step is never applied."""
+
+    on_anomaly: str = "skip"
+    """skip (go on with the next samples) | stop (exit 6) | rewind (back to the last checkpoint; samples that do it
+    again are left out of the order)"""
+    loss_spike: float = 3.0
+    """A loss above this times the running median is an anomaly; 0: only a loss that is not finite. A loss below 1 nat
+    never is."""
+    grad_norm_spike: float = 100.0
+    """The same for the gradient norm; 0: only a norm that is not finite. A norm below optimizer.clip_grad never is."""
+    window: int = 64
+    """Applied steps in the running medians; spikes are looked for once half of them are known."""
+    max_anomalies: int = 10
+    """Anomalies within 1,000 steps at which training stops with exit 6, whatever on_anomaly says."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
     """What is written down."""
 
     tensorboard: bool = False
     """Also write TensorBoard events (optional dependency)."""
-    replica_check_interval: int = 0
+    replica_check_interval: int = 100
     """Steps between checks that replicated parameters are equal on all ranks; 0: never."""
     published_tflops: float = 0.0
     """A published rate to print beside this run's, hardware TFLOP/s a device; 0: none."""
@@ -491,5 +512,6 @@ class RunConfig:
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)

@@ -6,13 +6,18 @@ beyond its list of layers and their parameter records.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from megatron_port.parallel.record import ParameterRecord
+
+if TYPE_CHECKING:
+    from megatron_port.engine.probe import Probe
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,27 @@ class StepResult:
     tokens: int
     """Loss tokens of the global batch."""
     grad_norm: float | None
-    """Global L2 norm before clipping, loss scale and batch weighting removed; None if the step was skipped."""
+    """Global L2 norm before clipping, loss scale and batch weighting removed; None if it is not finite."""
     skipped: bool = False
-    """The update was not applied (fp16 overflow)."""
+    """The update was not applied: a loss or gradient that is not finite or above its limit, or a replay."""
     loss_scale: float = 1.0
     """Scale that this step's backward used."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest loss and gradient norm with which an update is applied; what is not finite never is."""
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+
+    @property
+    def largest(self) -> tuple[float, float]:
+        """The limits as finite numbers, so that ``x <= limit`` alone refuses infinity and NaN."""
+        return min(self.loss, sys.float_info.max), min(self.grad_norm, sys.float_info.max)
+
+
+NO_LIMITS = StepLimits()
 
 
 @dataclass(frozen=True)
@@ -88,8 +109,22 @@ StateReader = Callable[[str, str, tuple[int, ...], tuple[int, ...]], torch.Tenso
 class Engine(Protocol):
     """A model, split as the layout says, that can take optimizer steps."""
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
-        """One optimizer step over this replica's micro-batches. ``step`` keys dropout."""
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
+        probe: Probe | None = None,
+    ) -> StepResult:
+        """One optimizer step over this replica's micro-batches. ``step`` keys dropout.
+
+        The update is not applied, and nothing but the loss scale changes, where the loss or the gradient norm is not
+        finite or above ``limits`` (alike on all ranks). With ``probe`` the step is a replay: the same numbers, which
+        the probe looks at, no update, and the loss scale stays. Collective.
+        """
+
+    def micro_batch_losses(self) -> Sequence[torch.Tensor]:
+        """The sum of token losses of each micro-batch of the last step (scalars; empty but on the last stage)."""
+
+    def bad_gradients(self) -> list[str]:
+        """Parameters whose gradient, summed over replicas by the last step, is not finite; empty where it is gone."""
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Forward only, dropout off; sums over all replicas."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,10 +15,19 @@ from torch import nn
 
 from megatron_port.backend.jit_guard import prepare_deepspeed
 from megatron_port.config.schema import RunConfig
-from megatron_port.engine.api import EvalResult, MicroBatch, StatePiece, StateReader, StepResult
+from megatron_port.engine.api import (
+    NO_LIMITS,
+    EvalResult,
+    MicroBatch,
+    StatePiece,
+    StateReader,
+    StepLimits,
+    StepResult,
+)
 from megatron_port.engine.deepspeed_config import deepspeed_config
 from megatron_port.engine.module import recorded_parameters, zero_moments
-from megatron_port.engine.totals import global_tokens, shared_sums
+from megatron_port.engine.probe import Probe
+from megatron_port.engine.totals import device_sums, global_tokens, shared_sums
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.parallel.context import ParallelContext
@@ -58,18 +68,25 @@ class DeepSpeedEngine:
         self._batches: Sequence[MicroBatch] = ()
         self._step = 0
         self._loss_factor = 1.0
-        self._loss_count = 0
+        self._losses: list[torch.Tensor] = []
+        self._limits = NO_LIMITS
+        self._probe: Probe | None = None
+        self._tokens = 0.0
+        self._sums: list[float] = []
+        self._refused = False
         self._loss_total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         micro_batches = config.batch.global_batch_size // (config.batch.micro_batch_size * ctx.topology.dp)
         settings = deepspeed_config(config, dp=ctx.topology.dp, micro_batches=micro_batches)
         self.engine = self._initialize(deepspeed_pipeline, settings, optimizer_provider)
         self.parameters = recorded_parameters(self.stage)
         self.engine.pulse = self.pulse
-        self.engine.before_forward = self._before_forward
+        self.engine.around_forward = self._around_forward
+        self.engine.after_backward = self._after_backward
         self.engine.reduce_shared_gradients = self._reduce_shared
         self.engine.before_update = self._before_update
         # Our LossScaler changes the scale, after the step; see deepspeed_pipeline.
         self.engine.optimizer._update_scale = lambda overflow=False: None
+        deepspeed_pipeline.gate(self.engine.optimizer.optimizer, self._may_not_update)
         self._push_scale()
 
     def _initialize(self, pipeline: Any, settings: dict[str, Any], optimizer_provider: str) -> Any:
@@ -130,21 +147,38 @@ class DeepSpeedEngine:
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """DeepSpeed's loss function, called once a micro-batch, in order."""
-        mask = self._batches[self._loss_count].loss_mask
-        self._loss_count += 1
+        index = len(self._losses)
+        mask = self._batches[index].loss_mask
         loss = self.stage.loss_sum(logits, labels, mask.to(logits.device) if mask is not None else None)
-        self._loss_total += loss.detach()
+        self._losses.append(loss.detach())
+        self._loss_total += self._losses[-1]
+        if self._probe is not None:
+            self._probe.loss(index, loss)
         return loss * self._loss_factor
 
-    def _before_forward(self, index: int) -> None:
+    @contextlib.contextmanager
+    def _around_forward(self, index: int) -> Iterator[None]:
         self.stream.set_micro_batch(self._step, self._batches[index].sample_ids)
+        with contextlib.nullcontext() if self._probe is None else self._probe.forward(index):
+            yield
+
+    def _after_backward(self, index: int, sent: torch.Tensor | None) -> None:
+        if self._probe is not None:
+            self._probe.after_backward(index, [*self.engine.held_gradients(), sent])
 
     def _reduce_shared(self, grads: list[tuple[ParameterRecord, torch.Tensor]]) -> None:
+        if self._probe is not None:
+            self._probe.own_gradients(grads)
         reduce_partial_gradients(grads, self.ctx)
         reduce_tied_gradients_first(grads, self.ctx)
 
     def _before_update(self) -> None:
-        """Show the final gradients (summed over replicas, unscaled) to whoever asked; costs a collective a tensor."""
+        """Share the loss, so that the update can depend on it, and show the final gradients to whoever asked.
+
+        ``on_gradients`` gets them summed over replicas and unscaled; costs a collective a tensor.
+        """
+        sums = device_sums([self._loss_total, self._tokens / self.ctx.topology.dp], self.ctx)
+        self._sums = [float(v) for v in sums.tolist()]
         if self.on_gradients is None:
             return
         scale = self._divisor
@@ -153,11 +187,25 @@ class DeepSpeedEngine:
         )
 
     def _begin(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[tuple]:
-        self._batches, self._step, self._loss_count = micro_batches, step, 0
+        self._batches, self._step, self._losses = micro_batches, step, []
         self._loss_total.zero_()
         return iter([(b.tokens, b.labels) for b in micro_batches])
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
+    def _may_not_update(self) -> bool:
+        """Asked once norm and loss are known, and finite as far as DeepSpeed looks; alike on all ranks."""
+        largest_loss, largest_norm = self._limits.largest
+        fits = self._mean_loss <= largest_loss and float(self.engine.optimizer._global_grad_norm) <= largest_norm
+        self._refused = self._probe is not None or not fits
+        return self._refused
+
+    @property
+    def _mean_loss(self) -> float:
+        return self._sums[0] / max(self._sums[1], 1.0)
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
+        probe: Probe | None = None,
+    ) -> StepResult:
         """One optimizer step; see ``engine.api.Engine``."""
         count, dp = len(micro_batches), self.ctx.topology.dp
         if count != self.engine.micro_batches:
@@ -168,18 +216,28 @@ class DeepSpeedEngine:
         self.pulse.at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         self._loss_factor = count * dp / tokens
+        self._tokens, self._limits, self._probe, self._refused = tokens, limits, probe, False
         used_scale = self.scaler.scale
-        self.engine.train_batch(self._begin(micro_batches, step))
-        self.pulse.at(REDUCE, "loss of the step")
-        total, counted = shared_sums([self._loss_total, tokens / dp], self.ctx)
+        with contextlib.nullcontext() if probe is None else probe.watch(self.stage):
+            self.engine.train_batch(self._begin(micro_batches, step))
+        self._probe = None
         overflow = bool(self.engine.optimizer.overflow)
-        norm = None if overflow else float(self.engine.get_global_grad_norm())
-        self.scaler.update(overflow)
-        self._push_scale()
+        norm = math.inf if overflow else float(self.engine.get_global_grad_norm())
+        if probe is None:
+            self.scaler.account(self._mean_loss, norm, applied=not (overflow or self._refused))
+            self._push_scale()
         return StepResult(
-            loss=total / max(counted, 1.0), tokens=round(counted), grad_norm=norm, skipped=overflow,
-            loss_scale=used_scale,
+            loss=self._mean_loss, tokens=round(self._sums[1]), grad_norm=None if overflow else norm,
+            skipped=overflow or self._refused, loss_scale=used_scale,
         )
+
+    def micro_batch_losses(self) -> Sequence[torch.Tensor]:
+        """Scalars, last stage only; see ``engine.api.Engine``."""
+        return self._losses
+
+    def bad_gradients(self) -> list[str]:
+        """None: DeepSpeed clears them with the step."""
+        return []
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Forward only; see ``engine.api.Engine``."""

@@ -12,11 +12,15 @@ touches its insides is here and in ``deepspeed_state``.
 * fp16: DeepSpeed changes the loss scale before it divides the gradient by it,
   so the step at which the scale grows is halved. The scale is changed after
   the step here, by the same ``LossScaler`` that the native engine uses.
+* Its optimizers know one reason to skip an update, a norm that is not finite.
+  The torch optimizer inside, which they call once norm and clipping are done,
+  is asked by ``gate`` whether it may.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,6 +34,17 @@ from torch import nn
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.runtime.pulse import BACKWARD, DATA, FORWARD, OPTIMIZER, REDUCE, TRANSFER, Pulse
+
+
+def gate(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:
+    """Let ``inner.step`` do nothing where ``refused()``. Its owner then publishes and gathers weights that are as
+    they were, and clears gradients as after any step."""
+    real = inner.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return None if refused() else real(*args, **kwargs)
+
+    inner.step = step  # type: ignore[method-assign]
 
 
 class OneStage(PipelineModule):
@@ -93,12 +108,20 @@ def _in_phase(phase: str, operation: str, execute: Callable[..., None]) -> Calla
 
 
 class RecordedPipelineEngine(PipelineEngine):
-    """Calls back before each forward pass, around gradient reduction and before the update."""
+    """Calls back around each pass, around gradient reduction and before the update."""
 
     pulse: Pulse
-    before_forward: Callable[[int], None]
+    around_forward: Callable[[int], AbstractContextManager[None]]
     reduce_shared_gradients: Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
     before_update: Callable[[], None]
+    after_backward: Callable[[int, torch.Tensor | None], None]
+    """Called with the micro-batch and the gradient that goes to the stage before."""
+
+    def held_gradients(self) -> list[torch.Tensor | None]:
+        """What each parameter has accumulated so far, where that is known."""
+        if isinstance(self.optimizer, BF16_Optimizer):
+            return [getattr(p, "_hp_grad", None) for p in self.module.parameters()]
+        return [self.optimizer.get_param_gradient_attribute(p) for p in self.module.parameters()]
 
     def recorded_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
         """(record, accumulated gradient) of every parameter, in the buffer that ZeRO will reduce."""
@@ -114,9 +137,15 @@ class RecordedPipelineEngine(PipelineEngine):
         return out
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        self.before_forward(self.forward_count)
-        self.forward_count += 1
-        super()._exec_forward_pass(buffer_id)
+        with self.around_forward(self.forward_count):
+            self.forward_count += 1
+            super()._exec_forward_pass(buffer_id)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        super()._exec_backward_pass(buffer_id)
+        received = None if self.is_first_stage() else self.pipe_buffers["inputs"][buffer_id]
+        self.after_backward(self.backward_count, getattr(received, "grad", None))
+        self.backward_count += 1
 
     def _exec_reduce_tied_grads(self) -> None:
         self.reduce_shared_gradients(self.recorded_gradients())
@@ -126,7 +155,7 @@ class RecordedPipelineEngine(PipelineEngine):
         super()._exec_optimizer_step(lr_kwargs)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        self.forward_count = 0
+        self.forward_count = self.backward_count = 0
         super()._exec_schedule(pipe_schedule)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
@@ -138,6 +167,7 @@ class RecordedPipelineEngine(PipelineEngine):
         for instruction, execute in {
             **PipelineEngine._INSTRUCTION_MAP,
             schedule.ForwardPass: _exec_forward_pass,
+            schedule.BackwardPass: _exec_backward_pass,
             schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
             schedule.OptimizerStep: _exec_optimizer_step,
         }.items()

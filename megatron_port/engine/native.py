@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_port.config.schema import RunConfig
-from megatron_port.engine.api import EvalResult, MicroBatch, StatePiece, StateReader, StepResult
+from megatron_port.engine.api import (
+    NO_LIMITS,
+    EvalResult,
+    MicroBatch,
+    StatePiece,
+    StateReader,
+    StepLimits,
+    StepResult,
+)
 from megatron_port.engine.module import logical_pieces, read_local, recorded_parameters, zero_moments
 from megatron_port.engine.native_update import make_update
-from megatron_port.engine.totals import global_tokens, shared_sums
+from megatron_port.engine.probe import Probe
+from megatron_port.engine.totals import device_sums, global_tokens, refused_loss, shared_sums
 from megatron_port.optim.gradients import (
     counts_in_norm,
     reduce_partial_gradients,
@@ -59,6 +69,7 @@ class NativeEngine:
         self.update = make_update(optimizer_provider, self.parameters, self.masters, config.optimizer)
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
+        self._losses: list[torch.Tensor] = []
         self.first, self.last = self.link.previous is None, self.link.next is None
 
     @staticmethod
@@ -99,21 +110,28 @@ class NativeEngine:
         mask = batch.loss_mask.to(self.ctx.device) if batch.loss_mask is not None else None
         return self.stage.loss_sum(logits, batch.labels.to(self.ctx.device), mask)
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], step: int, tokens: float) -> torch.Tensor:
+    def _forward_backward(
+        self, micro_batches: Sequence[MicroBatch], step: int, tokens: float, probe: Probe | None
+    ) -> torch.Tensor:
         """Run the schedule; the sum of this replica's token losses (0 except on the last stage)."""
         plan = SCHEDULES[self.config.layout.pipeline_schedule](
             self.ctx.coords.pp, self.ctx.topology.pp, len(micro_batches)
         )
         held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         at = self.pulse.at
+        self._losses = []
         total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         for action in plan:
             m = action.micro_batch
             if action.kind is Kind.FORWARD:
-                received, output = self._run_forward(micro_batches[m], step, m)
+                with nullcontext() if probe is None else probe.forward(m):
+                    received, output = self._run_forward(micro_batches[m], step, m)
                 if self.last:
                     output = self._loss_sum(output, micro_batches[m])
-                    total += output.detach()
+                    self._losses.append(output.detach())
+                    total += self._losses[-1]
+                    if probe is not None:
+                        probe.loss(m, output)
                 held[m] = (received, output)
                 continue
             received, output = held.pop(m)
@@ -127,11 +145,16 @@ class NativeEngine:
                 output.backward(grad)
             if self.link.previous is not None:
                 self.link.send(received.grad, self.link.previous)  # type: ignore[union-attr, arg-type]
+            if probe is not None:
+                probe.after_backward(m, [*self.main_grads, None if received is None else received.grad])
         at(TRANSFER, "last sends")
         self.link.drain()
         return total
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
+        probe: Probe | None = None,
+    ) -> StepResult:
         """One optimizer step; see ``engine.api.Engine``."""
         self.stage.train()
         self.stream.enabled = True
@@ -140,9 +163,12 @@ class NativeEngine:
         at = self.pulse.at
         at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        loss_sum = self._forward_backward(micro_batches, step, tokens)
+        with nullcontext() if probe is None else probe.watch(self.stage):
+            loss_sum = self._forward_backward(micro_batches, step, tokens, probe)
         grads = [(record, grad) for (record, _), grad in zip(self.parameters, self.main_grads)]
         at(REDUCE, "gradients over tp")
+        if probe is not None:
+            probe.own_gradients(grads)
         reduce_partial_gradients(grads, self.ctx)
         at(REDUCE, "gradients over dp")
         if self.ctx.dp_group is not None:
@@ -156,18 +182,29 @@ class NativeEngine:
                 grad.div_(scale)
             scale = 1.0
             self.on_gradients(grads)
-        at(OPTIMIZER, "gradient norm and update")
-        norm = self.update.step(grads, self.ctx, lr=lr, scale=scale)
         at(REDUCE, "loss of the step")
-        total, count = shared_sums([loss_sum, tokens / self.ctx.topology.dp], self.ctx)
-        grad_norm = float(norm)
-        # A step whose gradient is not finite is never applied; whether that is normal (fp16) is for the loop to say.
-        skipped = not math.isfinite(grad_norm)
-        self.scaler.update(skipped)
+        largest_loss, largest_norm = limits.largest
+        sums = device_sums([loss_sum, tokens / self.ctx.topology.dp], self.ctx)
+        veto = refused_loss(sums, largest_loss) if probe is None else torch.ones((), device=sums.device)
+        at(OPTIMIZER, "gradient norm and update")
+        norm, refused = self.update.step(grads, self.ctx, lr=lr, scale=scale, veto=veto, limit=largest_norm)
+        # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
+        total, count, grad_norm, skipped = torch.stack([*sums, norm.double(), refused.double()]).tolist()
+        loss, finite = total / max(count, 1.0), math.isfinite(grad_norm)
+        if probe is None:
+            self.scaler.account(loss, grad_norm, applied=not skipped)
         return StepResult(
-            loss=total / max(count, 1.0), tokens=round(count), grad_norm=None if skipped else grad_norm,
-            skipped=skipped, loss_scale=used_scale,
+            loss=loss, tokens=round(count), grad_norm=grad_norm if finite else None, skipped=bool(skipped),
+            loss_scale=used_scale,
         )
+
+    def micro_batch_losses(self) -> Sequence[torch.Tensor]:
+        """Scalars, last stage only; see ``engine.api.Engine``."""
+        return self._losses
+
+    def bad_gradients(self) -> list[str]:
+        """See ``engine.api.Engine``."""
+        return [r.name for (r, _), g in zip(self.parameters, self.main_grads) if not bool(torch.isfinite(g).all())]
 
     @torch.no_grad()
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:

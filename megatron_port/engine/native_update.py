@@ -22,10 +22,15 @@ class Update(Protocol):
 
     state: Any
 
-    def step(self, grads: Sequence[RecordedGrad], ctx: ParallelContext, *, lr: float, scale: float) -> torch.Tensor:
-        """Apply gradients that carry a factor ``scale``; nothing happens if their norm is not finite.
+    def step(
+        self, grads: Sequence[RecordedGrad], ctx: ParallelContext, *, lr: float, scale: float, veto: torch.Tensor,
+        limit: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply gradients that carry a factor ``scale``; nothing happens if their norm is not finite, above the
+        finite ``limit``, or ``veto`` (float32 scalar on the device) is not zero.
 
-        Returns the global L2 norm without the factor and before clipping, a scalar on the device.
+        Returns the global L2 norm without the factor and before clipping, and whether nothing happened: scalars on
+        the device.
         """
 
     def publish(self) -> None:
@@ -52,15 +57,19 @@ class TorchUpdate:
         )
         self.state: Any = self.optimizer.state
 
-    def step(self, grads: Sequence[RecordedGrad], ctx: ParallelContext, *, lr: float, scale: float) -> torch.Tensor:
+    def step(
+        self, grads: Sequence[RecordedGrad], ctx: ParallelContext, *, lr: float, scale: float, veto: torch.Tensor,
+        limit: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Update`."""
         if scale != 1.0:
             for _, grad in grads:
                 grad.div_(scale)
         norm = global_grad_norm(grads, ctx)
-        size, clip = float(norm), self.config.clip_grad
-        if not torch.isfinite(norm):
-            return norm
+        size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
+        clip = self.config.clip_grad
+        if vetoed or not size <= limit:
+            return norm, torch.ones_like(veto)
         if 0.0 < clip < size:
             for _, grad in grads:
                 grad.mul_(clip / (size + 1e-6))
@@ -72,7 +81,7 @@ class TorchUpdate:
         for master in self.masters:
             master.grad = None
         self.publish()
-        return norm
+        return norm, veto
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -103,16 +112,18 @@ class OwnUpdate:
         self.state: Any = self.optimizer.state
 
     @torch.no_grad()
-    def step(self, grads: Sequence[RecordedGrad], ctx: ParallelContext, *, lr: float, scale: float) -> torch.Tensor:
+    def step(
+        self, grads: Sequence[RecordedGrad], ctx: ParallelContext, *, lr: float, scale: float, veto: torch.Tensor,
+        limit: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Update`."""
         from megatron_port.backend.ops.optimizer import square_norm
 
-        norm, _ = self.optimizer.clipped_step(
+        return self.optimizer.clipped_step(
             [[grads[i][1] for i in members] for members in self.order], lr=lr,
             square_norm=global_square_norm(grads, ctx, square_norm), max_norm=self.config.clip_grad,
-            inv_scale=1.0 / scale,
+            inv_scale=1.0 / scale, limit=limit, veto=veto,
         )
-        return norm
 
     @torch.no_grad()
     def publish(self) -> None:

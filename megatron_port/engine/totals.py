@@ -30,12 +30,28 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
     return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.topology.dp)
 
 
-def shared_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> list[float]:
-    """Sums over replicas of values that the last stage knows, on every rank: the step's one host synchronisation."""
+def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> torch.Tensor:
+    """Sums over replicas of values that the last stage knows, on every rank: float64 [n] on the device.
+
+    The tensor-parallel ranks computed them each for itself; all take the first's, so that no fault in one of them
+    makes them decide differently on a step.
+    """
     packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=ctx.device) for v in values])
     if ctx.dp_group is not None:
         dist.all_reduce(packed, group=ctx.dp_group)
     if ctx.pp_group is not None:
         source = ctx.topology.stage_peer(ctx.rank, ctx.topology.pp - 1)
         dist.broadcast(packed, src=source, group=ctx.pp_group)
-    return [float(v) for v in packed.tolist()]
+    if ctx.tp_group is not None:
+        dist.broadcast(packed, group=ctx.tp_group, group_src=0)
+    return packed
+
+
+def shared_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> list[float]:
+    """The same, read back: a host synchronisation."""
+    return [float(v) for v in device_sums(values, ctx).tolist()]
+
+
+def refused_loss(sums: torch.Tensor, limit: float) -> torch.Tensor:
+    """1 where the mean of (loss sum, tokens) is not finite or above a finite ``limit``, else 0: float32 scalar."""
+    return (~(sums[0] / sums[1].clamp(min=1.0) <= limit)).float()

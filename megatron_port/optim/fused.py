@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -99,12 +100,15 @@ class FusedAdamW:
 
     def clipped_step(
         self, grads: Sequence[Sequence[Tensor]], *, lr: float, square_norm: Tensor, max_norm: float,
-        inv_scale: float = 1.0,
+        inv_scale: float = 1.0, limit: float = sys.float_info.max, veto: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """An update with gradients unscaled and clipped, skipped where their norm is not finite; (norm, skip).
 
-        ``square_norm`` is of the whole model's gradients as they are given here; see ``clip_factor``.
+        ``square_norm`` is of the whole model's gradients as they are given here; see ``clip_factor``, also for
+        ``limit`` and ``veto``.
         """
-        grad_scale, skip, norm = clip_factor(square_norm, max_norm=max_norm, inv_scale=inv_scale)
+        grad_scale, skip, norm = clip_factor(
+            square_norm, max_norm=max_norm, inv_scale=inv_scale, limit=limit, veto=veto
+        )
         self.step(grads, lr=lr, grad_scale=grad_scale, skip=skip)
         return norm, skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from megatron_port.config.schema import PrecisionConfig
@@ -26,6 +27,17 @@ class LossScaler:
         self.hysteresis_left = self.config.loss_scale_hysteresis
         if self.config.dtype == "fp16":
             self.scale = self.config.initial_loss_scale
+
+    def account(self, loss: float, grad_norm: float, *, applied: bool) -> None:
+        """Account for a step by its outcome.
+
+        Only a gradient that overflowed under a finite loss says something of the scale: the loss is computed without
+        it, so a loss that is not finite, or a spike, leaves scale and counters as they are.
+        """
+        if applied:
+            self.update(False)
+        elif math.isfinite(loss) and not math.isfinite(grad_norm):
+            self.update(True)
 
     def update(self, overflow: bool) -> None:
         """Account for one step. Raises NumericsError when too many steps in a row were skipped."""

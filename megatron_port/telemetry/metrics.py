@@ -26,6 +26,7 @@ FIELDS: Mapping[str, type] = {
     "loss_scale": float,
     "skipped": bool,
     "skipped_total": int,
+    "anomalies_total": int,
     "samples": int,
     "tokens": int,
     "tokens_per_second": float,

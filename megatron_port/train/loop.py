@@ -6,7 +6,7 @@ import resource
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.pulse import DATA, EVALUATE, IDLE, REDUCE, SAVE
 from megatron_port.runtime.signals import StopRequest, hold
 from megatron_port.telemetry.sinks import Telemetry
+from megatron_port.train.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.train.assemble import build_engine
+from megatron_port.train.numerics import NumericsGuard
 from megatron_port.train.replicas import check_replicas
 from megatron_port.train.saving import Saving
 from megatron_port.train.session import Session
@@ -86,6 +88,7 @@ class Trainer:
         self.session, self.config, self.ctx = session, session.config, session.ctx
         self.batches = BatchSchedule(self.config.batch, self.ctx.topology.dp)
         self.progress = Progress()
+        self.numerics = NumericsGuard(self.config)
         self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
         self.loaders = self._load_data()
         started = time.perf_counter()
@@ -97,6 +100,7 @@ class Trainer:
             loaded = load_first_whole(self.engine, checkpoints, session)
             state = loaded.manifest.state
             self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
+            self.numerics.load(state.extra.get("numerics", {}))
             session.logger.log(f"resumed from {loaded.path} at step {state.step}, {state.samples} samples")
             for line in changes_since(loaded, self.config, self.loaders.tokenizer_name):
                 session.logger.log(line)
@@ -135,11 +139,7 @@ class Trainer:
     def run(self) -> Outcome:
         """Train to ``training.steps``; on a signal save and return early."""
         c, p = self.config, self.progress
-        telemetry = Telemetry(
-            run_folder(c), speaker=self.session.speaker, total_steps=c.training.steps,
-            log_interval=c.training.log_interval, resumed_step=p.step, tensorboard=c.telemetry.tensorboard,
-            name=c.name, warn=self.session.logger.log,
-        )
+        telemetry = self._telemetry()
         validation: float | None = None
         saving = Saving(self.engine, self.session, saved_step=p.step)
         try:
@@ -148,7 +148,13 @@ class Trainer:
                 if not level and p.step == 0 and c.training.eval_batches:
                     validation = self._evaluate(telemetry)
                 while p.step < c.training.steps and not level:
-                    self._step(telemetry)
+                    anomaly = self._step(telemetry)
+                    if anomaly is not None and c.numerics.on_anomaly == "rewind":
+                        saving.finish()
+                        telemetry.close()
+                        self._rewind(anomaly)
+                        telemetry, saving.saved_step = self._telemetry(), p.step
+                        continue
                     level = self._agreed(stop.level)
                     saving.poll()
                     if self._due(c.training.eval_interval) or (
@@ -181,6 +187,14 @@ class Trainer:
             self.session.logger.log(closing_lines(c, list(self.rates)))
         return Outcome(p, EXIT_REQUEUE if unfinished and level == 2 else EXIT_OK, validation)
 
+    def _telemetry(self) -> Telemetry:
+        c = self.config
+        return Telemetry(
+            run_folder(c), speaker=self.session.speaker, total_steps=c.training.steps,
+            log_interval=c.training.log_interval, resumed_step=self.progress.step, tensorboard=c.telemetry.tensorboard,
+            name=c.name, warn=self.session.logger.log,
+        )
+
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.progress.step % interval == 0
 
@@ -194,7 +208,7 @@ class Trainer:
         self.session.pulse.at(IDLE)
         return int(wish)
 
-    def _step(self, telemetry: Telemetry) -> None:
+    def _step(self, telemetry: Telemetry) -> Anomaly | None:
         c, p = self.config, self.progress
         started = time.perf_counter()
         first, size = self.batches.step_plan(p.step)
@@ -204,22 +218,58 @@ class Trainer:
                 "run differ from those of the checkpoint"
             )
         lr = learning_rate(c.optimizer, p.step, c.training.steps)
+        position, limits = self.numerics.position(first), self.numerics.limits()
         pulse = self.session.pulse
         pulse.begin_step(p.step)
-        pulse.at(DATA, "samples from", first)
-        micro_batches = self.loaders.train.step(first, size)
-        result = self.engine.train_step(micro_batches, step=p.step, lr=lr)
+        pulse.at(DATA, "samples from", position)
+        micro_batches = self.loaders.train.step(position, size)
+        result = self.engine.train_step(micro_batches, step=p.step, lr=lr, limits=limits)
         pulse.end_step()
         seconds = time.perf_counter() - started
         p.step += 1
         p.samples += size
         p.skipped += result.skipped
+        reason = self.numerics.judge(result, limits)
+        too_many = self.numerics.record(p.step) if reason else False
         self._report(telemetry, result, lr=lr, size=size, seconds=seconds)
-        if result.skipped and c.precision.dtype != "fp16":
+        if not reason:
+            self.numerics.accept(result)
+            return None
+        anomaly = investigate(
+            self.engine, self.session, micro_batches, result, step=p.step - 1, lr=lr, limits=limits, reason=reason,
+            first=position, count=size, run_folder=run_folder(c),
+        )
+        self.session.logger.log(anomaly.summary)
+        if too_many or c.numerics.on_anomaly == "stop":
+            count = len(self.numerics.anomaly_steps)
+            why = f"; {count} anomalies within 1,000 steps (numerics.max_anomalies)" if too_many else ""
             raise NumericsError(
-                f"step {p.step}: loss {result.loss:g}, and the gradient is not finite; the update was not applied. "
-                f"Samples {first} to {first + size - 1}. Lower optimizer.lr, check the data, or resume before this step"
+                f"{anomaly.summary}{why}. Samples {position} to {position + size - 1}; see "
+                f"{run_folder(c)}/anomaly-{p.step}.json. Lower optimizer.lr, check the data, leave the host out, or "
+                "resume before this step"
             )
+        return anomaly
+
+    def _rewind(self, anomaly: Anomaly) -> None:
+        """Back to the newest checkpoint of this run; samples that do it again are left out from then on."""
+        p, session = self.progress, self.session
+        checkpoint_config = replace(self.config.checkpoint, resume="auto")
+        found = find_checkpoints(replace(session, config=replace(self.config, checkpoint=checkpoint_config)))
+        if not found:
+            raise NumericsError(
+                f"{anomaly.summary}. There is no checkpoint to rewind to yet; set checkpoint.save_interval below "
+                f"{p.step}, or numerics.on_anomaly = \"skip\""
+            )
+        loaded = load_first_whole(self.engine, found, session)
+        state = loaded.manifest.state
+        p.step, p.samples, p.skipped = state.step, state.samples, int(state.extra.get("skipped_total", 0))
+        self.numerics.load(state.extra.get("numerics", {}), medians_only=True)
+        loaded.close()
+        left = ""
+        if anomaly.verdict == REPRODUCIBLE:
+            self.numerics.leave_out(anomaly.first, anomaly.count)
+            left = f"; samples {anomaly.first} to {anomaly.first + anomaly.count - 1} are left out"
+        session.logger.log(f"rewound to {loaded.path} at step {p.step}{left}")
 
     def _report(self, telemetry: Telemetry, r: StepResult, *, lr: float, size: int, seconds: float) -> None:
         c, p = self.config, self.progress
@@ -228,7 +278,8 @@ class Trainer:
         hardware = hardware_flops(c.model, c.layout.recompute) * size / seconds / devices / 1e12
         record = {
             "step": p.step, "loss": r.loss, "learning_rate": lr, "loss_scale": r.loss_scale, "skipped": r.skipped,
-            "skipped_total": p.skipped, "samples": p.samples, "tokens": p.samples * c.model.seq_length,
+            "skipped_total": p.skipped, "anomalies_total": self.numerics.anomalies_total,
+            "samples": p.samples, "tokens": p.samples * c.model.seq_length,
             "tokens_per_second": size * c.model.seq_length / seconds, "seconds": seconds,
             "model_tflops_per_device": model, "hardware_tflops_per_device": hardware,
             "memory_bytes": self._peak_memory(),
@@ -259,4 +310,7 @@ class Trainer:
 
     def _position(self) -> Position:
         p = self.progress
-        return Position(step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=self.loaders.tokenizer_name)
+        return Position(
+            step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=self.loaders.tokenizer_name,
+            numerics=self.numerics.state(),
+        )

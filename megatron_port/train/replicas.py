@@ -1,11 +1,16 @@
 """Are the copies of replicated parameters still equal on every rank?
 
-Drift is silent: a gradient that one rank does not sum lets its copy walk away
-while the loss still falls. Each rank hashes its copies to one 64-bit number a
-parameter; over each group of replicas minimum and maximum must agree.
+Drift is silent: a gradient that one rank does not sum, or a bit that flips in one
+memory, lets a copy walk away while the loss still falls. Each rank hashes its copies
+to one 64-bit number a parameter; over each group of replicas minimum and maximum
+must agree. Where they do not, the group says which rank is the odd one out.
 """
 
 from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,24 +18,132 @@ import torch.distributed as dist
 from megatron_port.engine.api import Engine
 from megatron_port.errors import NumericsError
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.counter import random_bits
+from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.runtime.agreement import agree
 
+CHUNK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 22}
+"""Words hashed at a time: what fits a core's cache, and what keeps a GPU busy. Bounds the memory: 16 bytes each."""
+HOST_BYTES = 64
 
-def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit hash of a tensor's bits that depends on positions: int64 scalar on its device."""
-    raw = tensor.detach().contiguous().view(torch.uint8).view(-1)
-    width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
-    words = raw.view(width).to(torch.int64)
-    position = torch.arange(words.numel(), dtype=torch.int64, device=words.device)
-    return random_bits(words, position).sum()
+
+class BitsHash:
+    """64-bit hashes of tensors' bits that depend on positions, with constant memory.
+
+    The words (32 bits) of a chunk are multiplied by fixed random odd numbers and summed modulo 2^64; the chunks' sums
+    are mixed with their index and added. A change of one word always changes the sum of its chunk (an odd number has
+    an inverse), changes of several cancel with probability 2^-32 at most (multilinear hashing). Hashes compare within
+    one kind of device only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        size = CHUNK_WORDS.get(device.type, 1 << 20)
+        counter = torch.arange(size, dtype=torch.int64, device=device)
+        self._factors = random_bits(counter, key_of("replica hash")) | 1
+        self._buffer = torch.empty_like(self._factors)
+
+    @torch.no_grad()
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The hash: an int64 scalar on the tensor's device. Any dtype of 2, 4 or 8 bytes."""
+        flat = tensor.detach().contiguous().view(-1)
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        if not flat.numel():
+            return total
+        sums = [self._chunk(words) for words in self._words(flat)]
+        index = torch.arange(len(sums), dtype=torch.int64, device=flat.device)
+        return total + random_bits(torch.stack(sums), index).sum()
+
+    def _words(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The bits as chunks of 32-bit words, and what is left over at the end as one shorter word."""
+        size = flat.element_size()
+        step = len(self._factors) * 4 // size
+        even = flat.numel() * size // 4 * 4 // size
+        for at in range(0, even, step):
+            part = flat[at : min(at + step, even)]
+            # A view of wider words must begin at one; a copy does (another stage's copy may, and must hash alike).
+            yield (part if part.storage_offset() * size % 4 == 0 else part.clone()).view(torch.int32)
+        if even < flat.numel():
+            yield flat[even:].view(torch.int16)
+
+    def _chunk(self, words: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffer[: len(words)]
+        return buffer.copy_(words).mul_(self._factors[: len(words)]).sum()
+
+
+def odd_ones(hashes: Sequence[int]) -> list[int]:
+    """Positions whose value is not the most frequent one; where no value is, all but those equal to the first."""
+    counts = Counter(hashes)
+    most = max(counts.values())
+    # Without a majority the first copy is the reference.
+    reference = hashes[0] if counts[hashes[0]] == most else next(h for h in hashes if counts[h] == most)
+    return [i for i, h in enumerate(hashes) if h != reference]
+
+
+def _hosts(group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Host name of each member, in group order."""
+    own = torch.zeros(HOST_BYTES, dtype=torch.uint8)
+    name = socket.gethostname().encode()[:HOST_BYTES]
+    own[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
+    all_names = [torch.empty(HOST_BYTES, dtype=torch.uint8, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_names, own.to(device), group=group)
+    return [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in all_names]
+
+
+def _explain(
+    axis: str, group: dist.ProcessGroup, hashes: torch.Tensor, names: Sequence[str], ctx: ParallelContext, step: int
+) -> NumericsError | None:
+    """Collective over a group whose members hold different bits: an error on the first rank that is at fault.
+
+    Args:
+        hashes: int64 [len(names)] of the parameters that differ.
+    """
+    members = dist.get_process_group_ranks(group)
+    gathered = [torch.empty_like(hashes) for _ in members]
+    dist.all_gather(gathered, hashes, group=group)
+    hosts = _hosts(group, hashes.device)
+    values = [g.tolist() for g in gathered]
+    odd = odd_ones([v[0] for v in values])
+    if members[odd[0]] != ctx.rank:
+        return None  # that rank speaks
+    all_odd = sorted({members[i] for k in range(len(names)) for i in odd_ones([v[k] for v in values])})
+    where = ", ".join(f"rank {r} on {hosts[members.index(r)]}" for r in all_odd[:8])
+    more = f" and {len(all_odd) - 8} more" if len(all_odd) > 8 else ""
+    agreed = Counter(v[0] for v in values).most_common(1)[0][1]
+    if 2 * agreed > len(members):
+        verdict = f"{where}{more} hold{'' if len(all_odd) > 1 else 's'} other bits than the {agreed} that agree"
+    else:
+        verdict = (
+            f"{where}{more} and rank {members[0]} on {hosts[0]} hold different bits, and no majority says who is wrong"
+        )
+    return NumericsError(
+        f"after step {step} the copies of {names[0]}{f' and {len(names) - 1} more parameters' if names[1:] else ''} "
+        f"differ over the {axis} group of ranks {_ranks(members)}: {verdict}. One rank alone: suspect its memory, "
+        "leave the host out; the same parameters again: report the layout. Resume from a checkpoint before this step"
+    )
+
+
+def _ranks(members: Sequence[int]) -> str:
+    if len(members) <= 8:
+        return ", ".join(str(r) for r in members)
+    return f"{members[0]}, {members[1]}, … {members[-1]} ({len(members)})"
 
 
 def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
-    """Collective. Raises NumericsError on every rank naming the first parameter whose copies differ, and where."""
+    """Collective. Compare the copies of every replicated parameter over data, tensor and tied stages.
+
+    Costs one pass over this rank's weights, two all-reduces of 8 bytes a parameter for each kind of group, and one
+    synchronisation.
+
+    Raises:
+        NumericsError: on every rank alike, naming the ranks whose copies are the odd ones, their hosts, and the
+            first parameter that differs.
+    """
     found: NumericsError | None = None
     pairs = list(engine.named_parameters())
-    hashes = torch.stack([bits_hash(p) for _, p in pairs])
+    if not pairs:
+        agree(None)
+        return
+    digest = BitsHash(pairs[0][1].device)
+    hashes = torch.stack([digest(p) for _, p in pairs])
     axes = (
         ("dp", ctx.dp_group, [True] * len(pairs)),
         ("tp", ctx.tp_group, [not r.is_split for r, _ in pairs]),
@@ -43,11 +156,9 @@ def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
         low, high = hashes[chosen].clone(), hashes[chosen].clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-        bad = (low != high).nonzero().flatten().tolist()
-        if bad and found is None:
-            names = [pairs[int(chosen[i])][0].name for i in bad]
-            found = NumericsError(
-                f"after step {step} {len(names)} replicated parameters differ over the {axis} group of {ctx.coords}, "
-                f"the first {names[0]}; resume from an earlier checkpoint, and report the layout"
-            )
+        bad = (low != high).nonzero().flatten()
+        if len(bad):  # alike on all members of the group
+            names = [pairs[int(chosen[i])][0].name for i in bad.tolist()]
+            error = _explain(axis, group, hashes[chosen][bad], names, ctx, step)
+            found = found or error
     agree(found, where=str(ctx.coords))

@@ -16,6 +16,7 @@ from megatron_port.backend.device import DeviceInfo, choose_device
 from megatron_port.backend.jit_guard import install_guard
 from megatron_port.backend.providers import Providers
 from megatron_port.config.checks import problems, resolve
+from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault, PortError
 from megatron_port.parallel.context import ParallelContext
@@ -66,6 +67,21 @@ def _refuse(config: RunConfig, device: DeviceInfo) -> None:
         )
 
 
+def _fit_world(config: RunConfig, info: ProcessInfo) -> tuple[RunConfig, str]:
+    """The run with a layout for the ranks that came, and what to say of it, where ``layout.elastic`` allows that.
+
+    Raises:
+        EnvironmentFault: no legal layout has this many ranks. Raised by every rank alike before they meet.
+    """
+    if not config.layout.elastic or problems(config):
+        return config, ""
+    try:
+        choice = elastic_layout(config, info.world_size)
+    except ConfigError as error:
+        raise EnvironmentFault(str(error)) from None
+    return choice.config, choice.line
+
+
 def _check_world(config: RunConfig, info: ProcessInfo) -> None:
     """The configuration, alone and with the number of processes that were started.
 
@@ -101,9 +117,12 @@ def open_session(
         PeerLost: another rank ended or stopped answering while the session was open. Any other error of the body
             passes unchanged.
     """
+    config, fitted = _fit_world(config, info)
     _check_world(config, info)
     config = resolve(config, info.world_size)
     logger = Logger(info.rank)
+    if fitted:
+        logger.log(fitted)
     started = time.perf_counter()
     device, fault = _choose_device(config, info)
     meeting_s, collective_s = config.launch.rendezvous_timeout, config.launch.collective_timeout

@@ -181,6 +181,8 @@ class Position:
     samples: int
     skipped: int
     tokenizer: str | None = None
+    numerics: dict[str, Any] | None = None
+    """State of the numerics guard."""
 
 
 def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
@@ -199,7 +201,7 @@ def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
     return SavedState(
         step=at.step, samples=at.samples, tokens=at.samples * config.model.seq_length, layout=config.layout,
         config=as_dict(config), scalars=engine.scalar_state(),
-        extra={"skipped_total": at.skipped, "tokenizer": at.tokenizer},
+        extra={"skipped_total": at.skipped, "tokenizer": at.tokenizer, "numerics": at.numerics or {}},
         rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
         tokenizer=identity(at.tokenizer) if at.tokenizer in NAMES else {},
     )

@@ -7,6 +7,7 @@ half weights). ``square_norm`` reads each element once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -71,18 +72,23 @@ def adamw_(
     torch.autograd.graph.increment_version([*weights, *masters, *exp_avg, *exp_avg_sq])
 
 
-def clip_factor(square_norm: Tensor, *, max_norm: float, inv_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def clip_factor(
+    square_norm: Tensor, *, max_norm: float, inv_scale: float, limit: float = sys.float_info.max,
+    veto: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(grad_scale, skip, norm) for :func:`adamw_`, scalars on the device; nothing is read back.
 
     ``square_norm`` is that of gradients which ``inv_scale`` (1 / loss scale) unscales, summed over all ranks.
     norm (float64) = sqrt(square_norm) * inv_scale; grad_scale (float32) = inv_scale, times max_norm / (norm + 1e-6)
-    where norm > max_norm > 0; skip (float32) = 1 where norm is not finite, else 0.
+    where norm > max_norm > 0; skip (float32) = 1 where norm is not finite, above the finite ``limit``, or ``veto``
+    (float32 scalar on the device) is not zero, else 0.
     """
     norm = square_norm.to(torch.float64).sqrt() * inv_scale
     factor = torch.full_like(norm, inv_scale)
     if max_norm > 0.0:
         factor = torch.where(norm > max_norm, factor * (max_norm / (norm + 1e-6)), factor)
-    return factor.float(), (~torch.isfinite(norm)).float(), norm
+    skip = (~(norm <= limit)).float()
+    return factor.float(), skip if veto is None else torch.maximum(skip, veto), norm
 
 
 def _norm_shape(tensors: list[Tensor]) -> Tensor:

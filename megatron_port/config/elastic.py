@@ -1,0 +1,119 @@
+"""A layout for another number of ranks than the run asks for. Pure; docs/elastic.md holds the rule in words.
+
+The global batch, the model and the order of the samples never change: what is
+chosen is only how the same run is split (law 1 of the design: a layout is not a
+hyperparameter).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_port.config.layout import (
+    divisors,
+    layout_problems,
+    legal_tensor_sizes,
+    pipeline_problems,
+    with_values,
+)
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ElasticChoice:
+    """The layout to go on with."""
+
+    config: RunConfig
+    """The run, split for the ranks that came."""
+    line: str
+    """What changed, for the log; empty: nothing, the layout fits as it is."""
+
+
+def elastic_layout(config: RunConfig, world_size: int) -> ElasticChoice:
+    """The layout of ``config`` on ``world_size`` ranks, by the rule of docs/elastic.md.
+
+    In this order: tp, pp and micro-batch as they are; another pp; another tp (within a node) with the pp that then
+    is nearest; and only then the same search with smaller micro-batches. Nearest is measured in octaves, and of two
+    as near the larger is taken (it needs less memory a rank). A layout that fits is returned as it is.
+
+    Raises:
+        ConfigError: ``world_size`` is below 1, or no split of the model and the global batch fits that many ranks.
+    """
+    if not layout_problems(config, world_size):
+        return ElasticChoice(config, "")
+    base = _free_of_world(config)
+    if world_size >= 1:
+        for micro in _micro_batches(base):
+            for tp, pp in _splits(base, world_size):
+                found = _candidate(base, world_size, tp, pp, micro)
+                if not layout_problems(found, world_size):
+                    return ElasticChoice(found, _line(config, found, world_size))
+    layout = config.layout
+    raise ConfigError(
+        f"layout.elastic: no legal layout for {world_size} ranks: num_layers {config.model.num_layers}, "
+        f"num_attention_heads {config.model.num_attention_heads} and global_batch_size "
+        f"{config.batch.global_batch_size} cannot be split so that tp × pp × dp = {world_size} (the run asks for tp "
+        f"{layout.tensor_parallel_size} × pp {layout.pipeline_parallel_size}); start another number of ranks"
+    )
+
+
+def _free_of_world(config: RunConfig) -> RunConfig:
+    """Without the numbers that say how many ranks there are."""
+    return with_values(config, {"layout.data_parallel_size": 0, "cluster.nodes": 0})
+
+
+def _octaves(a: int, b: int) -> float:
+    return abs(math.log2(a) - math.log2(b))
+
+
+def _by_nearness(asked: int, legal: list[int]) -> list[int]:
+    return sorted(legal, key=lambda n: (round(_octaves(n, asked), 9), -n))
+
+
+def _micro_batches(config: RunConfig) -> list[int]:
+    """The micro-batch asked for, then its smaller divisors."""
+    return sorted(divisors(config.batch.micro_batch_size), reverse=True)
+
+
+def _splits(config: RunConfig, world: int) -> Iterator[tuple[int, int]]:
+    """(tp, pp) in order of preference."""
+    layout = config.layout
+    most = config.model.num_layers // layout.virtual_pipeline_size
+    tensor_sizes = [t for t in legal_tensor_sizes(config, world) if world % t == 0]
+    for tp in _by_nearness(layout.tensor_parallel_size, tensor_sizes):
+        for pp in _by_nearness(layout.pipeline_parallel_size, [p for p in divisors(world // tp) if p <= most]):
+            yield tp, pp
+
+
+def _candidate(config: RunConfig, world: int, tp: int, pp: int, micro: int) -> RunConfig:
+    found = with_values(config, {
+        "layout.tensor_parallel_size": tp, "layout.pipeline_parallel_size": pp,
+        "layout.data_parallel_size": world // (tp * pp), "batch.micro_batch_size": micro,
+    })
+    if found.layout.pipeline_split and pipeline_problems(found):
+        found = with_values(found, {"layout.pipeline_split": ()})
+    return found
+
+
+def _line(asked: RunConfig, found: RunConfig, world: int) -> str:
+    """What changed, in one line."""
+
+    def sizes(config: RunConfig, dp: int | str) -> str:
+        layout = config.layout
+        return f"tp {layout.tensor_parallel_size} x pp {layout.pipeline_parallel_size} x dp {dp}"
+
+    was, now = asked.batch.micro_batch_size, found.batch.micro_batch_size
+    micro = f", micro-batch {now} instead of {was}" if now != was else ""
+    split = "" if asked.layout.pipeline_split == found.layout.pipeline_split else ", layers balanced over the stages"
+    return (
+        f"elastic: {world} rank{'s' if world > 1 else ''} came, and the run asks for "
+        f"{sizes(asked, asked.layout.data_parallel_size or 'any')}; going on with "
+        f"{sizes(found, found.layout.data_parallel_size)}{micro}{split}; global batch "
+        f"{found.batch.global_batch_size} as before"
+    )
+
+
+__all__ = ["ElasticChoice", "elastic_layout"]
