@@ -159,6 +159,8 @@ launch_main() {
   local spares=${SPARE_NODES:-$job_spare_nodes}
   node_count=$(( ${#nodes[@]} - spares ))
   (( node_count > 0 )) || die "${#nodes[@]} nodes with $spares spares leave none to train on"
+  MEGATRON_PORT_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')  # names the ranks' keys in the rendezvous store
+  export MEGATRON_PORT_SECRET
   port=$(( 15000 + (31 * SLURM_JOB_ID + 2 * ${SLURM_RESTART_COUNT:-0}) % 17000 ))
   run=("$job_run" --set "cluster.nodes=$node_count" --set "cluster.gpus_per_node=$tasks_per_node" "${job_overrides[@]}")
   [[ -z ${DATA:-} ]] || run+=(--data "$DATA")

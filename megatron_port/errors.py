@@ -31,6 +31,13 @@ EXIT_REQUEUE = 85
 EXIT_INTERRUPTED = 130
 
 
+def shortened(text: str, characters: int) -> str:
+    """``text``, its middle left out where it is longer: what a file brought must not flood the log."""
+    if len(text) <= characters:
+        return text
+    return f"{text[:characters * 2 // 3]} … {text[-(characters // 3):]}"
+
+
 class PortError(Exception):
     """Base of every error whose message is written for the user."""
 
@@ -41,18 +48,19 @@ class PortError(Exception):
 
 
 class ConfigError(PortError):
-    """One or more faults in the configuration; all of them are reported at once."""
+    """One or more faults in the configuration; all of them are reported at once (a message shows the first hundred)."""
 
     exit_code = EXIT_CONFIG
 
     def __init__(self, problems: str | list[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         if len(self.problems) == 1:
-            text = self.problems[0]
+            text = shortened(self.problems[0], 4000)
         else:
-            text = f"{len(self.problems)} problems in the configuration:\n" + "\n".join(
-                f"  {i}. {p}" for i, p in enumerate(self.problems, 1)
-            )
+            shown = [f"  {i}. {shortened(p, 1000)}" for i, p in enumerate(self.problems[:100], 1)]
+            more = len(self.problems) - len(shown)
+            head, tail = f"{len(self.problems)} problems in the configuration:", [f"  and {more} more"] if more else []
+            text = "\n".join([head, *shown, *tail])
         super().__init__(text)
 
 

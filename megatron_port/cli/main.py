@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_port import __version__
 from megatron_port.errors import ConfigError, PortError
+from megatron_port.runtime.permissions import tighten
 from megatron_port.runtime.speak import speaker
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def available_commands() -> dict[str, tuple[str, str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code (``errors`` lists them, 130: interrupted)."""
     arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
+    tighten()
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()

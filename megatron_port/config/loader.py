@@ -35,6 +35,8 @@ except ImportError:  # Python 3.10
 __all__ = ["Loaded", "as_dict", "config_hash", "field_help", "load", "to_toml"]
 
 DEFAULT = "default"
+_FILE_BYTES = 1 << 20
+_MOST_FILES = 256
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class _Reader:
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    read: int = 0
 
     def read_file(self, name: str, *, beside: Path | None, origin: str, chain: tuple[Path, ...]) -> None:
         """Read one file after the files that it extends. ``chain``: the files that led here."""
@@ -130,7 +133,15 @@ class _Reader:
             loop = " -> ".join(p.name for p in (*chain[chain.index(key):], key))
             self.problems.append(f"{origin}: extends goes in a circle: {loop}")
             return
+        self.read += 1
+        if self.read > _MOST_FILES:  # files that name one another twice each double at every level
+            if self.read == _MOST_FILES + 1:
+                self.problems.append(f"{origin}: extends leads to more than {_MOST_FILES} files; name fewer")
+            return
         try:
+            if path.stat().st_size > _FILE_BYTES:
+                self.problems.append(f"{path}: {path.stat().st_size} bytes; a run file has at most {_FILE_BYTES}")
+                return
             text = path.read_bytes().decode("utf-8")
             data = tomllib.loads(text)
         except (OSError, ValueError, RecursionError) as e:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_port.runtime.permissions import file_mode
+
 
 def fsync_directory(directory: Path) -> None:
     """Make renames in ``directory`` durable."""
@@ -29,7 +31,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, 0o644)
+        os.chmod(name, file_mode())
         os.replace(name, path)
         fsync_directory(path.parent)
     except BaseException:

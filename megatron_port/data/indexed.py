@@ -25,11 +25,14 @@ import xxhash
 
 from megatron_port.data.files import atomic_file, fsync_directory, write_bytes
 from megatron_port.errors import DataError
+from megatron_port.runtime.permissions import file_mode
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 CHUNK = 1 << 20
+META_BYTES = 1 << 16
+"""More than any sidecar has; nothing larger is read."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -77,12 +80,19 @@ def read_meta(prefix: str | Path) -> CorpusMeta | None:
     """The sidecar, or None where there is none (a corpus of another program). DataError: it is damaged."""
     path = meta_path(prefix)
     try:
+        size = path.stat().st_size
+        if size > META_BYTES:
+            raise DataError(f"{path}: {size} bytes; a sidecar has at most {META_BYTES}. Prepare the corpus again")
         raw = json.loads(path.read_text(encoding="utf-8"))
         known = {f.name: raw[f.name] for f in fields(CorpusMeta) if f.name in raw}
+        for name, value in known.items():
+            number = CorpusMeta.__annotations__[name] == "int"
+            if (type(value) is not int or not -1 <= value < 1 << 63) if number else type(value) is not str:
+                raise ValueError(f"{name} is {value!r:.60}")
         return CorpusMeta(**known)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: not a readable sidecar ({error}); prepare the corpus again") from error
 
 
@@ -142,7 +152,7 @@ class IndexedWriter:
             self._stream.flush()
             os.fsync(self._stream.fileno())
             self._stream.close()
-            os.chmod(self._temporary, 0o644)
+            os.chmod(self._temporary, file_mode())
             # An old index beside a new .bin would describe the wrong bytes after a crash in between.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._temporary, bin_path(self.prefix))
@@ -240,7 +250,13 @@ class IndexedDataset:
 
     def sequence_start(self, index: int) -> int:
         """Position in the flat stream of sequence ``index``; ``num_sequences`` gives the end."""
-        return self.num_tokens if index >= self.num_sequences else int(self.pointers[index]) // self.dtype.itemsize
+        if index >= self.num_sequences:
+            return self.num_tokens
+        start = int(self.pointers[index]) // self.dtype.itemsize if index >= 0 else -1
+        if not 0 <= start <= self.num_tokens:  # only the ends were checked when the corpus was opened
+            raise DataError(f"{idx_path(self.prefix)}: sequence {index} starts at token {start} of {self.num_tokens}; "
+                            "the file is damaged: `data verify` tells where")
+        return start
 
     def document_start(self, index: int) -> int:
         """Position in the flat stream of document ``index``; ``num_documents`` gives the end."""
@@ -262,8 +278,11 @@ class IndexedDataset:
         """The tokens of document ``index``, int64; a copy."""
         if not 0 <= index < self.num_documents:
             raise ValueError(f"{self.prefix}: document {index} of {self.num_documents}")
-        start = self.document_start(index)
-        return self.read(start, self.document_start(index + 1) - start)
+        start, end = self.document_start(index), self.document_start(index + 1)
+        if end < start:
+            raise DataError(f"{idx_path(self.prefix)}: document {index} runs from token {start} to {end}; "
+                            "the file is damaged: `data verify` tells where")
+        return self.read(start, end - start)
 
     def chunks(self, size: int = CHUNK) -> Iterator[tuple[int, np.ndarray]]:
         """(position, tokens as stored) over the whole stream."""

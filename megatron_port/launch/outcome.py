@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron_port.errors import EXIT_INTERRUPTED, PortError
 from megatron_port.runtime.job import LOCAL
+from megatron_port.runtime.permissions import file_mode
 
 OUTCOME = "outcome.json"
 FAILURES = "failures"
@@ -112,7 +113,7 @@ def _commit(target: Path, values: dict, *, replace: bool) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             json.dump(values, stream)
             stream.flush()
-            os.fchmod(stream.fileno(), 0o644)  # mkstemp makes it private, and a colleague may look after the job
+            os.fchmod(stream.fileno(), file_mode())  # mkstemp makes it private, and a colleague may look after it
             os.fsync(stream.fileno())
         if replace:
             os.replace(name, target)

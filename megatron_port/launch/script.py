@@ -18,6 +18,7 @@ from megatron_port.config.schema import LaunchConfig, RunConfig
 from megatron_port.errors import EnvironmentFault
 from megatron_port.launch.quote import sbatch_quote, shell_quote
 from megatron_port.launch.site import array, assignment, exports, function, site_block
+from megatron_port.runtime.permissions import file_mode
 
 _COUNTED = ("cluster.nodes", "cluster.gpus_per_node")
 """Settings that the job takes from its allocation: ``sbatch -N`` wins over the file."""
@@ -169,7 +170,7 @@ def write_script(path: Path, text: str, mode: int = 0o755) -> None:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
             stream.flush()
-            os.fchmod(stream.fileno(), mode)
+            os.fchmod(stream.fileno(), file_mode(mode))
             os.fsync(stream.fileno())
         os.replace(part, path)
     except OSError as e:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.errors import EnvironmentFault
+from megatron_port.runtime.permissions import file_mode
 from megatron_port.runtime.slurm import compress_hosts, expand_hosts
 
 FORMAT = 1
@@ -27,7 +28,7 @@ def write_text(path: Path, text: str) -> None:
                 stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.chmod(name, 0o644)
+            os.chmod(name, file_mode())
             os.replace(name, path)
         except BaseException:
             Path(name).unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from megatron_port.errors import (
     PortError,
 )
 
+MOST_BYTES = 1 << 20
 TEXT_BYTES = 8192
 """A longer message is cut."""
 CLASSES: dict[int, type[PortError]] = {
@@ -32,6 +33,32 @@ def _describe(error: BaseException, where: str) -> str:
     text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
     place = f"rank {dist.get_rank()} on {socket.gethostname()}"
     return f"{place}{f' ({where})' if where else ''}: {text}"
+
+
+def text_of_rank_zero(text: str | None) -> str | None:
+    """Collective: rank 0's text (or None) on every rank; what the others bring is not looked at.
+
+    As bytes in tensors: torch's object collectives would unpickle what a peer sent. Two small broadcasts; without a
+    process group it is the caller's own text.
+
+    Raises:
+        EnvironmentFault: more than 1 MiB was announced.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    data = b"" if text is None else text.encode()
+    size = torch.tensor([-1 if text is None else len(data)], dtype=torch.int64)
+    dist.broadcast(size, src=0)
+    count = int(size)
+    if count > MOST_BYTES:
+        raise EnvironmentFault(f"rank 0 announced a text of {count} bytes; at most {MOST_BYTES}")
+    if count <= 0:
+        return None if count < 0 else ""
+    packet = torch.zeros(count, dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        packet = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(packet, src=0)
+    return bytes(packet.tolist()).decode()
 
 
 def agree(

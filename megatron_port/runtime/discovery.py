@@ -12,11 +12,13 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_port.errors import EnvironmentFault
 from megatron_port.runtime import slurm
 
+SECRET = "MEGATRON_PORT_SECRET"
+"""Set by the job scripts to the same random text for all ranks of an attempt."""
 Resolver = Callable[[str], list[str]]
 """Host name → its addresses; an OSError if there are none."""
 
@@ -45,6 +47,8 @@ class ProcessInfo:
     """Field → what it was read from."""
     conflicts: list[str] = field(default_factory=list)
     """What disagreed with the values above and was not used."""
+    secret: str = field(default="", repr=False)
+    """Prefix of every key in the rendezvous store; empty: none. Never printed."""
     nodes: tuple[tuple[str, int], ...] = ()
     """Host and number of ranks of each node in rank order, where the launcher tells (a SLURM step in blocks)."""
 
@@ -322,4 +326,4 @@ def discover(
         info = _single(env, hostname)
     info = _with_flags(info, master_addr, master_port, resolve)
     _check(info, env, resolve)
-    return info
+    return replace(info, secret=env.get(SECRET, ""))

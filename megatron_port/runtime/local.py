@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -22,8 +23,9 @@ from types import FrameType
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.runtime.discovery import ProcessInfo
 
-GRACE_S = 15.0
-"""After the first rank failed the others may finish speaking; then they are killed."""
+GRACE_S = 8.0
+"""After the first rank failed the others may finish speaking; then they are killed. A failing rank leaves within 7 s
+(``process_group.stop``); one that waits for the dead to report would wait for minutes."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,7 +63,8 @@ def run_local(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     for name in preload:
         importlib.import_module(name)
-    host, port = socket.gethostname(), port or _free_port()
+    # Any user of this machine can connect to a port of the loopback interface.
+    host, port, secret = socket.gethostname(), port or _free_port(), secrets.token_hex(16)
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
@@ -73,7 +76,8 @@ def run_local(
             sources = dict.fromkeys(("rank", "world_size", "local_rank", "master_addr", "master_port"), "--nproc")
             return rank_main(
                 ProcessInfo(
-                    rank, nproc, rank, nproc, 0, 1, "127.0.0.1", port, "local", host, attempt="0", sources=sources
+                    rank, nproc, rank, nproc, 0, 1, "127.0.0.1", port, "local", host, attempt="0", sources=sources,
+                    secret=secret,
                 )
             )
         children[pid] = rank

@@ -40,7 +40,8 @@ OUTLAST_S = 15.0
 
 
 def listen(info: ProcessInfo) -> socket.socket:
-    """Rank 0's socket: on the master's address where the run is this host alone, else on all of them.
+    """Rank 0's socket, on one interface: that of the master's address. On all of them only where this host knows
+    that address as a loopback one (Debian's 127.0.1.1), so that the others could not come otherwise.
 
     Raises:
         EnvironmentFault: the master's address is not this host's, or the port is taken (by whom, if the system tells).
@@ -50,7 +51,7 @@ def listen(info: ProcessInfo) -> socket.socket:
     if info.num_nodes == 1:
         address = "127.0.0.1" if is_loopback(info.master_addr) else info.master_addr
     else:
-        _check_own(info)
+        address = next((a for a in _own_addresses(info) if not is_loopback(a)), address)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,8 +72,8 @@ def listen(info: ProcessInfo) -> socket.socket:
     return listener
 
 
-def _check_own(info: ProcessInfo) -> None:
-    """EnvironmentFault unless the master's address is one of this host's."""
+def _own_addresses(info: ProcessInfo) -> list[str]:
+    """Which of the master's addresses are this host's. EnvironmentFault: none."""
     source = info.sources.get("master_addr", "default")
     try:
         addresses = resolve_host(info.master_addr)
@@ -80,12 +81,14 @@ def _check_own(info: ProcessInfo) -> None:
         raise EnvironmentFault(
             f"master {info.master_addr} ({source}) cannot be resolved on {info.hostname}: {error}"
         ) from None
-    if not any(is_own_address(a) for a in addresses):
+    own = [a for a in addresses if is_own_address(a)]
+    if not own:
         raise EnvironmentFault(
             f"rank 0 runs on {info.hostname}, and the master address {info.master_addr} ({source}; "
             f"{', '.join(sorted(set(addresses)))}) is not this host's, which has "
             f"{', '.join(own_addresses()) or 'no address but loopback'}; pass --master-addr {info.hostname}"
         )
+    return own
 
 
 def connect(info: ProcessInfo, timeout_s: float) -> Store:
@@ -102,9 +105,9 @@ def connect(info: ProcessInfo, timeout_s: float) -> Store:
         address, port = listener.getsockname()[:2]
         # The descriptor is the store's from here on. The host is only what its own client connects to.
         host = address if address != "0.0.0.0" else "127.0.0.1"
-        return dist.TCPStore(
+        return _apart(info, dist.TCPStore(
             host, port, info.world_size, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        ))
     deadline = time.monotonic() + timeout_s
     why = _await_master(info.master_addr, info.master_port, deadline)
     if not why:
@@ -112,12 +115,19 @@ def connect(info: ProcessInfo, timeout_s: float) -> Store:
         why = _join(info, max(1.0, deadline - time.monotonic()), found)
         if found:
             found[0].set_timeout(limit)
-            return PrefixStore(f"attempt {info.attempt}", found[0]) if info.agent_store else found[0]
+            return _apart(info, found[0])
     raise spoken_locally(info, EnvironmentFault(
         f"rank {info.rank} on {info.hostname} could not reach the master at {info.master_addr}:{info.master_port} "
         f"({info.sources.get('master_addr', 'default')}) within {timeout_s:g} s: {why}; "
         f"--master-addr and --master-port choose others"
     ))
+
+
+def _apart(info: ProcessInfo, store: Store) -> Store:
+    """Under keys of this run's own: of this attempt where torchrun's agent keeps the store, and behind the secret."""
+    if info.agent_store:
+        store = PrefixStore(f"attempt {info.attempt}", store)
+    return PrefixStore(f"run {info.secret}", store) if info.secret else store
 
 
 def _join(info: ProcessInfo, seconds: float, found: list[Store]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import learning_rate
-from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.agreement import agree, text_of_rank_zero
 from megatron_port.train.session import Session
 
 FOLDER = "checkpoints"
@@ -31,12 +32,10 @@ def run_folder(config: RunConfig) -> Path:
 
 
 def _from_rank_zero(value: Any, session: Session) -> Any:
-    """Rank 0's value on every rank. At start-up only."""
+    """Rank 0's value (of JSON's types) on every rank. At start-up only."""
     if session.cpu_group is None or session.info.world_size == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
+    return json.loads(text_of_rank_zero(json.dumps(value)) or "null")
 
 
 def find_checkpoints(session: Session) -> list[Path]:

@@ -14,7 +14,7 @@ from pool import RankPool
 from megatron_port.errors import CheckpointError, EnvironmentFault, PortError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.agreement import agree, text_of_rank_zero
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.process_group import start, stop
 
@@ -176,6 +176,16 @@ def test_a_bug_keeps_its_type_where_it_happened(ranks: RankPool) -> None:
 def test_a_long_message_is_cut_not_lost(ranks: RankPool) -> None:
     lengths = ranks.run(2, _long_message)
     assert lengths[0] == lengths[1] and 4000 < lengths[0] < 8192
+
+
+def _say(texts: list[str | None]) -> list[str | None]:
+    return [text_of_rank_zero(text if dist.get_rank() == 0 else "not asked") for text in texts]
+
+
+def test_rank_0_tells_the_others_a_text(ranks: RankPool) -> None:
+    texts = [None, "", "x", "/räume/" + 1000 * "ß"]
+    assert ranks.run(2, _say, texts) == [texts, texts]
+    assert text_of_rank_zero("alone") == "alone"
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 1), (1, 4, 1), (1, 2, 2), (4, 1, 1), (1, 1, 1)])

@@ -116,6 +116,24 @@ def test_faulty_files(tmp_path: Path, text: str, words: str) -> None:
     assert words in found and "bad.toml" in found
 
 
+def test_files_without_end(tmp_path: Path) -> None:
+    """Too large, doubling at every level of extends, endless names and problems: one message of some pages."""
+    big = tmp_path / "big.toml"
+    big.write_text("# " + "x" * (1 << 20))
+    with pytest.raises(ConfigError, match=r"big\.toml: 1048578 bytes; a run file has at most 1048576"):
+        load(big)
+    for level in range(30):
+        (tmp_path / f"l{level}.toml").write_text(f'extends = ["l{level + 1}", "l{level + 1}"]\n')
+    (tmp_path / "l30.toml").write_text("")
+    with pytest.raises(ConfigError, match="more than 256 files"):
+        load(tmp_path / "l0.toml")
+    many = tmp_path / "many.toml"
+    many.write_text("\n".join(f"u{i} = 1" for i in range(5000)) + f"\n{'k' * 50_000} = 1\n")
+    with pytest.raises(ConfigError, match="and 4901 more") as caught:
+        load(many)
+    assert len(caught.value.problems) == 5001 and len(str(caught.value)) < 20_000
+
+
 def test_bytes_that_are_no_text_and_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(b"\xff\xfe")

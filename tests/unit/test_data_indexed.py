@@ -117,6 +117,43 @@ def test_missing_and_foreign_files(tmp_path):
         IndexedDataset(tmp_path / "c")
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"tokenizer": 3, "vocab_size": 257, "eod_id": 256}', "x" * 70_000,
+                                  '{"tokenizer": "byte", "vocab_size": 1e9, "eod_id": 256}',
+                                  '{"tokenizer": "byte", "vocab_size": -2, "eod_id": 256}'])
+def test_hostile_sidecars(tmp_path, text):
+    make(tmp_path / "c", DOCUMENTS)
+    meta_path(tmp_path / "c").write_text(text)
+    with pytest.raises(DataError, match="sidecar"):
+        IndexedDataset(tmp_path / "c")
+
+
+@pytest.mark.parametrize("pointer", [-2, 2**62, 2**63 - 1, 40])
+def test_a_document_whose_offset_is_wrong_inside_the_file(tmp_path, pointer):
+    """Opening checks the ends only; asking for the document is where it shows."""
+    prefix = make(tmp_path / "c", DOCUMENTS)
+    content = bytearray(idx_path(prefix).read_bytes())
+    struct.pack_into("<q", content, 34 + 4 * 5 + 8 * 1, pointer)
+    idx_path(prefix).write_bytes(content)
+    data = IndexedDataset(prefix)
+    with pytest.raises(DataError, match="data verify"):
+        [data.document(i) for i in range(data.num_documents)]
+    with pytest.raises(DataError, match="sequence 1 has a wrong byte offset"):
+        data.verify()
+
+
+@pytest.mark.parametrize("entry", [-1, -(2**63), 2**63 - 1, 4])
+def test_a_document_boundary_that_is_wrong_inside_the_file(tmp_path, entry):
+    prefix = make(tmp_path / "c", DOCUMENTS)
+    content = bytearray(idx_path(prefix).read_bytes())
+    struct.pack_into("<q", content, 34 + 12 * 5 + 8 * 1, entry)
+    idx_path(prefix).write_bytes(content)
+    data = IndexedDataset(prefix)
+    with pytest.raises(DataError, match="data verify"):
+        [data.document(i) for i in range(data.num_documents)]
+    with pytest.raises(DataError, match="backwards"):
+        data.verify()
+
+
 def test_writer_refuses_ids_and_leaves_nothing(tmp_path):
     for bad in (257, -1):
         with pytest.raises(DataError, match=f"document 1, position 1: token id {bad}"):

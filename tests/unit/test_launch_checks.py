@@ -91,6 +91,8 @@ def test_classes_hold_for_the_clusters_own_queue_only(option: str) -> None:
     ({"launch__environment": ("A B=1",)}, "not of the form NAME=value"),
     ({"launch__environment": ("1A=1",)}, "not of the form NAME=value"),
     ({"launch__environment": ("A;touch x=1",)}, "not of the form NAME=value"),
+    ({"launch__environment": ("WANDB_API_KEY=x",)}, "WANDB_API_KEY looks like a secret"),
+    ({"cluster__environment": ("HF_TOKEN=x",)}, "export it in the shell that submits the job"),
     ({"cluster__environment": ("A={jobid}",)}, "cluster.environment A: {jobid} is unknown"),
     ({"cluster__environment": ("A={jobid}",)}, "did you mean 'job_id'?"),
     ({"cluster__environment": ("A=${HOME}",)}, "Variables of the shell are not expanded"),
@@ -104,7 +106,7 @@ def test_one_message_a_fault(changes: dict[str, object], words: str) -> None:
 
 def test_what_may_stand_there() -> None:
     assert not found(
-        launch__environment=("A=", "_b=x=y {} {0} {job_id}{user}{local_disk}"),
+        launch__environment=("A=", "_b=x=y {} {0} {job_id}{user}{local_disk}", "TOKENIZERS_PARALLELISM=false"),
         cluster__local_disk="/x/{user}/{job_id}",
         launch__sbatch_options=("--exclusive", "--constraint=a&b c", "--comment="),
     )

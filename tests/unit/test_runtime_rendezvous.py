@@ -16,10 +16,10 @@ from megatron_port.config.loader import load
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.runtime import rendezvous
-from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.runtime.discovery import SECRET, ProcessInfo, discover
 from megatron_port.runtime.fingerprint import Fingerprint, installed_versions
 from megatron_port.runtime.rendezvous import connect, listen, meet, places
-from megatron_port.runtime.sockets import holder_of_port, is_own_address
+from megatron_port.runtime.sockets import holder_of_port, is_own_address, own_addresses
 from megatron_port.train.session import open_session
 
 SAME = Fingerprint({"world size": "4", "torch": "2.13.0"}, {"training.steps": "10", "seed": "1"})
@@ -188,6 +188,36 @@ def test_rank_0_must_own_the_master_address(monkeypatch: pytest.MonkeyPatch) -> 
     assert is_own_address("127.0.0.1") and not is_own_address("203.0.113.7")
     with pytest.raises(EnvironmentFault, match=r"rank 0 runs on n0, and the master address 203\.0\.113\.7 .*not this"):
         listen(rank_of(0, master_addr="203.0.113.7"))
+
+
+def test_rank_0_listens_on_one_interface() -> None:
+    """That of the master's address, with one node and with several; not where only this host knows the address."""
+    addresses = own_addresses()
+    for info, bound in (
+        (rank_of(0, 1, 1, master_addr="127.0.0.1", master_port=0), "127.0.0.1"),
+        (rank_of(0, master_addr="127.0.0.1", master_port=0), "0.0.0.0"),
+        *((rank_of(0, master_addr=a, master_port=0), a) for a in addresses),
+        *((rank_of(0, 1, 1, master_addr=a, master_port=0), a) for a in addresses),
+    ):
+        with listen(info) as listener:
+            assert listener.getsockname()[0] == bound, info
+
+
+def test_the_store_of_another_secret_is_another_store() -> None:
+    """Ranks of two runs that meet on one port do not read each other's keys."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    lead = rank_of(0, 1, 1, master_addr="127.0.0.1", master_port=port, secret="a1")
+    store = connect(lead, 10.0)
+    store.set("verdict", "mine")
+    same, other, none = (
+        connect(rank_of(1, master_addr="127.0.0.1", master_port=port, secret=s), 10.0) for s in ("a1", "b2", "")
+    )
+    assert same.get("verdict") == b"mine"
+    assert not other.check(["verdict"]) and not none.check(["verdict"])
+    assert "a1" not in repr(lead) and "a1" not in lead.describe()
+    assert discover({SECRET: "c3"}).secret == "c3" and discover({}).secret == ""
 
 
 def test_a_taken_port_names_its_holder() -> None:

@@ -1,0 +1,24 @@
+"""Who may read and write what a run leaves behind: what the user's umask says, and never everybody may write."""
+
+from __future__ import annotations
+
+import os
+
+EVERYBODY_WRITES = 0o002
+
+
+def tighten() -> None:
+    """Nothing that this process or its children make can be written by everybody, whatever umask it was given.
+
+    Containers and batch systems start with umask 0 now and then; a checkpoint that anybody can replace is one that
+    anybody can poison. Group and readers are left to the user's umask (077 keeps all of a run to oneself).
+    """
+    os.umask(os.umask(0o077) | EVERYBODY_WRITES)
+
+
+def file_mode(wanted: int = 0o666) -> int:
+    """The mode that ``open`` would give a new file, for files made by ``mkstemp``, which are private."""
+    # For an instant the mask is the strictest: a file that another thread makes just then is private.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return wanted & ~mask

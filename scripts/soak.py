@@ -1,0 +1,120 @@
+"""The long versions of tests/faults, each resumable: what is in its results file already is not done again.
+
+``make soak`` runs all parts; ``ARGS='--part kills --seconds 600'`` one of them for a while. Results are lines of JSON
+in benchmarks/results/soak-PART.jsonl (seed, fault, moment, outcome, seconds); the table at the end is made of those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FAULTS = ROOT / "tests" / "faults"
+RESULTS = ROOT / "benchmarks" / "results"
+
+Rows = list[dict[str, Any]]
+
+
+def results_file(part: str) -> Path:
+    """Where a part's lines are."""
+    return RESULTS / f"soak-{part}.jsonl"
+
+
+def read(part: str) -> Rows:
+    """A part's lines; none before its first run."""
+    path = results_file(part)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def kills(rows: Rows) -> str:
+    """100 SIGKILLs: where they fell, and what came of them."""
+    inside = sum(r["in_save"] for r in rows)
+    down = max((r["down_s"] for r in rows if r["down_s"] is not None), default=0.0)
+    good = sum(r["ok"] for r in rows)
+    return (f"{len(rows)} SIGKILLs, {inside} inside a save; {good} resumed from the last committed step with the "
+            f"unbroken run's losses; all down after {down:.1f} s at most")
+
+
+def crossings(rows: Rows) -> str:
+    """30 pairs of layouts."""
+    engines = Counter(f"{r['from'].split()[0]} to {r['to'].split()[0]}" for r in rows)
+    worst = max((d["value"] / d["bound"] for r in rows for d in r["deviations"] if d["bound"]), default=0.0)
+    told = ", ".join(f"{n} {name}" for name, n in sorted(engines.items()))
+    equal = sum(r["state"] == "equal to the bit" for r in rows)
+    return f"{len(rows)} pairs ({told}): {equal} equal to the bit, losses at {worst:.2f} of their bound at most"
+
+
+def readers(rows: Rows) -> str:
+    """10,000 damaged files."""
+    batches = [r for r in rows if "inputs" in r]
+    total, read_, refused = (sum(r[k] for r in batches) for k in ("inputs", "read", "refused"))
+    longest = max((r["longest_s"] for r in batches), default=0.0)
+    peak = max((r["peak_kib"] for r in batches), default=0)
+    return (f"{total} inputs: {refused} refused, {read_} read, {sum(r['findings'] for r in batches)} findings; "
+            f"at most {longest:.2f} s and {peak / 1024:.0f} MiB each")
+
+
+def chaos(rows: Rows) -> str:
+    """The chaos runs."""
+    return "; ".join(
+        f"{r['seconds']:.0f} s, {r['faults']} faults, {r['starts']} starts, goodput {r['goodput']:.2f}" for r in rows
+    )
+
+
+PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
+    "kills": ("kills.py", ["--seeds", "0-99"], kills),
+    "crossings": ("crossings.py", ["--seeds", "0-29"], crossings),
+    "readers": ("readers.py", ["--count", "10000"], readers),
+    "chaos": ("chaos.py", ["--seconds", "600", "--mean", "20"], chaos),
+}
+"""Name → (program in tests/faults, its arguments, the line of the table)."""
+
+
+def run(part: str, seconds: float, extra: list[str]) -> int:
+    """Run one part, or go on with it. Its exit code; 0 if it is done already."""
+    program, arguments, _ = PARTS[part]
+    if part == "chaos" and read(part) and not extra:
+        return 0
+    limit = ["--seconds", f"{seconds:g}"] if part in ("kills", "crossings") and seconds != float("inf") else []
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(FAULTS / program), *arguments, *limit, "--out", str(results_file(part)), *extra]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+
+
+def table(parts: list[str]) -> int:
+    """Print what the results files say; 1 if anything in them is bad, or missing."""
+    bad = 0
+    for part in parts:
+        rows = read(part)
+        failed = sum(not r["ok"] for r in rows)
+        print(f"{part:<10} {'FAILED ' + str(failed) if failed else 'ok' if rows else 'not run':<10} "
+              f"{PARTS[part][2](rows) if rows else ''}")
+        bad += failed + (not rows)
+    return 1 if bad else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=list(PARTS), action="append", help="only this one (repeatable)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of kills and crossings; go on later")
+    parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+    args, extra = parser.parse_known_args()
+    parts = args.part or list(PARTS)
+    started = time.monotonic()
+    codes = [] if args.table else [run(part, args.seconds, extra) for part in parts]
+    if codes:
+        print(f"\n{(time.monotonic() - started) / 60:.1f} min")
+    return table(parts) or max(codes, default=0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
