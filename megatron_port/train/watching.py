@@ -13,8 +13,13 @@ from megatron_port.watch.client import watched
 def watched_session(session: Session) -> AbstractContextManager[None]:
     """Heartbeats of this rank while the body runs, as ``[watch]`` says; see ``watch.client.watched``."""
     place = session.ctx.coords
+
+    def note(line: str) -> None:
+        if session.info.local_rank == 0:  # one word a node
+            session.logger.log_any(line)
+
     return watched(
         session.config.watch, session.info, session.pulse, coords=str(place),
-        stage=place.pp, folder=run_folder(session.config), store=session.store, note=session.logger.log_any,
+        stage=place.pp, folder=run_folder(session.config), store=session.store, note=note,
         victim_of=lambda error: explain_peer_failure(error, session.info),
     )

@@ -15,6 +15,7 @@ import contextlib
 import hmac
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -45,6 +46,8 @@ COLLECT_S = 3.0
 """For the stacks."""
 LEAVE_S = 3.0
 """For the ranks to end; then those of this host are killed."""
+SPARE_FILES = 256
+"""Descriptors beyond one a rank."""
 STACK_SIGNAL = signal.SIGUSR2
 """Makes ``faulthandler`` write a stack into the connection, even where the interpreter is stuck."""
 
@@ -301,6 +304,11 @@ def main() -> int:
     ignore_in_child()
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as raw:  # nothing is read ahead
         setup = json.loads(raw.readline())
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = setup["world"] + SPARE_FILES  # a login shell's limit is often 1024
+    if files != resource.RLIM_INFINITY and files < wanted:
+        files = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     address = setup["address"]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
