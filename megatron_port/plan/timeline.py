@@ -118,7 +118,8 @@ def quick_span(
     """An estimate of the span without a simulation, for a search: one micro-batch through all stages, and then the
     slowest stage for each further one; interleaving shortens the first part by its chunks."""
     chunks = len(forward) // stages
-    held = 0.0 if hidden or stages == 1 else (2.0 if duplex else 4.0) * transfer * chunks
-    slowest = max(sum(forward[s::stages]) + sum(backward[s::stages]) for s in range(stages)) + held
+    each = 0.0 if hidden else transfer * chunks * (1 if duplex else 2)
+    busy = [sum(forward[s::stages]) + sum(backward[s::stages]) for s in range(stages)]
+    slowest = max(t + each * ((s > 0) + (s < stages - 1)) for s, t in enumerate(busy))  # the ends have one neighbour
     through = (sum(forward) + sum(backward)) / chunks + 2 * (stages - 1) * transfer
     return through + (micro_batches - 1 / chunks) * slowest if chunks > 1 else through + (micro_batches - 1) * slowest
