@@ -156,7 +156,8 @@ class _Planner(SavePlanner):
         if source is None:
             self.last = torch.tensor(float(self.steps))
         else:
-            self.last = self.checkpoint.read(*source, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            # A copy of our own: what a reader returns may lie in memory that cannot be given back early.
+            self.last = self.checkpoint.read(*source, tuple(data.chunk.offsets), tuple(data.chunk.sizes)).clone()
         return self.last
 
 
