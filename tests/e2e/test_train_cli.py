@@ -232,6 +232,23 @@ def test_a_flipped_byte_is_found_and_named_once(home: Path, finished: tuple[Path
     assert "DAMAGED" in port("checkpoint", "verify", str(damaged), code=errors.EXIT_CHECKPOINT)
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over(home: Path, finished: tuple[Path, str]) -> None:
+    """Only rank 1 meets the flipped bit; both ranks fall back, rank 0 says so, and every loss is the unbroken run's."""
+    saves = ("checkpoint.save_interval=3",)
+    assert port(*train_command(home, "fallback", *saves, steps=6)).count("saved ") == 2
+    folder = home / "runs" / "fallback"
+    shard = checkpoint(folder, 6) / "rank-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 64
+    shard.write_bytes(content)
+    output = port(*train_command(home, "fallback", *saves, steps=8))
+    assert output.count("falling back from step-00000006 to step-00000003; nothing of step-00000006 is used") == 1
+    assert "rank 1 on" in output and "rank-00001.safetensors: block 0" in output and "at step 3, 12 samples" in output
+    rows = [(row["step"], row["loss"]) for row in metrics(folder)]
+    assert rows == [(row["step"], row["loss"]) for row in metrics(finished[0])][:8]
+    port("checkpoint", "verify", str(folder))  # step 6 was saved again
+
+
 def test_generation_is_the_same_on_one_rank_and_on_two(finished: tuple[Path, str]) -> None:
     command = ("generate", str(finished[0]), "--prompt", "abcdefgh", "--temperature", "0", "--tokens", "24")
     one = port(*command)
