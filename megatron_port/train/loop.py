@@ -22,7 +22,7 @@ from megatron_port.launch.outcome import Outcome as Ending
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.job import attempt_name
-from megatron_port.runtime.pulse import DATA, EVALUATE, IDLE, REDUCE, SAVE
+from megatron_port.runtime.pulse import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
 from megatron_port.runtime.signals import StopRequest, hold
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.anomaly import REPRODUCIBLE, Anomaly, investigate
@@ -150,9 +150,10 @@ class Trainer:
                 while p.step < c.training.steps and not level:
                     anomaly = self._step(telemetry)
                     if anomaly is not None and c.numerics.on_anomaly == "rewind":
-                        saving.finish()
                         telemetry.close()
-                        self._rewind(anomaly)
+                        with self.session.pulse.enter(START, "rewind"):  # it may take as long as loading
+                            saving.finish()
+                            self._rewind(anomaly)
                         telemetry, saving.saved_step = self._telemetry(), p.step
                         continue
                     level = self._agreed(stop.level)
@@ -235,10 +236,11 @@ class Trainer:
         if not reason:
             self.numerics.accept(result)
             return None
-        anomaly = investigate(
-            self.engine, self.session, micro_batches, result, step=p.step - 1, lr=lr, limits=limits, reason=reason,
-            first=position, count=size, run_folder=run_folder(c),
-        )
+        with pulse.enter(EVALUATE, "replay of a step"):
+            anomaly = investigate(
+                self.engine, self.session, micro_batches, result, step=p.step - 1, lr=lr, limits=limits, reason=reason,
+                first=position, count=size, run_folder=run_folder(c),
+            )
         self.session.logger.log(anomaly.summary)
         if too_many or c.numerics.on_anomaly == "stop":
             count = len(self.numerics.anomaly_steps)
