@@ -49,7 +49,7 @@ class Runs:
         assert record["JobState"] == state, f"{record}\n{self.log()}"
         return record
 
-    def wait_for_step(self, job: int, step: int, timeout: float = 60) -> None:
+    def wait_for_step(self, job: int, step: int, timeout: float = 200) -> None:
         """Return when the run has done ``step`` steps."""
         deadline = time.monotonic() + timeout
         while steps(self.run_folder) < step:
