@@ -291,6 +291,7 @@ class Source:
         settings = {
             "train_micro_batch_size_per_gpu": c.batch.micro_batch_size, "gradient_accumulation_steps": micro,
             "steps_per_print": 10**9, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # 0.19.8 clips at 1.0 if nothing is said
             "data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": c.precision.dtype == "bf16"},
             "pipeline": {"use_reentrant": False}, "checkpoint": {"load_universal": universal},
         }
