@@ -17,8 +17,7 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
     Where nothing is masked the count is known. Masks live on the last stage only, which sums them over its replicas
     before the first backward pass (the loss is divided by the result); other stages do not use the number.
     """
-    last = ctx.coords.pp == ctx.topology.pp - 1
-    if last and any(b.loss_mask is not None for b in micro_batches):
+    if ctx.is_last_stage and any(b.loss_mask is not None for b in micro_batches):
         count = sum(
             float(b.loss_mask.sum()) if b.loss_mask is not None else len(b.sample_ids) * seq_length
             for b in micro_batches
@@ -40,7 +39,7 @@ def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) ->
     if ctx.dp_group is not None:
         dist.all_reduce(packed, group=ctx.dp_group)
     if ctx.pp_group is not None:
-        source = ctx.topology.stage_peer(ctx.rank, ctx.topology.pp - 1)
+        source = ctx.topology.stage_peer(ctx.rank, ctx.topology.last_stage)
         dist.broadcast(packed, src=source, group=ctx.pp_group)
     if ctx.tp_group is not None:
         dist.broadcast(packed, group=ctx.tp_group, group_src=0)

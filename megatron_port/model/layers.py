@@ -10,7 +10,6 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.mlp import MLP
 from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
-from megatron_port.parallel.collectives import copy_to_tp, gather_sequence
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import VocabParallelEmbedding, vocab_parameter
 from megatron_port.parallel.linear import linear
@@ -27,7 +26,7 @@ class Embedding(nn.Module):
         super().__init__()
         cfg = build.model
         self.build = build
-        tied = cfg.tie_embeddings and build.ctx.topology.pp > 1
+        tied = cfg.tie_embeddings and build.ctx.topology.last_stage != 0  # else the head shares this parameter
         weight = vocab_parameter(
             WORD_EMBEDDING, cfg.vocab_size, cfg.hidden_size, ctx=build.ctx,
             padding_multiple=build.layout.vocab_padding_multiple, init=build.init, dtype=build.dtype,
@@ -100,10 +99,9 @@ class Head(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        group = self.build.ctx.tp_group
-        x = self.norm(x)
-        x = gather_sequence(x, group) if self.build.sequence_parallel else copy_to_tp(x, group)
-        return linear(x, self.weight)
+        return linear(
+            self.norm(x), self.weight, group=self.build.ctx.tp_group, sequence_parallel=self.build.sequence_parallel
+        )
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Loss of each token [batch, seq] in nats, for ``labels`` int64 [batch, seq]."""

@@ -3,14 +3,13 @@
 Names follow Megatron-LM (Shoeybi et al., arXiv 1909.08053; Korthikanti et al.,
 arXiv 2205.05198). A group of None means one rank: the function is the identity.
 Sequence-parallel tensors are split along dimension 0, [seq/tp, batch, hidden].
+These leave a tensor-parallel region; its entry is part of ``linear.linear``, which hides
+the collective of the backward pass.
 
 | function | forward | backward |
 |---|---|---|
-| copy_to_tp | identity | all-reduce |
 | reduce_from_tp | all-reduce | identity |
-| gather_sequence | all-gather | reduce-scatter |
 | reduce_scatter_sequence | reduce-scatter | all-gather |
-| split_sequence | slice | all-gather |
 """
 
 from __future__ import annotations
@@ -56,24 +55,41 @@ def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:
     return out
 
 
-def slice_first(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's piece of dimension 0."""
+class Started:
+    """A collective under way and what it gives."""
+
+    def __init__(self, work: dist.Work | None, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+        self._work, self._out, self._inputs = work, out, inputs  # inputs live until the collective has read them
+
+    def take(self) -> torch.Tensor:
+        """The result, once it is there (a GPU's stream waits, not the host)."""
+        if self._work is not None:
+            self._work.wait()
+        self._inputs = ()
+        return self._out
+
+
+def start_all_reduce(x: torch.Tensor, group: Group) -> Started:
+    """Start the sum over the group, in place."""
+    return Started(None if group is None else dist.all_reduce(x, group=group, async_op=True), x)
+
+
+def start_all_gather(x: torch.Tensor, group: Group) -> Started:
+    """Start concatenating along dimension 0: [n, ...] → [n * size, ...]."""
     if group is None:
-        return x
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    n = x.shape[0] // size
-    return x[rank * n : (rank + 1) * n].contiguous()
+        return Started(None, x)
+    x = x.contiguous()
+    out = torch.empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    return Started(all_gather_single(out, x, group=group, async_op=True), out, x)
 
 
-class _CopyToTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return all_reduce_sum(grad, ctx.group), None
+def start_reduce_scatter(x: torch.Tensor, group: Group) -> Started:
+    """Start the sum of which this rank keeps its piece of dimension 0: [n * size, ...] → [n, ...]."""
+    if group is None:
+        return Started(None, x)
+    x, size = x.contiguous(), dist.get_world_size(group)
+    out = torch.empty((x.shape[0] // size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    return Started(reduce_scatter_single(out, x, group=group, async_op=True), out, x)
 
 
 class _ReduceFromTP(torch.autograd.Function):
@@ -84,17 +100,6 @@ class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return all_gather_first(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return reduce_scatter_first(grad, ctx.group), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
@@ -108,37 +113,11 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return all_gather_first(grad, ctx.group), None
 
 
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return slice_first(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return all_gather_first(grad, ctx.group), None
-
-
-def copy_to_tp(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Enter a tensor-parallel region: every rank uses all of ``x``; gradients are summed."""
-    return x if group is None else _CopyToTP.apply(x, group)
-
-
 def reduce_from_tp(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Leave a tensor-parallel region: partial sums become the sum on every rank."""
     return x if group is None else _ReduceFromTP.apply(x, group)
 
 
-def gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """[seq/tp, ...] → [seq, ...] for a region where each rank works on all tokens; gradients are summed."""
-    return x if group is None else _GatherSequence.apply(x, group)
-
-
 def reduce_scatter_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Partial sums [seq, ...] → this rank's tokens of the sum, [seq/tp, ...]."""
     return x if group is None else _ReduceScatterSequence.apply(x, group)
-
-
-def split_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """A replicated [seq, ...] → this rank's tokens; the gradient is gathered back."""
-    return x if group is None else _SplitSequence.apply(x, group)

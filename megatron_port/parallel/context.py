@@ -9,9 +9,9 @@ stages if sends and receives were issued one by one (torch: "in lazy initializat
 mode ... a new 2-rank NCCL communicator"); ``pipeline.transfer`` therefore issues
 them batched, which keeps them on the group's own communicator. All operations of a
 communicator run in order, so gradients travel on one of their own
-(``pp_reverse_group``): with both directions in one queue, a stage that sends
-an activation before it takes a gradient and its neighbour that sends that gradient
-first would wait for each other under 1F1B. The exceptions are DeepSpeed's: its grid makes
+(``pp_reverse_group``), and both queues follow one order of all messages that every
+stage knows (``pipeline.messages``): otherwise two neighbours that each send before
+they receive would wait for each other. The exceptions are DeepSpeed's: its grid makes
 its own data, model and pipeline groups beside these, and its pipeline sends one by
 one over the world group, hence with a communicator for each neighbour.
 """
@@ -115,7 +115,7 @@ class ParallelContext:
     @property
     def is_last_stage(self) -> bool:
         """Holds the head and computes the loss."""
-        return self.coords.pp == self.topology.pp - 1
+        return self.coords.pp == self.topology.last_stage
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The group along ``tp``, ``dp``, ``pp``, ``pp_reverse`` or of the tied ``embedding``; None: there is none."""
@@ -149,6 +149,7 @@ def group_list(topology: Topology, *, two_way: bool = False) -> list[tuple[str, 
     found = [(axis, g) for axis in AXES if getattr(topology, axis) > 1 for g in _along(topology, axis)]
     if topology.pp > 1:
         stages = list(_along(topology, "pp"))
-        found += [("embedding", (g[0], g[-1])) for g in stages]
+        if topology.last_stage != 0:
+            found += [("embedding", (g[0], g[-1])) for g in stages]
         found += [("pp_reverse", g) for g in stages if two_way]
     return found

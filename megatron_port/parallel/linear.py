@@ -7,11 +7,13 @@ the sequence and its exit reduce-scatters it, in place of the two all-reduces.
 
 ``linear`` adds a weight's gradient straight to ``weight.main_grad`` where an
 engine has set one: no gradient of the weight's own dtype is made, rounded and
-added up.
+added up. At the entry of a region it hides the collective of the input's gradient
+behind that product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +21,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megatron_port.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, reduce_scatter_sequence
+from megatron_port.parallel.collectives import (
+    Group,
+    all_gather_first,
+    reduce_from_tp,
+    reduce_scatter_sequence,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megatron_port.parallel.compat import widening_addmm
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import InitSpec, attach, split_record
@@ -38,39 +48,105 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.add_(a.t().mm(b))
 
 
-class _LinearIntoMainGrad(torch.autograd.Function):
+class WeightGradients:
+    """What an engine puts on its weights as ``weight_gradients``, beside ``main_grad``: when their products run.
+
+    ``on_added(weight)`` is called whenever a product has been added to a weight's ``main_grad``. While ``holding`` is
+    a list, products are put there instead and run by :meth:`run`: the weight part of a backward pass that is split in
+    two (zero-bubble pipelines, Qi et al., arXiv 2401.10241).
+    """
+
+    def __init__(self, on_added: Callable[[torch.Tensor], None]) -> None:
+        self.on_added = on_added
+        self.holding: list[Callable[[], None]] | None = None
+        self.products = 0
+        """Products computed so far."""
+
+    def add(self, weight: torch.Tensor, main_grad: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> None:
+        """main_grad += rowsᵀ x, now or later. ``main_grad`` [out, in], ``rows`` [tokens, out], ``x`` [tokens, in]."""
+
+        def product() -> None:
+            add_product(main_grad, rows, x)
+            self.products += 1
+            self.on_added(weight)
+
+        if self.holding is None:
+            product()
+        else:
+            self.holding.append(product)
+
+    @staticmethod
+    @torch.no_grad()
+    def run(held: list[Callable[[], None]]) -> None:
+        """Compute what was held back; the list is empty afterwards."""
+        for product in held:
+            product()
+        held.clear()
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b on the entry of a tensor-parallel region.
+
+    The collective of the input's gradient (and, under sequence parallelism, the one that gathers the input once more,
+    so that the gathered one need not be kept) runs while the weight's gradient is computed.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None,
+        gradients: WeightGradients | None, group: Group, sequence: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        # Not a saved tensor: every micro-batch changes it between a forward and its backward.
-        ctx.main_grad = main_grad
-        return F.linear(x, weight.flatten(0, -2), bias)
+        # Not saved tensors: every micro-batch changes main_grad between a forward and its backward.
+        ctx.main_grad, ctx.gradients, ctx.weight = main_grad, gradients, weight
+        ctx.group, ctx.sequence = group, sequence
+        whole = all_gather_first(x, group) if sequence else x
+        return F.linear(whole, weight.flatten(0, -2), bias)
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        weight = weight.flatten(0, -2)
-        rows = grad.reshape(-1, weight.shape[0])
-        add_product(ctx.main_grad.view(weight.shape), rows, x.reshape(-1, weight.shape[1]))
-        dx = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, None, rows.sum(dim=0) if ctx.needs_input_grad[2] else None, None
+        matrix = weight.flatten(0, -2)
+        rows = grad.reshape(-1, matrix.shape[0])
+        gathered = start_all_gather(x, ctx.group) if ctx.sequence and ctx.needs_input_grad[1] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            wide = rows.mm(matrix).view(*grad.shape[:-1], matrix.shape[1])
+            dx = start_reduce_scatter(wide, ctx.group) if ctx.sequence else start_all_reduce(wide, ctx.group)
+        dw = None
+        if ctx.needs_input_grad[1]:
+            whole = (gathered.take() if gathered is not None else x).reshape(-1, matrix.shape[1])
+            if ctx.main_grad is None:
+                dw = rows.t().mm(whole).view(weight.shape)
+            elif ctx.gradients is None:
+                add_product(ctx.main_grad.view(matrix.shape), rows, whole)
+            else:
+                ctx.gradients.add(ctx.weight, ctx.main_grad.view(matrix.shape), rows, whole)
+        db = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
+        return None if dx is None else dx.take(), dw, db, None, None, None, None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: Group = None,
+    sequence_parallel: bool = False,
+) -> torch.Tensor:
     """x Wᵀ + b: x [..., in], weight [..., in] whose leading dimensions are the outputs, bias [out] → [..., out].
 
+    With ``group`` it is also the entry of a tensor-parallel region, where every rank uses all of x and the gradients of
+    x are summed; under ``sequence_parallel`` x is this rank's tokens [seq/tp, ...] and is gathered.
+
     Where ``weight`` has a contiguous ``main_grad`` of its shape, in float32 or wider, the backward pass adds the
-    weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs).
+    weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs); ``weight_gradients``
+    (:class:`WeightGradients`) says when.
     """
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or not weight.requires_grad:
+    main_grad = getattr(weight, "main_grad", None) if weight.requires_grad else None
+    if main_grad is None and group is None:
         return F.linear(x, weight.flatten(0, -2), bias)
-    return _LinearIntoMainGrad.apply(x, weight, bias, main_grad)
+    return _Linear.apply(
+        x, weight, bias, main_grad, getattr(weight, "weight_gradients", None), group,
+        sequence_parallel and group is not None,
+    )
 
 
 class ColumnParallelLinear(nn.Module):
@@ -108,9 +184,8 @@ class ColumnParallelLinear(nn.Module):
             self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = gather_sequence(x, self.ctx.tp_group) if self.sequence_parallel else copy_to_tp(x, self.ctx.tp_group)
         bias = self.bias.flatten() if self.bias is not None and not self.skip_bias else None
-        return linear(x, self.weight, bias)
+        return linear(x, self.weight, bias, group=self.ctx.tp_group, sequence_parallel=self.sequence_parallel)
 
 
 class RowParallelLinear(nn.Module):

@@ -5,6 +5,11 @@ axis varies fastest, so a tensor-parallel group sits on neighbouring ranks (one
 node), and replicas of a stage are ``tp`` ranks apart. Stages are farthest apart:
 they exchange least. This is also the order in which DeepSpeed's
 ``PipeModelDataParallelTopology(pp, mp, dp)`` numbers ranks.
+
+With virtual stages (Narayanan et al., arXiv 2104.04473) a rank holds ``vp`` chunks
+of the model. Chunk c of stage s is virtual stage ``c * pp + s``; in a folded
+pipeline (two chunks, Qi et al., arXiv 2401.10241) the second run of chunks goes back
+from the last stage to the first, so that one rank has both ends of the model.
 """
 
 from __future__ import annotations
@@ -31,18 +36,24 @@ class Coordinates:
 class Topology:
     """The grid of a run.
 
+    ``vp``: chunks of the model on each stage; ``folded``: the pipeline turns round at the last stage (``vp`` 2).
+
     Raises:
-        ConfigError: a size is below one.
+        ConfigError: a size is below one, or a folded pipeline has not two chunks a stage.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    vp: int = 1
+    folded: bool = False
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "dp"):
+        for axis in ("tp", "pp", "dp", "vp"):
             if getattr(self, axis) < 1:
                 raise ConfigError(f"layout: {axis} is {getattr(self, axis)}; each parallel size must be at least 1")
+        if self.folded and self.vp != 2:
+            raise ConfigError(f"layout: a folded pipeline has 2 chunks a stage, not {self.vp}")
 
     @property
     def world_size(self) -> int:
@@ -78,3 +89,24 @@ class Topology:
         """The rank of another stage with the same dp and tp coordinates."""
         at = self.coordinates(rank)
         return self.rank(pp=stage % self.pp, dp=at.dp, tp=at.tp)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Chunks of the model, over all stages."""
+        return self.pp * self.vp
+
+    @property
+    def last_stage(self) -> int:
+        """The stage that holds the head and computes the loss; the embedding is on stage 0."""
+        return 0 if self.folded else self.pp - 1
+
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Which chunk of the model, counted from the embedding, is ``chunk`` of a stage."""
+        if self.folded and chunk == 1:
+            return 2 * self.pp - 1 - stage
+        return chunk * self.pp + stage
+
+    def holder(self, virtual: int) -> tuple[int, int]:
+        """(stage, chunk) of a virtual stage."""
+        chunk, stage = divmod(virtual, self.pp)
+        return (self.pp - 1 - stage if self.folded and chunk == 1 else stage), chunk

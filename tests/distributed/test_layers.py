@@ -28,6 +28,7 @@ from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.mlp import MLP
 from megatron_port.model.norm import Norm
 from megatron_port.optim.gradients import reduce_partial_gradients
+from megatron_port.parallel.collectives import Started
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import VocabParallelEmbedding, padded_vocab_size, vocab_parameter
@@ -322,7 +323,8 @@ def on_rank(cases: Sequence[Case], broken: tuple[str, str] | None = None) -> lis
     ctx = ParallelContext.create(Topology(tp=dist.get_world_size()), "cpu")
     fault: Any = contextlib.nullcontext()
     if broken is not None:
-        fault = mock.patch(".".join(broken), lambda x, *_: x)
+        unchanged = (lambda x, *_: Started(None, x)) if broken[1].startswith("start_") else (lambda x, *_: x)
+        fault = mock.patch(".".join(broken), unchanged)
     try:
         with fault:
             return [LAYERS[case.layer](Bench(case, ctx)) for case in cases]
@@ -484,13 +486,13 @@ def test_recompute_changes_no_bit() -> None:
 
 
 BROKEN = {
-    "no sum of the input's gradients": ("column", False, "megatron_port.parallel.linear.copy_to_tp"),
+    "no sum of the input's gradients": ("column", False, "megatron_port.parallel.linear.start_all_reduce"),
     "no sum of the outputs": ("row", False, "megatron_port.parallel.linear.reduce_from_tp"),
     "no sum of the embeddings": ("embedding", False, "megatron_port.parallel.embedding.reduce_from_tp"),
     "partial gradients of norms": ("norm", True, "megatron_port.optim.gradients._all_reduce_flat"),
     "partial gradients of biases": ("row", True, "megatron_port.optim.gradients._all_reduce_flat"),
     "partial gradients of positions": ("model_embedding", True, "megatron_port.optim.gradients._all_reduce_flat"),
-    "no sum before the head": ("head", False, "megatron_port.model.layers.copy_to_tp"),
+    "no sum before the head": ("head", False, "megatron_port.parallel.linear.start_all_reduce"),
 }
 
 
@@ -513,10 +515,10 @@ def test_these_comparisons_can_fail(ranks: RankPool, mistake: str) -> None:
 
 
 def train_without_partial_sums(config: Any, steps: int) -> RankTrace:
-    """The native engine with ``reduce_partial_gradients`` taken away."""
+    """The native engine that does not know of a partial gradient."""
     ctx = ParallelContext.create(Topology(tp=2), "cpu")
-    engine = build_engine(config, ctx, torch_providers())
-    with mock.patch("megatron_port.engine.native.reduce_partial_gradients", lambda grads, ctx: None):
+    with mock.patch("megatron_port.optim.buckets._kind", lambda record: "plain"):
+        engine = build_engine(config, ctx, torch_providers())
         return record_run(engine, ctx, make_batches(config, ctx), steps=steps, lr=lambda step: 1e-2, evaluate=True)
 
 
