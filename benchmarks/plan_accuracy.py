@@ -105,7 +105,7 @@ def case_of_row(row: dict[str, str], source: Source, assumed: dict[str, int] | N
     return Case(
         model=model, engine=source.engine, tp=tp, pp=pp, vp=vp, dp=dp, cp=cp,
         sequence_parallel="SP" in row["recompute"] or source.engine is NEMO,
-        zero_stage=_number(row["zero"], 0), schedule="interleaved" if vp > 1 else "1f1b",
+        zero_stage=_number(row["zero"], 0), schedule="1f1b",
         recompute=row["recompute"].removesuffix("+SP"), micro_batch=micro,
         micro_batches=math.ceil(batch / (micro * dp)), global_batch=batch, dtype=row["precision"],
         flash=row["flash_attention"] == "yes",
@@ -124,7 +124,7 @@ def best_unknowns(case: Case, machine: Machine) -> Case:
                 continue
             one = replace(
                 case, micro_batch=micro, micro_batches=per_replica // micro, vp=vp,
-                schedule="interleaved" if vp > 1 else "1f1b",
+                schedule="1f1b",
             )
             if max(s.total for s in plan_memory(one, machine)) > machine.cluster.memory_gb * 1e9:
                 continue

@@ -76,7 +76,8 @@ def generate(args: argparse.Namespace, info: ProcessInfo) -> int:
     neutral = [
         "engine=native", "layout.tensor_parallel_size=1", "layout.pipeline_parallel_size=1",
         "layout.data_parallel_size=0", "layout.sequence_parallel=false", "layout.pipeline_split=[]",
-        "layout.zero_stage=0", "layout.pipeline_schedule=gpipe", "batch.micro_batch_size=1",
+        "layout.zero_stage=0", "layout.pipeline_schedule=1f1b", "layout.virtual_pipeline_size=1",
+        "batch.micro_batch_size=1",
         f"batch.global_batch_size={info.world_size}", "batch.rampup_start=0",
     ]
     config = load(folder / "config.toml", [*neutral, *args.overrides]).config

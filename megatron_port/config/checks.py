@@ -23,8 +23,9 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "model.normalization": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "gelu_tanh", "swiglu"),
     "layout.zero_stage": (0, 1),
-    "layout.pipeline_schedule": ("gpipe", "1f1b"),
+    "layout.pipeline_schedule": ("gpipe", "1f1b", "zb-h1", "zb-v"),
     "layout.recompute": ("none", "selective", "full"),
+    "precision.grad_reduce_dtype": ("fp32", "bf16", "fp16"),
     "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
     "optimizer.name": ("adamw",),
     "optimizer.decay": ("cosine", "linear", "constant"),
@@ -73,6 +74,7 @@ _SIZES: dict[str, _Rule] = {
     "layout.virtual_pipeline_size": _ONE,
     "layout.data_parallel_size": _ZERO,
     "layout.vocab_padding_multiple": _ONE,
+    "layout.reduce_bucket_size": _ONE,
     "batch.micro_batch_size": _ONE,
     "batch.global_batch_size": _ONE,
     "batch.rampup_start": _ZERO,
@@ -316,14 +318,27 @@ def _engine_problems(config: RunConfig) -> list[str]:
     """What the chosen engine cannot do right."""
     layout, dtype, zero = config.layout, config.precision.dtype, config.layout.zero_stage
     out = []
-    if layout.virtual_pipeline_size > 1:
+    v, schedule = layout.virtual_pipeline_size, layout.pipeline_schedule
+    if schedule == "zb-v" and v != 2:
         out.append(
-            f"engine {config.engine} has no interleaved schedule, so layout.virtual_pipeline_size "
-            f"{layout.virtual_pipeline_size} is refused; use 1"
+            f"layout.pipeline_schedule 'zb-v' folds two chunks onto each stage, and virtual_pipeline_size is {v}; use 2"
+        )
+    elif schedule in ("gpipe", "zb-h1") and v > 1:
+        out.append(
+            f"layout.pipeline_schedule {schedule!r} has one chunk a stage, and virtual_pipeline_size is {v}; use 1, or "
+            f"the schedule '1f1b' (interleaved)" + (" or 'zb-v'" if v == 2 else "")
         )
     if config.engine == "deepspeed":
-        if layout.pipeline_schedule == "gpipe":
-            out.append("engine deepspeed has no layout.pipeline_schedule 'gpipe'; use 1f1b, or engine native")
+        if schedule != "1f1b" or v > 1:
+            out.append(
+                f"engine deepspeed runs layout.pipeline_schedule '1f1b' with virtual_pipeline_size 1, not {schedule!r} "
+                f"with {v}; use those, or engine native"
+            )
+        if config.precision.grad_reduce_dtype != "fp32":
+            out.append(
+                f"precision.grad_reduce_dtype {config.precision.grad_reduce_dtype!r} is for engine native; use 'fp32' "
+                "(deepspeed sums fp32 gradients)"
+            )
         if dtype == "fp64":
             out.append("engine deepspeed keeps fp32 masters, so precision.dtype fp64 is refused; use engine native")
         if zero == 0:
@@ -336,6 +351,4 @@ def _engine_problems(config: RunConfig) -> list[str]:
                 f"engine deepspeed with layout.zero_stage 0, pipeline_parallel_size {layout.pipeline_parallel_size}, "
                 f"{dtype} and clip_grad {config.optimizer.clip_grad}: {reason}; use zero_stage 1, or engine native"
             )
-    elif config.engine == "native" and zero == 1:
-        out.append("engine native does not split the optimizer state: use layout.zero_stage 0, not 1")
     return out

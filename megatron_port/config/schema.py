@@ -87,17 +87,19 @@ class LayoutConfig:
     pipeline_parallel_size: int = 1
     """Stages, p."""
     virtual_pipeline_size: int = 1
-    """Chunks of layers on each stage, v (interleaved schedules; engine native)."""
+    """Chunks of layers on each stage, v (engine native): interleaved 1f1b, or zb-v with 2."""
     data_parallel_size: int = 0
     """Replicas, d; 0: world size / (t * p)."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
     zero_stage: int = 1
     """0: replicated optimizer, 1: optimizer state split over the replicas."""
+    reduce_bucket_size: int = 33_554_432
+    """Elements that one collective of gradients or weights between replicas moves (engine native)."""
     pipeline_schedule: str = "1f1b"
-    """gpipe | 1f1b"""
+    """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2); docs/pipeline.md"""
     pipeline_split: tuple[int, ...] = ()
-    """Transformer layers on each stage; empty: balanced by cost, embedding and head counted."""
+    """Transformer layers on each virtual stage, in order; empty: balanced by cost, embedding and head counted."""
     vocab_padding_multiple: int = 128
     """The vocabulary is padded to a multiple of this times t; padded logits are masked."""
     recompute: str = "none"
@@ -129,6 +131,9 @@ class PrecisionConfig:
 
     dtype: str = "bf16"
     """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). Masters and sums are fp32 for the halves."""
+    grad_reduce_dtype: str = "fp32"
+    """Of gradients on their way between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
+    fp32). fp32 means the full width, fp64 in an fp64 run."""
     initial_loss_scale: float = 65536.0
     """fp16: first loss scale."""
     loss_scale_window: int = 1000

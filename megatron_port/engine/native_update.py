@@ -1,4 +1,5 @@
-"""The native engine's optimizer step: clip by the global norm, AdamW on the masters, round them into the weights.
+"""The native engine's optimizer step: clip by the global norm, AdamW on this rank's pieces of the masters, round them
+into its pieces of the weights.
 
 Two providers: torch's AdamW, whose skipping and clipping the host decides, and the own multi-tensor kernel, which reads
 loss scale, clip factor and overflow on the device, so that no step waits for it.
@@ -6,137 +7,124 @@ loss scale, clip factor and overflow on the device, so that no step waits for it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from megatron_port.config.schema import OptimizerConfig
-from megatron_port.optim.gradients import RecordedGrad, global_grad_norm, global_square_norm
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.record import ParameterRecord
+from megatron_port.optim.sharded import Piece, ShardedParameters
+
+SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
 
 
 class Update(Protocol):
-    """``state`` maps a master to {"step", "exp_avg", "exp_avg_sq"}; setting an entry loads it."""
+    """``state`` maps a master (``Piece.master``) to {"step", "exp_avg", "exp_avg_sq"}; setting an entry loads it."""
 
     state: Any
+    square_norm: SquareNorm
+    """Of a list of tensors; None: torch's ops."""
+    steps: int
+    """Updates taken."""
 
     def step(
-        self, grads: Sequence[RecordedGrad], ctx: ParallelContext, *, lr: float, scale: float, veto: torch.Tensor,
-        limit: float,
+        self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply gradients that carry a factor ``scale``; nothing happens if their norm is not finite, above the
-        finite ``limit``, or ``veto`` (float32 scalar on the device) is not zero.
+        """Apply the pieces' gradients, which carry a factor ``scale``; nothing happens if their norm is not finite,
+        above the finite ``limit``, or ``veto`` (float32 scalar on the device) is not zero.
 
-        Returns the global L2 norm without the factor and before clipping, and whether nothing happened: scalars on
-        the device.
+        ``square``: squared global L2 norm of the gradients as they are, a scalar on the device.
+
+        Returns the norm without the factor and before clipping, and whether nothing happened: scalars on the device.
         """
 
-    def publish(self) -> None:
-        """Round the masters into the weights that the forward pass uses."""
+
+def _by_decay(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    return [[p for p in pieces if p.record.decay is decay] for decay in (True, False)]
 
 
 class TorchUpdate:
     """torch.optim.AdamW."""
 
-    def __init__(
-        self, parameters: Sequence[tuple[ParameterRecord, torch.nn.Parameter]], masters: Sequence[torch.Tensor],
-        config: OptimizerConfig,
-    ) -> None:
-        self.config, self.masters = config, masters
-        self.weights = [p for _, p in parameters]
+    square_norm: SquareNorm = None
+
+    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
+        self.config, self.sharded = config, sharded
         groups = [
-            {"params": [m for (r, _), m in zip(parameters, masters) if r.decay is decay],
-             "weight_decay": config.weight_decay if decay else 0.0}
-            for decay in (True, False)
+            {"params": [p.master for p in pieces], "weight_decay": decay}
+            for pieces, decay in zip(_by_decay(sharded.pieces), (config.weight_decay, 0.0)) if pieces
         ]
+        # A replica may own nothing but padding; the optimizer wants something.
         self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-            foreach=True,
+            groups or [{"params": [torch.zeros(1)]}], lr=config.lr, betas=(config.beta1, config.beta2),
+            eps=config.eps, foreach=True,
         )
         self.state: Any = self.optimizer.state
+        self.steps = 0
 
     def step(
-        self, grads: Sequence[RecordedGrad], ctx: ParallelContext, *, lr: float, scale: float, veto: torch.Tensor,
-        limit: float,
+        self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Update`."""
-        if scale != 1.0:
-            for _, grad in grads:
-                grad.div_(scale)
-        norm = global_grad_norm(grads, ctx)
+        norm = square.sqrt() / scale
         size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
-        clip = self.config.clip_grad
         if vetoed or not size <= limit:
             return norm, torch.ones_like(veto)
-        if 0.0 < clip < size:
-            for _, grad in grads:
-                grad.mul_(clip / (size + 1e-6))
+        clip = self.config.clip_grad
+        factor = (clip / (size + 1e-6) if 0.0 < clip < size else 1.0) / scale
+        for piece in self.sharded.pieces:
+            if factor != 1.0:
+                piece.gradient.mul_(factor)
+            piece.master.grad = piece.gradient
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for master, (_, grad) in zip(self.masters, grads):
-            master.grad = grad
         self.optimizer.step()
-        for master in self.masters:
-            master.grad = None
-        self.publish()
+        self.steps += 1
+        for piece in self.sharded.pieces:
+            piece.master.grad = None
+        self.sharded.publish()
         return norm, veto
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """See :class:`Update`."""
-        for weight, master in zip(self.weights, self.masters):
-            if weight.dtype != master.dtype:
-                weight.copy_(master)
 
 
 class OwnUpdate:
     """The kernel of ``backend.ops.optimizer``."""
 
-    def __init__(
-        self, parameters: Sequence[tuple[ParameterRecord, torch.nn.Parameter]], masters: Sequence[torch.Tensor],
-        config: OptimizerConfig,
-    ) -> None:
+    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
+        from megatron_port.backend.ops.optimizer import square_norm
         from megatron_port.optim.fused import FusedAdamW
 
-        self.config, self.masters = config, masters
-        self.weights = [p for _, p in parameters]
-        self.order = [[i for i, (r, _) in enumerate(parameters) if r.decay is decay] for decay in (True, False)]
-        separate = any(p.dtype != m.dtype for p, m in zip(self.weights, masters))
+        self.config = config
+        self.square_norm: SquareNorm = square_norm
+        self.groups = _by_decay(sharded.pieces)
+        separate = any(p.weight.dtype != p.master.dtype for p in sharded.pieces)
         self.optimizer = FusedAdamW(
-            [([self.weights[i].detach() for i in members] if separate else [], [masters[i] for i in members],
-              config.weight_decay if decay else 0.0) for decay, members in zip((True, False), self.order)],
-            betas=(config.beta1, config.beta2), eps=config.eps,
+            [([p.weight for p in pieces] if separate else [], [p.master for p in pieces], decay)
+             for pieces, decay in zip(self.groups, (config.weight_decay, 0.0))],
+            betas=(config.beta1, config.beta2), eps=config.eps, device=sharded.ctx.device,
         )
         self.state: Any = self.optimizer.state
 
+    @property
+    def steps(self) -> int:
+        """Updates taken; reading it waits for the device."""
+        return int(self.optimizer.step_count)
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self.optimizer.step_count.fill_(value)
+
     @torch.no_grad()
     def step(
-        self, grads: Sequence[RecordedGrad], ctx: ParallelContext, *, lr: float, scale: float, veto: torch.Tensor,
-        limit: float,
+        self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Update`."""
-        from megatron_port.backend.ops.optimizer import square_norm
-
         return self.optimizer.clipped_step(
-            [[grads[i][1] for i in members] for members in self.order], lr=lr,
-            square_norm=global_square_norm(grads, ctx, square_norm), max_norm=self.config.clip_grad,
-            inv_scale=1.0 / scale, limit=limit, veto=veto,
+            [[p.gradient for p in pieces] for pieces in self.groups], lr=lr, square_norm=square,
+            max_norm=self.config.clip_grad, inv_scale=1.0 / scale, limit=limit, veto=veto,
         )
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """See :class:`Update`."""
-        for weight, master in zip(self.weights, self.masters):
-            if weight.dtype != master.dtype:
-                weight.copy_(master)
 
-
-def make_update(
-    provider: str, parameters: Sequence[tuple[ParameterRecord, torch.nn.Parameter]], masters: Sequence[torch.Tensor],
-    config: OptimizerConfig,
-) -> Update:
+def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig) -> Update:
     """The update of a provider, ``own`` or ``torch``."""
     kind: type[OwnUpdate] | type[TorchUpdate] = OwnUpdate if provider == "own" else TorchUpdate
-    return kind(parameters, masters, config)
+    return kind(sharded, config)

@@ -59,16 +59,17 @@ class Probe:
     """Collects on one rank; an engine calls it around each pass of each micro-batch.
 
     Args:
-        stage: pipeline coordinate of this rank, ``stages`` of them.
+        stage: pipeline coordinate of this rank, ``stages`` of them; a rank that holds several chunks of the model
+            says at each pass which of the virtual stages it is.
     """
 
     def __init__(self, *, stage: int, stages: int) -> None:
         self.stage, self.stages = stage, stages
-        self._current: int | None = None
+        self._current: tuple[int, int] | None = None
         self._seen = 0
-        self._modules: list[tuple[int, int, str, torch.Tensor]] = []
+        self._modules: list[tuple[tuple[int, int], int, str, torch.Tensor]] = []
         self._losses: dict[int, torch.Tensor] = {}
-        self._backward: dict[int, torch.Tensor] = {}
+        self._backward: dict[tuple[int, int], torch.Tensor] = {}
         self._gradients: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     @contextmanager
@@ -99,9 +100,9 @@ class Probe:
         return hook
 
     @contextmanager
-    def forward(self, micro_batch: int) -> Iterator[None]:
+    def forward(self, micro_batch: int, virtual: int | None = None) -> Iterator[None]:
         """The forward pass of a micro-batch runs inside."""
-        self._current, self._seen = micro_batch, 0
+        self._current, self._seen = (micro_batch, self.stage if virtual is None else virtual), 0
         try:
             yield
         finally:
@@ -112,11 +113,14 @@ class Probe:
         self._losses[micro_batch] = loss_sum.detach()
 
     @torch.no_grad()
-    def after_backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def after_backward(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None], virtual: int | None = None
+    ) -> None:
         """``gradients``: the sums that parameters hold after this micro-batch, and what goes to the stage before."""
         held = [g for g in gradients if g is not None]
         if held:
-            self._backward[micro_batch] = torch.isfinite(get_total_norm(held, norm_type=math.inf))
+            place = self.stage if virtual is None else virtual
+            self._backward[micro_batch, place] = torch.isfinite(get_total_norm(held, norm_type=math.inf))
 
     @torch.no_grad()
     def own_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
@@ -143,16 +147,17 @@ class Probe:
                 found.order, found.micro_batch, found.phase, found.module = order, micro_batch, phase, module
 
         if self._modules:
-            for (m, seen, name, _), good in zip(self._modules, torch.stack([f for *_, f in self._modules]).tolist()):
+            flags = torch.stack([f for *_, f in self._modules]).tolist()
+            for ((m, place), seen, name, _), good in zip(self._modules, flags):
                 if not good:
-                    take(self._order(m, 0, self.stage, seen), m, "forward", name)
+                    take(self._order(m, 0, place, seen), m, "forward", name)
         for m, loss in self._losses.items():
             if not math.isfinite(float(loss)):
-                take(self._order(m, 0, self.stage, _MODULES - 1), m, "loss")
-        for m, flag in self._backward.items():
+                take(self._order(m, 0, self.stages - 1, _MODULES - 1), m, "loss")
+        for (m, place), flag in self._backward.items():
             if not bool(flag):
                 # Backward begins at the last stage.
-                take(self._order(m, 1, self.stages - 1 - self.stage, 0), m, "backward")
+                take(self._order(m, 1, self.stages - 1 - place, 0), m, "backward")
 
 
 def trace_finding(losses: Sequence[torch.Tensor], bad_gradients: Sequence[str], *, stage: int) -> Finding:

@@ -25,24 +25,35 @@ def unit_costs(model: ModelConfig) -> list[float]:
 class GPTStage(nn.Module):
     """Layers ``[start, stop)`` of the model, the embedding with the first stage, the head with the last.
 
+    ``virtual``: which chunk of the model it is, where stages hold several (None: the stage's own number). ``table``:
+    the embedding's parameter where another chunk on this rank has it, for a tied head.
+
     ``forward``: tokens int64 [batch, seq] on the first stage, else activations
     [seq(/tp), batch, hidden]; returns activations, or logits [seq, batch,
     padded_vocab/tp] on the last stage.
     """
 
-    def __init__(self, build: BuildContext, *, start: int, stop: int) -> None:
+    def __init__(
+        self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
+        table: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
         self.build = build
-        self.first = build.ctx.coords.pp == 0
-        self.last = build.ctx.coords.pp == build.ctx.topology.pp - 1
+        topology = build.ctx.topology
+        virtual = build.ctx.coords.pp if virtual is None else virtual
+        self.first, self.last = virtual == 0, virtual == topology.virtual_stages - 1
         self.embedding = Embedding(build) if self.first else None
         self.layers = nn.ModuleList(TransformerLayer(i, build) for i in range(start, stop))
         self.head: Head | None = None
         if self.last:
-            shared = None
-            if self.embedding is not None and build.model.tie_embeddings:
-                shared = self.embedding.word.weight
-            self.head = Head(build, shared)
+            if self.embedding is not None:
+                table = self.embedding.word.weight
+            self.head = Head(build, table if build.model.tie_embeddings else None)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """What ``forward`` calls, in order: embedding, layers, head."""
+        return [m for m in (self.embedding, *self.layers, self.head) if m is not None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.embedding is not None:
@@ -64,7 +75,21 @@ class GPTStage(nn.Module):
         return (seq // split, batch, self.build.model.hidden_size)
 
 
+def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GPTStage]:
+    """This rank's chunks, given how many transformer layers each virtual stage holds."""
+    topology, chunks = build.ctx.topology, []
+    table: nn.Parameter | None = None
+    for chunk in range(topology.vp):
+        virtual = topology.virtual_stage(build.ctx.coords.pp, chunk)
+        start = sum(layers_by_chunk[:virtual])
+        stage = GPTStage(build, start=start, stop=start + layers_by_chunk[virtual], virtual=virtual, table=table)
+        if stage.embedding is not None:
+            table = stage.embedding.word.weight
+        chunks.append(stage)
+    return chunks
+
+
 def build_stage(build: BuildContext, layers_by_stage: Sequence[int]) -> GPTStage:
-    """This rank's stage, given how many transformer layers each stage holds."""
-    start = sum(layers_by_stage[: build.ctx.coords.pp])
-    return GPTStage(build, start=start, stop=start + layers_by_stage[build.ctx.coords.pp])
+    """The same where a stage is one chunk."""
+    (stage,) = build_chunks(build, layers_by_stage)
+    return stage

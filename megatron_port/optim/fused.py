@@ -56,6 +56,7 @@ class FusedAdamW:
     Args:
         groups: (weights, masters, weight_decay) each; masters fp32 and contiguous, all on one device.
         betas, eps: as torch.optim.AdamW.
+        device: of the step counter; None: the first master's.
 
     Raises:
         ValueError: a master is not fp32, or appears twice; weights and masters do not correspond.
@@ -63,7 +64,7 @@ class FusedAdamW:
 
     def __init__(
         self, groups: Sequence[AdamWGroup | tuple[Sequence[Tensor], Sequence[Tensor], float]], *,
-        betas: tuple[float, float], eps: float,
+        betas: tuple[float, float], eps: float, device: torch.device | None = None,
     ) -> None:
         self.groups = [AdamWGroup(list(w), list(m), float(decay)) for w, m, decay in groups]
         self.betas, self.eps = betas, eps
@@ -73,7 +74,7 @@ class FusedAdamW:
                 raise ValueError("weights and masters of a group differ in number or shape")
         if any(m.dtype != torch.float32 for m in masters):
             raise ValueError("a master is not float32")
-        self.step_count = torch.zeros((), dtype=torch.int64, device=masters[0].device if masters else None)
+        self.step_count = torch.zeros((), dtype=torch.int64, device=masters[0].device if masters else device)
         self.state = MomentStates(masters, self.step_count)
         if len(self.state) != len(masters):
             raise ValueError("a master is in the groups twice")

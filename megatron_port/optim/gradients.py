@@ -35,22 +35,12 @@ def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext
         _all_reduce_flat(partial, ctx.tp_group)
 
 
-def reduce_tied_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
-    """Sum over the stages that hold a copy the gradients of tied parameters. In place.
-
-    Call it after the sum over replicas. The two stages' replica groups may add in different orders (their buffers
-    differ), and copies whose gradients differ in the last bit drift apart; a sum of two is the same either way round.
-    """
-    tied = [g for record, g in grads if record.tied_key is not None]
-    if tied and ctx.embedding_group is not None:
-        _all_reduce_flat(tied, ctx.embedding_group)
-
-
 def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
-    """The same for an engine that sums over replicas afterwards: no order of that sum can tell the copies apart.
+    """Sum gradients of tied parameters over the stages that hold a copy, for an engine that sums over replicas later.
 
-    The gradients of tied parameters are summed onto the first replica, there over the stages, and are zero on the
-    other replicas, so that the later sum adds zeros to them. In place.
+    The two stages' replica groups may add in different orders (their buffers differ), and copies whose gradients differ
+    in the last bit drift apart. So the gradients of tied parameters are summed onto the first replica, there over the
+    stages, and are zero on the other replicas, so that the later sum adds zeros to them. In place.
     """
     tied = [g for record, g in grads if record.tied_key is not None]
     if not tied or ctx.embedding_group is None:
@@ -74,8 +64,12 @@ def global_square_norm(
     grads: Iterable[RecordedGrad],
     ctx: ParallelContext,
     square_norm: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
+    *,
+    sharded: bool = False,
 ) -> torch.Tensor:
     """Sum of squares over the whole model of gradients already summed over dp: a scalar on the device.
+
+    ``sharded``: each replica gives its own pieces of them.
 
     Each logical element is counted once: replicated parameters on tp rank 0, tied ones on their primary stage,
     padding never (its gradient is zero). ``square_norm``: of a list of tensors; None: torch's ops.
@@ -87,14 +81,8 @@ def global_square_norm(
         wide = torch.float64 if mine and mine[0].dtype == torch.float64 else torch.float32
         squares = [g.to(wide).square().sum() for g in mine]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=ctx.device)
-        if square_norm is not None:
-            total = total.double()
-    for group in (ctx.tp_group, ctx.pp_group):
+    total = total.double()  # one dtype on all ranks, also where a rank has nothing to add
+    for group in (ctx.dp_group if sharded else None, ctx.tp_group, ctx.pp_group):
         if group is not None:
             dist.all_reduce(total, group=group)
     return total
-
-
-def global_grad_norm(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> torch.Tensor:
-    """L2 norm over the whole model; see :func:`global_square_norm`."""
-    return global_square_norm(grads, ctx).sqrt()

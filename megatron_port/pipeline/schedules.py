@@ -1,15 +1,29 @@
-"""Pipeline schedules as data: for each stage, the order of its forward and backward passes.
+"""Pipeline schedules as data: for each stage, the order of its passes.
 
 A schedule says only what a stage computes and when; sends and receives follow
-from it (a forward pass needs the previous stage's output, a backward pass the
-next stage's gradient). The runner, the checker and the simulator read the same
-list.
+from it (a forward pass needs the output of the chunk before it, a backward pass
+the gradient from the chunk after it). The runner, the checker, the simulator,
+the planner and the trace read the same lists.
+
+| name | passes | held at most, in micro-batches of a whole stage | bubble, F = I = W |
+|---|---|---|---|
+| ``gpipe`` (arXiv 1811.06965) | all forwards, all backwards | m | (p - 1) / m |
+| ``1f1b`` (arXiv 2104.04473) | one forward, one backward | p - s | (p - 1) / m |
+| ``1f1b``, v chunks a stage (the same) | interleaved: the same, chunk after chunk | more than 1f1b | (p - 1) / (m v) |
+| ``zb-h1`` (arXiv 2401.10241) | gradients of inputs first, of weights in the gaps | p | (p - 1) / (3 m) |
+| ``zb-v`` (the same) | the same on a folded pipeline, two chunks a stage | p | (p - 1) / (6 m) |
+
+torch.distributed.pipelining has schedules of these names too; why they are not used: docs/decisions.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property, lru_cache
+
+from megatron_port.parallel.topology import Topology
 
 
 class Kind(Enum):
@@ -17,27 +31,75 @@ class Kind(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    """Gradients of the input and of the weights."""
+    INPUT = "I"
+    """Of the input alone (and of what is cheap: biases, norms)."""
+    WEIGHT = "W"
+    """Of the weights of the linears alone, after ``INPUT``."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One pass of one micro-batch on a stage."""
+    """One pass of one micro-batch through one chunk of a stage."""
 
     kind: Kind
     micro_batch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.micro_batch}"
+        return f"{self.kind.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The passes of every stage of a pipeline, for one step."""
+
+    name: str
+    grid: Topology
+    """Only ``pp``, ``vp`` and ``folded`` count: which chunk of the model lies where."""
+    micro_batches: int
+    plans: tuple[tuple[Action, ...], ...]
+    """By stage."""
+
+    @property
+    def stages(self) -> int:
+        """p."""
+        return self.grid.pp
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Weight gradients have passes of their own."""
+        return any(a.kind is Kind.WEIGHT for a in self.plans[0])
+
+    def before(self, stage: int, action: Action) -> tuple[int, Action] | None:
+        """(stage, action) whose result comes to ``action`` from another chunk of the model; None: from none."""
+        if action.kind is Kind.WEIGHT:
+            return None
+        virtual = self.grid.virtual_stage(stage, action.chunk) + (-1 if action.kind is Kind.FORWARD else 1)
+        if not 0 <= virtual < self.grid.virtual_stages:
+            return None
+        other, chunk = self.grid.holder(virtual)
+        return other, Action(action.kind, action.micro_batch, chunk)
+
+    def after(self, stage: int, action: Action) -> tuple[int, Action] | None:
+        """(stage, action) that needs the result of ``action``, in another chunk of the model; None: none does."""
+        if action.kind is Kind.WEIGHT:
+            return None
+        virtual = self.grid.virtual_stage(stage, action.chunk) + (1 if action.kind is Kind.FORWARD else -1)
+        if not 0 <= virtual < self.grid.virtual_stages:
+            return None
+        other, chunk = self.grid.holder(virtual)
+        return other, Action(action.kind, action.micro_batch, chunk)
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965); every micro-batch is in flight at once."""
+    """All forwards, then all backwards; every micro-batch is held at once."""
     order = range(micro_batches)
     return [Action(Kind.FORWARD, m) for m in order] + [Action(Kind.BACKWARD, m) for m in order]
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """1F1B (PipeDream-Flush, Narayanan et al., arXiv 2104.04473): at most ``stages - stage`` micro-batches in flight.
+    """1F1B (PipeDream-Flush): at most ``stages - stage`` micro-batches held.
 
     Fewer micro-batches than stages are allowed; the warm-up is then cut short.
     """
@@ -48,59 +110,74 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
     return actions + [Action(Kind.BACKWARD, m) for m in range(micro_batches - warmup, micro_batches)]
 
 
+def _by_groups(stages: int, chunks: int, micro_batches: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) in the order of interleaving: groups of ``stages`` go through chunk after chunk.
+
+    The last group may be smaller: no divisibility is asked for.
+    """
+    return [
+        (chunk, m)
+        for first in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for m in range(first, min(first + stages, micro_batches))
+    ]
+
+
+def interleaved(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Action]:
+    """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473).
+
+    Where the stages do not divide the micro-batches, it is the schedule of the next larger number that they divide
+    without the passes of the micro-batches that are not there: a micro-batch waits for no other, so what is left still
+    runs through.
+    """
+    order = _by_groups(stages, chunks, -(-micro_batches // stages) * stages)
+    forwards = [Action(Kind.FORWARD, m, c) for c, m in order]
+    backwards = [Action(Kind.BACKWARD, m, chunks - 1 - c) for c, m in order]
+    warmup = min((stages - stage - 1) * 2 + (chunks - 1) * stages, len(order))
+    actions = forwards[:warmup]
+    for f, b in zip(forwards[warmup:], backwards):
+        actions += [f, b]
+    actions += backwards[len(order) - warmup :]
+    return [a for a in actions if a.micro_batch < micro_batches]
+
+
+def forward_only(grid: Topology, micro_batches: int) -> Schedule:
+    """Evaluation: no backward passes."""
+    order = tuple(Action(Kind.FORWARD, m, c) for c, m in _by_groups(grid.pp, grid.vp, micro_batches))
+    return Schedule("forward", grid, micro_batches, (order,) * grid.pp)
+
+
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+"""Those of one chunk a stage whose stages can be listed one by one."""
+@lru_cache(maxsize=64)
+def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The schedule of a step. Made once for each size of a step; lists of all stages, O(stages × micro-batches).
+
+    Raises:
+        ValueError: there is no such schedule with so many chunks a stage (``config.checks`` says what there is).
+    """
+    if name not in (*SCHEDULES, "zb-h1", "zb-v") or (name in ("gpipe", "zb-h1") and chunks > 1):
+        raise ValueError(f"no schedule {name!r} with {chunks} chunks a stage")
+    grid = Topology(pp=stages, vp=chunks, folded=name == "zb-v")
+    plans: Sequence[Sequence[Action]]
+    if name in ("zb-h1", "zb-v"):
+        from megatron_port.pipeline.zero_bubble import list_schedule
+
+        plans = list_schedule(grid, micro_batches)
+    elif chunks > 1:
+        plans = [interleaved(s, stages, chunks, micro_batches) for s in range(stages)]
+    else:
+        plans = [SCHEDULES[name](s, stages, micro_batches) for s in range(stages)]
+    return Schedule(name, grid, micro_batches, tuple(tuple(plan) for plan in plans))
 
 
-def peak_in_flight(actions: list[Action]) -> int:
-    """Largest number of micro-batches whose activations a stage holds."""
+def peak_in_flight(actions: Sequence[Action]) -> int:
+    """Largest number of (micro-batch, chunk) pairs whose activations a stage holds: from forward to the last part of
+    backward."""
+    split = any(a.kind is Kind.WEIGHT for a in actions)
+    ends = Kind.WEIGHT if split else Kind.BACKWARD
     held = peak = 0
     for action in actions:
-        held += 1 if action.kind is Kind.FORWARD else -1
+        held += (action.kind is Kind.FORWARD) - (action.kind is ends)
         peak = max(peak, held)
     return peak
-
-
-def simulate(
-    name: str, stages: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0
-) -> list[dict[Action, tuple[float, float]]]:
-    """Start and end of every action on every stage, with free and unbounded sends.
-
-    Raises ValueError when the schedule deadlocks (an action waits for one that never ends).
-    """
-    plans = [SCHEDULES[name](s, stages, micro_batches) for s in range(stages)]
-    done: list[dict[Action, tuple[float, float]]] = [{} for _ in range(stages)]
-    clock, position = [0.0] * stages, [0] * stages
-    progress = True
-    while progress:
-        progress = False
-        for s in range(stages):
-            while position[s] < len(plans[s]):
-                action = plans[s][position[s]]
-                needs = s - 1 if action.kind is Kind.FORWARD else s + 1
-                ready = 0.0
-                if 0 <= needs < stages:
-                    if action not in done[needs]:
-                        break
-                    ready = done[needs][action][1]
-                if action.kind is Kind.BACKWARD and Action(Kind.FORWARD, action.micro_batch) not in done[s]:
-                    raise ValueError(f"{name}: {action} on stage {s} before its forward pass")
-                start = max(clock[s], ready)
-                end = start + (forward if action.kind is Kind.FORWARD else backward)
-                done[s][action] = (start, end)
-                clock[s] = end
-                position[s] += 1
-                progress = True
-    if any(position[s] < len(plans[s]) for s in range(stages)):
-        waiting = {s: str(plans[s][position[s]]) for s in range(stages) if position[s] < len(plans[s])}
-        raise ValueError(f"{name} deadlocks with {stages} stages and {micro_batches} micro-batches; waiting: {waiting}")
-    return done
-
-
-def bubble_fraction(
-    name: str, stages: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0
-) -> float:
-    """Idle time over useful time of a stage; (p - 1) / m for gpipe and 1F1B with equal stages."""
-    times = simulate(name, stages, micro_batches, forward=forward, backward=backward)
-    span = max(end for stage in times for _, end in stage.values())
-    busy = micro_batches * (forward + backward)
-    return (span - busy) / busy

@@ -8,11 +8,16 @@ file becomes a case by :func:`case_of`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from megatron_port.config.layout import topology_sizes
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
+from megatron_port.parallel.topology import Topology
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +58,16 @@ class Engine:
 ENGINES = {
     # engine/deepspeed_config.py: fp32 accumulation, fp32 all-reduce, no overlap under a pipeline.
     "deepspeed": Engine(
-        name="deepspeed", accumulate_traffic=12, duplex_transfers=False,
+        name="deepspeed", accumulate_traffic=12, duplex_transfers=False, tensor_overlap="backward",
         bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
         update_extra_bytes=22,  # flattened and cast (4 + 4), unscaled and clipped (4 + 4), written back (4 + 2)
     ),
-    # engine/native.py: the weight gradient goes straight into the fp32 sum; one tensor after the other is all-reduced.
-    "native": Engine(name="native", accumulate_traffic=8, bucket_bytes=0.0),
+    # engine/native.py: the weight gradient goes straight into the fp32 sum; optim/sharded.py: reduced and gathered in
+    # place, beside the passes; pipeline/transfer.py: sends and receives are started ahead.
+    "native": Engine(
+        name="native", accumulate_traffic=8, bucket_bytes=0.0, shard_reduces=True, reduce_overlap=1.0,
+        gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward",
+    ),
 }
 """The engines of this program, by the name in the run file."""
 
@@ -132,7 +141,16 @@ class Case:
 
     def stage_layers(self, stage: int) -> int:
         """Layers on a stage, over all its chunks."""
-        return sum(self.chunks[stage :: self.pp])
+        return sum(self.of_stage(self.chunks, stage))
+
+    @property
+    def grid(self) -> Topology:
+        """Which chunk of the model lies on which stage."""
+        return Topology(pp=self.pp, vp=self.vp, folded=self.schedule == "zb-v")
+
+    def of_stage(self, values: Sequence[T], stage: int) -> list[T]:
+        """Those of a stage's chunks, of values given for each chunk of the model."""
+        return [values[self.grid.virtual_stage(stage, chunk)] for chunk in range(self.vp)]
 
     def label(self) -> str:
         """The layout in one short line."""
@@ -204,7 +222,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     case = Case(
         model=config.model, engine=ENGINES[config.engine], tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
         sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage,
-        schedule="interleaved" if layout.virtual_pipeline_size > 1 else layout.pipeline_schedule,
+        schedule=layout.pipeline_schedule,
         recompute=layout.recompute, micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype,

@@ -31,8 +31,8 @@ def stage_elements(case: Case, stage: int) -> int:
         count += table
         if model.position_embedding == "learned":
             count += model.seq_length * model.hidden_size
-    if stage == case.pp - 1:
+    if stage == case.grid.last_stage:
         count += norm_elements(model)
-        if not (model.tie_embeddings and case.pp == 1):
+        if not (model.tie_embeddings and stage == 0):
             count += table
     return count

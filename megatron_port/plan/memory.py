@@ -66,13 +66,15 @@ class StageMemory:
 def in_flight(case: Case, stage: int) -> float:
     """Micro-batches held at once by a stage, as a multiple of its whole activations.
 
-    GPipe: all m. 1F1B: p − stage, at most m. Interleaved (arXiv 2104.04473): the warm-up of
+    GPipe: all m. 1F1B: p − stage, at most m. Zero-bubble: p. Interleaved (arXiv 2104.04473): the warm-up of
     (p − stage − 1)·2 + (v − 1)·p chunk passes and one more, each 1/v of the stage; on the first stage 1 + (p − 1)/(p·v)
     of p micro-batches.
     """
     m, p, v = case.micro_batches, case.pp, case.vp
     if case.schedule == "gpipe":
         return m
+    if case.schedule in ("zb-h1", "zb-v"):
+        return min(p, m)
     if v > 1:
         return min((p - stage - 1) * 2 + (v - 1) * p + 1, m * v) / v
     return min(p - stage, m)
@@ -143,7 +145,7 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     again = layer_activation_bytes(case, "none") - one if case.recompute != "none" else 0.0
     wide_gradient = tokens * w / case.tp * 2 * m.ffn_size + 2 * stream
     logits = 0.0
-    if stage == case.pp - 1:
+    if stage == case.grid.last_stage:
         # dtype logits, their fp32 copy in the loss, and the final norm's and head's inputs
         logits = tokens * case.padded_vocab / case.tp * (w + 4) + 2 * stream
     received = stream * 2 if case.pp > 1 else 0.0

@@ -46,10 +46,18 @@ class Candidate:
         return self.memory.total <= machine.cluster.memory_gb * 1e9
 
 
+def legal_chunks(schedule: str, chunks: int) -> bool:
+    """The schedule can have so many chunks a stage (the rule of ``config.checks``)."""
+    return schedule == "1f1b" or chunks == (2 if schedule == "zb-v" else 1)
+
+
 def options_of(config: RunConfig, case: Case) -> Options:
     """What a run's engine and model allow on the ranks of ``case``."""
     interleaves = not any(
-        "virtual_pipeline_size" in p for p in problems(with_values(config, {"layout.virtual_pipeline_size": 2}))
+        "virtual_pipeline_size" in p
+        for p in problems(with_values(config, {
+            "layout.virtual_pipeline_size": 2, "layout.pipeline_schedule": "1f1b", "layout.pipeline_split": (),
+        }))
     )
     tensor = legal_tensor_sizes(config, case.world)
     return Options(
@@ -82,8 +90,7 @@ def layouts(base: Case, options: Options) -> Iterator[Case]:
                             yield replace(
                                 base, tp=tp, pp=pp, vp=vp, dp=dp, micro_batch=micro, micro_batches=count, split=split,
                                 sequence_parallel=sequence, recompute=recompute,
-                                schedule="interleaved" if vp > 1 else
-                                "1f1b" if base.schedule == "interleaved" else base.schedule,
+                                schedule=base.schedule if legal_chunks(base.schedule, vp) else "1f1b",
                             )
 
 

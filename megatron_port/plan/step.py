@@ -90,15 +90,17 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
         length = quick_span(
             case.pp, forward, backward, transfer=transfer, hidden=hidden, duplex=duplex, micro_batches=m
         )
-        busy = tuple(m * (sum(forward[s :: case.pp]) + sum(backward[s :: case.pp])) for s in range(case.pp))
+        busy = tuple(
+            m * (sum(case.of_stage(forward, s)) + sum(case.of_stage(backward, s))) for s in range(case.pp)
+        )
         line = Timeline(span=length, busy=busy)
     else:
         line = timeline(
-            case.schedule if case.vp == 1 else "interleaved", case.pp, forward, backward, transfer=transfer,
+            case.schedule, case.pp, forward, backward, transfer=transfer,
             hidden=hidden, duplex=duplex, micro_batches=m,
         )
     worst = max(range(case.pp), key=lambda s: line.busy[s])
-    mine = chunks[worst :: case.pp]
+    mine = case.of_stage(chunks, worst)
     tensor = m * sum(c.forward_tensor + c.backward_tensor for c in mine)
     sends = 0 if hidden else m * case.vp * ((worst > 0) + (worst < case.pp - 1)) * (1 if duplex else 2)
     pipeline = min(sends * transfer, line.span - line.busy[worst])
@@ -129,7 +131,7 @@ def data_seconds(case: Case, links: Links, forward: list[float], backward: list[
     """Exposed seconds of summing gradients over replicas and of gathering weights, on the stage that holds most."""
     replicas, e = case.dp * case.cp, case.engine
     tied = 0.0
-    if case.pp > 1 and case.model.tie_embeddings:
+    if case.grid.last_stage != 0 and case.model.tie_embeddings:
         table = case.padded_vocab / case.tp * case.model.hidden_size * e.reduce_bytes
         tied = links.collective(table, span(links.machine, 2, case.tp * replicas * (case.pp - 1)))
     if replicas == 1:
@@ -143,8 +145,8 @@ def data_seconds(case: Case, links: Links, forward: list[float], backward: list[
         gather = links.collective(n * case.width, group, kind="half") if case.zero_stage else 0.0
         # The last chunk's traffic cannot start before its backward ends, nor the first forward before its weights.
         shown = 1 / max(case.vp, case.chunks[stage])
-        hide_reduce = min(reduce * (1 - shown), e.reduce_overlap * sum(backward[stage :: case.pp]))
-        hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(forward[stage :: case.pp]))
+        hide_reduce = min(reduce * (1 - shown), e.reduce_overlap * sum(case.of_stage(backward, stage)))
+        hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(case.of_stage(forward, stage)))
         worst = max(worst, reduce - hide_reduce + gather - hide_gather)
     return worst + tied
 

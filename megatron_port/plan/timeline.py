@@ -1,21 +1,18 @@
 """The pipeline of one step, by simulating its schedule with the real times of every stage.
 
-``pipeline.schedules`` gives the order of passes of GPipe and 1F1B; the interleaved order of
-arXiv 2104.04473 is made here. A stage does its passes in order; a pass waits for
-what it needs from its neighbour. Beyond a few times p micro-batches every further one adds the same
-time, so long steps are simulated in part and continued along that line.
+``pipeline.schedules`` gives the order of passes, the same that the engine runs, ``pipeline.simulate`` their times.
+A stage does its passes in order; a pass waits for what it needs from its neighbour. Beyond a few times p micro-batches
+every further one adds the same time, so long steps are simulated in part and continued along that line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from megatron_port.pipeline.schedules import SCHEDULES, Kind
-
-Pass = tuple[bool, int, int]
-"""(is a backward, chunk in order of the layers, micro-batch)."""
+from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.schedules import Action, Kind, make_schedule
+from megatron_port.pipeline.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -28,65 +25,19 @@ class Timeline:
     """Seconds that each stage computes."""
 
 
-@lru_cache(maxsize=512)
-def passes(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> tuple[Pass, ...]:
-    """The order of a stage's passes; chunk c of the model lies on stage c mod ``stages``."""
-    if schedule != "interleaved" or chunks == 1:
-        name = "1f1b" if schedule == "interleaved" else schedule
-        return tuple(
-            (a.kind is Kind.BACKWARD, stage, a.micro_batch) for a in SCHEDULES[name](stage, stages, micro_batches)
-        )
-    total = micro_batches * chunks
-
-    def place(index: int, backward: bool) -> tuple[int, int]:
-        # Groups of `stages` micro-batches go through chunk after chunk; the last group may be smaller.
-        group, inside = divmod(index, stages * chunks)
-        size = min(stages, micro_batches - group * stages)
-        chunk, micro = divmod(inside, size)
-        chunk = chunks - 1 - chunk if backward else chunk
-        return chunk * stages + stage, group * stages + micro
-
-    warmup = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
-    out: list[Pass] = [(False, *place(i, False)) for i in range(warmup)]
-    for i in range(total - warmup):
-        out += [(False, *place(warmup + i, False)), (True, *place(i, True))]
-    return (*out, *((True, *place(i, True)) for i in range(total - warmup, total)))
-
-
 def _simulate(
-    schedule: str, stages: int, forward: Sequence[float], backward: Sequence[float], transfer: float, hidden: bool,
+    name: str, stages: int, forward: Sequence[float], backward: Sequence[float], transfer: float, hidden: bool,
     duplex: bool, micro_batches: int,
 ) -> float:
-    chunks = len(forward)
-    plans = [passes(schedule, s, stages, chunks // stages, micro_batches) for s in range(stages)]
-    ends = ([[-1.0] * micro_batches for _ in range(chunks)], [[-1.0] * micro_batches for _ in range(chunks)])
-    clock, position = [0.0] * stages, [0] * stages
-    left = sum(len(p) for p in plans)
-    held_up = 0.0 if hidden else transfer
-    while left:
-        before = left
-        for s in range(stages):
-            plan, at, now = plans[s], position[s], clock[s]
-            while at < len(plan):
-                back, chunk, micro = plan[at]
-                needs = chunk + 1 if back else chunk - 1
-                if 0 <= needs < chunks:
-                    ready = ends[back][needs][micro]
-                    if ready < 0:
-                        break
-                    now = max(now, ready + transfer) if duplex or hidden else max(now, ready) + transfer
-                elif back and ends[0][chunk][micro] < 0:
-                    raise ValueError(f"{schedule}: backward {micro} of chunk {chunk} before its forward")
-                now += backward[chunk] if back else forward[chunk]
-                ends[back][chunk][micro] = now
-                sends = chunk > 0 if back else chunk < chunks - 1
-                now += held_up if sends else 0.0
-                at += 1
-                left -= 1
-            position[s], clock[s] = at, now
-        if left == before:
-            raise ValueError(f"{schedule} deadlocks with {stages} stages and {micro_batches} micro-batches")
-    return max(clock)
+    schedule = make_schedule(name, stages, micro_batches, len(forward) // stages)
+    # The gradients of a layer's weights are as many products as those of its inputs.
+    share = {Kind.BACKWARD: 1.0, Kind.INPUT: 0.5, Kind.WEIGHT: 0.5}
+
+    def cost(virtual: int, action: Action) -> float:
+        return forward[virtual] if action.kind is Kind.FORWARD else backward[virtual] * share[action.kind]
+
+    spans = simulate(schedule, cost, transfer=transfer, hidden=hidden, duplex=duplex)
+    return max(stage[-1].end for stage in spans)
 
 
 def timeline(
@@ -100,7 +51,11 @@ def timeline(
     ``duplex``: a stage sends and receives at once; else the receiver, too, spends the time of the transfer.
     """
     chunks = len(forward) // stages
-    busy = tuple(micro_batches * (sum(forward[s::stages]) + sum(backward[s::stages])) for s in range(stages))
+    grid = Topology(pp=stages, vp=chunks, folded=schedule == "zb-v")
+    both = [f + b for f, b in zip(forward, backward)]
+    busy = tuple(
+        micro_batches * sum(both[grid.virtual_stage(s, c)] for c in range(chunks)) for s in range(stages)
+    )
     if stages == 1 and chunks == 1:
         return Timeline(span=busy[0], busy=busy)
     most = 3 * stages + micro_batches % stages

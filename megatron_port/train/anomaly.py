@@ -154,7 +154,7 @@ def investigate(
     ctx = session.ctx
     group = session.cpu_group if session.info.world_size > 1 else None
     before = trace_finding(engine.micro_batch_losses(), engine.bad_gradients(), stage=ctx.coords.pp)
-    probe = Probe(stage=ctx.coords.pp, stages=ctx.topology.pp)
+    probe = Probe(stage=ctx.coords.pp, stages=ctx.topology.virtual_stages)
     again = engine.train_step(micro_batches, step=step, lr=lr, limits=limits, probe=probe)
     after = probe.finding(len(micro_batches))
     recurs = not math.isfinite(again.loss) or again.grad_norm is None or (

@@ -9,29 +9,41 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
 from megatron_port.model.build import BuildContext
-from megatron_port.model.gpt import GPTStage, build_stage, unit_costs
+from megatron_port.model.gpt import GPTStage, build_chunks, unit_costs
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_reader
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
+from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 from megatron_port.runtime.pulse import Pulse
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-def layers_by_stage(config: RunConfig, pp: int) -> tuple[int, ...]:
-    """Transformer layers of each stage: the configured split, or the balanced one."""
-    return config.layout.pipeline_split or balanced_layers(unit_costs(config.model), pp)
+def topology_of(config: RunConfig) -> Topology:
+    """The grid of a resolved run."""
+    layout = config.layout
+    return Topology(
+        tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size,
+        vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v",
+    )
 
 
-def build_model(config: RunConfig, ctx: ParallelContext, providers: Providers, stream: DropoutStream) -> GPTStage:
-    """This rank's stage; its parameters are allocated, not yet initialised."""
+def layers_by_chunk(config: RunConfig, topology: Topology) -> tuple[int, ...]:
+    """Transformer layers of each virtual stage: the configured split, or the balanced one."""
+    return config.layout.pipeline_split or balanced_layers(unit_costs(config.model), topology.virtual_stages)
+
+
+def build_model(
+    config: RunConfig, ctx: ParallelContext, providers: Providers, stream: DropoutStream
+) -> list[GPTStage]:
+    """This rank's chunks of the model; their parameters are allocated, not yet initialised."""
     build = BuildContext(
         model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
         dtype=DTYPES[config.precision.dtype],
     )
-    return build_stage(build, layers_by_stage(config, ctx.topology.pp))
+    return build_chunks(build, layers_by_chunk(config, ctx.topology))
 
 
 def build_engine(
@@ -44,20 +56,21 @@ def build_engine(
     values, the weights their rounding.
     """
     stream = DropoutStream(config.seed, ctx.device)
-    stage = build_model(config, ctx, providers, stream)
+    chunks = build_model(config, ctx, providers, stream)
     dtype = DTYPES[config.precision.dtype]
     engine: Engine
     if config.engine == "native":
         engine = NativeEngine(
-            stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, pulse=pulse
+            chunks, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, pulse=pulse
         )
     else:
         from megatron_port.engine.deepspeed_engine import DeepSpeedEngine
 
+        (stage,) = chunks  # config.checks allows it no more
         engine = DeepSpeedEngine(
             stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, pulse=pulse
         )
     if initialise:
-        records = {record_of(p).name: record_of(p) for p in stage.parameters()}
+        records = {record_of(p).name: record_of(p) for chunk in chunks for p in chunk.parameters()}
         engine.load_weights(initial_reader(records, config.seed, ctx.device))
     return engine

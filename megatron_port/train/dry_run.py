@@ -24,7 +24,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_model, layers_by_stage
+from megatron_port.train.assemble import build_model, layers_by_chunk, topology_of
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def static_bytes(parameters: int, config: RunConfig, dp: int) -> int:
 def _records(config: RunConfig, topology: Topology, pp: int, tp: int) -> list[ParameterRecord]:
     rank = topology.rank(pp=pp, dp=0, tp=tp)
     ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
-    stage = build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device))
-    return [record_of(p) for p in stage.parameters()]
+    chunks = torch.nn.ModuleList(build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device)))
+    return [record_of(p) for p in chunks.parameters()]
 
 
 def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary]:
@@ -62,7 +62,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
 
     Raises ConfigError naming the first parameter that is not covered (our bug, found before the job is submitted).
     """
-    split = layers_by_stage(config, topology.pp)
+    split = layers_by_chunk(config, topology)
     config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once a rank
     covered: dict[str, int] = {}
     out = []
@@ -83,7 +83,8 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
                         logical *= n
                     covered[record.name] = covered.get(record.name, 0) + logical
             largest = max(largest, elements)
-        out.append(StageSummary(stage, split[stage], largest, static_bytes(largest, config, topology.dp)))
+        layers = sum(split[topology.virtual_stage(stage, chunk)] for chunk in range(topology.vp))
+        out.append(StageSummary(stage, layers, largest, static_bytes(largest, config, topology.dp)))
     for name, shape in parameter_shapes(config.model).items():
         whole = 1
         for n in shape:
@@ -126,7 +127,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     check(config, world_size=world_size)
     tp, pp, dp = topology_sizes(config, world_size)
     config = resolve(config, tp * pp * dp)
-    topology = Topology(tp=tp, pp=pp, dp=dp)
+    topology = topology_of(config)
     schedule = BatchSchedule(config.batch, dp)
     learning_rate(config.optimizer, 0, config.training.steps)
     build_loaders(

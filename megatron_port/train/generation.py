@@ -46,7 +46,9 @@ class Generator:
         self.session, self.ctx, self.config = session, session.ctx, session.config
         stream = DropoutStream(0, self.ctx.device)
         stream.enabled = False
-        self.stage: GPTStage = build_model(self.config, self.ctx, session.providers, stream).eval()
+        self.stage: GPTStage
+        (self.stage,) = build_model(self.config, self.ctx, session.providers, stream)
+        self.stage.eval()
         for record, parameter in recorded_parameters(self.stage):
             read_local(read, record, "weight", parameter)
         self.link = StageLink(self.ctx)

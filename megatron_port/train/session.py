@@ -20,7 +20,6 @@ from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault, PortError
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
 from megatron_port.runtime import process_group
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.discovery import ProcessInfo
@@ -28,7 +27,7 @@ from megatron_port.runtime.fingerprint import Fingerprint
 from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.peers import explain_peer_failure
 from megatron_port.runtime.pulse import Pulse
-from megatron_port.train.assemble import DTYPES
+from megatron_port.train.assemble import DTYPES, topology_of
 
 
 @dataclass(frozen=True)
@@ -175,10 +174,7 @@ def _assemble(
     config: RunConfig, info: ProcessInfo, device: DeviceInfo, backend: str, logger: Logger
 ) -> Session:
     """Groups and providers, on ranks that have met."""
-    layout = config.layout
-    topology = Topology(
-        tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size
-    )
+    topology = topology_of(config)
     ctx = ParallelContext.create(
         topology, device.torch_device, backend, timeout_s=config.launch.collective_timeout,
         two_way=config.engine == "native",

@@ -117,7 +117,10 @@ def run_case(
     config: RunConfig, topology: Topology, steps: int, gradient_steps: int = 1, reordering: Reordering | None = None
 ) -> RankTrace:
     """Train on this rank and record; the function that ranks are sent."""
-    ctx = ParallelContext.create(topology, "cpu")
+    layout = config.layout
+    ctx = ParallelContext.create(
+        dataclasses.replace(topology, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v"), "cpu"
+    )
     try:
         engine = build_engine(config, ctx, providers_of(config))
         if reordering is not None and reordering.chunks > 1:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from cases import REORDERINGS, Reordering, make_config, run_cases, single_run
 from pool import RankPool
@@ -50,7 +51,9 @@ class Draw:
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.layout.recompute,
-            "schedule": c.layout.pipeline_schedule, "padding": c.layout.vocab_padding_multiple,
+            "schedule": c.layout.pipeline_schedule, "vp": c.layout.virtual_pipeline_size,
+            "zero_stage": c.layout.zero_stage, "bucket": c.layout.reduce_bucket_size,
+            "padding": c.layout.vocab_padding_multiple,
             "micro_batch": c.batch.micro_batch_size, "mask_loss": c.data.mask_eod_loss,
             "own_kernels": c.backend.own_kernels,
             **{k: getattr(c.model, k) for k in keep},
@@ -71,7 +74,7 @@ def draw(seed: int) -> Draw:
     heads = groups * r.choice((1, 2, 3))
     head_dim = r.choice((4, 6, 8))
     llama = r.random() < 0.4
-    model = {
+    model: dict[str, Any] = {
         "num_layers": pp + r.choice((0, 1, 1, 2)), "hidden_size": r.choice((24, 32, 40)),
         "num_attention_heads": heads, "num_query_groups": groups, "head_dim": head_dim,
         "ffn_hidden_size": tp * r.choice((9, 16, 21)), "vocab_size": r.choice((7, 31, 53, 64, 97)),
@@ -82,14 +85,26 @@ def draw(seed: int) -> Draw:
         "add_bias": r.random() < (0.2 if llama else 0.85), "tie_embeddings": r.random() < 0.5,
         "hidden_dropout": r.choice((0.0, 0.1, 0.3)), "attention_dropout": r.choice((0.0, 0.0, 0.1)),
     }
-    layout = {
+    layout: dict[str, Any] = {
         "sequence_parallel": r.random() < 0.5, "recompute": r.choice(("none", "selective", "full")),
         "pipeline_schedule": "1f1b" if engine == "deepspeed" else r.choice(("gpipe", "1f1b")),
         "vocab_padding_multiple": r.choice((1, 1, 8)),
     }
+    rest: dict[str, Any] = {
+        "clip_grad": r.choice((0.0, 0.1, 0.5)), "mask_loss": r.random() < 0.3, "own_kernels": r.choice(("on", "off")),
+    }
+    # Drawn last, so that what was drawn before these options existed stays what it was.
+    if engine == "native":
+        schedule, chunks = r.choice((
+            (layout["pipeline_schedule"], 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2),
+        ))
+        model["num_layers"] += pp * (chunks - 1)
+        layout |= {
+            "pipeline_schedule": schedule, "virtual_pipeline_size": chunks, "zero_stage": r.choice((0, 1, 1)),
+            "reduce_bucket_size": r.choice((500, 4000, 1 << 25)),
+        }
     config = make_config(
-        engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=micro,
-        clip_grad=r.choice((0.0, 0.1, 0.5)), mask_loss=r.random() < 0.3, own_kernels=r.choice(("on", "off")),
+        engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=micro, **rest,
     )
     return Draw(seed, config, Topology(tp, pp, dp))
 

@@ -41,12 +41,36 @@ def matrix(own_kernels: str = "off") -> list[Draw]:
     return out
 
 
+SCHEDULES = (("gpipe", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2))
+"""(name, chunks a stage) beside 1F1B, which ``matrix`` covers; engine native."""
+
+
+def schedule_matrix(dtypes: Sequence[str] = ("fp32", "bf16"), own_kernels: str = "off") -> list[Draw]:
+    """Every schedule on every layout with a pipeline: uneven layers, tied and untied, both precisions."""
+    out = []
+    for tied, dtype, (name, chunks), (tp, pp, dp) in itertools.product(
+        (True, False), dtypes, SCHEDULES, [x for x in LAYOUTS if x[1] > 1]
+    ):
+        config = make_config(
+            dtype=dtype, own_kernels=own_kernels, micro_batch_size=1,
+            model={"tie_embeddings": tied, "hidden_dropout": 0.1, "num_layers": pp * chunks + 1},
+            layout={"sequence_parallel": tp > 1 and tied, "recompute": "none" if tied else "full",
+                    "pipeline_schedule": name, "virtual_pipeline_size": chunks, "reduce_bucket_size": 4000},
+        )
+        out.append(Draw(len(out), config, Topology(tp, pp, dp)))
+    return out
+
+
 def table(rows: Sequence[dict]) -> str:
     """Worst measured deviation by engine, precision and layout, as Markdown."""
-    head = "| engine | dtype | tp x pp x dp | combinations | loss | grad norm | gradient by name | all equal |"
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
-    key = lambda r: (r["engine"], r["dtype"], r["tp"], r["pp"], r["dp"])  # noqa: E731
-    for (engine, dtype, tp, pp, dp), group in itertools.groupby(sorted(rows, key=key), key):
+    head = "| engine | schedule | dtype | tp x pp x dp | runs | loss | grad norm | gradient by name | all equal |"
+    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
+
+    def key(r: dict) -> tuple:
+        name = r["schedule"] + (f", {r['vp']} chunks" if r.get("vp", 1) > 1 else "")
+        return r["engine"], name, r["dtype"], r["tp"], r["pp"], r["dp"]
+
+    for (engine, schedule, dtype, tp, pp, dp), group in itertools.groupby(sorted(rows, key=key), key):
         members = list(group)
 
         def worst(*quantities: str, members: list[dict] = members) -> str:
@@ -55,7 +79,7 @@ def table(rows: Sequence[dict]) -> str:
             return f"{top['value']:.1e}"
 
         lines.append(
-            f"| {engine} | {dtype} | {tp} x {pp} x {dp} | {len(members)} | {worst('loss', 'eval loss')} | "
+            f"| {engine} | {schedule} | {dtype} | {tp} x {pp} x {dp} | {len(members)} | {worst('loss', 'eval loss')} | "
             f"{worst('grad norm')} | {worst('gradient')} | {'yes' if all(m['ok'] for m in members) else 'NO'} |"
         )
     return "\n".join(lines)
@@ -69,11 +93,13 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--own-kernels", choices=("on", "off"), default="off")
+    parser.add_argument("--schedules", action="store_true", help="the schedules beside 1F1B, instead")
     args = parser.parse_args()
     if args.report:
         print(table([json.loads(line) for line in args.report.read_text().splitlines()]))
         return 0
-    return run_resumable(matrix(args.own_kernels), args.out, batch_size=args.batch, seconds=args.seconds)
+    draws = schedule_matrix(own_kernels=args.own_kernels) if args.schedules else matrix(args.own_kernels)
+    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 
 
 if __name__ == "__main__":

@@ -26,4 +26,8 @@ def test_the_draws_cover_what_they_should() -> None:
     assert any(d.config.model.kv_heads < d.config.model.num_attention_heads for d in draws)
     assert {d.config.layout.recompute for d in draws} == {"none", "selective", "full"}
     assert {d.config.model.tie_embeddings for d in draws} == {True, False}
+    native = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.pp > 1]
+    assert {layout.pipeline_schedule for layout in native} == {"gpipe", "1f1b", "zb-h1", "zb-v"}
+    assert any(layout.pipeline_schedule == "1f1b" and layout.virtual_pipeline_size > 1 for layout in native)
+    assert {d.config.layout.zero_stage for d in draws if d.config.engine == "native" and d.topology.dp > 1} == {0, 1}
     assert any(d.config.layout.sequence_parallel and d.topology.tp > 1 for d in draws)

@@ -175,13 +175,16 @@ def test_layout_faults(changes: dict[str, object], world: int | None, words: str
 
 NATIVE = {"engine": "native", "layout__zero_stage": 0}
 OTHER_FAULTS: list[tuple[dict[str, object], str]] = [
-    ({"layout__virtual_pipeline_size": 2}, "virtual_pipeline_size 2 is refused"),
-    ({"layout__pipeline_schedule": "gpipe"}, "engine deepspeed has no layout.pipeline_schedule 'gpipe'"),
+    ({"layout__virtual_pipeline_size": 2}, "with virtual_pipeline_size 1, not '1f1b' with 2"),
+    ({"layout__pipeline_schedule": "gpipe"}, "'1f1b' with virtual_pipeline_size 1, not 'gpipe'"),
     ({"precision__dtype": "fp64"}, "precision.dtype fp64 is refused; use engine native"),
     ({"layout__zero_stage": 0, "model__num_layers": 2}, "layout.zero_stage 0"),
     ({"layout__zero_stage": 0, "precision__dtype": "bf16"}, "it refuses bf16"),
     ({"layout__zero_stage": 0, "precision__dtype": "fp16"}, "it trains wrongly under fp16"),
-    ({"engine": "native"}, "use layout.zero_stage 0, not 1"),
+    ({**NATIVE, "layout__pipeline_schedule": "zb-v"}, "virtual_pipeline_size is 1; use 2"),
+    ({**NATIVE, "layout__pipeline_schedule": "zb-h1", "layout__virtual_pipeline_size": 2, "model__num_layers": 4},
+     "use 1, or the schedule '1f1b' (interleaved) or 'zb-v'"),
+    ({"precision__grad_reduce_dtype": "bf16"}, "is for engine native; use 'fp32'"),
     ({"model__attention_dropout": 0.1, "backend__attention": "sdpa"}, "attention_dropout 0.1 needs backend.attention"),
     ({"backend__attention": "flash_attn"}, "flash_attn needs precision.dtype fp16 or bf16, not 'fp32'"),
     ({"backend__device": "cpu", "backend__norm": "apex"}, "backend.norm apex needs a GPU"),

@@ -18,9 +18,8 @@ from megatron_port.model.shapes import model_records
 from megatron_port.optim import gradients
 from megatron_port.optim.gradients import (
     counts_in_norm,
-    global_grad_norm,
+    global_square_norm,
     reduce_partial_gradients,
-    reduce_tied_gradients,
 )
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of
@@ -84,15 +83,15 @@ def test_each_logical_element_counts_once_in_a_replica(topology: Topology, sp: b
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 def test_the_ranks_squares_add_up_to_the_whole_models(topology: Topology, dtype: torch.dtype) -> None:
-    """Without groups each rank returns the root of its own share; the shares of a replica are the whole."""
+    """Without groups each rank returns its own share; the shares of a replica are the whole."""
     total = 0.0
     for rank in range(topology.world_size):
         stage = stage_of(topology, rank, tied=True, sp=True)
         if stage.build.ctx.coords.dp:
             continue
-        share = global_grad_norm(rank_gradients(stage, dtype), stage.build.ctx)
-        assert share.dtype == dtype and share.dim() == 0
-        total += float(share) ** 2
+        share = global_square_norm(rank_gradients(stage, dtype), stage.build.ctx)
+        assert share.dtype == torch.float64 and share.dim() == 0  # the same on ranks that count nothing
+        total += float(share)
     want = sum(float(whole_gradient(r, dtype).double().square().sum()) for r in model_records(MODEL).values())
     assert total == pytest.approx(want, rel=1e-12 if dtype == torch.float64 else 1e-6)
 
@@ -101,22 +100,21 @@ def test_the_ranks_squares_add_up_to_the_whole_models(topology: Topology, dtype:
 def test_squares_of_halves_are_summed_in_fp32(dtype: torch.dtype) -> None:
     record = split_record("w", (70000,), init=InitSpec("zeros"), decay=True)
     grads = [(record, torch.full((70000,), 2.0, dtype=dtype))]
-    norm = global_grad_norm(grads, ParallelContext.single())
-    assert norm.dtype == torch.float32 and float(norm) == pytest.approx(2 * 70000**0.5, rel=1e-6)
+    assert float(global_square_norm(grads, ParallelContext.single())) == pytest.approx(4 * 70000, rel=1e-6)
 
 
 def test_a_rank_that_counts_nothing_has_norm_zero() -> None:
     topology = Topology(tp=2)
     ctx = ParallelContext(topology, 1, torch.device("cpu"), topology.coordinates(1))
     record = split_record("norm.weight", (4,), init=InitSpec("ones"), decay=False)
-    assert float(global_grad_norm([(record, torch.ones(4))], ctx)) == 0.0
-    assert float(global_grad_norm([], ctx)) == 0.0
+    assert float(global_square_norm([(record, torch.ones(4))], ctx)) == 0.0
+    assert float(global_square_norm([], ctx)) == 0.0
 
 
 def test_not_finite_stays_not_finite() -> None:
     record = split_record("w", (4,), init=InitSpec("zeros"), decay=True)
     for bad in (float("inf"), float("nan")):
-        norm = global_grad_norm([(record, torch.tensor([1.0, bad, 0.0, 0.0]))], ParallelContext.single())
+        norm = global_square_norm([(record, torch.tensor([1.0, bad, 0.0, 0.0]))], ParallelContext.single())
         assert not torch.isfinite(norm)
 
 
@@ -153,35 +151,6 @@ def test_without_sequence_parallelism_nothing_is_partial(monkeypatch: pytest.Mon
     stage = stage_of(Topology(tp=2), 0, tied=True, sp=False)
     ctx = dataclasses.replace(stage.build.ctx, tp_group="tp")  # type: ignore[arg-type]
     reduce_partial_gradients(rank_gradients(stage, torch.float32), ctx)
-    assert recorder.calls == []
-
-
-def test_tied_copies_are_summed_over_first_and_last_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    topology = Topology(pp=3)
-    held = {}
-    for rank in range(3):
-        recorder = Recorder(monkeypatch)
-        stage = stage_of(topology, rank, tied=True, sp=False)
-        group = "ends" if rank != 1 else None
-        ctx = dataclasses.replace(stage.build.ctx, embedding_group=group)  # type: ignore[arg-type]
-        grads = rank_gradients(stage, torch.float32)
-        reduce_tied_gradients(grads, ctx)
-        held[rank] = (recorder.calls, [r for r, _ in grads if r.tied_key is not None])
-    rows = 16 * 16  # 13 padded to 16 · hidden
-    once = [(torch.float32, rows, "ends")]
-    assert [calls for calls, _ in held.values()] == [once, [], once]
-    first, last = held[0][1][0], held[2][1][0]
-    assert first.name == last.name and first.tied_primary and not last.tied_primary
-
-
-def test_nothing_is_summed_without_a_group_or_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    for tied, rank in ((True, 0), (False, 0), (False, 2)):
-        stage = stage_of(Topology(pp=3), rank, tied=tied, sp=False)
-        ctx = stage.build.ctx
-        if not tied:
-            ctx = dataclasses.replace(ctx, embedding_group="ends")  # type: ignore[arg-type]
-        reduce_tied_gradients(rank_gradients(stage, torch.float32), ctx)
     assert recorder.calls == []
 
 

@@ -15,11 +15,10 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
-from megatron_port.pipeline.schedules import SCHEDULES, peak_in_flight
+from megatron_port.pipeline.schedules import interleaved, make_schedule, peak_in_flight
 from megatron_port.plan.case import Case, Engine, Machine, balanced_split, case_of, machine_of
 from megatron_port.plan.counts import stage_elements
 from megatron_port.plan.memory import in_flight, layer_activation_bytes, plan_memory, stage_memory
-from megatron_port.plan.timeline import passes
 from megatron_port.train.assemble import build_model
 
 GIB, MIB = 2**30, 2**20
@@ -46,7 +45,7 @@ def test_elements_of_every_rank_are_the_meta_models(name: str, tp: int, pp: int)
     for stage in range(pp):
         rank = topology.rank(pp=stage, dp=0, tp=tp - 1)
         ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
-        built = build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device))
+        (built,) = build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device))
         assert stage_elements(case, stage) == sum(p.numel() for p in built.parameters()), stage
 
 
@@ -90,7 +89,7 @@ def test_korthikantis_memory(
     case = Case(
         model=model, engine=Engine(name="Megatron-LM"), tp=8, pp=pp, vp=vp, micro_batch=micro, zero_stage=0,
         micro_batches=batch // micro, global_batch=batch, flash=False, dtype="fp16",
-        schedule="interleaved" if vp > 1 else "1f1b",
+        schedule="1f1b",
     )
     stages = plan_memory(case, machine())
     assert sum(s.static for s in stages) / pp / GIB == pytest.approx(static, rel=0.07)
@@ -116,27 +115,26 @@ def test_a_layers_activations_are_korthikantis_formula(sequence_parallel: bool) 
     assert layer_activation_bytes(replace(case, recompute="full")) == full
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (4, 2), (4, 16)])
-def test_micro_batches_in_flight_are_the_schedules(schedule: str, stages: int, micro_batches: int) -> None:
+def test_micro_batches_in_flight_are_the_schedules(schedule: str, chunks: int, stages: int, micro_batches: int) -> None:
     case = Case(
-        model=ModelConfig(), engine=Engine(name="x"), pp=stages, micro_batches=micro_batches, schedule=schedule
+        model=ModelConfig(), engine=Engine(name="x"), pp=stages, vp=chunks, micro_batches=micro_batches,
+        schedule=schedule,
     )
     for stage in range(stages):
-        assert in_flight(case, stage) == peak_in_flight(SCHEDULES[schedule](stage, stages, micro_batches))
+        plan = make_schedule(schedule, stages, micro_batches, chunks).plans[stage]
+        assert in_flight(case, stage) == peak_in_flight(plan) / chunks
 
 
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 2, 4), (4, 3, 8), (8, 12, 64)])
 def test_interleaved_chunks_in_flight(stages: int, chunks: int, micro_batches: int) -> None:
     model = ModelConfig(num_layers=stages * chunks)
     case = Case(
-        model=model, engine=Engine(name="x"), pp=stages, vp=chunks, micro_batches=micro_batches, schedule="interleaved"
+        model=model, engine=Engine(name="x"), pp=stages, vp=chunks, micro_batches=micro_batches
     )
     for stage in range(stages):
-        held = most = 0
-        for backward, _, _ in passes("interleaved", stage, stages, chunks, micro_batches):
-            held += -1 if backward else 1
-            most = max(most, held)
+        most = peak_in_flight(interleaved(stage, stages, chunks, micro_batches))
         assert in_flight(case, stage) == pytest.approx(most / chunks)
 
 
@@ -172,7 +170,7 @@ def kept_bytes(model: ModelConfig, recompute: str, batch: int) -> int:
     ctx = ParallelContext.single("cpu")
     stream = DropoutStream(0, ctx.device)
     stream.set_micro_batch(0, tuple(range(batch)))
-    built = build_model(config, ctx, torch_providers(), stream)
+    (built,) = build_model(config, ctx, torch_providers(), stream)
     for p in built.parameters():
         torch.nn.init.normal_(p, std=0.02)
     own = {p.untyped_storage().data_ptr() for p in built.parameters()}

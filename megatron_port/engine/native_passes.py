@@ -1,0 +1,104 @@
+"""The passes of one rank's chunks: what the native engine computes when a schedule says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from megatron_port.engine.api import MicroBatch
+from megatron_port.engine.probe import Probe
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.linear import WeightGradients
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.pipeline.schedules import Action, Kind
+from megatron_port.runtime.pulse import BACKWARD, FORWARD, Pulse
+
+Place = tuple[int, int]
+"""(chunk, micro-batch)"""
+
+
+class Passes:
+    """Forward and backward passes of one step; a ``pipeline.runner.Worker``.
+
+    Args:
+        chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
+        loss_factor: what the loss of the step is multiplied by for its gradient: loss scale over tokens.
+        probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, pulse: Pulse,
+        gradients: WeightGradients, *, micro_batches: Sequence[MicroBatch], step: int, loss_factor: float,
+        probe: Probe | None = None, sums: Callable[[], list[torch.Tensor]] = list,
+    ) -> None:
+        self.chunks, self.ctx, self.stream, self.pulse, self.gradients = chunks, ctx, stream, pulse, gradients
+        self.micro_batches, self.step, self.loss_factor = micro_batches, step, loss_factor
+        self.probe, self.sums = probe, sums
+        self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
+        """Sum of this replica's token losses (0 except where the head is)."""
+        self.losses: list[torch.Tensor] = []
+        """The same by micro-batch."""
+        self._held: dict[Place, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._weights: dict[Place, list[Callable[[], None]]] = {}
+
+    def run(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
+        """See ``pipeline.runner.Worker``."""
+        if action.kind is Kind.FORWARD:
+            return self._forward(action, received)
+        self.pulse.at(BACKWARD, "micro-batch", action.micro_batch)
+        if action.kind is Kind.WEIGHT:
+            self.gradients.run(self._weights.pop((action.chunk, action.micro_batch)))
+            return None
+        return self._backward(action, received)
+
+    def _forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+        number, chunk = action.micro_batch, self.chunks[action.chunk]
+        batch = self.micro_batches[number]
+        self.stream.set_micro_batch(self.step, batch.sample_ids)
+        self.pulse.at(FORWARD, "micro-batch", number)
+        probe, virtual = self.probe, self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
+        with nullcontext() if probe is None else probe.forward(number, virtual):
+            if received is None:
+                if batch.tokens is None:
+                    raise ValueError("the first stage got a micro-batch without tokens")
+                output = chunk(batch.tokens.to(self.ctx.device))
+            else:
+                received.requires_grad_(torch.is_grad_enabled())
+                output = chunk(received)
+        if virtual == self.ctx.topology.virtual_stages - 1:
+            output = self._loss_sum(chunk, output, batch)
+            self.losses.append(output.detach())
+            self.total += self.losses[-1]
+            if probe is not None:
+                probe.loss(number, output)
+        if torch.is_grad_enabled():
+            self._held[action.chunk, number] = (received, output)
+        return output
+
+    def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        if batch.labels is None:
+            raise ValueError("the last stage got a micro-batch without labels")
+        mask = batch.loss_mask.to(self.ctx.device) if batch.loss_mask is not None else None
+        loss: torch.Tensor = chunk.loss_sum(logits, batch.labels.to(self.ctx.device), mask)
+        return loss
+
+    def _backward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
+        place = (action.chunk, action.micro_batch)
+        into, output = self._held.pop(place)
+        if action.kind is Kind.INPUT:
+            self.gradients.holding = self._weights[place] = []
+        try:
+            if received is None:
+                (output * self.loss_factor).backward()
+            else:
+                output.backward(received)
+        finally:
+            self.gradients.holding = None
+        gradient = None if into is None else into.grad
+        if self.probe is not None:
+            virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
+            self.probe.after_backward(action.micro_batch, [*self.sums(), gradient], virtual)
+        return gradient
