@@ -7,9 +7,9 @@ At each tick every stage takes the best pass that is ready:
 * ``zb-v``: gradients of inputs first (chunk 0 before chunk 1), then forwards (chunk 1 before chunk 0), then weights;
   at most 2p chunks held, p micro-batches of a whole stage.
 
-With equal costs a step of m ≥ p micro-batches then takes 3m + p - 1 ticks, and one of m ≥ 2p in zb-v 6m + p - 1
-ticks of half a stage (one more for some m below), which is the least: the last stage cannot start before tick p - 1
-(tests/unit/test_pipeline_schedules.py).
+With equal costs a step of m ≥ p micro-batches then takes 3m + p - 1 ticks under zb-h1, which is the least: the last
+stage cannot start before tick p - 1. Under zb-v it is 6m + p - 1 ticks of half a stage for p up to 4 and for p 8 from
+m = 2p on, and at most p / 2 + 1 ticks more for others (tests/unit/test_pipeline_schedules.py).
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ def test_layout_faults(changes: dict[str, object], world: int | None, words: str
 
 NATIVE = {"engine": "native", "layout__zero_stage": 0}
 OTHER_FAULTS: list[tuple[dict[str, object], str]] = [
-    ({"layout__virtual_pipeline_size": 2}, "with virtual_pipeline_size 1, not '1f1b' with 2"),
-    ({"layout__pipeline_schedule": "gpipe"}, "'1f1b' with virtual_pipeline_size 1, not 'gpipe'"),
+    ({"layout__virtual_pipeline_size": 2}, "'1f1b' with virtual_pipeline_size 2; use '1f1b' with 1"),
+    ({"layout__pipeline_schedule": "gpipe"}, "cannot run layout.pipeline_schedule 'gpipe'"),
     ({"precision__dtype": "fp64"}, "precision.dtype fp64 is refused; use engine native"),
     ({"layout__zero_stage": 0, "model__num_layers": 2}, "layout.zero_stage 0"),
     ({"layout__zero_stage": 0, "precision__dtype": "bf16"}, "it refuses bf16"),

@@ -131,7 +131,7 @@ def contradiction(rng: random.Random, text: str, config: RunConfig) -> Mutation:
         ("layout.zero_stage", "0", "zero_stage 0"),
         ("layout.virtual_pipeline_size", "2", "virtual_pipeline_size 2"),
         ("precision.dtype", '"fp64"', "fp64"),
-        ("engine", '"native"', "zero_stage 0, not 1"),
+        ("layout.pipeline_schedule", '"zb-v"', "folds two chunks onto each stage"),
     ])
     return edit(text, name, f"{name.rpartition('.')[2]} = {bad}"), [words]
 

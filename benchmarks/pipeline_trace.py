@@ -1,0 +1,168 @@
+"""Schedules run for real, with chunks that cost what they are told to: measured bubbles beside the simulator's.
+
+    python benchmarks/pipeline_trace.py --out benchmarks/results/pipeline-schedules.json --svg docs/images/schedules.svg
+
+Four gloo ranks run ``pipeline.runner`` and ``engine.native_passes`` as the native engine does. A chunk's forward, input
+gradient and weight gradient each sleep (without the interpreter's lock: a machine with two cores runs four stages at
+once that way), in the order F = I = W. The bubble of a step is its span over the time that a stage works, less one.
+``--trace`` writes what ui.perfetto.dev opens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from megatron_port.engine.api import MicroBatch
+from megatron_port.engine.native_passes import Passes
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.linear import WeightGradients
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.runner import Runner
+from megatron_port.pipeline.schedules import Action, make_schedule
+from megatron_port.pipeline.simulate import Span, bubble_fraction, simulate, unit_cost
+from megatron_port.pipeline.transfer import StageLink
+from megatron_port.runtime.pulse import Pulse
+from megatron_port.telemetry.schedule_trace import chrome_trace, picture, write
+
+KINDS = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2))
+
+
+class _Sleeping(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradients: WeightGradients, cost: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.gradients, ctx.cost = gradients, cost
+        time.sleep(cost)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        time.sleep(ctx.cost)
+        if ctx.gradients.holding is None:
+            time.sleep(ctx.cost)
+        else:
+            ctx.gradients.holding.append(lambda: time.sleep(ctx.cost))
+        return grad, None, None, None
+
+
+class Chunk(nn.Module):
+    """A chunk of the model that sleeps; a ``StageModule``."""
+
+    def __init__(self, gradients: WeightGradients, cost: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.gradients, self.cost = gradients, cost
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleeping.apply(x.float().requires_grad_(), self.weight, self.gradients, self.cost)
+
+    def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return logits.sum()
+
+
+def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> list[list[list[Span]]]:
+    """The spans of all stages, for each repetition, on rank 0."""
+    topology = Topology(pp=args.stages, vp=chunks, folded=name == "zb-v")
+    ctx = ParallelContext.create(topology, "cpu")
+    gradients = WeightGradients(lambda p: None)
+    mine = [Chunk(gradients, args.unit / chunks) for _ in range(chunks)]
+    runner = Runner(StageLink(ctx), torch.float32, Pulse())
+    runner.record = True
+    tokens = torch.zeros(1, 8)
+    batches = [MicroBatch((i,), tokens=tokens, labels=tokens) for i in range(args.micro_batches)]
+    schedule, out = make_schedule(name, args.stages, args.micro_batches, chunks), []
+    for step in range(args.repeats):
+        passes = Passes(
+            mine, ctx, DropoutStream(0, ctx.device), Pulse(), gradients, micro_batches=batches, step=step,
+            loss_factor=1.0,
+        )
+        dist.barrier()
+        runner.run(schedule, passes, lambda m: (1, 8))
+        everyone: list[Any] = [None] * args.stages
+        dist.all_gather_object(everyone, [(s.action.kind.value, s.action.micro_batch, s.action.chunk, s.start, s.end)
+                                          for s in runner.spans])
+        kinds = {a.kind.value: a.kind for a in schedule.plans[0]}
+        out.append([[Span(Action(kinds[k], m, c), a, b) for k, m, c, a, b in spans] for spans in everyone])
+    ctx.close()
+    return out
+
+
+def bubble_of(stages: list[list[Span]], busy: float) -> float:
+    """Span of a step over the time that each stage works, less one."""
+    return (max(s.end for st in stages for s in st) - min(s.start for st in stages for s in st)) / busy - 1
+
+
+def rank_main(rank: int, args: argparse.Namespace) -> None:
+    """One stage."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{args.port}", rank=rank, world_size=args.stages)
+    rows, pictures, runs = [], [], {}
+    for name, chunks in KINDS:
+        measured = steps_of(rank, args, name, chunks)
+        busy = args.micro_batches * 3 * args.unit
+        bubbles = [bubble_of(step, busy) for step in measured]
+        predicted = bubble_fraction(name, args.stages, args.micro_batches, chunks)
+        title = f"{name}, {chunks} chunk{'s' if chunks > 1 else ''} a stage"
+        ideal = simulate(
+            make_schedule(name, args.stages, args.micro_batches, chunks),
+            unit_cost(args.unit / chunks, 2 * args.unit / chunks),
+        )
+        middle = measured[bubbles.index(statistics.median_low(bubbles))]
+        pictures += [(f"{title}: simulated, bubble {predicted:.1%}", ideal),
+                     (f"{title}: measured, bubble {statistics.median_low(bubbles):.1%}", middle)]
+        runs[title] = middle
+        rows.append({
+            "schedule": name, "chunks": chunks, "simulated": predicted, "measured": statistics.median(bubbles),
+            "all": bubbles, "ratio": statistics.median(bubbles) / predicted,
+        })
+        if rank == 0:
+            row = rows[-1]
+            print(f"{title:28} bubble {predicted:7.2%} simulated, {row['measured']:7.2%} measured "
+                  f"(ratio {row['ratio']:.3f})", flush=True)
+    if rank == 0:
+        result = {
+            "command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "cpu": platform.processor(),
+            "cores": os.cpu_count(), "stages": args.stages, "micro_batches": args.micro_batches,
+            "seconds_of_a_pass": args.unit, "rows": rows,
+        }
+        if args.out:
+            write(args.out, json.dumps(result, indent=1) + "\n")
+        if args.svg:
+            write(args.svg, picture(pictures))
+        if args.trace:
+            write(args.trace, chrome_trace(runs))
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Run all schedules, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--unit", type=float, default=0.1, help="seconds of a stage's forward pass")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--port", type=int, default=29631)
+    for option in ("--out", "--svg", "--trace"):
+        parser.add_argument(option, type=Path)
+    mp.spawn(rank_main, args=(parser.parse_args(),), nprocs=parser.parse_args().stages)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
