@@ -331,8 +331,8 @@ def _engine_problems(config: RunConfig) -> list[str]:
     if config.engine == "deepspeed":
         if schedule != "1f1b" or v > 1:
             out.append(
-                f"engine deepspeed cannot run layout.pipeline_schedule {schedule!r} with virtual_pipeline_size {v}; use "
-                "'1f1b' with 1, or engine native"
+                f"engine deepspeed cannot run layout.pipeline_schedule {schedule!r} with virtual_pipeline_size {v}; "
+                "use '1f1b' with 1, or engine native"
             )
         if config.precision.grad_reduce_dtype != "fp32":
             out.append(
