@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import RunConfig
@@ -26,6 +28,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--dry-run", nargs="?", const="short", choices=("short", "all"),
                         help="check everything that needs no machine, for the whole layout, and stop; all: a line for "
                         "every pipeline stage")
+    parser.add_argument("--ignore-memory", action="store_true",
+                        help="start also where the planner says that the run cannot fit its devices; same as "
+                        "--set launch.memory_check=warn")
     parser.set_defaults(run=run)
 
 
@@ -44,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     config = loaded.config
     if args.resume:
         config = replace(config, checkpoint=replace(config.checkpoint, resume=args.resume))
+    if args.ignore_memory:
+        config = replace(config, launch=replace(config.launch, memory_check="warn"))
     if args.dry_run:
         from megatron_port.train.dry_run import dry_run
 
@@ -51,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.nproc:
         check(config, world_size=None if config.layout.elastic else args.nproc)
+        mind_memory(config, args.nproc, speak=False)
         from megatron_port.runtime.local import run_local
 
         # torch.optim imports torch._dynamo when it is first used: 1.4 s, once here instead of once a rank.
@@ -61,6 +69,17 @@ def run(args: argparse.Namespace) -> int:
     from megatron_port.runtime.discovery import discover
 
     return train(config, discover(master_addr=args.master_addr, master_port=args.master_port))
+
+
+def mind_memory(config: RunConfig, world_size: int | None, *, speak: bool) -> None:
+    """Stop, or with ``speak`` warn, where the planner says that the run cannot fit. Raises ConfigError."""
+    from megatron_port.plan.guard import memory_problem
+
+    found = memory_problem(config, world_size)
+    if found and config.launch.memory_check == "stop":
+        raise ConfigError(found)
+    if found and speak:
+        print(f"warning: {found}", file=sys.stderr, flush=True)
 
 
 def train(config: RunConfig, info: ProcessInfo) -> int:
@@ -77,6 +96,7 @@ def train(config: RunConfig, info: ProcessInfo) -> int:
     from megatron_port.train.watching import watched_session
 
     try:
+        mind_memory(config, info.world_size, speak=info.rank == 0)
         with open_session(config, info) as session, watched_session(session):
             outcome = Trainer(session).run()
     except BaseException as error:

@@ -42,6 +42,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "backend.cross_entropy": ("auto", "own", "torch"),
     "backend.optimizer": ("auto", "own", "deepspeed", "apex", "torch"),
     "numerics.on_anomaly": ("skip", "stop", "rewind"),
+    "launch.memory_check": ("stop", "warn", "off"),
     "launch.when_stopped": ("requeue", "chain", "stop"),
     "launch.when_failed": ("requeue", "chain", "stop"),
 }

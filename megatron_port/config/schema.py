@@ -397,6 +397,9 @@ class LaunchConfig:
     """What follows a node failure, a lost rank or a hang: requeue | chain | stop. Other faults always stop."""
     max_attempts: int = 3
     """Failed attempts in a row at the same step after which the run stops."""
+    memory_check: str = "stop"
+    """stop (exit 2 before any process meets) | warn | off: what follows where the planner says that a run cannot fit
+    its devices (cluster.memory_gb; only clusters with a [hardware] section)."""
     signal_seconds: int = 300
     """SIGUSR1 comes this long before the time limit: enough for the longest step and a save."""
     preflight: bool = False

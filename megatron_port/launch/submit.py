@@ -16,6 +16,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.launch import shipped
 from megatron_port.launch.script import Order, render, write_script
+from megatron_port.plan.guard import memory_problem
 from megatron_port.runtime.job import run_tool
 
 SBATCH_TIMEOUT_S = 300.0
@@ -58,6 +59,8 @@ def checked_script(config: RunConfig, order: Order) -> str:
     """
     ranks = config.cluster.nodes * config.cluster.gpus_per_node
     found = [*problems(config, world_size=ranks if ranks > 0 else None), *launch_problems(config)]
+    if not found and config.launch.memory_check == "stop":
+        found += filter(None, [memory_problem(config)])
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
     return render(config, order, launch_dir=shipped.launch_folder())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_port.config.checks import problems
 from megatron_port.config.layout import divisors, legal_tensor_sizes, with_values
@@ -92,6 +93,27 @@ def layouts(base: Case, options: Options) -> Iterator[Case]:
                                 sequence_parallel=sequence, recompute=recompute,
                                 schedule=base.schedule if legal_chunks(base.schedule, vp) else "1f1b",
                             )
+
+
+def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
+    """The leaves of ``config`` that give the layout of ``case``, by dotted name; ``with_values`` takes them.
+
+    ``cluster.nodes`` is among them where the run says how many nodes it has.
+    """
+    out: dict[str, Any] = {
+        "layout.tensor_parallel_size": case.tp, "layout.pipeline_parallel_size": case.pp,
+        "layout.virtual_pipeline_size": case.vp,
+        "layout.data_parallel_size": case.dp if config.layout.data_parallel_size else 0,  # 0: derived
+        "layout.sequence_parallel": case.sequence_parallel, "layout.recompute": case.recompute,
+        "layout.zero_stage": case.zero_stage, "batch.micro_batch_size": case.micro_batch,
+        "layout.pipeline_schedule": config.layout.pipeline_schedule if case.schedule == "interleaved" else
+        case.schedule,
+    }
+    if config.layout.pipeline_split and case.split != config.layout.pipeline_split:
+        out["layout.pipeline_split"] = ()
+    if config.cluster.nodes:
+        out["cluster.nodes"] = -(-case.world // config.cluster.gpus_per_node)
+    return out
 
 
 def fullest(case: Case, machine: Machine) -> StageMemory:

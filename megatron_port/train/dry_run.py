@@ -24,6 +24,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
+from megatron_port.plan.guard import memory_problem, planned_memory
 from megatron_port.train.assemble import build_model, layers_by_chunk, topology_of
 
 
@@ -159,12 +160,33 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
                 f"  ...  {len(between)} stages of {' or '.join(map(str, layers))} layers between, "
                 f"at most {most:.2f} GB (--dry-run all lists them)"
             )
-    worst = max(stages, key=lambda s: s.static_bytes)
-    limit = config.cluster.memory_gb
-    if limit and worst.static_bytes / 1e9 > limit:
-        raise ConfigError(
-            f"stage {worst.stage} needs {worst.static_bytes / 1e9:.1f} GB for weights, gradients and optimizer alone; "
-            f"a device of {config.cluster.name} has {limit:g} GB. Use more stages (pp {pp}), more tensor parallelism "
-            f"(tp {tp}) or more replicas with zero_stage 1 (dp {dp})"
-        )
+    lines += memory_lines(config, stages, topology.world_size)
     return "\n".join(lines)
+
+
+def memory_lines(config: RunConfig, stages: list[StageSummary], world_size: int) -> list[str]:
+    """What the planner says of the fullest rank, and a warning where ``launch.memory_check`` lets it pass.
+
+    Raises ConfigError where the run cannot fit; without a [hardware] section only what is held from the start counts.
+    """
+    found = memory_problem(config, world_size)
+    if found and config.launch.memory_check == "stop":
+        raise ConfigError(found)
+    planned = planned_memory(config, world_size)
+    if planned is not None:
+        worst = max(planned[2], key=lambda m: m.total)
+        fullest = (
+            f"planned: stage {worst.stage} needs {worst.total / 1e9:.1f} of {config.cluster.memory_gb:g} GB, activations "
+            f"and all, at {worst.peak_at}"
+        )
+        return [fullest, *([f"warning: {found}"] if found else [])]
+    most = max(stages, key=lambda s: s.static_bytes)
+    limit, t = config.cluster.memory_gb, config.layout
+    if limit and most.static_bytes / 1e9 > limit and config.launch.memory_check == "stop":
+        raise ConfigError(
+            f"stage {most.stage} needs {most.static_bytes / 1e9:.1f} GB for weights, gradients and optimizer alone; "
+            f"a device of {config.cluster.name} has {limit:g} GB. Use more stages (pp {t.pipeline_parallel_size}), "
+            f"more tensor parallelism (tp {t.tensor_parallel_size}) or more replicas with zero_stage 1 "
+            f"(dp {t.data_parallel_size})"
+        )
+    return []

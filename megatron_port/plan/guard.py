@@ -1,0 +1,96 @@
+"""What training asks of the planner before any process meets another: does this run fit its devices?
+
+Only where the cluster says what a device holds (``cluster.memory_gb`` and a ``[hardware]`` section); anything else
+that is wrong with a run is found elsewhere, so nothing here raises for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_port.config.checks import problems
+from megatron_port.config.elastic import elastic_layout
+from megatron_port.config.schema import DataConfig, RunConfig
+from megatron_port.errors import ConfigError
+from megatron_port.plan.case import Case, Machine, case_of, machine_problems
+from megatron_port.plan.memory import StageMemory, plan_memory
+from megatron_port.plan.search import Candidate, nearest_fit, options_of, search, settings_of
+
+MORE_NODES = (2, 4, 8, 16)
+"""Multiples of the run's devices on which a layout is looked for when none fits."""
+
+
+def planned_memory(config: RunConfig, world_size: int | None = None) -> tuple[Case, Machine, list[StageMemory]] | None:
+    """Case, machine and the memory of every stage; None where a device's memory is not known or the run is not legal.
+
+    ``world_size``: ranks that were started (an elastic run is planned with the layout that it will take).
+    """
+    described = config.hardware.device or config.hardware.matmul_tflops
+    if config.cluster.memory_gb <= 0 or not described:
+        return None
+    config = replace(config, data=DataConfig(synthetic=True))  # memory does not depend on the corpus
+    try:
+        if config.layout.elastic and world_size and problems(config, world_size=world_size):
+            config = elastic_layout(config, world_size).config
+    except ConfigError:
+        return None
+    if problems(config, world_size=world_size):
+        return None
+    case, _ = case_of(config, world_size)
+    machine = Machine(cluster=config.cluster, hardware=config.hardware, calibration=config.calibration)
+    return case, machine, plan_memory(case, machine)
+
+
+def memory_problem(config: RunConfig, world_size: int | None = None) -> str:
+    """Why the run cannot fit its devices, by how much, and the nearest layout that fits; empty where it fits.
+
+    Empty as well where nothing is known of the device's memory, or ``launch.memory_check`` is off.
+    """
+    planned = planned_memory(config, world_size) if config.launch.memory_check != "off" else None
+    if planned is None:
+        return ""
+    case, machine, stages = planned
+    worst, limit = max(stages, key=lambda m: m.total), machine.cluster.memory_gb * 1e9
+    if worst.total <= limit:
+        return ""
+    over = [m.stage for m in stages if m.total > limit]
+    which = f"{len(over)} of {len(stages)} stages do not fit; " if len(over) > 1 else ""
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in worst.parts().items() if size >= 5e7)
+    return (
+        f"this run cannot fit: {which}stage {worst.stage} needs {worst.total / 1e9:.1f} GB at {worst.peak_at} "
+        f"({parts}), a device of {machine.cluster.name} has {limit / 1e9:g} GB (cluster.memory_gb): "
+        f"{(worst.total - limit) / 1e9:.1f} GB too much with {case.label()}. {_way_out(config, case, machine)} "
+        "`megatron-port plan` shows more; --set launch.memory_check=warn starts it all the same"
+    )
+
+
+def _way_out(config: RunConfig, case: Case, machine: Machine) -> str:
+    """The nearest layout that fits on these devices, else on more of them."""
+    lacking = machine_problems(machine)
+    if lacking:
+        return f"No other layout can be looked for: {lacking[0]}."
+    options = options_of(config, case)
+    near = nearest_fit(case, search(case, machine, options), machine)
+    if near is not None:
+        return f"The nearest layout that fits: {near.case.label()} ({_gigabytes(near)}): {_flags(config, case, near)}."
+    for factor in MORE_NODES:
+        more = replace(options, world=options.world * factor)
+        near = nearest_fit(case, search(case, machine, more), machine)
+        if near is not None:
+            return (
+                f"No layout on {case.world} devices fits; on {more.world} the nearest is {near.case.label()} "
+                f"({_gigabytes(near)})."
+            )
+    return f"No layout fits, nor on {MORE_NODES[-1]} times the {case.world} devices."
+
+
+def _gigabytes(candidate: Candidate) -> str:
+    return f"{candidate.memory.total / 1e9:.1f} GB"
+
+
+def _flags(config: RunConfig, case: Case, near: Candidate) -> str:
+    """``--set`` of what has to change."""
+    was, wanted = settings_of(config, case), settings_of(config, near.case)
+    words = {True: "true", False: "false"}
+    return " ".join(f"--set {k}={words.get(v, v) if isinstance(v, bool) else v}" for k, v in wanted.items()
+                    if was.get(k) != v) or "as it is"

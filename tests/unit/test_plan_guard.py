@@ -1,0 +1,113 @@
+"""A run that cannot fit is refused before any process starts, with the numbers and a layout that does fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_port.cli.main import main
+from megatron_port.config.checks import problems
+from megatron_port.config.loader import load
+from megatron_port.config.schema import RunConfig
+from megatron_port.plan.guard import memory_problem, planned_memory
+from megatron_port.plan.verdict import make_plan
+
+TOO_FEW = "layout.pipeline_parallel_size=4"
+SMALL = """
+extends = ["models/gpt-tiny"]
+name = "guarded"
+engine = "native"
+[layout]
+tensor_parallel_size = 2
+zero_stage = 0
+[batch]
+global_batch_size = 8
+[data]
+synthetic = true
+[cluster]
+name = "toy"
+memory_gb = 0.001
+[hardware]
+device = "toy"
+reserved_gb = 0.0
+"""
+
+
+def flags(text: str) -> list[str]:
+    """The ``a.b=value`` of every --set in a message, the last (how to start all the same) left out."""
+    return re.findall(r"--set (\S+?)[.;]?(?=\s)", text + " ")[:-1]
+
+
+def test_the_message_has_numbers_limit_and_a_layout_that_passes() -> None:
+    loaded = load("runs/frontier-175b", [TOO_FEW]).config
+    text = memory_problem(loaded)
+    plan = make_plan(loaded)
+    over = (plan.fullest.total - plan.limit) / 1e9
+    assert f"{over:.1f} GB too much" in text and "a device of frontier has 64 GB (cluster.memory_gb)" in text
+    assert plan.nearest is not None and plan.nearest.case.label() in text
+    mended = load("runs/frontier-175b", [TOO_FEW, *flags(text)]).config
+    assert not problems(mended) and memory_problem(mended) == "" and make_plan(mended, neighbours=False).fits
+
+
+def test_more_devices_are_named_where_no_layout_fits() -> None:
+    text = memory_problem(load("runs/frontier-1t", ["cluster.nodes=16", "layout.pipeline_parallel_size=16"]).config)
+    assert "No layout on 128 devices fits; on 512 " in text
+
+
+@pytest.mark.parametrize("overrides", [
+    ["cluster.memory_gb=0"], ["hardware.device=", "hardware.matmul_tflops=0"], ["launch.memory_check=off"],
+    ["layout.tensor_parallel_size=5"],
+])
+def test_silent_where_nothing_is_known_or_the_run_is_not_legal(overrides: list[str]) -> None:
+    assert memory_problem(load("runs/frontier-175b", [TOO_FEW, *overrides]).config) == ""
+
+
+def test_an_elastic_run_is_judged_by_the_layout_that_it_takes() -> None:
+    config = load("runs/frontier-175b", ["layout.elastic=true", "cluster.nodes=0"]).config
+    assert memory_problem(config, 128) == ""
+    planned = planned_memory(config, 16)  # tp 4 × pp 4: the layout that 16 ranks get
+    assert planned is not None and planned[0].world == 16
+    assert "cannot fit" in memory_problem(config, 16)
+
+
+def test_without_rates_the_verdict_stands_and_no_layout_is_looked_for() -> None:
+    config = load("runs/frontier-175b", [TOO_FEW]).config
+    config = replace(config, hardware=replace(config.hardware, memory_bandwidth_gb=0.0))
+    assert "memory_bandwidth_gb is 0.0" in memory_problem(config)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(f'{SMALL}\n[training]\nsteps = 1\n[checkpoint]\nsave_final = false\n')
+    return path
+
+
+def test_train_stops_with_2_before_any_process_meets(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_port.runtime.local.run_local", lambda *a, **k: pytest.fail("ranks were started"))
+    out = f"output_dir={tmp_path / 'runs'}"
+    for arguments in (["--nproc", "2"], ["--dry-run"]):
+        assert main(["train", str(small), "--set", out, *arguments]) == 2
+        assert "this run cannot fit" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_told_to_it_only_warns(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(small), "--dry-run", "--ignore-memory"]) == 0
+    assert "warning: this run cannot fit" in capsys.readouterr().out
+
+
+def test_launch_refuses_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "render", "runs/frontier-175b", "--set", TOO_FEW]) == 2
+    assert "this run cannot fit" in capsys.readouterr().err
+    assert main(["launch", "render", "runs/frontier-175b", "--set", TOO_FEW, "--set", "launch.memory_check=warn"]) == 0
+    assert "launch.memory_check=warn" in capsys.readouterr().out
+
+
+def test_default_runs_are_not_judged() -> None:
+    assert planned_memory(RunConfig()) is None
