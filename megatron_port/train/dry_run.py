@@ -176,8 +176,8 @@ def memory_lines(config: RunConfig, stages: list[StageSummary], world_size: int)
     if planned is not None:
         worst = max(planned[2], key=lambda m: m.total)
         fullest = (
-            f"planned: stage {worst.stage} needs {worst.total / 1e9:.1f} of {config.cluster.memory_gb:g} GB, activations "
-            f"and all, at {worst.peak_at}"
+            f"planned: stage {worst.stage} needs {worst.total / 1e9:.1f} of {config.cluster.memory_gb:g} GB "
+            f"with activations, at {worst.peak_at}"
         )
         return [fullest, *([f"warning: {found}"] if found else [])]
     most = max(stages, key=lambda s: s.static_bytes)
