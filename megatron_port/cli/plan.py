@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from megatron_port.errors import EXIT_CONFIG, EXIT_OK
@@ -22,6 +23,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tokens", type=float, metavar="T", help="training budget, e.g. 300e9; else training.steps'")
     parser.add_argument("--explain", action="store_true", help="also print the arithmetic behind the numbers")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--report", type=Path, metavar="FILE.html",
+                        help="also write the plan as one page with pictures: layouts, memory, time, pipeline, scaling, "
+                        "sensitivity")
     parser.add_argument(
         "--fractional", action="store_true",
         help="plan also where global_batch_size does not divide by micro-batch x dp, with accumulation rounded up",
@@ -40,11 +44,18 @@ def run(args: argparse.Namespace) -> int:
         if args.nodes < 1:
             raise ConfigError(f"--nodes {args.nodes}: a plan needs at least 1 node")
         args.overrides = [*args.overrides, f"cluster.nodes={args.nodes}", "layout.data_parallel_size=0"]
-    plan = make_plan(load_run(args).config, tokens=args.tokens, fractional=args.fractional)
+    config = load_run(args).config
+    plan = make_plan(config, tokens=args.tokens, fractional=args.fractional)
     if args.json:
         print(json.dumps(as_json(plan), indent=2))
     else:
         print(render(plan))
         if args.explain:
             print(explain(plan))
+    if args.report is not None:
+        from megatron_port.plan.page import report_page, write_text
+
+        write_text(args.report, report_page(config, plan))
+        if not args.json:
+            print(f"report    {args.report}")
     return EXIT_OK if plan.fits else EXIT_CONFIG

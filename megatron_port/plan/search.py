@@ -32,6 +32,12 @@ class Options:
     micro: tuple[int, ...] = (1, 2, 4, 8, 16)
     recompute: tuple[str, ...] = RECOMPUTE
     sequence: tuple[bool, ...] = (False, True)
+    worlds: tuple[int, ...] = ()
+    """Numbers of devices; empty: ``world``."""
+    schedules: tuple[str, ...] = ()
+    """Pipeline schedules by the name in the run file; empty: the case's."""
+    zero: tuple[int, ...] = ()
+    """ZeRO stages; empty: the case's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,36 +75,45 @@ def options_of(config: RunConfig, case: Case) -> Options:
 
 def layouts(base: Case, options: Options) -> Iterator[Case]:
     """Every legal layout of ``base``'s model, engine and global batch on the options' ranks."""
-    for tp in options.tensor:
-        for pp in divisors(options.world // tp) if options.world % tp == 0 else []:
-            dp = options.world // (tp * pp)
-            if pp > options.most_stages or base.global_batch % dp:
-                continue
-            for vp in options.chunks:
-                if vp > 1 and (pp == 1 or base.model.num_layers % (pp * vp)):
+    for world in options.worlds or (options.world,):
+        for tp in options.tensor:
+            for pp in divisors(world // tp) if world % tp == 0 else []:
+                dp = world // (tp * pp)
+                if pp > options.most_stages or base.global_batch % dp:
                     continue
-                split = balanced_split(base.model, pp * vp)
-                for micro in options.micro:
-                    count, rest = divmod(base.global_batch // dp, micro)
-                    if rest or (vp > 1 and count % pp):
-                        continue
-                    for sequence in options.sequence:
-                        if sequence and (tp == 1 or base.model.seq_length % tp):
-                            continue
-                        for recompute in options.recompute:
-                            if recompute == "selective" and base.flash:
-                                continue  # a fused attention keeps no scores: the same as none
-                            yield replace(
-                                base, tp=tp, pp=pp, vp=vp, dp=dp, micro_batch=micro, micro_batches=count, split=split,
-                                sequence_parallel=sequence, recompute=recompute,
-                                schedule=base.schedule if legal_chunks(base.schedule, vp) else "1f1b",
-                            )
+                for vp in options.chunks:
+                    if vp == 1 or (pp > 1 and base.model.num_layers % (pp * vp) == 0):
+                        yield from _of_split(replace(base, tp=tp, pp=pp, vp=vp, dp=dp), options)
+
+
+def _of_split(base: Case, options: Options) -> Iterator[Case]:
+    """The layouts with the tp, pp, vp and dp of ``base``."""
+    base = replace(base, split=balanced_split(base.model, base.pp * base.vp))
+    names = tuple(n for n in options.schedules or (base.schedule,) if legal_chunks(n, base.vp))
+    if not options.schedules:
+        names = names or ("1f1b",)
+    if base.pp == 1:
+        names = names[:1]  # without a pipeline all are the same
+    sequence = [s for s in options.sequence if not s or (base.tp > 1 and base.model.seq_length % base.tp == 0)]
+    recompute = [r for r in options.recompute if r != "selective" or not base.flash]  # fused attention keeps no scores
+    for micro in options.micro:
+        count, rest = divmod(base.global_batch // base.dp, micro)
+        if rest or (base.vp > 1 and count % base.pp):
+            continue
+        for split_sequence in sequence:
+            for again in recompute:
+                for zero in options.zero or (base.zero_stage,):
+                    for name in names:
+                        yield replace(
+                            base, micro_batch=micro, micro_batches=count, sequence_parallel=split_sequence,
+                            recompute=again, zero_stage=zero, schedule=name,
+                        )
 
 
 def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
     """The leaves of ``config`` that give the layout of ``case``, by dotted name; ``with_values`` takes them.
 
-    ``cluster.nodes`` is among them where the run says how many nodes it has.
+    Nodes and replicas stay 0 where the run leaves them to whoever starts it.
     """
     out: dict[str, Any] = {
         "layout.tensor_parallel_size": case.tp, "layout.pipeline_parallel_size": case.pp,
@@ -111,8 +126,7 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
     }
     if config.layout.pipeline_split and case.split != config.layout.pipeline_split:
         out["layout.pipeline_split"] = ()
-    if config.cluster.nodes:
-        out["cluster.nodes"] = -(-case.world // config.cluster.gpus_per_node)
+    out["cluster.nodes"] = -(-case.world // config.cluster.gpus_per_node) if config.cluster.nodes else 0
     return out
 
 
@@ -134,7 +148,7 @@ def search(base: Case, machine: Machine, options: Options, *, keep_unfit: bool =
                 unfit.append(Candidate(case=case, step=plan_step(case, machine, quick=True), memory=memory))
             continue
         fit.append(Candidate(case=case, step=plan_step(case, machine, quick=True), memory=memory))
-    fit.sort(key=lambda c: c.step.seconds)
+    fit.sort(key=lambda c: (c.step.seconds, c.memory.total))
     unfit.sort(key=lambda c: c.memory.total)
     return fit + unfit
 

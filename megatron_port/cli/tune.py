@@ -1,0 +1,127 @@
+"""``tune``: plan every legal layout of a run, measure the best few for real, and say which to take.
+
+Trials run ``megatron-port train`` for a few steps: with ``--nproc`` on this machine, or by srun inside an allocation.
+A trial that fails or runs out of memory is kept like any other; a tuning that is stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_port.errors import EXIT_OK, ConfigError
+
+MOST = 10_000
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    from megatron_port.cli.main import add_run_options
+    from megatron_port.tune.strategies import STRATEGIES
+
+    parser = subparsers.add_parser("tune", help="find the fastest layout: planned, then measured",
+                                   description=(__doc__ or "").partition("\n")[2])
+    add_run_options(parser)
+    parser.add_argument("--trials", type=int, default=8, metavar="K", help="layouts to measure (default 8)")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="model",
+                        help="model: the planner's best K (default); random: any that fits; deephyper: Bayesian "
+                        "optimisation over the layouts")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[], metavar="N",
+                        help="numbers of nodes to try (default: the run's)")
+    parser.add_argument("--nproc", type=int, metavar="N", help="measure with N ranks on this machine")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps of a trial (default 5)")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="of which so many do not count (default 2)")
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="longest trial, seconds")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: output_dir/NAME-tune)")
+    parser.add_argument("--fresh", action="store_true", help="forget the trials in that folder")
+    parser.add_argument("--plan-only", action="store_true", help="print the model's ranking; measure nothing")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random and deephyper")
+    parser.set_defaults(run=run)
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    out = []
+    if not 1 <= args.trials <= MOST:
+        out.append(f"--trials {args.trials}: from 1 to {MOST}")
+    if args.warm_up < 0 or args.steps <= args.warm_up:
+        out.append(f"--steps {args.steps} leaves nothing to measure after --warm-up {args.warm_up}; e.g. --steps "
+                   f"{max(args.warm_up, 0) + 3}")
+    if args.timeout <= 0:
+        out.append(f"--timeout {args.timeout:g}: above 0")
+    if out:
+        raise ConfigError(out)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune; 0 when a layout was found (with --plan-only: planned). Raises ConfigError, EnvironmentFault."""
+    from megatron_port.cli.main import load_run
+    from megatron_port.tune.space import best_legal, make_space
+
+    _refuse(args)
+    loaded = load_run(args)
+    space = make_space(loaded.config, world_size=args.nproc, nodes=args.nodes)
+    fitting = space.fitting
+    worlds = sorted({c.case.world for c in space.candidates})
+    print(f"{len(space.candidates):,} legal layouts on {' or '.join(map(str, worlds))} devices planned, "
+          f"{len(fitting):,} fit")
+    if not fitting:
+        least = min(space.candidates, key=lambda c: c.memory.total, default=None)
+        need = f"; the smallest needs {least.memory.total / 1e9:.1f} GB ({least.case.label()})" if least else ""
+        raise ConfigError(
+            f"no layout on {' or '.join(map(str, worlds))} devices fits {space.config.cluster.memory_gb:g} GB{need}; "
+            "use more devices"
+        )
+    if args.plan_only:
+        for i, c in enumerate(best_legal(space, args.trials), 1):
+            print(f"{i:>4} {c.step.seconds:>10.4g} s  {c.step.model_tflops:>8.4g} model TFLOP/s  "
+                  f"{c.memory.total / 1e9:>6.1f} GB  {c.case.world} devices: {c.case.label()}, "
+                  f"ZeRO-{c.case.zero_stage}, {c.case.schedule}")
+        return EXIT_OK
+    return _measure(args, loaded, space)
+
+
+def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
+    from megatron_port.tune import trial as trials
+    from megatron_port.tune.results import Results
+    from megatron_port.tune.strategies import make_strategy
+    from megatron_port.tune.tuner import render, tune
+
+    config = space.config
+    launcher = trials.choose_launcher(args.nproc)
+    folder = (args.out or Path(config.output_dir) / f"{config.name}-tune").absolute()
+    results = Results.open(folder, config, args.steps, fresh=args.fresh)
+    strategy = make_strategy(args.strategy, space, count=args.trials, seed=args.seed, folder=str(folder / "deephyper"))
+    run_file = loaded.files[-1]
+
+    def measure(candidate: Any, settings: dict[str, Any]) -> Any:
+        return trials.run_trial(
+            run_file, args.overrides, config, candidate, settings, launcher=launcher, steps=args.steps,
+            warm_up=args.warm_up, timeout_s=args.timeout, folder=folder / "trials",
+        )
+
+    found = tune(space, strategy, results, measure, count=args.trials, say=lambda text: print(text, flush=True))
+    print(render(results))
+    if found.best is None:
+        raise ConfigError(f"none of {len(results.trials)} trials worked; their output is in {folder / 'trials'}")
+    print(_say_winner(args, loaded, found.best, folder))
+    return EXIT_OK
+
+
+def _say_winner(args: argparse.Namespace, loaded: Any, best: Any, folder: Path) -> str:
+    """The winner's run file, and the job script that runs it."""
+    from megatron_port.config.loader import load
+    from megatron_port.launch.submit import checked_script, order_of
+    from megatron_port.tune.tuner import label_of, write_winner
+
+    path = folder / "winner.toml"
+    config = write_winner(loaded, best, path)
+    lines = [f"winner: {label_of(best)} on {best.world} devices: {path}"]
+    if args.nproc or not config.cluster.nodes:
+        return "\n".join([*lines, f"run it: megatron-port train {path} --nproc {best.world}"])
+    lines.append(f"queue it: megatron-port launch submit {path}")
+    try:
+        script = checked_script(config, order_of(load(str(path)), ()))
+    except ConfigError as error:  # the run trains, but says too little for a job
+        return "\n".join([*lines, f"no job script: {error}"])
+    return "\n".join([*lines, "", script])

@@ -1,0 +1,131 @@
+"""The results file of a tuning: one JSON object a line, the first says of what. It is rewritten whole, atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_port.config.dump import leaves, toml_value
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.plan.page import write_text
+
+FORMAT = 1
+FILE_NAME = "results.jsonl"
+OK, OUT_OF_MEMORY, FAILED, TIMEOUT = "ok", "oom", "failed", "timeout"
+_FREE = (
+    "layout.tensor_parallel_size", "layout.pipeline_parallel_size", "layout.virtual_pipeline_size",
+    "layout.data_parallel_size", "layout.sequence_parallel", "layout.recompute", "layout.zero_stage",
+    "layout.pipeline_schedule", "layout.pipeline_split", "batch.micro_batch_size", "cluster.nodes",
+)
+_OF_NO_MATTER = ("name", "output_dir", "launch.", "telemetry.", "checkpoint.", "watch.", "preflight.", "hardware.",
+                 "calibration.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One layout that was tried."""
+
+    key: str
+    world: int
+    """Devices."""
+    parameters: dict[str, Any]
+    """``tune.space.PARAMETERS``."""
+    settings: dict[str, Any]
+    """Leaves of the configuration."""
+    planned_seconds: float
+    planned_bytes: float
+    status: str
+    """ok | oom | failed | timeout"""
+    seconds: float | None = None
+    """Measured, of one step: the median."""
+    spread: float | None = None
+    """(largest − smallest) ÷ median of the measured steps."""
+    memory_bytes: int | None = None
+    """As metrics.jsonl has it (rank 0; on a CPU the resident size of its process)."""
+    model_tflops: float | None = None
+    """Of one device."""
+    tokens_per_second: float | None = None
+    error: str = ""
+    command: str = ""
+    wall_seconds: float = 0.0
+    time: float = 0.0
+
+
+def key_of(settings: dict[str, Any], world: int) -> str:
+    """12 hex digits that name a layout on so many devices."""
+    text = json.dumps([world, {k: settings[k] for k in sorted(settings)}], default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def run_key(config: RunConfig, steps: int) -> str:
+    """16 hex digits of what trials must share to be compared: all of a run but its layout, and the steps of a trial."""
+    kept = {
+        name: toml_value(value) for name, value in leaves(config)
+        if name not in _FREE and not name.startswith(_OF_NO_MATTER)
+    }
+    return hashlib.sha256(json.dumps([steps, kept], sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Results:
+    """What was tried so far."""
+
+    path: Path
+    run: str
+    name: str
+    trials: dict[str, Trial] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, config: RunConfig, steps: int, *, fresh: bool = False) -> Results:
+        """The results of ``folder``, empty where there are none; the folder is made.
+
+        Raises:
+            ConfigError: they are of another run, or of trials of another length.
+            EnvironmentFault: the folder cannot be made or read.
+        """
+        path, run = folder / FILE_NAME, run_key(config, steps)
+        out = cls(path, run, config.name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = [] if fresh or not path.exists() else path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise EnvironmentFault(f"{path}: {error.strerror or error}") from None
+        rows = [row for row in map(_decode, lines) if row is not None]
+        if not rows:
+            return out
+        head = rows[0]
+        if head.get("format") != FORMAT or head.get("run") != run:
+            raise ConfigError(
+                f"{path} holds trials of {head.get('name', 'another run')!r} that cannot be compared with this one's "
+                "(another model, batch, precision, engine, or number of steps); give another --out, or --fresh to "
+                "begin anew"
+            )
+        known = {f.name for f in fields(Trial)}
+        for row in rows[1:]:
+            trial = Trial(**{k: v for k, v in row.items() if k in known})
+            out.trials[trial.key] = trial
+        return out
+
+    def add(self, trial: Trial) -> None:
+        """Keep a trial: the file is written under a temporary name, synced and renamed. Raises EnvironmentFault."""
+        self.trials[trial.key] = trial
+        rows: list[dict[str, Any]] = [{"format": FORMAT, "run": self.run, "name": self.name}]
+        rows += [asdict(t) for t in self.trials.values()]
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def ranked(self) -> list[Trial]:
+        """Those that worked, by tokens a second and device, best first."""
+        good = [t for t in self.trials.values() if t.status == OK and t.model_tflops is not None]
+        return sorted(good, key=lambda t: -(t.model_tflops or 0.0))
+
+
+def _decode(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

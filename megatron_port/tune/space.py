@@ -1,0 +1,141 @@
+"""Every legal layout of a run, planned: what a tuner may choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_port.config.checks import CHOICES, check, problems
+from megatron_port.config.layout import with_values
+from megatron_port.config.schema import DataConfig, RunConfig
+from megatron_port.errors import ConfigError
+from megatron_port.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.plan.search import Candidate, options_of, search, settings_of
+from megatron_port.plan.step import plan_step
+
+
+@dataclass(frozen=True)
+class Space:
+    """A run and its layouts."""
+
+    config: RunConfig
+    machine: Machine
+    world: int
+    """Devices of the run as it is."""
+    candidates: tuple[Candidate, ...]
+    """All of them; those that fit first, by planned tokens a second and device."""
+    _index: dict[tuple[Any, ...], Candidate] = field(default_factory=dict, repr=False)
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        """Those that fit, best first."""
+        return [c for c in self.candidates if c.fits(self.machine)]
+
+    def settings(self, candidate: Candidate) -> dict[str, Any]:
+        """Dotted leaf → value of a candidate's layout."""
+        return settings_of(self.config, candidate.case)
+
+    def with_candidate(self, candidate: Candidate) -> RunConfig:
+        """The run with the candidate's layout."""
+        return with_values(self.config, self.settings(candidate))
+
+    def legal(self, candidate: Candidate) -> bool:
+        """Whether training would take it (the engine's own limits included)."""
+        config = replace(self.with_candidate(candidate), data=DataConfig(synthetic=True))
+        return not problems(config, world_size=candidate.case.world)
+
+    def exact(self, candidate: Candidate) -> Candidate:
+        """The candidate with its pipeline simulated instead of in closed form."""
+        return replace(candidate, step=plan_step(candidate.case, self.machine))
+
+    def find(self, values: dict[str, Any]) -> Candidate | None:
+        """The candidate with these ``parameters``; None: there is none such."""
+        if not self._index:
+            self._index.update({tuple(parameters(c.case).values()): c for c in self.candidates})
+        return self._index.get(tuple(values[name] for name in PARAMETERS))
+
+
+PARAMETERS = (
+    "world", "tp", "pp", "vp", "sequence_parallel", "micro_batch", "recompute", "zero_stage", "schedule",
+)
+"""What of a layout is free; dp and accumulation follow."""
+
+
+def parameters(case: Case) -> dict[str, Any]:
+    """The free parameters of a layout."""
+    return {name: getattr(case, name) for name in PARAMETERS}
+
+
+def make_space(config: RunConfig, *, world_size: int | None = None, nodes: Sequence[int] = ()) -> Space:
+    """Plan every legal layout of a run.
+
+    ``world_size``: devices; None: what the run says. ``nodes``: numbers of nodes to try instead.
+
+    Raises:
+        ConfigError: the run is not legal, its cluster says too little to plan, or the numbers make no sense.
+    """
+    if any(n < 1 for n in nodes):
+        raise ConfigError(f"--nodes {' '.join(map(str, nodes))}: each number must be at least 1")
+    if world_size is not None and nodes:
+        raise ConfigError("--nproc is for one machine; leave --nodes out")
+    worlds = tuple(sorted({n * config.cluster.gpus_per_node for n in nodes})) or (_world(config, world_size),)
+    many = nodes[0] if nodes else config.cluster.nodes if world_size is None else 0
+    config = with_values(config, {"cluster.nodes": many, "layout.data_parallel_size": 0})
+    neutral = with_values(config, _NEUTRAL)
+    check(neutral, world_size=1)
+    machine = machine_of(config)
+    base, _ = case_of(neutral, 1)
+    options = replace(
+        options_of(with_values(neutral, {"cluster.nodes": many}), replace(base, dp=max(worlds))), worlds=worlds,
+        schedules=_allowed(neutral, "layout.pipeline_schedule", config),
+        zero=_allowed(neutral, "layout.zero_stage", config),
+        recompute=tuple(str(r) for r in CHOICES["layout.recompute"]),
+    )
+    found = search(base, machine, options, keep_unfit=True)
+    found.sort(key=lambda c: (not c.fits(machine), -c.step.model_tflops))
+    return Space(config=config, machine=machine, world=max(worlds), candidates=tuple(found))
+
+
+_NEUTRAL: dict[str, Any] = {
+    "layout.tensor_parallel_size": 1, "layout.pipeline_parallel_size": 1, "layout.virtual_pipeline_size": 1,
+    "layout.pipeline_split": (), "layout.sequence_parallel": False, "batch.micro_batch_size": 1, "cluster.nodes": 0,
+    "data": DataConfig(synthetic=True),
+}
+"""A layout that any run has: what is wrong with it is not the layout's fault."""
+
+
+def _world(config: RunConfig, world_size: int | None) -> int:
+    """Devices to tune for. Raises ConfigError where nothing says how many."""
+    if world_size is not None:
+        if world_size < 1:
+            raise ConfigError(f"--nproc {world_size}: at least 1")
+        return world_size
+    layout = config.layout
+    if not config.cluster.nodes and not layout.data_parallel_size:
+        raise ConfigError(
+            "nothing says how many devices to tune for; give --nodes N (or cluster.nodes), or --nproc N for N "
+            "processes on this machine"
+        )
+    told = layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.data_parallel_size
+    return config.cluster.nodes * config.cluster.gpus_per_node or told
+
+
+def _allowed(neutral: RunConfig, name: str, asked: RunConfig) -> tuple[Any, ...]:
+    """The values of a choice that the run's engine takes; the one that the run has stands first."""
+    table, _, key = name.rpartition(".")
+    now = getattr(getattr(asked, table), key)
+    return (now, *(v for v in CHOICES[name]
+                   if v != now and not problems(with_values(neutral, {name: v}), world_size=1)))
+
+
+def best_legal(space: Space, count: int, *, skip: Iterable[Case] = ()) -> list[Candidate]:
+    """The ``count`` best that fit and that training takes, simulated exactly, best first."""
+    left = set(skip)
+    out: list[Candidate] = []
+    for candidate in space.fitting:
+        if len(out) == count:
+            break
+        if candidate.case not in left and space.legal(candidate):
+            out.append(space.exact(candidate))
+    return sorted(out, key=lambda c: -c.step.model_tflops)
