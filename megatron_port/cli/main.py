@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("launch", "write or submit the job script of a run"),
     "plan": ("plan", "does a run fit, how fast is it, what would be better"),
     "tune": ("tune", "find the fastest layout: planned, then measured"),
+    "bench": ("bench", "measure one node for the planner; run the paper's scaling studies"),
     "preflight": ("preflight", "check the nodes of a job and the network between them"),
 }
 """Name → (module in ``cli/``, one line of help)."""

@@ -309,6 +309,8 @@ class HardwareConfig:
     """What it is called, e.g. "A100-SXM4-80GB"."""
     matmul_tflops: float = 0.0
     """Largest rate that big bf16/fp16 products with fp32 accumulation reach (cluster.peak_tflops: the datasheet's)."""
+    fp32_matmul_tflops: float = 0.0
+    """The same for fp32 products; 0: a quarter of matmul_tflops. fp64 is taken as half of it."""
     fp8_peak_tflops: float = 0.0
     """Peak dense fp8 rate; 0: no fp8."""
     fp8_matmul_tflops: float = 0.0

@@ -34,6 +34,8 @@ class Span:
 def span(machine: Machine, size: int, stride: int) -> Span:
     """The span of ``size`` ranks, ``stride`` apart."""
     node = machine.cluster.gpus_per_node
+    if (size - 1) * stride < node:  # all on one node, also where the distance does not divide it
+        return Span(size=size, stride=stride, local=size)
     local = max(1, min(size, node // stride)) if stride < node else 1
     return Span(size=size, stride=stride, local=local)
 

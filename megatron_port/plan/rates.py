@@ -36,6 +36,8 @@ class Rates:
     attention_backward: float
     launch: float
     memory: float
+    fp32: float = 0.0
+    """0: a quarter of ``matmul``."""
 
     @classmethod
     def of(cls, machine: Machine) -> Rates:
@@ -47,6 +49,7 @@ class Rates:
             attention_forward=h.attention_forward_tflops * 1e12 * k.matmul_scale,
             attention_backward=h.attention_backward_tflops * 1e12 * k.matmul_scale,
             launch=h.launch_us * 1e-6, memory=h.memory_bandwidth_gb * 1e9 * h.memory_efficiency * k.memory_scale,
+            fp32=h.fp32_matmul_tflops * 1e12 * k.matmul_scale,
         )
 
     def stream(self, size: float, kernels: int = 1) -> float:
@@ -79,8 +82,8 @@ def _product(rates: Rates, rows: int, columns: int, inner: int, width: int, batc
     if not rows or not columns or not inner:
         return 0.0
     peak = rates.fp8 if width == 1 else rates.matmul
-    if width >= 4:
-        peak /= 2 ** (width // 4 + 1)  # no 16-bit tensor rate: fp32 a quarter, fp64 an eighth of it, roughly
+    if width >= 4:  # no 16-bit tensor rate: fp32 a quarter of it, roughly, and fp64 half of that
+        peak = (rates.fp32 or rates.matmul / 4) / (width // 4)
     flops = 2.0 * rows * columns * inner * batch
     moved = batch * (width * (rows * inner + inner * columns) + max(width, 2) * rows * columns)
     return max(flops / (peak * efficiency(rates, rows, columns, inner, batch)), moved / rates.memory) + rates.launch

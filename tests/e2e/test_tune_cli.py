@@ -98,3 +98,21 @@ def test_deephyper_itself(run_file: Path, tmp_path: Path) -> None:
     text = command("tune", str(run_file), "--nproc", "2", "--trials", "3", "--steps", "3", "--warm-up", "1",
                    "--strategy", "deephyper", "--out", str(tmp_path / "t"))
     assert "winner:" in text and [r["status"] for r in rows(tmp_path / "t")] == ["ok"] * 3
+
+
+def test_calibrate_then_sweep(run_file: Path, tmp_path: Path) -> None:
+    machine = tmp_path / "machine.toml"
+    text = command("bench", "calibrate", "clusters/cpu", "-o", str(machine), "--nproc", "2", "--seconds", "0.02")
+    assert "collectives of 2 ranks" in text and "all-gather" in text
+    run = tmp_path / "measured.toml"
+    kept = RUN.replace('extends = "clusters/cpu"', f'extends = "{machine}"').partition("[cluster]")[0]
+    run.write_text(kept)
+    out = tmp_path / "sweep"
+    base = ("bench", "sweep", str(run), "--nproc", "2", "--steps", "3", "--warm-up", "1", "--out", str(out))
+    text = command(*base, "--study", "tensor")
+    assert text.count("s a step") == 2 and "planned" in text
+    page = (out / "sweep.html").read_text()
+    assert "measured" in page and "tensor parallelism" in page and "http" not in page
+    before = (out / "results.jsonl").read_text()
+    assert command(*base, "--study", "tensor").count("s a step") == 2  # nothing is measured twice
+    assert (out / "results.jsonl").read_text() == before

@@ -1,0 +1,85 @@
+"""``bench calibrate`` on one rank: meet the others, measure, and on rank 0 write the file."""
+
+from __future__ import annotations
+
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_port.backend.device import choose_device
+from megatron_port.bench.calibration import calibrated, described, table, to_toml
+from megatron_port.bench.probe import measure, shapes_of
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError, PortError
+from megatron_port.plan.case import Machine, machine_problems
+from megatron_port.plan.page import write_text
+from megatron_port.runtime import process_group
+from megatron_port.runtime.discovery import ProcessInfo
+
+TENSOR = (1, 2, 4, 8)
+
+
+def calibrate(
+    config: RunConfig, info: ProcessInfo, out: Path, *, extends: str, with_model: bool, fresh: bool = False,
+    budget_s: float = 0.15,
+) -> str:
+    """Measure this node; rank 0 writes ``out`` and returns what to print, the others return nothing.
+
+    ``extends``: the cluster as it was named. ``with_model``: also the products of ``config.model``. ``fresh``: describe
+    the machine anew even where it has a [hardware] section.
+
+    Raises:
+        ConfigError: more than one node, or a [hardware] section that cannot be planned with.
+        EnvironmentFault: launcher, rendezvous or device.
+    """
+    if info.num_nodes > 1:
+        raise ConfigError(f"bench calibrate measures one node, and {info.num_nodes} were started; start it on one")
+    has_hardware = bool(config.hardware.device or config.hardware.matmul_tflops) and not fresh
+    if has_hardware:
+        lacking = machine_problems(Machine(cluster=config.cluster, hardware=config.hardware))
+        if lacking:
+            raise ConfigError(lacking)
+    fault: PortError | None = None
+    device = None
+    try:
+        device = choose_device(
+            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size
+        )
+        if device.is_gpu:
+            torch.cuda.set_device(device.torch_device)
+    except PortError as error:
+        fault = error
+    if info.world_size == 1 and fault is not None:
+        raise fault
+    group = None
+    if info.world_size > 1:
+        group = process_group.start(
+            info, backend=device.comm_backend if device else "gloo", timeout_s=config.launch.rendezvous_timeout,
+            group_timeout_s=config.launch.collective_timeout,
+            device_identity=device.identity if device and device.is_gpu else "", fault=fault,
+        )
+    assert device is not None  # start raised the fault
+    failed = True
+    try:
+        shapes = shapes_of(device.kind, config.model if with_model else None, TENSOR)
+        # gloo moves no GPU tensors; then the ranks share a GPU and only their kernels are measured
+        ranks = info.world_size if group is None or group.backend == "nccl" or not device.is_gpu else 1
+        found = measure(
+            device=device.torch_device, kind=device.kind, name=device.name, ranks=ranks,
+            memory_bytes=device.memory_bytes, shapes=shapes, dtypes=("bf16",) if device.is_gpu else ("fp32", "bf16"),
+            budget_s=budget_s,
+        )
+        text = ""
+        if info.rank == 0:
+            source = f"bench calibrate on {platform.node()}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
+            fit = (calibrated if has_hardware else described)(config.cluster, *(
+                (config.hardware, found) if has_hardware else (found,)), source=source)  # type: ignore[operator]
+            write_text(out, to_toml(fit, found, extends=extends))
+            text = "\n".join([*table(fit, found), f"written: {out}"])
+        failed = False
+    finally:
+        if group is not None:
+            process_group.stop(group, failed=failed)
+    return text

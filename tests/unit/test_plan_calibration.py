@@ -1,0 +1,153 @@
+"""`bench`: factors and descriptions from measurements whose truth is known; what the studies run; refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_port.bench.calibration import calibrated, described, planned_product, ring_fit, table, to_toml
+from megatron_port.bench.probe import CollectiveTime, Measured, ProductTime, measure, shapes_of
+from megatron_port.bench.sweep import _legal, _settings, _studies
+from megatron_port.cli.main import main
+from megatron_port.config.checks import problems
+from megatron_port.config.layout import with_values
+from megatron_port.config.loader import load
+from megatron_port.config.schema import CalibrationConfig, HardwareConfig
+from megatron_port.plan.case import Machine, machine_of
+from megatron_port.plan.links import Links, span
+from megatron_port.plan.rates import Rates
+from megatron_port.tune.space import make_space
+
+
+def truth(machine: Machine, *, ranks: int, dtypes: tuple[str, ...], kind: str = "cuda") -> Measured:
+    """What a machine that is just as described would show."""
+    rates, links = Rates.of(machine), Links.of(machine)
+    found = Measured(
+        host="n1", device="a device", kind=kind, ranks=ranks, torch="2", launch_s=rates.launch, stream=rates.memory,
+        memory_bytes=64_000_000_000, reserved_bytes=500_000_000, jitter=0.004,
+    )
+    for dtype in dtypes:
+        for shape in shapes_of(kind, None, ()):
+            blank = ProductTime(*shape, dtype, 1.0)
+            found.products.append(replace(blank, seconds=planned_product(machine, blank)))
+    group = span(machine, ranks, 1)
+    for size in (1 << 12, 1 << 20, 1 << 26):
+        for kind_, name in (("all-reduce", "all-reduce"), ("half", "all-gather"), ("half", "reduce-scatter")):
+            found.collectives.append(CollectiveTime(name, size, links.collective(size, group, kind=kind_)))
+    return found
+
+
+def test_three_factors_are_found_again() -> None:
+    plain = replace(machine_of(load("clusters/frontier").config), calibration=CalibrationConfig())
+    real = replace(plain, calibration=CalibrationConfig(matmul_scale=0.8, memory_scale=0.9, network_scale=0.6))
+    fit = calibrated(plain.cluster, plain.hardware, truth(real, ranks=8, dtypes=("bf16",)), source="here")
+    found = fit.machine.calibration
+    assert not fit.fresh and found.source == "here"
+    assert found.matmul_scale == pytest.approx(0.8, rel=0.02)  # launches are not scaled
+    assert found.memory_scale == pytest.approx(0.9, rel=1e-3)
+    assert found.network_scale == pytest.approx(0.6, rel=0.02)  # hops are not scaled
+    assert fit.product_error < 0.02
+
+
+def test_a_machine_without_a_description_gets_one(tmp_path: Path) -> None:
+    cluster = load("clusters/cpu").config.cluster
+    hardware = HardwareConfig(
+        device="cores", matmul_tflops=0.02, fp32_matmul_tflops=0.06, compute_units=1, tile_rows=64, tile_columns=64,
+        inner_fill=32, launch_us=6.0, memory_bandwidth_gb=9.0, memory_efficiency=1.0, node_gb=2.0, node_efficiency=1.0,
+        node_latency_us=80.0, jitter=0.01,
+    )
+    real = Machine(cluster=replace(cluster, peak_tflops=1, memory_gb=8), hardware=hardware)
+    fit = described(cluster, truth(real, ranks=4, dtypes=("fp32", "bf16"), kind="cpu"), source="here")
+    found = fit.machine.hardware
+    assert fit.fresh and found.inner_fill == 32 and fit.product_error < 0.05
+    assert found.fp32_matmul_tflops == pytest.approx(0.06, rel=0.1) and found.memory_bandwidth_gb == 9.0
+    assert found.node_gb == pytest.approx(2.0, rel=0.02) and found.node_latency_us == pytest.approx(80, rel=0.05)
+    assert found.launch_us == 6.0 and fit.machine.cluster.gpus_per_node == 4
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(fit, truth(real, ranks=4, dtypes=("fp32",), kind="cpu"), extends="clusters/cpu"))
+    again = machine_of(load(str(path)).config)  # it can be planned for
+    assert again.hardware == found and again.cluster.memory_gb == 64.0
+    run = tmp_path / "run.toml"
+    run.write_text(f'extends = ["models/gpt-tiny", "{path}"]\n[batch]\nglobal_batch_size = 8\n')
+    assert main(["plan", str(run), "--set", "layout.data_parallel_size=4", "--set", "precision.dtype=fp32"]) == 0
+
+
+def test_a_calibration_is_a_file_that_extends_its_cluster(tmp_path: Path) -> None:
+    machine = replace(machine_of(load("clusters/h200").config), calibration=CalibrationConfig())
+    found = truth(machine, ranks=8, dtypes=("bf16",))
+    fit = calibrated(machine.cluster, machine.hardware, found, source="bench calibrate on n1")
+    path = tmp_path / "h200.toml"
+    path.write_text(to_toml(fit, found, extends="clusters/h200"))
+    loaded = load(str(path)).config
+    assert loaded.calibration == fit.machine.calibration and loaded.hardware == machine.hardware
+    assert any("all-gather" in line for line in table(fit, found))
+
+
+def test_ring_fit_of_exact_times() -> None:
+    ranks, bandwidth, hop = 4, 1e9, 5e-5
+    times = [
+        CollectiveTime("all-reduce", size, 1.5 * size / bandwidth + 6 * hop) for size in (1 << 12, 1 << 16, 1 << 24)
+    ]
+    assert ring_fit(times, ranks) == (pytest.approx(bandwidth), pytest.approx(hop))
+
+
+def test_fp32_has_a_rate_of_its_own() -> None:
+    plain = replace(machine_of(load("clusters/selene").config), calibration=CalibrationConfig())
+    named = replace(plain, hardware=replace(plain.hardware, fp32_matmul_tflops=100.0))
+    shape = {"rows": 8192, "columns": 8192, "inner": 8192}
+    slow, fast = (Rates.of(m).product(**shape, width=4) for m in (plain, named))
+    assert slow / fast == pytest.approx(100.0 / (plain.hardware.matmul_tflops / 4), rel=0.01)
+    assert Rates.of(named).product(**shape, width=8) == pytest.approx(2 * fast, rel=0.01)
+
+
+def test_a_real_measurement_of_one_rank() -> None:
+    found = measure(device=torch.device("cpu"), kind="cpu", name="cpu", ranks=1, memory_bytes=10**10,
+                    shapes=[(64, 64, 64), (64, 64, 256)], dtypes=("fp32",), budget_s=0.005)
+    assert [p.inner for p in found.products] == [64, 256] and all(p.tflops > 1e-5 for p in found.products)
+    assert found.stream > 1e8 and 0 < found.launch_s < 0.01 and not found.collectives
+    assert found.memory_bytes == 10**10 and found.reserved_bytes > 10**7
+    fit = described(load("clusters/cpu").config.cluster, found, source="here")
+    assert fit.machine.cluster.gpus_per_node == 1 and fit.machine.hardware.device == "cpu"
+
+
+def test_shapes_are_the_models_layers() -> None:
+    model = load("models/gpt-22b").config.model
+    shapes = shapes_of("cuda", model, (1, 8))
+    assert (2048, 3 * 6144 // 8, 6144) in shapes and (2048, 6144, 4 * 6144) in shapes
+    assert len(set(shapes)) == len(shapes)
+    assert max(a * b * c for a, b, c in shapes_of("cpu", model, (1, 8))) <= 2**28
+
+
+def test_the_points_of_a_sweep_are_runs_that_train() -> None:
+    config = with_values(load("runs/frontier-22b").config, {"layout.recompute": "none"})
+    space = make_space(config)
+    found = _studies(space, ("tensor", "micro-batches", "stages", "ratio", "weak", "strong"), 16)
+    assert {s.name for s in found} >= {"micro-batches", "stages", "strong"}
+    for study in found:
+        for point in study.points:
+            assert _legal(space.config, point)
+            changed = with_values(space.config, _settings(space.config, point.case))
+            assert changed.batch.global_batch_size == point.case.global_batch
+            assert problems(changed, world_size=point.case.world) == []
+
+
+def test_the_command_refuses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    out = str(tmp_path / "x.toml")
+    for arguments, words in (
+        (["calibrate", "clusters/cpu", "-o", out, "--seconds", "0"], "--seconds 0"),
+        (["calibrate", "clusters/nowhere", "-o", out], "was not found"),
+        (["calibrate", "clusters/frontier", "-o", out, "--set", "cluster.memory_gb=0", "--set", "backend.device=cpu"],
+         "cluster.memory_gb is 0"),
+        (["sweep", "runs/frontier-22b", "--study", "nothing"], "--study nothing is unknown"),
+        (["sweep", "runs/frontier-22b", "--steps", "2"], "leaves nothing"),
+        (["sweep", "runs/frontier-22b"], "no SLURM allocation"),
+    ):
+        assert main(["bench", *arguments]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "x.toml").exists()
