@@ -45,6 +45,8 @@ class Engine:
     """Tensor-parallel ranks each send their share of an activation between stages (arXiv 2104.04473, section 4.1)."""
     tensor_overlap: str = "none"
     """none | backward (the gradient's all-reduce beside the weight gradient) | tiled (pieces of a product)"""
+    gathers_again: bool = True
+    """Under sequence parallelism the head's input is gathered again in backward (Megatron's) instead of kept."""
     bucket_bytes: float = 200e6
     """Buffers that gradient reduction and weight gathering hold."""
     update_copy_bytes: int = 0

@@ -119,7 +119,9 @@ def layer_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     again, tensor_again = 0.0, 0.0
     each = _tensor_collective(case, links, group, shapes)
     if case.recompute == "full":
-        again, tensor_again = forward, 2 * each
+        # The last collective of a layer is repeated only where something behind it was kept for the backward pass.
+        skipped = 0.5 * each if case.sequence_parallel else each
+        again, tensor_again = forward, 2 * each - (skipped if ends_at_product(case) else 0.0)
     elif case.recompute == "selective" and not case.flash:
         again = core
     hidden_forward, hidden_backward = _hidden(case, each, products, weights)
@@ -127,6 +129,12 @@ def layer_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
         forward=forward, backward=backward + again, forward_tensor=2 * each - hidden_forward,
         backward_tensor=2 * each - hidden_backward + tensor_again,
     )
+
+
+def ends_at_product(case: Case) -> bool:
+    """Recompute of a layer stops at its last product: torch's checkpoint ends where nothing more was saved, and without
+    dropout torch's ops save nothing of the residual add (the own kernel saves its keys)."""
+    return case.kernels == "torch" and case.model.hidden_dropout == 0
 
 
 def _tensor_collective(case: Case, links: Links, group: Span, shapes: _Shapes) -> float:
@@ -169,7 +177,8 @@ def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     return Cost(
         forward=product + loss,
         backward=back + loss_back + rates.stream(m.hidden_size * columns * case.engine.accumulate_traffic),
-        forward_tensor=small + (each / 2 if case.sequence_parallel else 0.0), backward_tensor=each,
+        forward_tensor=small + (each / 2 if case.sequence_parallel else 0.0),
+        backward_tensor=each / 2 if case.sequence_parallel and not case.engine.gathers_again else each,
     )
 
 
@@ -179,4 +188,8 @@ def embedding_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     tokens = m.seq_length / case.cp * case.micro_batch
     size = tokens * m.hidden_size * w
     each = _tensor_collective(case, links, group, _shapes(case))
-    return Cost(forward=rates.stream(4 * size, 4), backward=rates.stream(4 * size, 3), forward_tensor=each)
+    half = each / 2 if case.sequence_parallel else 0.0  # scattered forward, gathered backward
+    return Cost(
+        forward=rates.stream(4 * size, 4), backward=rates.stream(4 * size, 3), forward_tensor=each - half,
+        backward_tensor=half,
+    )

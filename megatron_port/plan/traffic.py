@@ -1,0 +1,92 @@
+"""Bytes that a rank hands to collectives and sends in one step, by axis and kind: what a trace of a real step counts.
+
+A buffer is counted whole: the tensor of an all-reduce, the gathered tensor of an all-gather, the tensor that a
+reduce-scatter starts from. The seconds of ``plan.layer`` and ``plan.step`` move the same bytes
+(tests/unit/test_plan_bytes.py compares all three).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_port.plan.case import Case
+from megatron_port.plan.counts import norm_elements, stage_elements
+from megatron_port.plan.layer import ends_at_product
+
+Key = tuple[str, str]
+"""(axis: tp | dp | pp | embedding, kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
+SUMS = 16
+"""Bytes of the loss and its tokens, shared once a step (two float64)."""
+
+
+@dataclass
+class Traffic:
+    """Bytes by axis and kind."""
+
+    bytes: dict[Key, float] = field(default_factory=dict)
+
+    def add(self, axis: str, kind: str, size: float) -> None:
+        """Count a buffer; empty ones and groups of one rank are left out by the caller."""
+        if size:
+            self.bytes[(axis, kind)] = self.bytes.get((axis, kind), 0.0) + size
+
+    def of(self, axis: str) -> float:
+        """All kinds of an axis."""
+        return sum(size for (a, _), size in self.bytes.items() if a == axis)
+
+
+def pass_traffic(case: Case, stage: int) -> Traffic:
+    """Forward and backward of one micro-batch on a rank of ``stage``: tensor parallelism and the pipeline."""
+    out, m = Traffic(), case.model
+    tokens = m.seq_length / case.cp * case.micro_batch
+    whole = tokens * m.hidden_size * case.width
+    first, last = stage == 0, stage == case.pp - 1
+    layers = case.stage_layers(stage)
+    if case.tp > 1:
+        again = 0 if case.recompute != "full" else 1 if ends_at_product(case) else 2  # exits that recompute repeats
+        if case.sequence_parallel:
+            entries = 2 if case.recompute == "full" else 0
+            gathered = layers * (4 + entries) + first + last * (2 if case.engine.gathers_again else 1)
+            scattered = layers * (4 + again) + first + last
+            out.add("tp", "all-gather", gathered * whole)
+            out.add("tp", "reduce-scatter", scattered * whole)
+        else:
+            out.add("tp", "all-reduce", (layers * (4 + again) + first + last) * whole)
+        if last:  # maximum, and sum with the target's logit, of each token
+            out.add("tp", "all-reduce", 3 * tokens * case.wide)
+    between = whole / case.tp if case.sequence_parallel else whole
+    if case.pp > 1:
+        out.add("pp", "send", case.vp * between * ((not last) + (not first)))
+    return out
+
+
+def partial_elements(case: Case, stage: int) -> int:
+    """Elements of which each tensor-parallel rank has only its tokens' gradient: norms, row biases, positions."""
+    m = case.model
+    if not case.sequence_parallel:
+        return 0
+    row_biases = 2 * m.hidden_size if m.add_bias else 0
+    count = case.stage_layers(stage) * (2 * norm_elements(m) + row_biases)
+    if stage == 0 and m.position_embedding == "learned":
+        count += m.seq_length * m.hidden_size
+    return count + (norm_elements(m) if stage == case.pp - 1 else 0)
+
+
+def step_traffic(case: Case, stage: int) -> Traffic:
+    """A whole step of engine ``native`` without ZeRO on a rank of ``stage``: its passes, gradients, norm and loss."""
+    out, once = Traffic(), pass_traffic(case, stage)
+    for (axis, kind), size in once.bytes.items():
+        out.add(axis, kind, case.micro_batches * size)
+    e, edges = case.engine, stage in (0, case.pp - 1)
+    if case.tp > 1:
+        out.add("tp", "all-reduce", partial_elements(case, stage) * case.wide + case.wide)  # and the squared norm
+        out.add("tp", "broadcast", SUMS)
+    if case.pp > 1:
+        out.add("pp", "all-reduce", case.wide)
+        out.add("pp", "broadcast", SUMS)
+        if case.model.tie_embeddings and edges:
+            out.add("embedding", "all-reduce", case.padded_vocab / case.tp * case.model.hidden_size * case.wide)
+    if case.dp * case.cp > 1:
+        reduced = max(e.reduce_bytes, case.wide) if case.dtype == "fp64" else e.reduce_bytes
+        out.add("dp", "all-reduce", stage_elements(case, stage) * reduced + SUMS)
+    return out

@@ -1,0 +1,101 @@
+"""Bytes on the wire: what the planner says, what a real rank hands to torch.distributed, what the seconds stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fake_ranks import Traffic, batches, fake_rank
+
+from megatron_port.config.loader import load
+from megatron_port.config.schema import (
+    BatchConfig,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.plan.case import ENGINES, Machine, case_of, machine_of
+from megatron_port.plan.layer import head_cost, layer_cost
+from megatron_port.plan.links import Links, span
+from megatron_port.plan.rates import Rates
+from megatron_port.plan.step import chunk_costs
+from megatron_port.plan.traffic import pass_traffic, step_traffic
+
+GPT = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100, "seq_length": 16}
+LLAMA = {
+    **GPT, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
+    "tie_embeddings": False, "num_query_groups": 2,
+}
+
+
+def run(model: dict, dtype: str = "bf16", **layout: object) -> RunConfig:
+    base = {"zero_stage": 0, "vocab_padding_multiple": 8, "data_parallel_size": 1}
+    return RunConfig(
+        model=ModelConfig(**model), layout=LayoutConfig(**{**base, **layout}),  # type: ignore[arg-type]
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=8), precision=PrecisionConfig(dtype=dtype),
+        data=DataConfig(synthetic=True), engine="native",
+    )
+
+
+LAYOUTS = [
+    {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 4}, {"data_parallel_size": 4},
+    {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2},
+    {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "recompute": "full"},
+    {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "recompute": "selective", "pipeline_schedule": "gpipe"},
+    {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 3, "data_parallel_size": 2},
+    {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2, "recompute": "full"},
+]
+
+
+MODELS = {"gpt": (GPT, "bf16"), "dropout": ({**GPT, "hidden_dropout": 0.1}, "fp32"), "llama": (LLAMA, "bf16"),
+          "fp64": (LLAMA, "fp64")}
+CASES = [("gpt", i) for i in range(len(LAYOUTS))] + [("dropout", 4), ("dropout", 7), ("llama", 6), ("fp64", 3)]
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_bytes_are_those_of_a_real_rank(name: str, number: int) -> None:
+    layout, (model, dtype) = LAYOUTS[number], MODELS[name]
+    config = run(model, dtype, **layout)
+    pp, tp = config.layout.pipeline_parallel_size, config.layout.tensor_parallel_size
+    case = replace(case_of(config)[0], kernels="torch")
+    stages = {0: 0, pp // 2: 0, pp - 1: tp - 1}
+    for stage, tensor_rank in stages.items():
+        rank = stage * case.dp * tp + tensor_rank
+        with fake_rank(config, rank) as (engine, ctx, resolved):
+            with Traffic(ctx) as trace:
+                engine.train_step(batches(resolved, ctx), step=0, lr=1e-3)
+            assert not trace.other
+        assert trace.bytes == step_traffic(case, stage).bytes, f"stage {stage}"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kernels", ["own", "torch"])
+def test_the_seconds_move_the_same_bytes(sequence_parallel: bool, recompute: str, kernels: str) -> None:
+    """With links of 1 GB/s and no hops, tensor-parallel seconds are bytes past a rank."""
+    config = load("runs/frontier-22b", ["layout.tensor_parallel_size=4", "layout.pipeline_parallel_size=3"]).config
+    config = replace(config, layout=replace(config.layout, sequence_parallel=sequence_parallel, recompute=recompute,
+                                            data_parallel_size=1), cluster=replace(config.cluster, nodes=0))
+    case = replace(case_of(config)[0], kernels=kernels, engine=ENGINES["native"])
+    machine = machine_of(config)
+    plain = replace(machine.hardware, package_gb=1.0, node_gb=1.0, node_efficiency=1.0, node_latency_us=0.0)
+    machine = Machine(cluster=machine.cluster, hardware=plain)
+    costs = chunk_costs(case, Rates.of(machine), Links.of(machine))
+    for stage, cost in enumerate(costs):
+        counted = pass_traffic(case, stage)
+        ring = {"all-reduce": 2 * 3 / 4, "all-gather": 3 / 4, "reduce-scatter": 3 / 4}
+        moved = sum(ring[kind] * size for (axis, kind), size in counted.bytes.items() if axis == "tp")
+        assert (cost.forward_tensor + cost.backward_tensor) * 1e9 == pytest.approx(moved, rel=1e-12)
+
+
+def test_published_programs_gather_again() -> None:
+    case, _ = case_of(load("runs/frontier-22b", ["layout.tensor_parallel_size=2", "layout.pipeline_parallel_size=1",
+                                                 "layout.sequence_parallel=true"]).config)
+    machine = machine_of(load("clusters/frontier").config)
+    rates, links, group = Rates.of(machine), Links.of(machine), span(machine, 2, 1)
+    ours = head_cost(case, rates, links, group)
+    theirs = head_cost(replace(case, engine=replace(case.engine, gathers_again=True)), rates, links, group)
+    assert theirs.backward_tensor == pytest.approx(2 * ours.backward_tensor)
+    assert layer_cost(case, rates, links, group).forward_tensor > 0
