@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_port.pipeline.schedules import Kind
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.gantt import Interval
 from megatron_port.plan.memory import StageMemory
@@ -131,8 +132,14 @@ def waterfall(step: StepPlan) -> str:
     return drawing(width, 16 + len(parts) * each, out, "seconds of a step by cause")
 
 
+PASSES = {
+    Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "gradient of the input",
+    Kind.WEIGHT: "gradient of the weights",
+}
+
+
 def pipeline_picture(found: Sequence[Interval], case: Case) -> str:
-    """Passes of each stage over time; forward light, backward dark, a colour each chunk of a stage."""
+    """Passes of each stage over time; forward light, backward dark (a weight's part between), a colour each chunk."""
     width, each, left = 900.0, min(26.0, 420 / case.pp), 62.0
     span = max(i.end for i in found)
     scale = (width - left - 16) / span
@@ -143,16 +150,17 @@ def pipeline_picture(found: Sequence[Interval], case: Case) -> str:
         out.append(rectangle(left, 8 + s * each + 1, span * scale, each - 2, "var(--idle)"))
     for i in found:
         wide = (i.end - i.start) * scale
-        ink = colour(i.chunk // case.pp)
-        fill = ink if i.backward else f"color-mix(in srgb, {ink} 45%, var(--paper))"
-        name = f"{'backward' if i.backward else 'forward'} of micro-batch {i.micro_batch}"
-        words = f"{name}, stage {i.stage}" + (f", chunk {i.chunk // case.pp}" if case.vp > 1 else "")
+        ink, backward = colour(i.chunk), i.kind is not Kind.FORWARD
+        share = {Kind.FORWARD: 45, Kind.WEIGHT: 75}.get(i.kind, 100)
+        fill = ink if share == 100 else f"color-mix(in srgb, {ink} {share}%, var(--paper))"
+        name = f"{PASSES[i.kind]} of micro-batch {i.micro_batch}"
+        words = f"{name}, stage {i.stage}" + (f", chunk {i.chunk}" if case.vp > 1 else "")
         y = 8 + i.stage * each + 1
         out.append(rectangle(left + i.start * scale, y, wide - 0.6, each - 2, fill,
                              title=f"{words}: {i.start:.4g} to {i.end:.4g} s"))
         if wide > 14 and each > 15:
             out.append(text(left + i.start * scale + wide / 2, y + each / 2 + 3, str(i.micro_batch), anchor="middle",
-                            kind="onheat" if i.backward else "cellmark"))
+                            kind="onheat" if backward else "cellmark"))
     foot = 8 + case.pp * each
     for value in ticks(0, span, 7):
         out.append(text(left + value * scale, foot + 15, f"{short(value)} s", anchor="middle", kind="axis"))

@@ -121,8 +121,7 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
         "layout.data_parallel_size": case.dp if config.layout.data_parallel_size else 0,  # 0: derived
         "layout.sequence_parallel": case.sequence_parallel, "layout.recompute": case.recompute,
         "layout.zero_stage": case.zero_stage, "batch.micro_batch_size": case.micro_batch,
-        "layout.pipeline_schedule": config.layout.pipeline_schedule if case.schedule == "interleaved" else
-        case.schedule,
+        "layout.pipeline_schedule": case.schedule,
     }
     if config.layout.pipeline_split and case.split != config.layout.pipeline_split:
         out["layout.pipeline_split"] = ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_port.config.layout import divisors
 from megatron_port.plan.case import Case, Machine, balanced_split
 from megatron_port.plan.memory import plan_memory
+from megatron_port.plan.search import legal_chunks
 from megatron_port.plan.step import plan_step
 
 RATIO = 8
@@ -54,7 +55,7 @@ def studies(case: Case, *, devices: int, tensor: tuple[int, ...]) -> list[Study]
 
     ``tensor``: legal tensor-parallel sizes. Schedules are as in ``case``, without interleaving.
     """
-    plain = replace(case, vp=1, schedule="1f1b" if case.schedule == "interleaved" else case.schedule, split=())
+    plain = replace(case, vp=1, schedule=case.schedule if legal_chunks(case.schedule, 1) else "1f1b", split=())
     found = [
         Study("tensor", "tensor parallelism", "III.1: larger tensor parallelism is slower", "tensor parallel size",
               tuple(_tensor(plain, devices, tensor))),

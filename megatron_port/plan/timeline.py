@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.schedules import Action, Kind, make_schedule
-from megatron_port.pipeline.simulate import simulate
+from megatron_port.pipeline.simulate import Span, simulate
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Timeline:
     """Seconds that each stage computes."""
 
 
-def _simulate(
-    name: str, stages: int, forward: Sequence[float], backward: Sequence[float], transfer: float, hidden: bool,
-    duplex: bool, micro_batches: int,
-) -> float:
+def replay(
+    name: str, stages: int, forward: Sequence[float], backward: Sequence[float], *, micro_batches: int,
+    transfer: float = 0.0, hidden: bool = False, duplex: bool = True,
+) -> list[list[Span]]:
+    """Every pass of every stage with its time; see :func:`timeline`."""
     schedule = make_schedule(name, stages, micro_batches, len(forward) // stages)
     # The gradients of a layer's weights are as many products as those of its inputs.
     share = {Kind.BACKWARD: 1.0, Kind.INPUT: 0.5, Kind.WEIGHT: 0.5}
@@ -36,8 +37,7 @@ def _simulate(
     def cost(virtual: int, action: Action) -> float:
         return forward[virtual] if action.kind is Kind.FORWARD else backward[virtual] * share[action.kind]
 
-    spans = simulate(schedule, cost, transfer=transfer, hidden=hidden, duplex=duplex)
-    return max(stage[-1].end for stage in spans)
+    return simulate(schedule, cost, transfer=transfer, hidden=hidden, duplex=duplex)
 
 
 def timeline(
@@ -58,11 +58,17 @@ def timeline(
     )
     if stages == 1 and chunks == 1:
         return Timeline(span=busy[0], busy=busy)
+
+    def length(count: int) -> float:
+        spans = replay(
+            schedule, stages, forward, backward, micro_batches=count, transfer=transfer, hidden=hidden, duplex=duplex
+        )
+        return max(stage[-1].end for stage in spans)
+
     most = 3 * stages + micro_batches % stages
     if schedule == "gpipe" or micro_batches <= most + stages:
-        return Timeline(_simulate(schedule, stages, forward, backward, transfer, hidden, duplex, micro_batches), busy)
-    short = _simulate(schedule, stages, forward, backward, transfer, hidden, duplex, most)
-    long = _simulate(schedule, stages, forward, backward, transfer, hidden, duplex, most + stages)
+        return Timeline(length(micro_batches), busy)
+    short, long = length(most), length(most + stages)
     return Timeline(short + (long - short) / stages * (micro_batches - most), busy)
 
 

@@ -17,6 +17,8 @@ Key = tuple[str, str]
 """(axis: tp | dp | pp | embedding, kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
 SUMS = 16
 """Bytes of the loss and its tokens, shared once a step (two float64)."""
+NORM = 8
+"""Bytes of the squared gradient norm (float64)."""
 
 
 @dataclass
@@ -40,13 +42,14 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
     out, m = Traffic(), case.model
     tokens = m.seq_length / case.cp * case.micro_batch
     whole = tokens * m.hidden_size * case.width
-    first, last = stage == 0, stage == case.pp - 1
+    first, last = stage == 0, stage == case.grid.last_stage
     layers = case.stage_layers(stage)
     if case.tp > 1:
         again = 0 if case.recompute != "full" else 1 if ends_at_product(case) else 2  # exits that recompute repeats
         if case.sequence_parallel:
             entries = 2 if case.recompute == "full" else 0
-            gathered = layers * (4 + entries) + first + last * (2 if case.engine.gathers_again else 1)
+            again_in = int(case.engine.gathers_again)  # at the entries of a layer's two regions and the head's
+            gathered = layers * (4 + entries + 2 * again_in) + first + last * (1 + again_in)
             scattered = layers * (4 + again) + first + last
             out.add("tp", "all-gather", gathered * whole)
             out.add("tp", "reduce-scatter", scattered * whole)
@@ -56,7 +59,9 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
             out.add("tp", "all-reduce", 3 * tokens * case.wide)
     between = whole / case.tp if case.sequence_parallel else whole
     if case.pp > 1:
-        out.add("pp", "send", case.vp * between * ((not last) + (not first)))
+        ends = [case.grid.virtual_stage(stage, chunk) for chunk in range(case.vp)]
+        other = [v + d for v in ends for d in (1, -1) if 0 <= v + d < case.grid.virtual_stages]
+        out.add("pp", "send", between * sum(case.grid.holder(v)[0] != stage for v in other))
     return out
 
 
@@ -69,24 +74,42 @@ def partial_elements(case: Case, stage: int) -> int:
     count = case.stage_layers(stage) * (2 * norm_elements(m) + row_biases)
     if stage == 0 and m.position_embedding == "learned":
         count += m.seq_length * m.hidden_size
-    return count + (norm_elements(m) if stage == case.pp - 1 else 0)
+    return count + (norm_elements(m) if stage == case.grid.last_stage else 0)
 
 
-def step_traffic(case: Case, stage: int) -> Traffic:
-    """A whole step of engine ``native`` without ZeRO on a rank of ``stage``: its passes, gradients, norm and loss."""
+def bucket_elements(case: Case, stage: int) -> dict[str, int]:
+    """Elements of a rank's parameters by the kind of bucket they are in (``optim.buckets``), without its padding."""
+    tied = case.model.tie_embeddings and case.grid.last_stage != 0 and stage in (0, case.grid.last_stage)
+    table = case.padded_vocab // case.tp * case.model.hidden_size if tied else 0
+    partial = partial_elements(case, stage)
+    return {"plain": stage_elements(case, stage) - partial - table, "partial": partial, "tied": table}
+
+
+def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None) -> Traffic:
+    """A whole step of engine ``native`` on a rank of ``stage``: its passes, gradients, weights, norm and loss.
+
+    ``elements``: of its buckets, by kind, padding included; None: ``bucket_elements``.
+    """
     out, once = Traffic(), pass_traffic(case, stage)
     for (axis, kind), size in once.bytes.items():
         out.add(axis, kind, case.micro_batches * size)
-    e, edges = case.engine, stage in (0, case.pp - 1)
-    if case.tp > 1:
-        out.add("tp", "all-reduce", partial_elements(case, stage) * case.wide + case.wide)  # and the squared norm
+    held = bucket_elements(case, stage) if elements is None else elements
+    whole, replicas = sum(held.values()), case.dp * case.cp
+    shards = replicas if case.zero_stage else 1
+    if replicas > 1:
+        reduced = max(case.engine.reduce_bytes, case.wide) if case.dtype == "fp64" else case.engine.reduce_bytes
+        out.add("dp", "all-reduce", SUMS)
+        if shards > 1:
+            out.add("dp", "reduce-scatter", whole * reduced)
+            out.add("dp", "all-gather", whole * case.width)
+            out.add("dp", "all-reduce", NORM)
+        else:
+            out.add("dp", "all-reduce", whole * reduced)
+    if case.tp > 1:  # gradients of shards
+        out.add("tp", "all-reduce", held["partial"] // shards * case.wide + NORM)
         out.add("tp", "broadcast", SUMS)
     if case.pp > 1:
-        out.add("pp", "all-reduce", case.wide)
+        out.add("pp", "all-reduce", NORM)
         out.add("pp", "broadcast", SUMS)
-        if case.model.tie_embeddings and edges:
-            out.add("embedding", "all-reduce", case.padded_vocab / case.tp * case.model.hidden_size * case.wide)
-    if case.dp * case.cp > 1:
-        reduced = max(e.reduce_bytes, case.wide) if case.dtype == "fp64" else e.reduce_bytes
-        out.add("dp", "all-reduce", stage_elements(case, stage) * reduced + SUMS)
+        out.add("embedding", "all-reduce", held["tied"] // shards * case.wide)
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,8 @@ from megatron_port.config.checks import check, resolve
 from megatron_port.config.schema import RunConfig
 from megatron_port.engine.api import Engine, MicroBatch
 from megatron_port.parallel.context import ALL, ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.pipeline.transfer import StageLink
-from megatron_port.train.assemble import build_engine
+from megatron_port.pipeline.transfer import Arrival
+from megatron_port.train.assemble import build_engine, topology_of
 
 
 @contextmanager
@@ -27,13 +27,11 @@ def fake_rank(config: RunConfig, rank: int) -> Iterator[tuple[Engine, ParallelCo
     """Engine and context of ``rank`` of the run; what it sends goes nowhere, what it receives is zero."""
     check(config)
     layout = config.layout
-    topology = Topology(
-        tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size or 1
-    )
+    topology = topology_of(replace(config, layout=replace(layout, data_parallel_size=layout.data_parallel_size or 1)))
     config = resolve(config, topology.world_size)
-    receive = StageLink.receive
+    take = Arrival.take
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageLink, "receive", lambda *a: receive(*a).zero_())
+        patch.setattr(Arrival, "take", lambda arrival: take(arrival).zero_())
         if topology.world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world_size)
         try:

@@ -81,10 +81,13 @@ def test_memory_bars_end_where_the_plan_says(page: str) -> None:
     assert (foot - tops["stage 0"]) / (foot - limit) == pytest.approx(plan.memory[0].total / plan.limit, rel=0.01)
 
 
-@pytest.mark.parametrize(("schedule", "pp", "vp", "m"), [("1f1b", 4, 1, 9), ("gpipe", 3, 1, 5), ("1f1b", 4, 2, 8)])
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vp", "m"),
+    [("1f1b", 4, 1, 9), ("gpipe", 3, 1, 5), ("1f1b", 4, 2, 8), ("zb-h1", 4, 1, 6), ("zb-v", 4, 2, 6)],
+)
 def test_the_picture_replays_what_the_planner_simulates(schedule: str, pp: int, vp: int, m: int) -> None:
     case, machine = base()
-    case = replace(case, pp=pp, vp=vp, split=(), schedule="interleaved" if vp > 1 else schedule)
+    case = replace(case, pp=pp, vp=vp, split=(), schedule=schedule)
     found = intervals(case, machine, micro_batches=m)
     costs = chunk_costs(case, Rates.of(machine), Links.of(machine))
     line = timeline(
@@ -92,7 +95,7 @@ def test_the_picture_replays_what_the_planner_simulates(schedule: str, pp: int, 
         [c.backward + c.backward_tensor for c in costs], micro_batches=m,
     )
     assert max(i.end for i in found) == pytest.approx(line.span)
-    assert len(found) == 2 * pp * vp * m
+    assert len(found) == (3 if schedule.startswith("zb") else 2) * pp * vp * m
     for stage in range(pp):
         mine = sorted((i for i in found if i.stage == stage), key=lambda i: i.start)
         assert all(a.end <= b.start + 1e-9 for a, b in zip(mine, mine[1:]))
