@@ -1,0 +1,189 @@
+"""The two engines on the same run: seconds of a step, bytes that a rank hands to collectives, start-up of the ranks.
+
+    python benchmarks/engines.py --out benchmarks/results/engines.json
+
+Steps: pp 2 x dp 2, four gloo ranks with one thread each, both engines built in the same processes, one step of each in
+turn; the ratio is of medians. Bytes: counted where torch hands a buffer to c10d, whole buffers, one rank of each stage.
+Start-up: `megatron-port train --nproc 8` of one step, wall time, engines in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.device import choose_device
+from megatron_port.config.schema import (
+    BackendConfig,
+    BatchConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.engine.api import MicroBatch
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.train.assemble import DTYPES, build_engine, topology_of
+
+KINDS = {"allreduce_": ("all-reduce", 0), "_allgather_base_": ("all-gather", 0),
+         "_reduce_scatter_base_": ("reduce-scatter", 1), "send": ("send", 0), "broadcast_": ("broadcast", 0),
+         "allgather_": ("all-gather", 0), "reduce_": ("reduce", 0)}
+
+
+class Count(TorchDispatchMode):
+    """Bytes of whole buffers by kind of collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            kind, at = KINDS.get(func._schema.name.partition("::")[2], ("", 0))
+            if kind:
+                tensors = torch.utils._pytree.tree_leaves(args[at])
+                self.bytes[kind] = self.bytes.get(kind, 0) + sum(t.numel() * t.element_size() for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def run_config(engine: str, dtype: str) -> RunConfig:
+    """The run that both engines train."""
+    return RunConfig(
+        engine=engine,
+        model=ModelConfig(num_layers=6, hidden_size=256, num_attention_heads=8, vocab_size=512, seq_length=128),
+        layout=LayoutConfig(pipeline_parallel_size=2, data_parallel_size=2, vocab_padding_multiple=1),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=32), precision=PrecisionConfig(dtype=dtype),
+        optimizer=OptimizerConfig(lr=1e-3), backend=BackendConfig(device="cpu", attention="math"),
+    )
+
+
+def batches(config: RunConfig, ctx: ParallelContext) -> list[MicroBatch]:
+    """This replica's micro-batches."""
+    b, s = config.batch.micro_batch_size, config.model.seq_length
+    count = config.batch.global_batch_size // (b * ctx.topology.dp)
+    tokens = torch.randint(0, config.model.vocab_size, (count, b, s + 1), generator=torch.Generator().manual_seed(1))
+    return [
+        MicroBatch(tuple(range(m * b, (m + 1) * b)), tokens=t[:, :-1] if ctx.is_first_stage else None,
+                   labels=t[:, 1:] if ctx.is_last_stage else None)
+        for m, t in enumerate(tokens)
+    ]
+
+
+def rank_main(rank: int, port: int, steps: int, out: str) -> None:
+    """One rank: both engines, in turn."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+    rows = []
+    for dtype in ("fp32", "bf16"):
+        engines: dict[str, Any] = {}
+        for name in ("native", "deepspeed"):
+            config = run_config(name, dtype)
+            ctx = ParallelContext.create(topology_of(config), "cpu")
+            providers = choose_providers(config.backend, choose_device("cpu"), DTYPES[dtype], engine=name,
+                                         attention_dropout=0.0)
+            engines[name] = (build_engine(config, ctx, providers), ctx, batches(config, ctx))
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        counted: dict[str, dict[str, int]] = {}
+        losses: dict[str, list[float]] = {name: [] for name in engines}
+        for step in range(steps + 2):
+            for name, (engine, _, data) in engines.items():
+                dist.barrier()
+                began = time.perf_counter()
+                with Count() as count:
+                    losses[name].append(engine.train_step(data, step=step, lr=1e-3).loss)
+                dist.barrier()
+                if step >= 2:
+                    seconds[name].append(time.perf_counter() - began)
+                counted[name] = count.bytes
+        everyone: list[Any] = [None] * 4
+        dist.all_gather_object(everyone, counted)
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        rows.append({
+            "dtype": dtype, "seconds": medians, "all": seconds, "ratio": medians["native"] / medians["deepspeed"],
+            "bytes_by_stage": {name: [everyone[0][name], everyone[2][name]] for name in engines},
+            "losses": {name: values[-1] for name, values in losses.items()},
+        })
+        for _, ctx, _ in engines.values():
+            ctx.close()
+    if rank == 0:
+        Path(out).write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def start_up(repeats: int) -> dict[str, Any]:
+    """Wall seconds of a run of one step on eight ranks, by engine."""
+    seconds: dict[str, list[float]] = {"native": [], "deepspeed": []}
+    for _ in range(repeats):
+        for engine, values in seconds.items():
+            with tempfile.TemporaryDirectory() as folder:
+                run = Path(folder) / "run.toml"
+                run.write_text(
+                    f'name = "start"\noutput_dir = "{folder}"\nengine = "{engine}"\n[model]\nnum_layers = 4\n'
+                    "hidden_size = 64\nnum_attention_heads = 4\nvocab_size = 256\nseq_length = 32\n[layout]\n"
+                    "tensor_parallel_size = 2\npipeline_parallel_size = 2\n[batch]\nmicro_batch_size = 1\n"
+                    'global_batch_size = 8\n[precision]\ndtype = "fp32"\n[data]\nsynthetic = true\n'
+                    "[training]\nsteps = 1\n"
+                    '[checkpoint]\nsave_final = false\n[backend]\ndevice = "cpu"\n'
+                )
+                began = time.perf_counter()
+                command = [sys.executable, "-m", "megatron_port", "train", str(run), "--nproc", "8"]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                values.append(time.perf_counter() - began)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {"seconds": medians, "all": seconds, "ratio": medians["native"] / medians["deepspeed"]}
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--port", type=int, default=29641)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        target = str(Path(folder) / "rows.json")
+        mp.spawn(rank_main, args=(args.port, args.steps, target), nprocs=4)
+        rows = json.loads(Path(target).read_text())
+    for row in rows:
+        seconds = row["seconds"]
+        print(f"{row['dtype']}: native {seconds['native']:.3f} s, deepspeed {seconds['deepspeed']:.3f} s, "
+              f"ratio {row['ratio']:.2f}; losses {row['losses']}")
+        for name, stages in row["bytes_by_stage"].items():
+            print(f"  bytes of a step, {name}: " + "; ".join(
+                f"stage {i}: " + ", ".join(f"{kind} {size:,}" for kind, size in sorted(b.items()))
+                for i, b in enumerate(stages)))
+    started = start_up(args.repeats)
+    print(f"start-up of 8 ranks: native {started['seconds']['native']:.1f} s, deepspeed "
+          f"{started['seconds']['deepspeed']:.1f} s, ratio {started['ratio']:.2f}")
+    if args.out:
+        result = {"command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "cores": os.cpu_count(),
+                  "config": repr(replace(run_config("native", "fp32"), name="engines")), "steps": rows,
+                  "start_up": started}
+        part = args.out.with_name(f".{args.out.name}.partial")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
