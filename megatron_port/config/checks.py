@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_port.config.dump import toml_value
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
 
 __all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
@@ -20,6 +21,7 @@ __all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "reso
 CHOICES: dict[str, tuple[str | int, ...]] = {
     "engine": ("deepspeed", "native"),
     "model.position_embedding": ("learned", "rope"),
+    "model.rope_scaling": ("none", "linear", "llama3"),
     "model.normalization": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "gelu_tanh", "swiglu"),
     "layout.zero_stage": (0, 1),
@@ -91,6 +93,11 @@ _RANGES: dict[str, _Rule] = {
     "output_dir": _FILLED,
     "seed": _ZERO,
     "model.rope_theta": _POSITIVE,
+    "model.rotary_percent": ((lambda x: 0 < x <= 1), "above 0 and at most 1"),
+    "model.rope_factor": _at_least(1),
+    "model.rope_original_length": _ZERO,
+    "model.rope_low_freq_factor": _POSITIVE,
+    "model.rope_high_freq_factor": _POSITIVE,
     "model.norm_epsilon": _POSITIVE,
     "model.hidden_dropout": _FRACTION,
     "model.attention_dropout": _FRACTION,
@@ -228,7 +235,7 @@ def _out_of_range(config: RunConfig, rules: dict[str, _Rule]) -> list[str]:
 def _relations(config: RunConfig) -> list[str]:
     """Providers and options that exclude one another."""
     m, backend = config.model, config.backend
-    out = []
+    out = _rope_problems(m)
     if m.attention_dropout > 0 and backend.attention not in ("auto", "math"):
         out.append(
             f"model.attention_dropout {m.attention_dropout} needs backend.attention auto or math, not "
@@ -253,6 +260,29 @@ def _relations(config: RunConfig) -> list[str]:
         out.append("backend.own_kernels on needs precision.dtype fp32, fp16 or bf16, not 'fp64'; use auto")
     if backend.optimizer == "own" and config.engine != "native":
         out.append(f"backend.optimizer own is for engine native, not {config.engine!r}; use auto")
+    return out
+
+
+def _rope_problems(m: ModelConfig) -> list[str]:
+    """Rotary options that do not fit together."""
+    rotary = {"rotary_percent": 1.0, "rope_scaling": "none"}
+    if m.position_embedding != "rope":
+        asked = [f"{name} = {toml_value(getattr(m, name))}" for name, off in rotary.items() if getattr(m, name) != off]
+        return [f"model.{' and '.join(asked)} needs position_embedding = \"rope\""] if asked else []
+    out = []
+    if m.head_size % 2 == 0 and (m.rotary_size < 2 or m.rotary_size % 2):
+        out.append(
+            f"model.rotary_percent {m.rotary_percent} of a head of {m.head_size} is {m.rotary_size} elements; rope "
+            f"rotates pairs: use a multiple of {2 / m.head_size:g}"
+        )
+    if m.rope_scaling == "llama3":
+        if m.rope_original_length < 1:
+            out.append('model.rope_scaling "llama3" needs rope_original_length, e.g. 8192')
+        if m.rope_high_freq_factor <= m.rope_low_freq_factor:
+            out.append(
+                f"model.rope_high_freq_factor {m.rope_high_freq_factor} must be above rope_low_freq_factor "
+                f"{m.rope_low_freq_factor}"
+            )
     return out
 
 

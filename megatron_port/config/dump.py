@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import ModelConfig, RunConfig
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -76,6 +76,13 @@ def to_toml(config: Any, comments: Mapping[str, str] | None = None) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+_LATER = (
+    "rotary_percent", "rope_scaling", "rope_factor", "rope_original_length", "rope_low_freq_factor",
+    "rope_high_freq_factor", "parallel_residual",
+)
+"""Fields of the model that came after the first checkpoints; at their defaults they leave the hash as it was."""
+
+
 def config_hash(config: RunConfig) -> str:
     """16 hex digits of the SHA-256 of what determines training.
 
@@ -86,6 +93,9 @@ def config_hash(config: RunConfig) -> str:
     """
     model = as_dict(config.model)
     del model["name"]
+    for name in _LATER:
+        if model[name] == getattr(ModelConfig, name):
+            del model[name]
     model.update(
         num_query_groups=config.model.kv_heads, head_dim=config.model.head_size, ffn_hidden_size=config.model.ffn_size
     )

@@ -41,8 +41,22 @@ class ModelConfig:
     """learned | rope"""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest knows no position."""
+    rope_scaling: str = "none"
+    """none | linear (all frequencies divided by rope_factor) | llama3 (Llama 3.1: only the low ones)"""
+    rope_factor: float = 1.0
+    """linear, llama3: what low frequencies are divided by."""
+    rope_original_length: int = 0
+    """llama3: tokens of the context before scaling."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: frequencies with fewer turns than this in the original context are divided."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: frequencies with more turns than this stay; between the two they blend."""
     normalization: str = "layernorm"
     """layernorm | rmsnorm"""
+    parallel_residual: bool = False
+    """Attention and MLP both read the layer's input (GPT-J, GPT-NeoX), instead of one after the other."""
     norm_epsilon: float = 1e-5
     """Added to the variance."""
     activation: str = "gelu"
@@ -67,6 +81,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Elements in one head after the default is applied."""
         return self.head_dim or self.hidden_size // max(self.num_attention_heads, 1)
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that rope rotates."""
+        return int(self.head_size * self.rotary_percent)
 
     @property
     def ffn_size(self) -> int:
@@ -229,6 +248,9 @@ class CheckpointConfig:
     """auto (newest whole checkpoint of the run folder, if any) | never | a path (of a checkpoint, or of a folder of
     them). Where a newer one turns out damaged, the one before it is taken, with a line that says so; not so for the
     path of one checkpoint."""
+    initial_weights: str = ""
+    """Where a run that has nothing to resume takes its weights from (fine-tuning): a Hugging Face folder
+    (safetensors), a run folder, or a checkpoint. Weights only; moments and counters start fresh."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ class SelfAttention(nn.Module):
         self.heads_per_group = cfg.num_attention_heads // cfg.kv_heads
         self.head_size = cfg.head_size
         self.head_offset = build.ctx.coords.tp * self.groups * self.heads_per_group
-        self.op = f"{name}.probs"
+        self.name, self.op = name, f"{name}.probs"
         common: dict[str, Any] = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
                   "dtype": build.dtype}
         rows = (cfg.num_attention_heads + 2 * cfg.kv_heads) * cfg.head_size
@@ -51,13 +51,25 @@ class SelfAttention(nn.Module):
         y = self.qkv(x)
         seq, batch, _ = y.shape
         y = y.view(seq, batch, self.groups, self.heads_per_group + 2, self.head_size)
-        cfg, cos, sin = self.build.model, None, None
-        if cfg.position_embedding == "rope":
-            cos, sin = self.build.rotary.get(seq, self.head_size, cfg.rope_theta, y.device)
-        return self.build.providers.split_rotary(y, cos, sin)
+        if self.build.model.position_embedding != "rope":
+            return self.build.providers.split_rotary(y, None, None)
+        cache = self.build.cache.now
+        if cache is None or cache.positions is None:
+            cos, sin = self.build.rotary.get(seq, self.build.model, y.device)
+            return self.build.providers.split_rotary(y, cos, sin)
+        # One token of each sequence, each at its own position: rows are rotated one by one, so the batch stands in for
+        # the sequence.
+        cos, sin = (t[cache.positions] for t in self.build.rotary.get(cache.length, self.build.model, y.device))
+        q, k, v = self.build.providers.split_rotary(y.view(batch, 1, *y.shape[2:]), cos, sin)
+        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
+        cache = self.build.cache.now
+        if cache is not None:
+            if cache.positions is not None:
+                return self.output(cache.attend(self.name, q, k, v))
+            cache.store(self.name, k, v)
         if self.build.layout.recompute == "selective" and self.training and torch.is_grad_enabled():
             context = recompute(self._core, q, k, v, stream=self.build.stream)
         else:

@@ -8,30 +8,11 @@ import torch
 
 from megatron_port.backend.providers import Providers
 from megatron_port.config.schema import LayoutConfig, ModelConfig
+from megatron_port.model.cache import CacheSlot
+from megatron_port.model.rotary import RotaryTables
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec
-
-
-class RotaryTables:
-    """cos and sin of rotary embedding (Su et al., arXiv 2104.09864), made once and shared by all layers."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, float, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def get(self, seq: int, head_size: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [at least seq, head_size/2]: row i is for position i.
-
-        Frequencies and angles are float32 as in transformers' Llama, so that imported weights give its logits.
-        """
-        key = (head_size, theta, device)
-        found = self._made.get(key)
-        if found is None or found[0].shape[0] < seq:
-            rows = seq if found is None else max(seq, 2 * found[0].shape[0])
-            exponent = torch.arange(0, head_size, 2, dtype=torch.int64, device=device).float() / head_size
-            angle = torch.outer(torch.arange(rows, device=device).float(), 1.0 / theta**exponent)
-            found = self._made[key] = angle.cos(), angle.sin()
-        return found
 
 
 @dataclass(frozen=True)
@@ -46,6 +27,8 @@ class BuildContext:
     dtype: torch.dtype
     """Of parameters and activations."""
     rotary: RotaryTables = field(default_factory=RotaryTables)
+    cache: CacheSlot = field(default_factory=CacheSlot)
+    """Of generation; empty while training."""
 
     @property
     def sequence_parallel(self) -> bool:

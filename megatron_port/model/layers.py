@@ -45,13 +45,24 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens.t().contiguous())
         if self.position is not None:
-            start = self.build.ctx.coords.tp * x.shape[0] if self.build.sequence_parallel else 0
-            x = x + self.position[start : start + x.shape[0], None, :]
+            x = x + self._positions(x.shape[0])
         return self.build.residual_dropout(x, op="embedding")
+
+    def _positions(self, rows: int) -> torch.Tensor:
+        """Of this rank's ``rows``, [rows, 1, hidden]; in generation of the tokens at hand, [1, batch, hidden]."""
+        assert self.position is not None
+        cache = self.build.cache.now
+        if cache is not None and cache.positions is not None:
+            return self.position[cache.positions][None]
+        start = self.build.ctx.coords.tp * rows if self.build.sequence_parallel else 0
+        return self.position[start : start + rows, None, :]
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: x + dropout(attention(norm x)), then x + dropout(mlp(norm x)); [seq(/tp), batch, hidden]."""
+    """Pre-norm layer: x + dropout(attention(norm x)), then x + dropout(mlp(norm x)); [seq(/tp), batch, hidden].
+
+    With ``model.parallel_residual`` the second also reads the layer's input (Wang & Komatsuzaki's GPT-J).
+    """
 
     def __init__(self, index: int, build: BuildContext) -> None:
         super().__init__()
@@ -65,6 +76,10 @@ class TransformerLayer(nn.Module):
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         join = self.build.bias_dropout_add
         out, bias = self.attention(self.norm1(x)), self.attention.output.bias
+        if self.build.model.parallel_residual:
+            branch = self.mlp(self.norm2(x))
+            x = join(out, bias, x, op=f"{self.name}.attention")
+            return join(branch, self.mlp.down.bias, x, op=f"{self.name}.mlp")
         if bias is None and self.build.dropout_now == 0.0:
             y, x = self.norm2.add(out, x)
         else:

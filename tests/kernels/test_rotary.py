@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_port.backend.fused import torch_split_rotary
 from megatron_port.backend.ops import rotary
-from megatron_port.model.build import RotaryTables
+from megatron_port.config.schema import ModelConfig
+from megatron_port.model.rotary import RotaryTables
 from tests.kernels.reference import DTYPES, compare
 
 POSITIONS = 40
@@ -30,7 +31,7 @@ def _shapes() -> list[Shape]:
 
 
 def _tables(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = RotaryTables().get(POSITIONS, size, 1e4, torch.device("cpu"))
+    cos, sin = RotaryTables().get(POSITIONS, ModelConfig(head_dim=size), torch.device("cpu"))
     return cos.to(device), sin.to(device)
 
 

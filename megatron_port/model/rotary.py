@@ -1,0 +1,64 @@
+"""Tables of rotary position embedding (Su et al., arXiv 2104.09864): whole or partial, scaled for longer contexts.
+
+Element i of a head pairs with i + d/2, whatever share of the head is rotated: with a share of r the first r·d/2 pairs
+turn and the others have frequency 0. (GPT-NeoX keeps the rotated elements first, i with i + r·d/2; since queries and
+keys are permuted alike, their products are the same, and ``interop`` permutes the rows of its weights.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_port.config.schema import ModelConfig
+
+Key = tuple[int, int, float, str, float, int, float, float, torch.device]
+
+
+def frequencies(model: ModelConfig, device: torch.device | str) -> torch.Tensor:
+    """float32 [head_size / 2]: radians a token of each pair.
+
+    In float32 as in transformers, so that imported weights give its logits.
+    """
+    size, rotated = model.head_size, model.rotary_size
+    exponent = torch.arange(0, rotated, 2, dtype=torch.int64, device=device).float() / rotated
+    inverse = 1.0 / model.rope_theta**exponent
+    if model.rope_scaling == "linear":
+        inverse = inverse / model.rope_factor
+    elif model.rope_scaling == "llama3":
+        inverse = _llama3(inverse, model)
+    return torch.cat((inverse, torch.zeros((size - rotated) // 2, device=device)))
+
+
+def _llama3(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Llama 3.1's rule: short waves stay, long ones are stretched by the factor, those between blend.
+
+    A wave is long where the original context holds fewer than ``rope_low_freq_factor`` turns of it.
+    """
+    low, high, original = model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_length
+    wave = 2 * math.pi / inverse
+    smooth = (original / wave - low) / (high - low)
+    blended = (1 - smooth) * (inverse / model.rope_factor) + smooth * inverse
+    stretched = torch.where(wave > original / low, inverse / model.rope_factor, inverse)
+    between = (wave >= original / high) & (wave <= original / low)
+    return torch.where(between, blended, stretched)
+
+
+class RotaryTables:
+    """cos and sin, made once and shared by all layers."""
+
+    def __init__(self) -> None:
+        self._made: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def get(self, seq: int, model: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [at least seq, head_size / 2]: row i is for position i."""
+        m = model
+        key = (m.head_size, m.rotary_size, m.rope_theta, m.rope_scaling, m.rope_factor, m.rope_original_length,
+               m.rope_low_freq_factor, m.rope_high_freq_factor, device)
+        found = self._made.get(key)
+        if found is None or found[0].shape[0] < seq:
+            rows = seq if found is None else max(seq, 2 * found[0].shape[0])
+            angle = torch.outer(torch.arange(rows, device=device).float(), frequencies(model, device))
+            found = self._made[key] = angle.cos(), angle.sin()
+        return found
