@@ -1,4 +1,4 @@
-"""``checkpoint export | import``: to and from torch's distributed checkpoint and DeepSpeed's formats."""
+"""``checkpoint export | import``: to and from Hugging Face, torch's distributed checkpoint and DeepSpeed's formats."""
 
 from __future__ import annotations
 
@@ -9,29 +9,43 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.errors import EXIT_OK, CheckpointError
 
 if TYPE_CHECKING:
+    from megatron_port.checkpoint.reader import Checkpoint
     from megatron_port.config.schema import ModelConfig
 
 ACTIONS = ("export", "import")
-_FORMATS = ("auto", "dcp", "universal", "megatron-deepspeed")
+_FORMATS = ("auto", "dcp", "universal", "megatron-deepspeed", "hf")
 
 
 def add_actions(actions: Any) -> None:
     """Add the two actions to those of ``checkpoint``."""
     out = actions.add_parser(
         "export", help="write a checkpoint in another system's format",
-        description="Write a checkpoint as torch.distributed.checkpoint (dcp) or DeepSpeed Universal (universal).",
+        description="Write a checkpoint as torch.distributed.checkpoint (dcp), DeepSpeed Universal (universal) or a "
+        "Hugging Face folder (hf): GPT-2, GPT-NeoX or Llama, whichever computes what the model does. The last is "
+        "checked against transformers' logits before it appears.",
     )
     out.add_argument("source", type=Path, metavar="STEP_DIR", help="a checkpoint, e.g. checkpoints/step-00000100")
     out.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    out.add_argument("--to", required=True, choices=("dcp", "universal"), help="the format")
+    out.add_argument("--to", required=True, choices=("dcp", "universal", "hf"), help="the format")
     out.add_argument(
         "--names", choices=("megatron", "canonical"), default="megatron",
         help="universal: parameters named as Megatron-DeepSpeed's pipeline does (default), or as here",
     )
+    out.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="",
+        help="hf: of the weights (default: as saved, the float32 masters)",
+    )
+    out.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="hf: largest file, 10^9 bytes (5)")
+    out.add_argument(
+        "--tokenizer", type=Path, metavar="DIR",
+        help="hf: folder with a tokenizer's files (default: what the checkpoint was imported with or trained on)",
+    )
+    out.add_argument("--skip-check", action="store_true", help="hf: do not run transformers' model; the card says so")
     into = actions.add_parser(
         "import", help="read another system's checkpoint into this format",
-        description="Read a DCP or Universal export of ours, or a Megatron-DeepSpeed checkpoint, and commit it as "
-        "OUT/step-N, from which `train` goes on (checkpoint.resume) or starts.",
+        description="Read a DCP or Universal export of ours, a Megatron-DeepSpeed checkpoint, or a Hugging Face folder "
+        "(safetensors of a GPT-2, GPT-NeoX or Llama), and commit it as OUT/step-N, from which `train` goes on "
+        "(checkpoint.resume) or starts (checkpoint.initial_weights).",
     )
     into.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint's folder")
     into.add_argument("out", type=Path, metavar="OUT", help="a folder for checkpoints; step-N is made in it")
@@ -56,6 +70,8 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_port.interop.export_universal import export_universal
 
     checkpoint = open_checkpoint(args.source)
+    if args.to == "hf":
+        return _export_hf(args, checkpoint)
     if args.to == "dcp":
         export_dcp(checkpoint, args.out)
         print(f"{args.out}: step {checkpoint.step} for torch.distributed.checkpoint.load")
@@ -68,6 +84,19 @@ def _export(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _export_hf(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
+    from megatron_port.interop.export_hf import export_hf
+
+    if args.shard_size <= 0:
+        raise CheckpointError(f"--shard-size {args.shard_size}: a size in GB is needed")
+    export_hf(
+        checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer, shard_bytes=int(args.shard_size * 1e9),
+        check=not args.skip_check,
+    )
+    print(f"{args.out}: step {checkpoint.step} for transformers' from_pretrained({str(args.out)!r})")
+    return EXIT_OK
+
+
 def _import(args: argparse.Namespace) -> int:
     from megatron_port.interop.run_import import import_checkpoint
 
@@ -76,6 +105,8 @@ def _import(args: argparse.Namespace) -> int:
         vocab_size=args.vocab_size, trusted=args.trust_pickle, weights_only=args.weights_only,
     )
     print(f"{path}: imported; `megatron-port train run.toml --set checkpoint.resume={path}` starts from it")
+    if (path.parent / "model.toml").is_file():
+        print(f'its model is {path.parent / "model.toml"}: name it in the run\'s extends')
     return EXIT_OK
 
 

@@ -9,7 +9,9 @@ from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import Imported, commit_import
 from megatron_port.interop.folder import scratch
+from megatron_port.interop.hf_files import HFFolder, is_hf
 from megatron_port.interop.import_dcp import is_dcp, read_dcp
+from megatron_port.interop.import_hf import keep_companions, read_hf
 from megatron_port.interop.import_megatron import read_megatron
 from megatron_port.interop.import_universal import read_universal, universal_folder
 from megatron_port.interop.megatron_files import megatron_folder
@@ -17,7 +19,7 @@ from megatron_port.interop.staged import Stage
 
 
 def find_format(source: Path) -> str:
-    """``dcp``, ``universal`` or ``megatron-deepspeed``. Raises CheckpointError if it is none of them."""
+    """``dcp``, ``universal``, ``megatron-deepspeed`` or ``hf``. Raises CheckpointError if it is none of them."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory; give the folder of a checkpoint")
     if is_dcp(source):
@@ -26,9 +28,12 @@ def find_format(source: Path) -> str:
         return "universal"
     if megatron_folder(source) is not None:
         return "megatron-deepspeed"
+    if is_hf(source):
+        return "hf"
     raise CheckpointError(
         f"{source}: not a checkpoint that can be imported: no .metadata (torch.distributed.checkpoint), no zero/ or "
-        "latest_universal (DeepSpeed Universal), no layer_*-model_states.pt or mp_rank_* or latest (Megatron-DeepSpeed)"
+        "latest_universal (DeepSpeed Universal), no layer_*-model_states.pt or mp_rank_* or latest "
+        "(Megatron-DeepSpeed), no config.json with a model_type (Hugging Face)"
     )
 
 
@@ -47,13 +52,20 @@ def import_checkpoint(
     size = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
     with scratch(out, 2 * size) as folder:
         found = _read(source, folder, form, model, vocab_size, trusted, weights_only, note)
-        return commit_import(found, out, source=source, weights_only=weights_only, note=note)
+        path = commit_import(found, out, source=source, weights_only=weights_only, note=note)
+        if form == "hf":
+            keep_companions(source, out, found.model)
+        return path
 
 
 def _read(
     source: Path, folder: Path, form: str, model: ModelConfig | None, vocab_size: int, trusted: bool,
     weights_only: bool, note: Callable[[str], None],
 ) -> Imported:
+    if form == "hf":
+        if model is not None:
+            raise CheckpointError(f"{source}: --model is not for Hugging Face folders: config.json says what they hold")
+        return read_hf(HFFolder(source), Stage(folder))
     if form == "dcp":
         if not is_dcp(source):
             raise CheckpointError(f"{source}: no .metadata in it; it is no torch.distributed.checkpoint folder")

@@ -32,6 +32,7 @@ from megatron_port.train.replicas import check_replicas
 from megatron_port.train.saving import Saving
 from megatron_port.train.session import Session
 from megatron_port.train.state import Position, changes_since, find_checkpoints, load_first_whole, run_folder
+from megatron_port.train.weights import load_initial
 
 
 @dataclass
@@ -93,9 +94,12 @@ class Trainer:
         self.loaders = self._load_data()
         started = time.perf_counter()
         checkpoints = find_checkpoints(session)
+        fresh, initial = not checkpoints, self.config.checkpoint.initial_weights
         self.engine: Engine = build_engine(
-            self.config, self.ctx, session.providers, initialise=not checkpoints, pulse=session.pulse
+            self.config, self.ctx, session.providers, initialise=fresh and not initial, pulse=session.pulse
         )
+        if fresh and initial:
+            session.logger.log(load_initial(self.engine, session))
         if checkpoints:
             loaded = load_first_whole(self.engine, checkpoints, session)
             state = loaded.manifest.state

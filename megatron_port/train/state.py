@@ -14,7 +14,7 @@ from megatron_port.checkpoint.format import SavedState, step_of
 from megatron_port.checkpoint.reader import Checkpoint, checkpoints_in, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict, config_hash
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
@@ -97,11 +97,14 @@ def check_same_model(checkpoint: Checkpoint, config: RunConfig) -> None:
     saved = checkpoint.manifest.state.config
     mine = as_dict(config)["model"]
     theirs = saved.get("model", {}) if isinstance(saved, dict) else {}
+    if not theirs:
+        return
     free = {"name", "hidden_dropout", "attention_dropout", "init_std"}
+    saved_values = {**as_dict(ModelConfig()), **theirs}  # a field that came later had its default then
     different = [
-        f"{key} is {theirs[key]!r} there and {value!r} here"
+        f"{key} is {saved_values[key]!r} there and {value!r} here"
         for key, value in mine.items()
-        if key not in free and key in theirs and theirs[key] != value
+        if key not in free and saved_values[key] != value
     ]
     if different:
         raise CheckpointError(f"{checkpoint.path} holds another model: " + "; ".join(different))

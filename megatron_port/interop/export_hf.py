@@ -1,0 +1,207 @@
+"""Export to a Hugging Face folder: sharded safetensors, config, tokenizer, generation settings, a model card.
+
+Weights pass through a slab at a time. Before the folder gets its name, both models are run on the same tokens, ours
+from the checkpoint and transformers' from the new files; above tolerance nothing is left (``hf_check``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_port.checkpoint.disk import write_chunks, write_text
+from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.config.flops import parameter_count
+from megatron_port.config.schema import ModelConfig
+from megatron_port.errors import CheckpointError
+from megatron_port.interop.folder import building
+from megatron_port.interop.hf_check import Agreement, check_export
+from megatron_port.interop.hf_config import family_for, hf_config
+from megatron_port.interop.hf_files import DTYPES, INDEX, SINGLE
+from megatron_port.interop.hf_names import Run, Tensor, hf_tensors
+from megatron_port.interop.hf_tokenizer import end_of_text, write_tokenizer
+from megatron_port.interop.import_hf import KEPT, SLAB_BYTES
+from megatron_port.interop.sidecar import model_of
+
+SHARD_BYTES = 5_000_000_000
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class _Shard:
+    name: str
+    tensors: tuple[Tensor, ...]
+
+
+def export_hf(
+    checkpoint: Checkpoint, out: Path, *, dtype: str = "", tokenizer: Path | None = None,
+    shard_bytes: int = SHARD_BYTES, check: bool = True, note: Callable[[str], None] = print,
+) -> Agreement | None:
+    """Write ``checkpoint`` to the new folder ``out``; how far the two models' logits are apart (None: not checked).
+
+    Args:
+        dtype: ``float32`` | ``bfloat16`` | ``float16`` | ``float64``; empty: as saved (masters are float32).
+        tokenizer: a folder with a tokenizer's files; None: what the checkpoint was imported with or trained on.
+
+    Raises:
+        CheckpointError: no architecture computes the model, the source is damaged, ``out`` exists, the disk refuses,
+            or the logits are further apart than rounding explains.
+        EnvironmentFault: transformers is not installed.
+    """
+    model = model_of(checkpoint.manifest.state.config, str(checkpoint.path))
+    family = family_for(model)
+    kind = _dtype(checkpoint, dtype)
+    tensors = list(hf_tensors(model, family))
+    total = sum(prod(t.shape) for t in tensors) * kind.itemsize
+    shards = _shards(tensors, kind.itemsize, shard_bytes)
+    kept = checkpoint.path.parent / KEPT
+    with building(out, total) as part:
+        tokens_of = write_tokenizer(part, checkpoint, tokenizer or (kept if kept.is_dir() else None))
+        eos = end_of_text(part, kept, checkpoint)
+        if eos is not None and eos >= model.vocab_size:
+            note(f"the tokenizer's end of text {eos} is beyond the model's {model.vocab_size} entries; left out")
+            eos = None
+        for shard in shards:
+            _write_shard(part / shard.name, shard, checkpoint, kind)
+        _write_json(part / "config.json", hf_config(model, dtype=str(kind).rpartition(".")[2], eos=eos))
+        _write_generation(part, kept, eos)
+        if len(shards) > 1:
+            table = {t.name: s.name for s in shards for t in s.tensors}
+            _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": table})
+        agreement = check_export(checkpoint, model, part, dtype=kind) if check else None
+        write_text(part / "README.md", _card(checkpoint, model, family, kind, agreement, tokens_of))
+    if agreement is not None:
+        note(agreement.line())
+    return agreement
+
+
+def _dtype(checkpoint: Checkpoint, asked: str) -> torch.dtype:
+    if asked:
+        if asked not in NAMES:
+            raise CheckpointError(f"--dtype {asked}: use {', '.join(NAMES)}")
+        return NAMES[asked]
+    name = next(iter(checkpoint.names()))
+    shape = checkpoint.shape(name)
+    return checkpoint.read(name, "weight", (0,) * len(shape), (0,) * len(shape)).dtype
+
+
+def _shards(tensors: list[Tensor], width: int, limit: int) -> list[_Shard]:
+    """Files of at most ``limit`` bytes (or one tensor), in order."""
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        need = prod(tensor.shape) * width
+        if groups[-1] and size + need > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += need
+    if len(groups) == 1:
+        return [_Shard(SINGLE, tuple(groups[0]))]
+    count = len(groups)
+    return [_Shard(f"model-{i:05d}-of-{count:05d}.safetensors", tuple(g)) for i, g in enumerate(groups, 1)]
+
+
+def _write_shard(path: Path, shard: _Shard, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in shard.tensors:
+        end = position + prod(tensor.shape) * dtype.itemsize
+        header[tensor.name] = {
+            "dtype": CODES[dtype], "shape": list(tensor.shape), "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+
+    def chunks() -> Iterator[memoryview | bytes]:
+        yield head
+        for tensor in shard.tensors:
+            for slab in tensor_slabs(checkpoint, tensor):
+                data = slab.to(dtype).contiguous()
+                yield data.view(-1).view(torch.uint8).numpy().data
+
+    write_chunks(path, len(head) + position, chunks())
+
+
+def tensor_slabs(
+    checkpoint: Checkpoint, tensor: Tensor, *, slab_bytes: int = SLAB_BYTES
+) -> Iterator[torch.Tensor]:
+    """The rows of a tensor there, in order, in slabs of about ``slab_bytes``, in the dtype of the checkpoint."""
+    mapped = tensor.mapped
+    if mapped.columns is None:
+        yield torch.cat([_box(checkpoint, tensor, run, 0, run.count, (0, 0)) for run in tensor.runs])
+        return
+    if mapped.transposed:
+        rows, width = tensor.shape
+        step = max(1, slab_bytes // (8 * width))
+        for start in range(0, rows, step):
+            some = (start, min(step, rows - start))
+            yield torch.cat([_box(checkpoint, tensor, run, 0, run.count, some) for run in tensor.runs]).t()
+        return
+    step = max(1, slab_bytes // (8 * mapped.columns))
+    for run in tensor.runs:
+        for start in range(0, run.count, step):
+            yield _box(checkpoint, tensor, run, start, min(step, run.count - start), (0, mapped.columns))
+
+
+def _box(
+    checkpoint: Checkpoint, tensor: Tensor, run: Run, start: int, count: int, columns: tuple[int, int]
+) -> torch.Tensor:
+    """``count`` rows of ours from ``run.ours + start``, columns (first, count) of them; [count(, columns)]."""
+    name, shape = tensor.mapped.name, tensor.mapped.shape
+    first = run.ours + start
+    tail = () if tensor.mapped.columns is None else (columns,)
+    offset, size = tuple(c[0] for c in tail), tuple(c[1] for c in tail)
+    if len(shape) == 1 + len(tail):
+        return checkpoint.read(name, "weight", (first, *offset), (count, *size))
+    part, row = divmod(first, shape[1])  # SwiGLU: a run never leaves its half
+    return checkpoint.read(name, "weight", (part, row, *offset), (1, count, *size))[0]
+
+
+def _write_json(path: Path, body: dict[str, Any]) -> None:
+    write_text(path, json.dumps(body, indent=2) + "\n")
+
+
+def _write_generation(part: Path, kept: Path, eos: int | None) -> None:
+    """What the model was imported with, or the end of text alone."""
+    source = kept / "generation_config.json"
+    if source.is_file():
+        write_text(part / source.name, source.read_text())
+        return
+    body: dict[str, Any] = {"_from_model_config": True}
+    if eos is not None:
+        body |= {"bos_token_id": eos, "eos_token_id": eos}
+    _write_json(part / source.name, body)
+
+
+def _card(
+    checkpoint: Checkpoint, model: ModelConfig, family: str, dtype: torch.dtype, agreement: Agreement | None,
+    tokenizer: str,
+) -> str:
+    state = checkpoint.manifest.state
+    run = state.config.get("name", "") if isinstance(state.config, dict) else ""
+    rows = [
+        ("architecture", family), ("parameters", f"{parameter_count(model):,}"), ("layers", model.num_layers),
+        ("hidden size", model.hidden_size), ("heads (key/value)", f"{model.num_attention_heads} ({model.kv_heads})"),
+        ("vocabulary", f"{model.vocab_size:,}"), ("context", model.seq_length),
+        ("weights", str(dtype).rpartition(".")[2]), ("tokenizer", tokenizer), ("run", run or "unknown"),
+        ("steps", state.step), ("tokens seen in training", f"{state.tokens:,}"),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    said = agreement.card() if agreement is not None else (
+        "The export was **not checked** against transformers (`--skip-check`)."
+    )
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {model.name}\n\n"
+        f"Exported by megatron_port from `{checkpoint.path.name}`.\n\n| | |\n|---|---|\n{table}\n\n"
+        f"## Agreement with the trained model\n\n{said}\n"
+    )

@@ -1,0 +1,255 @@
+"""A Hugging Face folder's safetensors as a reader of our parameters: any box, from the rows that it needs.
+
+Files are memory maps, so what a process holds is what it asked for: each rank of a run reads its own slices, and an
+import passes through a parameter a slab at a time. No pickle: a folder with ``.bin`` files only is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.interop.hf_config import CONFIG, family_of, model_from_hf, read_hf_config
+from megatron_port.interop.hf_names import BUFFERS, HEAD, MODULE_HEAD, PREFIX, Mapped, Run, hf_mapping, hf_tensors
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
+_MAX_INDEX = 1 << 28
+
+
+def is_hf(source: Path) -> bool:
+    """Whether this folder looks like one of transformers' models."""
+    if not (source / CONFIG).is_file():
+        return False
+    try:
+        return "model_type" in read_hf_config(source)
+    except CheckpointError:
+        return False
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class HFFolder:
+    """An open folder. ``read`` is an engine's ``StateReader``; it serves weights only, in the dtype that they have.
+
+    Raises:
+        CheckpointError: an architecture or option that our model does not have, files that are missing or no
+            safetensors, tensors that are missing, unknown or of another shape.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is not a directory; give a folder with config.json and safetensors")
+        self.config = read_hf_config(self.path)
+        where = str(self.path / CONFIG)
+        self.family = family_of(self.config, where)
+        self.model: ModelConfig = model_from_hf(self.config, where)
+        self._open: dict[str, Any] = {}
+        self._places = self._scan()
+        # Files of the bare model (no language-model class around it) lack the prefix.
+        bare = not any(name.startswith(PREFIX[self.family]) for name in self._places)
+        self._cut = len(PREFIX[self.family]) if bare else 0
+        self.mapping: dict[str, Mapped] = hf_mapping(self.model, self.family)
+        self._check()
+
+    def names(self) -> list[str]:
+        """Canonical names of all parameters."""
+        return list(self.mapping)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a parameter of ours: the widest of its tensors there."""
+        found = [self._place(run.tensor).dtype for run in self.mapping[name].runs]
+        out = found[0]
+        for other in found[1:]:
+            out = torch.promote_types(out, other)
+        return out
+
+    def read(self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """The box ``offset + shape`` of a parameter of ours, on the CPU.
+
+        Raises:
+            CheckpointError: no such parameter or kind, or the box leaves it.
+            DamagedCheckpoint: a file cannot be read.
+        """
+        mapped = self.mapping.get(name)
+        if mapped is None or kind != "weight":
+            raise CheckpointError(f"{self.path}: no {kind} of {name}: a Hugging Face folder has its model's weights")
+        if len(offset) != len(mapped.shape) or any(
+            min(o, n) < 0 or o + n > whole for o, n, whole in zip(offset, shape, mapped.shape)
+        ):
+            raise CheckpointError(
+                f"{self.path}: {name} has shape {mapped.shape}; the model asks for {tuple(shape)} at {tuple(offset)}: "
+                "it is another model"
+            )
+        columns = None if mapped.columns is None else (offset[-1], shape[-1])
+        parts = [
+            self._rows(mapped, run, start, count, columns)
+            for first, length in _row_ranges(mapped, tuple(offset), tuple(shape))
+            for run, start, count in overlaps(mapped.runs, first, length)
+        ]
+        dtype = self.dtype(name)
+        if not parts:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.cat([p.to(dtype) for p in parts]).view(tuple(shape))
+
+    def tensor_known(self, name: str) -> bool:
+        """Whether there is a tensor of this name (with the prefix)."""
+        return self._key(name) in self._places
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """A whole tensor by its name there (with the prefix); None: there is none."""
+        if not self.tensor_known(name):
+            return None
+        found = self._slice(name)[...]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def _rows(
+        self, mapped: Mapped, run: Run, start: int, count: int, columns: tuple[int, int] | None
+    ) -> torch.Tensor:
+        """``count`` rows from ``start`` (of ours, within ``run``), some columns of them."""
+        first = run.theirs + start - run.ours
+        rows = slice(first, first + count)
+        try:
+            data = self._slice(run.tensor)
+            if columns is None:
+                return data[rows]  # type: ignore[no-any-return]
+            some = slice(columns[0], columns[0] + columns[1])
+            return data[some, rows].t() if mapped.transposed else data[rows, some]  # type: ignore[no-any-return]
+        except (SafetensorError, OSError) as error:
+            raise DamagedCheckpoint(f"{self.path / self._place(run.tensor).file}: {run.tensor}: {error}") from None
+
+    def _place(self, name: str) -> _Place:
+        return self._places[self._key(name)]
+
+    def _key(self, name: str) -> str:
+        """The name in the files; the head may have either of its two."""
+        head = HEAD[self.family]
+        if name in (head, MODULE_HEAD):
+            return head if head in self._places else MODULE_HEAD
+        return name[self._cut :]
+
+    def _slice(self, name: str) -> Any:
+        return self._file(self._place(name).file).get_slice(self._key(name))
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self.path / name
+            try:
+                self._open[name] = safe_open(path, framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing; {INDEX} names it") from None
+            except (SafetensorError, OSError) as error:
+                raise DamagedCheckpoint(f"{path}: not a whole safetensors file: {error}") from None
+        return self._open[name]
+
+    def _scan(self) -> dict[str, _Place]:
+        """Every tensor of every file. The index, where there is one, must agree with the files."""
+        if (self.path / INDEX).is_file():
+            listed = self._index()
+            files = sorted(set(listed.values()))
+        elif (self.path / SINGLE).is_file():
+            listed, files = {}, [SINGLE]
+        else:
+            raise self._no_weights()
+        found: dict[str, _Place] = {}
+        for file in files:
+            handle = self._file(file)
+            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                data = handle.get_slice(name)
+                code = data.get_dtype()
+                if code not in DTYPES:
+                    raise CheckpointError(
+                        f"{self.path / file}: {name} is {code}; only {', '.join(DTYPES)} can be imported: convert it"
+                    )
+                found[name] = _Place(file, DTYPES[code], tuple(data.get_shape()))
+        for name, file in listed.items():
+            if name not in found or found[name].file != file:
+                raise DamagedCheckpoint(f"{self.path / INDEX}: {name} should be in {file}, and is not")
+        return found
+
+    def _index(self) -> dict[str, str]:
+        path = self.path / INDEX
+        try:
+            if path.stat().st_size > _MAX_INDEX:
+                raise CheckpointError(f"{path}: {path.stat().st_size} bytes; an index has at most {_MAX_INDEX}")
+            table = json.loads(path.read_bytes())["weight_map"]
+            if not isinstance(table, dict) or not table:
+                raise ValueError("weight_map is not a table of names")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedCheckpoint(f"{path}: damaged: {type(error).__name__}: {error}") from None
+        for file in table.values():
+            if not isinstance(file, str) or not _FILE.fullmatch(file):
+                raise CheckpointError(f"{path}: file name {file!r:.120} is not allowed; expected NAME.safetensors")
+        return table
+
+    def _no_weights(self) -> CheckpointError:
+        pickles = sorted(p.name for p in self.path.glob("*.bin"))
+        if not pickles:
+            return CheckpointError(f"{self.path}: no {SINGLE} and no {INDEX} in it; are the weights there?")
+        return CheckpointError(
+            f"{self.path}: its weights are pickles ({pickles[0]}), which can run any program when they are read. If "
+            "you trust whoever made them, convert them once: python -c \"from transformers import "
+            f"AutoModelForCausalLM as M; M.from_pretrained('{self.path}')"
+            f".save_pretrained('{self.path}-safetensors')\""
+        )
+
+    def _check(self) -> None:
+        """Every tensor of the model is there with its shape, and no other but known buffers."""
+        wanted = {t.name: t.shape for t in hf_tensors(self.model, self.family)}
+        for name, shape in wanted.items():
+            key = self._key(name)
+            place = self._places.get(key)
+            if place is None:
+                raise CheckpointError(f"{self.path}: {key} {shape} is not in its files; config.json asks for it")
+            if place.shape != shape:
+                raise CheckpointError(
+                    f"{self.path / place.file}: {key} has shape {place.shape}; config.json makes it {shape}"
+                )
+        known = {self._key(n) for n in wanted}
+        if self.model.tie_embeddings:
+            known.add(self._key(MODULE_HEAD))  # a copy of the embedding that transformers ignores as well
+        for name in sorted(self._places.keys() - known):
+            if not name.endswith(BUFFERS):
+                raise CheckpointError(
+                    f"{self.path / self._places[name].file}: {name} {self._places[name].shape} is no parameter of a "
+                    f"{self.family} as config.json describes it"
+                )
+
+
+def _row_ranges(mapped: Mapped, offset: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(first, count) of flattened rows that a box covers, in order."""
+    lead = len(shape) if mapped.columns is None else len(shape) - 1
+    ranges = [(offset[lead - 1], shape[lead - 1])]
+    inner = mapped.shape[lead - 1]
+    for d in range(lead - 2, -1, -1):
+        ranges = [((offset[d] + i) * inner + first, count) for i in range(shape[d]) for first, count in ranges]
+        inner *= mapped.shape[d]
+    return ranges
+
+
+def overlaps(runs: tuple[Run, ...], first: int, count: int) -> list[tuple[Run, int, int]]:
+    """(run, first row, rows) of the rows [first, first + count) of ours, in order."""
+    out = []
+    for run in runs:
+        start, stop = max(first, run.ours), min(first + count, run.ours + run.count)
+        if start < stop:
+            out.append((run, start, stop - start))
+    return out

@@ -1,0 +1,77 @@
+"""Small random models of transformers', saved as folders, for the tests against them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 101
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.5}
+
+
+def gpt2(length: int = 32, **changes: Any) -> Any:
+    import transformers
+
+    return transformers.GPT2Config(**{
+        "n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": length, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 100, "eos_token_id": 100, **changes,
+    })
+
+
+def neox(length: int = 32, **changes: Any) -> Any:
+    import transformers
+
+    return transformers.GPTNeoXConfig(**{
+        "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+        "vocab_size": VOCABULARY, "max_position_embeddings": length, "bos_token_id": 100, "eos_token_id": 100,
+        **changes,
+    })
+
+
+def llama(length: int = 32, **changes: Any) -> Any:
+    import transformers
+
+    return transformers.LlamaConfig(**{
+        "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 96, "vocab_size": VOCABULARY, "max_position_embeddings": length, "rms_norm_eps": 1e-5,
+        "bos_token_id": 100, "eos_token_id": 100, **changes,
+    })
+
+
+def reference(config: Any, *, scale: float = 5.0, seed: int = 0) -> Any:
+    """A model with weights of ``scale`` times the usual 0.02, biases and norms away from 0 and 1."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(1.0 + 0.3 * noise if p.dim() == 1 and "bias" not in name else scale * 0.02 * noise)
+    return model.eval()
+
+
+def saved(model: Any, folder: Path, *, shard: str = "5GB") -> Path:
+    """Written by transformers itself."""
+    model.save_pretrained(str(folder), max_shard_size=shard)
+    return folder
+
+
+def loaded(folder: Path) -> Any:
+    """Read by transformers itself."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder), local_files_only=True, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """max|a - b| ÷ max|b|."""
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
