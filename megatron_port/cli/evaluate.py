@@ -1,0 +1,149 @@
+"""``megatron-port evaluate SOURCE --data PREFIX | --text FILE | --tasks A,B``: how well a model predicts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_port.cli.train import add_rendezvous_options
+from megatron_port.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megatron_port.config.schema import RunConfig
+    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.train.session import Session
+    from megatron_port.train.weights import Weights
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "evaluate", help="perplexity on a corpus, and tasks of lm-eval-harness",
+        description="Load weights (a run folder, a step folder, or a Hugging Face folder) and measure perplexity on a "
+        "corpus or a text, or run tasks of lm-eval-harness. One process by default; give another layout or engine with "
+        "--set layout.… and as many ranks.",
+    )
+    parser.add_argument("checkpoint", metavar="SOURCE", help="run folder, step folder, or Hugging Face folder")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--data", metavar="PREFIX", help="perplexity on this .bin/.idx pair, all of it")
+    what.add_argument("--text", metavar="FILE", help="perplexity on this text (UTF-8), by the model's tokenizer")
+    what.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval-harness (pip install lm-eval)")
+    parser.add_argument("--stride", type=int, default=0, metavar="N",
+                        help="tokens between windows; below model.seq_length each token sees more before it (default: "
+                        "seq_length)")
+    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="only the first N tokens; 0: all")
+    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="windows, or texts, in one pass")
+    parser.add_argument("--include-path", metavar="DIR", help="tasks: a folder with further task files")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="tasks: examples before each question")
+    parser.add_argument("--limit", type=float, metavar="N", help="tasks: questions of each, or a share below 1")
+    parser.add_argument("--json", metavar="FILE", help="write the result there too")
+    parser.add_argument("--set", dest="overrides", metavar="a.b=VALUE", action="append", default=[])
+    add_rendezvous_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate; 0."""
+    if args.micro_batch_size < 1 or args.stride < 0 or args.max_tokens < 0:
+        raise ConfigError(
+            f"--micro-batch-size {args.micro_batch_size}, --stride {args.stride}, --max-tokens {args.max_tokens}: the "
+            "first must be at least 1, the others at least 0"
+        )
+    if args.nproc:
+        from megatron_port.runtime.local import run_local
+
+        preload = ["torch", "megatron_port.train.evaluation"]
+        if any(o.replace(" ", "") == "engine=deepspeed" for o in args.overrides):
+            preload.append("megatron_port.runtime.deepspeed_import")
+        return run_local(args.nproc, lambda info: evaluate(args, info), preload=preload, port=args.master_port)
+    from megatron_port.runtime.discovery import discover
+
+    return evaluate(args, discover(master_addr=args.master_addr, master_port=args.master_port))
+
+
+def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
+    """One rank's part."""
+    from megatron_port.train.session import open_session
+    from megatron_port.train.weights import inference_config, open_weights
+
+    weights = open_weights(args.checkpoint)
+    config = inference_config(weights, args.overrides, info.world_size, micro_batch=args.micro_batch_size)
+    if args.tasks:
+        from megatron_port.train.harness import require_harness
+
+        require_harness()
+    with open_session(config, info, quiet=True) as session:
+        result = _tasks(args, session, weights) if args.tasks else _perplexity(args, session, weights)
+        if session.speaker and args.json:
+            from megatron_port.checkpoint.disk import write_text
+
+            write_text(Path(args.json), json.dumps(result, indent=1, default=str) + "\n")
+    return 0
+
+
+def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
+    from megatron_port.train.assemble import build_engine
+    from megatron_port.train.evaluation import perplexity
+
+    config = session.config
+    stream, tokens, size = _stream(args, weights, config)
+    if args.max_tokens and args.max_tokens < tokens:
+        tokens, size = args.max_tokens, 0
+    engine = build_engine(config, session.ctx, session.providers, initialise=False)
+    engine.load_weights(weights.read)
+    found = perplexity(
+        engine, session.ctx, stream, tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size,
+        micro_batch_size=config.batch.micro_batch_size, stride=args.stride,
+    )
+    out: dict[str, Any] = {
+        "source": str(weights.path), "corpus": args.data or args.text, "tokens": found.tokens, "loss": found.loss,
+        "perplexity": found.perplexity, "seq_length": config.model.seq_length,
+        "stride": args.stride or config.model.seq_length,
+    }
+    line = f"loss {found.loss:.6f} nats a token, perplexity {found.perplexity:.4f}, over {found.tokens:,} tokens"
+    if size:
+        out["bits_per_byte"] = found.bits_per_byte(size)
+        line += f"; {out['bits_per_byte']:.4f} bits a byte"
+    session.logger.log(line)
+    return out
+
+
+def _stream(
+    args: argparse.Namespace, weights: Weights, config: RunConfig
+) -> tuple[Callable[[int, int], np.ndarray], int, int]:
+    """(reader of tokens, how many, bytes of text that they are or 0)."""
+    if args.data:
+        from megatron_port.data.indexed import IndexedDataset
+
+        corpus = IndexedDataset(args.data)
+        return corpus.read, corpus.num_tokens, 0
+    import numpy as np
+
+    try:
+        data = Path(args.text).read_bytes()
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise DataError(f"{args.text}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{args.text}: byte {error.start} is not UTF-8 ({error.reason})") from None
+    ids = np.asarray(weights.tokenizer(config.data.tokenizer).encode(text), dtype=np.int64)
+    return (lambda at, count: ids[at : at + count]), len(ids), len(data)
+
+
+def _tasks(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
+    from megatron_port.train.harness import run_tasks
+    from megatron_port.train.inference import InferenceModel
+
+    tokenizer = weights.tokenizer(session.config.data.tokenizer)
+    found, table = run_tasks(
+        InferenceModel(session, weights.read), tokenizer, [t for t in args.tasks.split(",") if t],
+        include_path=args.include_path, num_fewshot=args.num_fewshot, limit=args.limit,
+        batch_size=session.config.batch.micro_batch_size, speaker=session.speaker,
+    )
+    session.logger.log(table)
+    return found

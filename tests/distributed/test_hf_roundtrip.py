@@ -1,0 +1,313 @@
+"""Hugging Face folders on many ranks: fine-tuning, generation and perplexity against transformers itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import make_batches, make_config, providers_of, sample_tokens
+from pool import RankPool
+
+from megatron_port.backend.device import choose_device
+from megatron_port.checkpoint.format import SavedState
+from megatron_port.checkpoint.reader import open_checkpoint
+from megatron_port.checkpoint.writer import save_checkpoint
+from megatron_port.config.checks import resolve
+from megatron_port.config.dump import as_dict
+from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.interop.export_hf import export_hf
+from megatron_port.interop.hf_files import HFFolder
+from megatron_port.interop.hf_names import HEAD, MODULE_HEAD, hf_mapping
+from megatron_port.model.shapes import parameter_shapes
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.topology import Topology
+from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.runtime.logging import Logger
+from megatron_port.train.assemble import build_engine
+from megatron_port.train.evaluation import perplexity
+from megatron_port.train.generation import Continuation, Generator, Sampling
+from megatron_port.train.inference import InferenceModel
+from megatron_port.train.parity import Run, gradient_deviation
+from megatron_port.train.scoring import Score, score
+from megatron_port.train.session import Session
+from megatron_port.train.trace import RankTrace, record_run
+from megatron_port.train.weights import load_initial
+from tests.unit import hf_models as hf
+
+pytest.importorskip("transformers")
+
+RATE, HUGE = 0.5, 1e9
+"""AdamW with an eps far above any gradient, and a rate of RATE × eps, is SGD with RATE."""
+
+
+def run_config(model: ModelConfig, source: Path, *, engine: str = "native", **layout: Any) -> RunConfig:
+    config = make_config(engine=engine, layout=layout, clip_grad=0.0)
+    return replace(
+        config, model=model, checkpoint=replace(config.checkpoint, initial_weights=str(source)),
+        optimizer=replace(config.optimizer, lr=RATE * HUGE, eps=HUGE, weight_decay=0.0),
+    )
+
+
+def session_of(config: RunConfig, ctx: ParallelContext) -> Session:
+    world = ctx.topology.world_size
+    info = ProcessInfo(
+        rank=ctx.rank, world_size=world, local_rank=ctx.rank, local_world_size=world, node_rank=0, num_nodes=1,
+        master_addr="", master_port=0, launcher="single", hostname="test",
+    )
+    return Session(resolve(config, world), info, choose_device("cpu"), ctx, providers_of(config),
+                   Logger(1))
+
+
+def one_step(config: RunConfig, topology: Topology, folder: Path) -> RankTrace:
+    """Fine-tune for a step from the folder, and save."""
+    ctx = ParallelContext.create(topology, "cpu")
+    try:
+        engine = build_engine(config, ctx, providers_of(config), initialise=False)
+        load_initial(engine, session_of(config, ctx))
+        trace = record_run(engine, ctx, make_batches(config, ctx), steps=1, lr=lambda _: config.optimizer.lr)
+        state = SavedState(step=1, samples=8, tokens=8 * config.model.seq_length, layout=config.layout,
+                           config=as_dict(config), scalars=engine.scalar_state(), extra={})
+        save_checkpoint(
+            folder, state, engine.state_pieces(), group=torch.distributed.group.WORLD,
+            expected=parameter_shapes(config.model) if ctx.rank == 0 else None,
+        )
+        return trace
+    finally:
+        ctx.close()
+
+
+def in_our_names(model: ModelConfig, family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers' tensors in our names and order of rows, put together run by run."""
+    tensors = {HEAD[family] if name == MODULE_HEAD else name: t for name, t in tensors.items()}
+    out = {}
+    for name, mapped in hf_mapping(model, family).items():
+        parts = []
+        for run in mapped.runs:
+            whole = tensors[run.tensor]
+            parts.append((whole.t() if mapped.transposed else whole)[run.theirs : run.theirs + run.count])
+        out[name] = torch.cat(parts).reshape(mapped.shape).double()
+    return out
+
+
+def their_step(config: RunConfig, folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor], float]:
+    """(transformers' model after one step of SGD, its gradients in our names, the loss)."""
+    model = hf.loaded(folder).to(dtype)
+    drawn = torch.stack([sample_tokens(config, i)[0] for i in range(config.batch.global_batch_size)])
+    logits = model(drawn[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten())
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= RATE * p.grad
+    return model, in_our_names(config.model, HFFolder(folder).family, grads), float(loss.detach())
+
+
+CASES = {
+    "gpt2": (lambda: hf.gpt2(16), {"sequence_parallel": True}, "fp32"),
+    "gpt2 fp64": (lambda: hf.gpt2(16), {"sequence_parallel": True}, "fp64"),
+    "neox": (lambda: hf.neox(16), {"sequence_parallel": True}, "fp32"),
+    "llama": (lambda: hf.llama(16, rope_parameters=dict(hf.LLAMA3, original_max_position_embeddings=8)),
+              {"recompute": "full"}, "fp32"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_one_step_and_out(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    """HF → tp 2 × pp 2 × dp 2 → one step → HF: gradients, weights and logits are transformers' own.
+
+    Gradients by max|Δ| ÷ (rms + 1e-3 × rms of all). In fp32 transformers' own are 5e-6 from its fp64 ones by that
+    measure, so twice that distance is the bound; in fp64 (GPT-2, which has no float32 parts) it is 1e-12.
+    """
+    made, layout, dtype = CASES[case]
+    source = hf.saved(hf.reference(made()), tmp_path / "source", shard="40KB")
+    folder = HFFolder(source)
+    config = run_config(folder.model, source, **layout)
+    config = replace(config, precision=replace(config.precision, dtype=dtype))
+    run = Run.of(ranks.run(8, one_step, config, Topology(2, 2, 2), tmp_path / "ours"))
+    theirs, gradients, loss = their_step(config, source, torch.float64 if dtype == "fp64" else torch.float32)
+    (worst, name), (key, _) = gradient_deviation(gradients, run.gradients[0], config.model)
+    bounds = {"gradient": 1e-12, "key": 1e-12, "weight": 1e-9}
+    if dtype == "fp32":
+        exact = their_step(config, source, torch.float64)[1]
+        (rounding, _), _ = gradient_deviation(exact, gradients, config.model)
+        assert 1e-6 < rounding < 2e-5  # else the bound below says nothing
+        bounds = {"gradient": 2 * rounding, "key": 1e-6, "weight": 1e-6}
+    assert run.losses[0] == pytest.approx(loss, rel=1e-6)
+    assert worst <= bounds["gradient"] and key <= bounds["key"], (worst, name, key)
+
+    export_hf(open_checkpoint(tmp_path / "ours" / "step-00000001"), tmp_path / "back", note=lambda _: None)
+    back = HFFolder(tmp_path / "back")
+    for name, wanted in theirs.named_parameters():
+        mine = back.tensor(name)
+        assert mine is not None and hf.relative(mine, wanted.detach()) <= bounds["weight"], name
+    tokens, read = torch.arange(64).view(4, 16), hf.loaded(tmp_path / "back")
+    with torch.no_grad():
+        wanted = theirs.float()(tokens).logits
+        rounding = hf.relative(wanted, theirs.double()(tokens).logits)
+        assert rounding < 1e-6 and hf.relative(read(tokens).logits, wanted) <= max(1e-6, 2 * rounding)
+
+
+NEW = 200
+PROMPTS = [[5, 17, 3], [60, 2, 9, 9, 31, 77, 12, 40], [99], [8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
+
+
+def generated(
+    config: RunConfig, topology: Topology, jobs: list[tuple[list[list[int]], Sampling, int]]
+) -> list[list[Continuation]]:
+    ctx = ParallelContext.create(topology, "cpu")
+    try:
+        session = session_of(config, ctx)
+        generator = Generator(InferenceModel(session, HFFolder(config.checkpoint.initial_weights).read),
+                              decode=lambda ids: "".join(chr(33 + i) for i in ids))
+        return [generator.generate(p, s, batch_size=b) for p, s, b in jobs]
+    finally:
+        ctx.close()
+
+
+def greedy(folder: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """transformers' greedy tokens, and how far the two best logits of each were apart."""
+    model = hf.loaded(folder)
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True, attention_mask=torch.ones(1, len(prompt)), pad_token_id=0,
+        )
+    best = [torch.topk(x[0].double(), 2).values for x in out.logits]
+    return out.sequences[0, len(prompt):].tolist(), [float(b[0] - b[1]) for b in best]
+
+
+GENERATE = {
+    "gpt2": lambda **c: hf.gpt2(256, **c), "neox": lambda **c: hf.neox(256, **c),
+    "llama": lambda **c: hf.llama(256, **c),
+}
+FOUR = {"llama": {"num_key_value_heads": 4}}
+"""For tp 4."""
+LAYOUTS = [Topology(tp=2), Topology(pp=2), Topology(tp=4, pp=1), Topology(tp=2, pp=2), Topology(pp=3),
+           Topology(pp=2, dp=2), Topology(tp=2, dp=2), Topology(2, 2, 2)]
+
+
+def check_greedy(found: list[Continuation], wanted: list[tuple[list[int], list[float]]], where: Any) -> None:
+    """Equal until the two best logits are within 1e-5, and that for long enough to say something."""
+    for mine, (tokens, gaps) in zip(found, wanted, strict=True):
+        sure = next((i for i, gap in enumerate(gaps) if gap < 1e-5), NEW)
+        assert sure > 50 and len(mine.tokens) == NEW
+        assert mine.tokens[:sure] == tokens[:sure], (where, sure)
+
+
+@pytest.mark.parametrize("case", GENERATE)
+def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    """Greedy: 200 tokens equal, of a batch and one by one; Llama with grouped queries on tp 2 × pp 2 too."""
+    folder = hf.saved(hf.reference(GENERATE[case]()), tmp_path / "m")
+    config, prompts = run_config(HFFolder(folder).model, folder), PROMPTS[1:3]
+    wanted = [greedy(folder, p, NEW) for p in prompts]
+    best = Sampling(max_new_tokens=NEW, temperature=0.0)
+    for found in generated(config, Topology(), [(prompts, best, 2), (prompts, best, 1)]):
+        check_greedy(found, wanted, "one process")
+    if case == "llama":
+        results = ranks.run(4, generated, config, Topology(tp=2, pp=2), [(prompts, best, 2)])
+        assert all(r == results[0] for r in results), "ranks differ"
+        check_greedy(results[0][0], wanted, "tp 2 x pp 2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GENERATE)
+def test_generation_on_every_layout(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    """The same on eight layouts, in a batch of four and one by one."""
+    folder = hf.saved(hf.reference(GENERATE[case](**FOUR.get(case, {}))), tmp_path / "m")
+    config = run_config(HFFolder(folder).model, folder)
+    wanted = [greedy(folder, p, NEW) for p in PROMPTS]
+    best = Sampling(max_new_tokens=NEW, temperature=0.0)
+    for topology in LAYOUTS:
+        jobs = [(PROMPTS, best, 4), (PROMPTS, best, 1)]
+        results = ranks.run(topology.world_size, generated, config, topology, jobs, timeout=280)
+        assert all(r == results[0] for r in results), "ranks differ"
+        for found in results[0]:
+            check_greedy(found, wanted, topology)
+
+
+def test_drawing_does_not_depend_on_layout_or_batch(ranks: RankPool, tmp_path: Path) -> None:
+    """Sampled tokens, stop strings and ids: equal on one rank, tp 2 × pp 2, pp 2 × dp 2, in batches of 1, 3, 4."""
+    folder = hf.saved(hf.reference(hf.llama(32)), tmp_path / "m")
+    config = run_config(HFFolder(folder).model, folder)
+    drawn = Sampling(max_new_tokens=40, temperature=1.0, top_k=20, top_p=0.9, seed=3)  # beyond the context of 32
+    first = generated(config, Topology(), [(PROMPTS, drawn, 4)])[0]
+    text = "".join(chr(33 + i) for i in first[0].tokens)
+    stopping = replace(drawn, stop_strings=(text[20:23],), stop_ids=(first[1].tokens[30],))
+    jobs = [(PROMPTS, s, b) for s, b in ((drawn, 1), (stopping, 3), (stopping, 4))]
+    alone = generated(config, Topology(), jobs)
+    assert alone[0] == first and all(len(c.tokens) == 40 and not c.stopped for c in first)
+    assert len({tuple(c.tokens) for c in first}) == 4
+    cut = alone[1][0]
+    assert cut.stopped and cut.text is not None and text.startswith(cut.text) and text[20:23] not in cut.text
+    assert alone[1][1].stopped and stopping.stop_ids[0] not in alone[1][1].tokens
+    assert alone[1] == alone[2]
+    for topology in (Topology(tp=2, pp=2), Topology(pp=2, dp=2)):
+        assert all(r == alone[:2] for r in ranks.run(4, generated, config, topology, jobs[:2]))
+
+
+def evaluated(
+    config: RunConfig, topology: Topology, tokens: torch.Tensor, strides: list[int], texts: list[tuple[list[int], int]]
+) -> tuple[list[tuple[float, int]], list[Score]]:
+    ctx = ParallelContext.create(topology, "cpu")
+    try:
+        engine = build_engine(config, ctx, providers_of(config), initialise=False)
+        folder = HFFolder(config.checkpoint.initial_weights)
+        engine.load_weights(folder.read)
+        stream = tokens.numpy()
+        found = [
+            perplexity(engine, ctx, lambda at, n: stream[at : at + n], len(stream), seq_length=config.model.seq_length,
+                       vocab_size=config.model.vocab_size, micro_batch_size=2, stride=stride)
+            for stride in strides
+        ]
+        scores = score(InferenceModel(session_of(config, ctx), folder.read), texts, batch_size=2)
+        return [(f.loss, f.tokens) for f in found], scores
+    finally:
+        ctx.close()
+
+
+def test_perplexity_and_scores_are_transformers(ranks: RankPool, tmp_path: Path) -> None:
+    """150 tokens in windows of 16, with and without overlap, and scores of texts, by both engines."""
+    folder = hf.saved(hf.reference(hf.llama(16)), tmp_path / "m")
+    model = hf.loaded(folder)
+    stream = torch.randint(0, hf.VOCABULARY, (150,), generator=torch.Generator().manual_seed(4))
+    texts = [(stream[:n].tolist(), c) for n, c in ((5, 2), (17, 16), (9, 1), (12, 4))]
+
+    def log_p(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            all_of = model(tokens[None, :-1]).logits[0].double().log_softmax(-1)
+        return all_of.gather(1, tokens[1:, None])[:, 0]
+
+    wanted = []
+    for stride in (16, 5):
+        total, at = 0.0, 0
+        while True:
+            window = log_p(stream[at : at + 17])
+            total -= float(window[0 if at == 0 else 16 - stride :].sum())
+            if at + 17 >= 150:
+                break
+            at += stride
+        wanted.append(total / 149)
+    scores = [float(log_p(torch.tensor(t))[-c:].sum()) for t, c in texts]
+    config = run_config(HFFolder(folder).model, folder)
+    cases: list[tuple[RunConfig, Topology, dict[str, Any]]] = [
+        (config, Topology(tp=2, pp=2), {}),
+        (run_config(HFFolder(folder).model, folder, engine="deepspeed", zero_stage=1), Topology(tp=2, dp=2),
+         {"deepspeed": True}),
+    ]
+    for case, topology, options in cases:
+        for found, told in ranks.run(4, evaluated, case, topology, stream, [16, 5], texts, **options):
+            for (loss, count), value in zip(found, wanted):
+                assert count == 149 and math.isclose(loss, value, rel_tol=1e-6), (topology, loss, value)
+            assert [s.log_probability for s in told] == pytest.approx(scores, rel=1e-5)
+
+
+def test_another_model_is_refused_with_the_numbers(ranks: RankPool, tmp_path: Path) -> None:
+    folder = hf.saved(hf.reference(hf.gpt2(16)), tmp_path / "m")
+    model = replace(HFFolder(folder).model, num_layers=4, activation="gelu")
+    with pytest.raises(AssertionError, match=r"num_layers is 3 there and 4 here.*activation is 'gelu_tanh' there"):
+        ranks.run(2, one_step, run_config(model, folder), Topology(tp=2), tmp_path / "ours")

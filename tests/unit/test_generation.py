@@ -1,0 +1,164 @@
+"""Drawing tokens, cutting streams and texts into windows, and a harness task end to end where lm-eval is installed."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.config import dump
+from megatron_port.config.checks import problems
+from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.data.tokenizer import ByteTokenizer
+from megatron_port.errors import ConfigError, DataError
+from megatron_port.model.cache import KeyValueCache
+from megatron_port.train.evaluation import _Cut, windows
+from megatron_port.train.generation import Sampling, draw, filter_logits
+from megatron_port.train.harness import Questions
+from megatron_port.train.scoring import score
+
+LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 3.0, 0.0, 0.5]])
+
+
+def test_filters_keep_the_likeliest() -> None:
+    assert filter_logits(LOGITS[0], top_k=2).isinf().tolist() == [True, False, False, True]
+    assert filter_logits(LOGITS, top_p=1e-9).isinf().sum(-1).tolist() == [3, 3]
+    mass = torch.softmax(LOGITS[0], -1).sort(descending=True).values.cumsum(-1)
+    kept = filter_logits(LOGITS, top_p=float(mass[1]) + 1e-6)[0]
+    assert (~kept.isinf()).tolist() == [True, True, True, False]
+    assert torch.equal(filter_logits(LOGITS), LOGITS)
+
+
+def test_draws_follow_the_distribution_and_the_keys() -> None:
+    """20,000 draws are within five sigma of the filtered probabilities; one at a time gives the same as a batch."""
+    count = 20_000
+    sampling = Sampling(temperature=0.7, top_k=3)
+    keys = torch.arange(count)
+    found = draw(LOGITS[:1].expand(count, 4), sampling, keys, 0)
+    wanted = torch.softmax(filter_logits(LOGITS[0] / 0.7, top_k=3).double(), -1)
+    shares = torch.bincount(found, minlength=4).double() / count
+    assert shares[3] == 0 and bool(((shares - wanted).abs() <= 5 * (wanted * (1 - wanted) / count).sqrt()).all())
+    assert [int(draw(LOGITS[:1], sampling, keys[i : i + 1], 0)) for i in range(20)] == found[:20].tolist()
+    assert draw(LOGITS[:1].expand(count, 4), sampling, keys, 1).tolist() != found.tolist()
+    assert draw(LOGITS, Sampling(temperature=0.0), keys[:2], 0).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_new_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}, {"top_k": -1}, {"stop_strings": ("",)}]
+)
+def test_senseless_sampling_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Sampling(**options)
+
+
+def test_a_cache_has_an_end() -> None:
+    with pytest.raises(ValueError, match="position 8 of a cache of 8"):
+        KeyValueCache(8).at([3, 8], torch.device("cpu"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.integers(2, 90), length=st.integers(1, 20), share=st.floats(0.01, 1.0))
+def test_each_token_is_predicted_once(tokens: int, length: int, share: float) -> None:
+    stride = max(1, int(length * share))
+    stream = np.arange(tokens)
+    cut = _Cut(lambda at, n: stream[at : at + n], tokens, length, stride, 1000)
+    seen = []
+    for window in range(windows(tokens, length, stride) + 2):
+        ids, counts = cut.row(window)
+        seen += ids[1:][counts > 0].tolist()
+    assert seen == list(range(1, tokens))
+
+
+class Untrained:
+    """What ``Questions`` needs of a model to cut texts."""
+
+    model = ModelConfig(seq_length=6)
+
+
+def test_texts_are_cut_as_the_harness_asks() -> None:
+    questions = Questions(Untrained(), ByteTokenizer())  # type: ignore[arg-type]
+    assert questions.pair("ab ", "c") == ([97, 98, 32, 99], 2)  # the blank belongs to what follows
+    assert questions.pair("", "xyz") == ([256, *b"xyz"], 3)
+    assert questions.pair("0123456789", "ab") == ([*b"56789ab"], 2)
+    found = questions.windows("0123456789abcde")
+    assert [(bytes(i for i in ids if i < 256), n) for ids, n in found] == [
+        (b"012345", 6), (b"56789ab", 6), (b"89abcde", 3),
+    ]
+    assert found[0][0][0] == 256 and questions.windows("") == []
+    with pytest.raises(DataError, match="at most model.seq_length"):
+        score(type("M", (), {"ctx": None, "model": Untrained.model})(), [([1] * 9, 2)])  # type: ignore[arg-type]
+
+
+def test_rope_options_are_checked() -> None:
+    def said(**changes: Any) -> str:
+        run = RunConfig(engine="native", data=replace(RunConfig().data, synthetic=True))
+        return " ".join(problems(replace(run, model=ModelConfig(**changes), layout=replace(run.layout, zero_stage=0))))
+
+    rope: dict[str, Any] = {"position_embedding": "rope"}
+    assert said(**rope, rotary_percent=0.25) == said(**rope, rope_scaling="linear", rope_factor=2.0) == ""
+    assert 'rotary_percent = 0.5 needs position_embedding = "rope"' in said(rotary_percent=0.5)
+    assert "is 5 elements; rope rotates pairs: use a multiple of 0.0625" in said(**rope, rotary_percent=0.17)
+    assert "needs rope_original_length" in said(**rope, rope_scaling="llama3")
+    assert "must be above rope_low_freq_factor" in said(
+        **rope, rope_scaling="llama3", rope_original_length=64, rope_low_freq_factor=4.0
+    )
+    assert "use none, linear, llama3" in said(**rope, rope_scaling="yarn")
+
+
+def test_new_fields_leave_the_hash_of_old_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At their defaults, fields that came later are not hashed: checkpoints from before them are of the same run."""
+    hashed: list[dict[str, Any]] = []
+    dumps = json.dumps
+
+    def spy(body: Any, **options: Any) -> str:
+        hashed.append(body["model"])
+        return dumps(body, **options)
+
+    monkeypatch.setattr(dump.json, "dumps", spy)
+    assert dump.config_hash(RunConfig()) != dump.config_hash(RunConfig(model=ModelConfig(parallel_residual=True)))
+    assert not set(hashed[0]) & set(dump._LATER) and "rope_theta" in hashed[0]
+    assert set(hashed[1]) & set(dump._LATER) == {"parallel_residual"}
+
+
+def test_a_task_of_the_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Multiple choice, rolling log-likelihood and generation on local files, through the command."""
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("transformers")
+    from megatron_port.cli.main import main
+    from megatron_port.interop import hf_tokenizer
+    from tests.unit import hf_models as hf
+
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    folder = hf.saved(hf.reference(hf.gpt2(64, vocab_size=257, eos_token_id=256)), tmp_path / "model")
+    hf_tokenizer._write(folder, hf_tokenizer._byte_json(), 257)
+    rows = [{"q": "one two", "choices": [" three", " cat"], "gold": 0, "text": "a b c d"} for _ in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    kinds = {
+        "multiple_choice": 'doc_to_text: "{{q}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: gold\n',
+        "loglikelihood_rolling": 'doc_to_text: ""\ndoc_to_target: "{{text}}"\n',
+    }
+    for kind, body in kinds.items():
+        (tmp_path / f"{kind}.yaml").write_text(
+            f"task: port_{kind}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n"
+            f"output_type: {kind}\ntest_split: test\n{body}"
+            f"metric_list: [{{metric: {'acc' if kind == 'multiple_choice' else 'bits_per_byte'}}}]\n"
+            "metadata: {version: 1.0}\n"
+        )
+    tasks = ",".join(f"port_{kind}" for kind in kinds)
+    out = tmp_path / "out.json"
+    command = ["evaluate", str(folder), "--tasks", tasks, "--include-path", str(tmp_path), "--json", str(out)]
+    assert main(command) == 0
+    found = json.loads(out.read_text())["results"]
+    assert found["port_multiple_choice"]["acc,none"] in (0.0, 1.0)
+    assert math.isfinite(found["port_loglikelihood_rolling"]["bits_per_byte,none"])
+    assert "port_multiple_choice" in capsys.readouterr().out
