@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ pytest.importorskip("transformers")
 
 RATE, HUGE = 0.5, 1e9
 """AdamW with an eps far above any gradient, and a rate of RATE × eps, is SGD with RATE."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products: more threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run_config(model: ModelConfig, source: Path, *, engine: str = "native", **layout: Any) -> RunConfig:
