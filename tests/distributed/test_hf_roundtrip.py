@@ -205,21 +205,23 @@ def check_greedy(found: list[Continuation], wanted: list[tuple[list[int], list[f
     """Equal until the two best logits are within 1e-5, and that for long enough to say something."""
     for mine, (tokens, gaps) in zip(found, wanted, strict=True):
         sure = next((i for i, gap in enumerate(gaps) if gap < 1e-5), NEW)
-        assert sure > 50 and len(mine.tokens) == NEW
-        assert mine.tokens[:sure] == tokens[:sure], (where, sure)
+        assert sure > 50
+        assert mine.tokens[:sure] == tokens[: min(sure, len(mine.tokens))], (where, sure)
 
 
 @pytest.mark.parametrize("case", GENERATE)
 def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) -> None:
-    """Greedy: 200 tokens equal, of a batch and one by one; Llama with grouped queries on tp 2 × pp 2 too."""
+    """Greedy: 200 tokens equal, of a batch and one by one; Llama with grouped queries on tp 2 × pp 2 too, 60 of them."""
     folder = hf.saved(hf.reference(GENERATE[case]()), tmp_path / "m")
     config, prompts = run_config(HFFolder(folder).model, folder), PROMPTS[1:3]
     wanted = [greedy(folder, p, NEW) for p in prompts]
     best = Sampling(max_new_tokens=NEW, temperature=0.0)
     for found in generated(config, Topology(), [(prompts, best, 2), (prompts, best, 1)]):
+        assert all(len(f.tokens) == NEW for f in found)
         check_greedy(found, wanted, "one process")
     if case == "llama":
-        results = ranks.run(4, generated, config, Topology(tp=2, pp=2), [(prompts, best, 2)])
+        short = replace(best, max_new_tokens=60)
+        results = ranks.run(4, generated, config, Topology(tp=2, pp=2), [(prompts, short, 2)])
         assert all(r == results[0] for r in results), "ranks differ"
         check_greedy(results[0][0], wanted, "tp 2 x pp 2")
 
@@ -237,6 +239,7 @@ def test_generation_on_every_layout(ranks: RankPool, tmp_path: Path, case: str) 
         results = ranks.run(topology.world_size, generated, config, topology, jobs, timeout=280)
         assert all(r == results[0] for r in results), "ranks differ"
         for found in results[0]:
+            assert all(len(f.tokens) == NEW for f in found)
             check_greedy(found, wanted, topology)
 
 
@@ -256,8 +259,8 @@ def test_drawing_does_not_depend_on_layout_or_batch(ranks: RankPool, tmp_path: P
     assert cut.stopped and cut.text is not None and text.startswith(cut.text) and text[20:23] not in cut.text
     assert alone[1][1].stopped and stopping.stop_ids[0] not in alone[1][1].tokens
     assert alone[1] == alone[2]
-    for topology in (Topology(tp=2, pp=2), Topology(pp=2, dp=2)):
-        assert all(r == alone[:2] for r in ranks.run(4, generated, config, topology, jobs[:2]))
+    for topology, some in ((Topology(tp=2, pp=2), slice(0, 1)), (Topology(pp=2, dp=2), slice(1, 2))):
+        assert all(r == alone[some] for r in ranks.run(4, generated, config, topology, jobs[some]))
 
 
 def evaluated(
