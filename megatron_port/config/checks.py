@@ -31,7 +31,6 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
     "optimizer.name": ("adamw",),
     "optimizer.decay": ("cosine", "linear", "constant"),
-    "data.tokenizer": ("auto", "byte", "gpt2"),
     "data.order": ("stateless", "megatron"),
     "backend.device": ("auto", "cpu", "cuda", "rocm"),
     "backend.own_kernels": ("auto", "on", "off"),
@@ -291,6 +290,12 @@ def _data_problems(config: RunConfig) -> list[str]:
     out = []
     if not data.train and not data.synthetic:
         out.append('data.train is empty; give prefixes of .bin/.idx pairs, or set data.synthetic = true')
+    known = ("auto", "byte", "gpt2")
+    if data.tokenizer not in known and not data.tokenizer.startswith(("tiktoken:", "hf:", "sentencepiece:")):
+        out.append(
+            f"data.tokenizer is {data.tokenizer!r}; it must be one of {', '.join(known)}, tiktoken:ENCODING, hf:FILE, "
+            f"sentencepiece:FILE{did_you_mean(data.tokenizer, list(known))}"
+        )
     if any(not prefix.strip() for prefix in data.train):
         out.append("data.train has an empty name; each entry is the prefix of a .bin/.idx pair")
     if data.weights and len(data.weights) != len(data.train):

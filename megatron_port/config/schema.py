@@ -206,9 +206,15 @@ class DataConfig:
     synthetic: bool = False
     """Draw reproducible random tokens instead of reading a corpus."""
     tokenizer: str = "auto"
-    """byte | gpt2 | auto (what the corpus' sidecar names)"""
+    """auto (what the corpus' sidecar names) | byte | gpt2 | tiktoken:ENCODING | hf:FILE | sentencepiece:FILE"""
     order: str = "stateless"
     """stateless (a permutation an epoch) | megatron (Megatron-LM's document order)"""
+    index_cache: str = ""
+    """Folder for the sample index of order megatron; empty: output_dir/data_cache. It is built once for each folder
+    that processes share (a node's own disk will do), or ahead of time by `data index`."""
+    pinned: bool = True
+    """A run that goes on stops with exit 4 if its corpora or their tokenizer are not those of its checkpoint; false: a
+    line says so and it goes on."""
     mask_eod_loss: bool = False
     """Leave out of the loss the predictions made at an end-of-document token (Megatron-LM's convention)."""
 

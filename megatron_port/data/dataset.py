@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_port.data import megatron_order as mo
+from megatron_port.data.index_cache import Make
 from megatron_port.data.indexed import IndexedDataset, bad_token
 from megatron_port.data.order import derive, mix, sample_at
 from megatron_port.errors import DataError
@@ -96,10 +97,12 @@ class MegatronGPTDataset:
     """Documents [first, end) of a corpus in Megatron-LM's order; the indices are built at the first sample.
 
     ``num_samples``: samples that the run draws (None: one epoch); the order depends on it.
+    ``check``: compare indices that are there with their hashes.
     """
 
     def __init__(self, data: IndexedDataset, *, first: int, end: int, seq_length: int, vocab_size: int,
-                 num_samples: int | None, seed: int, cache: Path) -> None:
+                 num_samples: int | None, seed: int, cache: Path, check: bool = False) -> None:
+        self.check = check
         self.data, self.first, self.end = data, first, end
         self.seq_length, self.vocab_size = seq_length, vocab_size
         self.num_samples, self.seed, self.cache = num_samples, seed, cache
@@ -117,12 +120,12 @@ class MegatronGPTDataset:
         key = mo.content_key("gpt", 1, self.first, self.end, self.seq_length, self.num_samples, self.seed,
                              arrays=[lengths])
 
-        def build() -> list[np.ndarray]:
-            made = mo.build_indices(lengths, self.first, self.end, seq_length=self.seq_length,
-                                    num_samples=self.num_samples, seed=self.seed)
-            return [made.document, made.sample, made.shuffle]
+        def build(make: Make) -> None:
+            mo.build_indices(lengths, self.first, self.end, seq_length=self.seq_length,
+                             num_samples=self.num_samples, seed=self.seed, make=make)
 
-        return mo.MegatronIndices(*mo.cached_arrays(self.cache, key, ("document", "sample", "shuffle"), build))
+        names = ("document", "sample", "shuffle")
+        return mo.MegatronIndices(*mo.cached_arrays(self.cache, key, names, build, check=self.check))
 
     def sample(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
@@ -184,6 +187,10 @@ class BlendedDataset:
     def __len__(self) -> int:
         """Samples until the first corpus has been used once; at least 1."""
         return max(1, min(len(d) * self.period // c for d, c in zip(self.datasets, self.counts)))
+
+    def order(self) -> Sequence[np.ndarray] | None:
+        """The given order, made now if it was not yet."""
+        return self._given
 
     @cached_property
     def _given(self) -> Sequence[np.ndarray] | None:

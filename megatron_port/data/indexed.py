@@ -1,192 +1,31 @@
-"""Token files in Megatron's ``.bin/.idx`` format, with a sidecar that says what they hold.
-
-``.bin`` is the flat stream of token ids. ``.idx`` is, little-endian: ``MMIDIDX\\0\\0``,
-version 1 (u64), dtype code (u8), number of sequences N (u64), number of document
-boundaries D (u64), lengths i32[N], byte offsets i64[N], documents i64[D] (the first
-sequence of each document, then N): exactly 34 + 12 N + 8 D bytes. Our writer makes
-one sequence of each document. ``.meta.json`` is ours; other readers ignore it.
-"""
+"""Reading token files in Megatron's ``.bin/.idx`` format (``data.format`` says how they look)."""
 
 from __future__ import annotations
 
-import json
-import os
 import struct
-import tempfile
-from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
-import xxhash
 
-from megatron_port.data.files import atomic_file, fsync_directory, write_bytes
+from megatron_port.data.format import (
+    CHUNK,
+    DTYPES,
+    HEADER_BYTES,
+    MAGIC,
+    CorpusMeta,
+    bin_path,
+    idx_path,
+    meta_path,
+    read_meta,
+    token_dtype,
+)
+from megatron_port.data.writer import IndexedWriter
 from megatron_port.errors import DataError
-from megatron_port.runtime.permissions import file_mode
 
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER_BYTES = 34
-DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-CHUNK = 1 << 20
-META_BYTES = 1 << 16
-"""More than any sidecar has; nothing larger is read."""
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """u16 below 65500 ids, else i32 (Megatron's rule)."""
-    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusMeta:
-    """What the sidecar ``<prefix>.meta.json`` records."""
-
-    tokenizer: str
-    """Name for ``data.tokenizer.get_tokenizer``."""
-    vocab_size: int
-    eod_id: int
-    """-1: documents carry no end token."""
-    documents: int = 0
-    tokens: int = 0
-    source_bytes: int = 0
-    """Bytes of text that were tokenized."""
-    source_files: int = 0
-    source_xxh3: str = ""
-    """xxh3-128 over the input files' bytes, in order."""
-    bin_xxh3: str = ""
-    """xxh3-128 of the .bin file."""
-    format: int = 1
-
-
-def bin_path(prefix: str | Path) -> Path:
-    """``<prefix>.bin``."""
-    return Path(f"{prefix}.bin")
-
-
-def idx_path(prefix: str | Path) -> Path:
-    """``<prefix>.idx``."""
-    return Path(f"{prefix}.idx")
-
-
-def meta_path(prefix: str | Path) -> Path:
-    """``<prefix>.meta.json``."""
-    return Path(f"{prefix}.meta.json")
-
-
-def read_meta(prefix: str | Path) -> CorpusMeta | None:
-    """The sidecar, or None where there is none (a corpus of another program). DataError: it is damaged."""
-    path = meta_path(prefix)
-    try:
-        size = path.stat().st_size
-        if size > META_BYTES:
-            raise DataError(f"{path}: {size} bytes; a sidecar has at most {META_BYTES}. Prepare the corpus again")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        known = {f.name: raw[f.name] for f in fields(CorpusMeta) if f.name in raw}
-        for name, value in known.items():
-            number = CorpusMeta.__annotations__[name] == "int"
-            if (type(value) is not int or not -1 <= value < 1 << 63) if number else type(value) is not str:
-                raise ValueError(f"{name} is {value!r:.60}")
-        return CorpusMeta(**known)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path}: not a readable sidecar ({error}); prepare the corpus again") from error
-
-
-class IndexedWriter:
-    """Writes a corpus document by document; the pair appears under its name only when it is whole.
-
-    A context manager: leaving it well commits (``.bin``, sidecar, ``.idx`` last), leaving
-    it by an exception removes what was written. Memory: 4 bytes a document.
-    """
-
-    def __init__(self, prefix: str | Path, *, vocab_size: int) -> None:
-        self.prefix = Path(prefix)
-        self.vocab_size = vocab_size
-        self.dtype = token_dtype(vocab_size)
-        self.lengths = array("i")
-        self.tokens = 0
-        self._hash = xxhash.xxh3_128()
-        self._meta: CorpusMeta | None = None
-        self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        handle, self._temporary = tempfile.mkstemp(prefix=f".{self.prefix.name}.bin.", suffix=".tmp",
-                                                   dir=self.prefix.parent)
-        self._stream: BinaryIO = os.fdopen(handle, "wb", buffering=CHUNK)
-
-    def __enter__(self) -> IndexedWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.abort()
-
-    def add_document(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append one document. DataError: an id lies outside the vocabulary, or the document is too long."""
-        wide = np.asarray(ids, dtype=np.int64)
-        if wide.size >= 2**31:
-            raise DataError(f"{self.prefix}: document {len(self.lengths)} has {wide.size} tokens; at most 2^31 - 1 fit")
-        if wide.size and (int(wide.min()) < 0 or int(wide.max()) >= self.vocab_size):
-            at = int(np.flatnonzero((wide < 0) | (wide >= self.vocab_size))[0])
-            raise DataError(
-                f"{self.prefix}: document {len(self.lengths)}, position {at}: token id {int(wide[at])} "
-                f"is outside the vocabulary of {self.vocab_size}"
-            )
-        data = wide.astype(self.dtype).tobytes()
-        self._stream.write(data)
-        self._hash.update(data)
-        self.lengths.append(wide.size)
-        self.tokens += wide.size
-
-    def describe(self, meta: CorpusMeta) -> None:
-        """Set the sidecar; counts and the hash of the .bin are filled in at commit."""
-        self._meta = meta
-
-    def commit(self) -> None:
-        """Give the files their names."""
-        try:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
-            os.chmod(self._temporary, file_mode())
-            # An old index beside a new .bin would describe the wrong bytes after a crash in between.
-            idx_path(self.prefix).unlink(missing_ok=True)
-            os.replace(self._temporary, bin_path(self.prefix))
-            fsync_directory(self.prefix.parent)
-            if self._meta is None:
-                meta_path(self.prefix).unlink(missing_ok=True)
-            else:
-                counts = {"documents": len(self.lengths), "tokens": self.tokens, "bin_xxh3": self._hash.hexdigest()}
-                text = json.dumps({**asdict(self._meta), **counts}, indent=2) + "\n"
-                write_bytes(meta_path(self.prefix), text.encode())
-            self._write_index()
-        except BaseException:
-            self.abort()
-            raise
-
-    def abort(self) -> None:
-        """Forget everything written so far."""
-        self._stream.close()
-        Path(self._temporary).unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
-        count = len(self.lengths)
-        code = next(c for c, name in DTYPES.items() if np.dtype(name) == self.dtype)
-        lengths = np.frombuffer(self.lengths, dtype=np.int32)
-        with atomic_file(idx_path(self.prefix)) as stream:
-            stream.write(MAGIC + struct.pack("<QBQQ", 1, code, count, count + 1))
-            stream.write(lengths.astype("<i4").tobytes())
-            offset = 0
-            for start in range(0, count, CHUNK):
-                ends = np.cumsum(lengths[start:start + CHUNK], dtype=np.int64) * self.dtype.itemsize
-                stream.write((offset + np.concatenate(([0], ends[:-1]))).astype("<i8").tobytes())
-                offset += int(ends[-1])
-            for start in range(0, count + 1, CHUNK):
-                stream.write(np.arange(start, min(start + CHUNK, count + 1), dtype="<i8").tobytes())
+__all__ = ["CorpusMeta", "IndexedDataset", "IndexedWriter", "bad_token", "bin_path", "idx_path", "meta_path",
+           "read_meta", "token_dtype", "unigram_entropy"]
 
 
 class IndexedDataset:
@@ -297,40 +136,12 @@ class IndexedDataset:
                 raise bad_token(self.prefix, position + at, int(tokens[at]), vocab_size)
 
     def verify(self) -> list[str]:
-        """Read everything: offsets, document order, ids and the hash of the sidecar. What was checked, in words.
+        """Read everything and check it (``data.verify``). What was checked, in words. DataError: what does not hold."""
+        from megatron_port.data.verify import verify
 
-        Raises:
-            DataError: the first thing that does not hold.
-        """
-        done = [f"sizes: {self.num_sequences} sequences, {self.num_documents} documents, {self.num_tokens} tokens"]
-        position = 0
-        for start in range(0, self.num_sequences, CHUNK):
-            ends = position + np.cumsum(self.lengths[start:start + CHUNK], dtype=np.int64)
-            starts = np.concatenate(([position], ends[:-1])) * self.dtype.itemsize
-            wrong = np.flatnonzero(starts != self.pointers[start:start + CHUNK])
-            if wrong.size:
-                raise DataError(f"{idx_path(self.prefix)}: sequence {start + int(wrong[0])} has a wrong byte offset")
-            position = int(ends[-1])
-        for start in range(0, len(self.documents), CHUNK):
-            if np.any(np.diff(self.documents[start:start + CHUNK + 1]) < 0):
-                raise DataError(f"{idx_path(self.prefix)}: document boundaries go backwards after entry {start}")
-        done.append("offsets and document boundaries are consistent")
-        if self.meta is None:
-            return [*done, "no sidecar: ids and contents could not be checked"]
-        if (self.meta.tokens, self.meta.documents) != (self.num_tokens, self.num_documents):
-            raise DataError(f"{meta_path(self.prefix)}: says {self.meta.tokens} tokens in {self.meta.documents} "
-                            f"documents, the index {self.num_tokens} in {self.num_documents}")
-        self.check_ids(self.meta.vocab_size)
-        done.append(f"every id is below {self.meta.vocab_size}")
-        if self.meta.bin_xxh3:
-            digest = xxhash.xxh3_128()
-            for _, tokens in self.chunks():
-                digest.update(tokens.tobytes())
-            if digest.hexdigest() != self.meta.bin_xxh3:
-                raise DataError(f"{bin_path(self.prefix)}: xxh3-128 is {digest.hexdigest()}, the sidecar says "
-                                f"{self.meta.bin_xxh3}; the file is damaged, prepare it again")
-            done.append(f"xxh3-128 {self.meta.bin_xxh3} matches")
-        return done
+        report = verify(self.prefix)
+        report.raise_if_bad()
+        return report.checked
 
 
 def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ from megatron_port.data.dataset import (
     split_positions,
     too_small,
 )
+from megatron_port.data.format import tokenizer_name
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.order import derive
+from megatron_port.data.pins import check_tokenizers, pins
 from megatron_port.engine.api import MicroBatch
 from megatron_port.errors import DataError
 
@@ -106,6 +109,10 @@ class Loaders:
     """None: synthetic tokens, or a corpus that does not say."""
     eod_id: int
     """-1: unknown."""
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    """Name, vocab_size, eod_id and hash, by the sidecars; empty: unknown."""
+    pins: list[dict[str, Any]] = field(default_factory=list)
+    """What each corpus is (``data.pins``), for checkpoints."""
 
     def eval_batches(self, split: str, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
         """Sequential batches of ``valid`` or ``test``. DataError: the split is empty."""
@@ -115,32 +122,48 @@ class Loaders:
         return loader.eval_batches(batches, global_batch)
 
 
-def _tokenizer(run: RunConfig, corpora: Sequence[IndexedDataset]) -> tuple[str | None, int]:
-    """(name, eod id) that the sidecars agree on. DataError: they do not, or the model is too small."""
-    known: dict[tuple[str, int], Path] = {}
-    metas: list[tuple[Path, CorpusMeta]] = [(c.prefix, c.meta) for c in corpora if c.meta is not None]
-    for prefix, meta in metas:
-        known.setdefault((meta.tokenizer, meta.eod_id), prefix)
+def _tokenizer(run: RunConfig, corpora: Sequence[IndexedDataset]) -> tuple[str | None, int, dict[str, Any]]:
+    """(name, eod id, identity) that the sidecars agree on. DataError: they do not, or the model is too small."""
+    metas: list[tuple[IndexedDataset, CorpusMeta]] = [(c, c.meta) for c in corpora if c.meta is not None]
+    for corpus, meta in metas:
         if meta.vocab_size > run.model.vocab_size:
-            raise DataError(f"{meta_path(prefix)}: tokenizer {meta.tokenizer} has {meta.vocab_size} ids, the model "
-                            f"{run.model.vocab_size}; set model.vocab_size = {meta.vocab_size}")
-    if len(known) > 1:
+            raise DataError(f"{meta_path(corpus.prefix)}: tokenizer {meta.tokenizer} has {meta.vocab_size} ids, the "
+                            f"model {run.model.vocab_size}; set model.vocab_size = {meta.vocab_size}")
+    # By hash where all have one: the same tokenizer lies beside each corpus that it made, under another name.
+    hashed = all(meta.tokenizer_hash for _, meta in metas)
+    if len({(meta.tokenizer_hash if hashed else meta.tokenizer, meta.eod_id) for _, meta in metas}) > 1:
         raise DataError("data.train: corpora of different tokenizers cannot be blended: "
-                        + ", ".join(f"{p} ({n}, eod {e})" for (n, e), p in known.items()))
+                        + ", ".join(f"{c.prefix} ({m.tokenizer}, hash {m.tokenizer_hash[:12] or 'unknown'}, eod "
+                                    f"{m.eod_id})" for c, m in metas))
     asked = run.data.tokenizer
-    if known:
-        (name, eod), prefix = next(iter(known.items()))
-        if asked not in ("auto", name):
-            raise DataError(f"data.tokenizer is {asked}, but {prefix} was made with {name}; "
-                            "set data.tokenizer = \"auto\" or prepare the corpus again")
-        return name, eod
+    if metas:
+        corpus, meta = metas[0]
+        if asked not in ("auto", meta.tokenizer):
+            _check_asked(asked, corpus, meta)
+        found = {"name": meta.tokenizer, "vocab_size": meta.vocab_size, "eod_id": meta.eod_id}
+        return tokenizer_name(corpus.prefix, meta), meta.eod_id, {**found, "hash": meta.tokenizer_hash}
     if asked != "auto":
-        from megatron_port.data.tokenizer import get_tokenizer
-        return asked, get_tokenizer(asked).eod_id
+        from megatron_port.data.tokenizer import get_tokenizer, identity_of
+        tokenizer = get_tokenizer(asked)
+        return asked, tokenizer.eod_id, identity_of(tokenizer)
     if run.data.mask_eod_loss:
         raise DataError(f"data.mask_eod_loss: {corpora[0].prefix} has no sidecar that names its end-of-document id; "
                         "set data.tokenizer")
-    return None, -1
+    return None, -1, {}
+
+
+def _check_asked(asked: str, corpus: IndexedDataset, meta: CorpusMeta) -> None:
+    """``data.tokenizer`` is not the sidecar's name; only a hash can say that it is the same. Raises DataError."""
+    from megatron_port.data.tokenizer import NAMES, identity
+
+    if asked in NAMES or meta.tokenizer in NAMES or identity(asked)["hash"] != meta.tokenizer_hash:
+        raise DataError(f"data.tokenizer is {asked}, but {corpus.prefix} was made with {meta.tokenizer}; "
+                        "set data.tokenizer = \"auto\" or prepare the corpus again")
+
+
+def index_folder(run: RunConfig) -> Path:
+    """Where sample indices of Megatron's order are kept."""
+    return Path(run.data.index_cache) if run.data.index_cache else Path(run.output_dir) / "data_cache"
 
 
 def _stateless(run: RunConfig, corpora: Sequence[IndexedDataset]) -> list[TokenDataset | None]:
@@ -168,8 +191,9 @@ def _joined(parts: Sequence[TokenDataset], shares: Sequence[float]) -> TokenData
     return BlendedDataset(parts, shares)
 
 
-def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int) -> list[TokenDataset | None]:
-    s, cache = run.model.seq_length, Path(run.output_dir) / "data_cache"
+def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int, *,
+              check: bool = False) -> list[TokenDataset | None]:
+    s, cache = run.model.seq_length, index_folder(run)
     ranges = [mo.split_ranges(run.data.split, c.num_sequences) for c in corpora]
     tokens = [[c.sequence_start(end) - c.sequence_start(first) for first, end in r] for c, r in zip(corpora, ranges)]
     made: list[TokenDataset | None] = []
@@ -183,13 +207,14 @@ def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: 
         if split == "train":
             wanted = list(mo.blend_sizes(weights, train_samples)) if len(usable) > 1 else [train_samples]
         parts = [MegatronGPTDataset(corpora[i], first=ranges[i][index][0], end=ranges[i][index][1], seq_length=s,
-                                    vocab_size=run.model.vocab_size, num_samples=n, seed=run.seed, cache=cache)
+                                    vocab_size=run.model.vocab_size, num_samples=n, seed=run.seed, cache=cache,
+                                    check=check)
                  for i, n in zip(usable, wanted)]
         if split == "train" and len(parts) > 1:
             key = mo.content_key("blend", 1, weights, train_samples)
             # Bound now: it is called at the first sample, when the loop's names belong to another split.
             build = partial(mo.build_blend, weights, train_samples)
-            order = partial(mo.cached_arrays, cache, key, ("corpus", "sample"), build)
+            order = partial(mo.cached_arrays, cache, key, ("corpus", "sample"), build, check=check)
             made.append(BlendedDataset(parts, weights, order=order))
         else:
             made.append(_joined(parts, weights))
@@ -209,6 +234,8 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     run, data = run_config, run_config.data
     name: str | None = None
     eod = -1
+    tokenizer: dict[str, Any] = {}
+    pinned: list[dict[str, Any]] = []
     sets: list[TokenDataset | None]
     if data.synthetic:
         sets = [SyntheticDataset(seq_length=run.model.seq_length, vocab_size=run.model.vocab_size,
@@ -220,7 +247,10 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
             raise DataError(f"data.weights: {len(data.weights)} weights for {len(data.train)} corpora; "
                             "give one for each, or none")
         corpora = [IndexedDataset(prefix) for prefix in data.train]
-        name, eod = _tokenizer(run, corpora)
+        name, eod, tokenizer = _tokenizer(run, corpora)
+        pinned = pins(corpora)
+        if dp_rank == 0 and need_tokens:  # a few ranks are enough, and files are not read by thousands
+            check_tokenizers(corpora)
         if data.order == "megatron":
             total = train_samples or run.training.steps * run.batch.global_batch_size
             sets = _megatron(run, corpora, total)
@@ -235,4 +265,29 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
         dp_size=dp_size, seed=run.seed, eod_id=eod, mask_eod_loss=data.mask_eod_loss,
         need_tokens=need_tokens, need_labels=need_labels) for d in sets]
     assert loaders[0] is not None, "the training split was checked above"
-    return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod)
+    return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod,
+                   tokenizer=tokenizer, pins=pinned)
+
+
+def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> list[str]:
+    """Make what ``data.order = "megatron"`` needs, or check what is there against its hashes; a line for each part.
+
+    Raises:
+        DataError: as :func:`build_loaders`, or the folder cannot be written.
+    """
+    data = run.data
+    if data.synthetic or data.order != "megatron":
+        return [f'data.order = "{data.order}" keeps no index: sample k is computed from k']
+    total = train_samples or run.training.steps * run.batch.global_batch_size
+    corpora = [IndexedDataset(prefix) for prefix in data.train]
+    lines = []
+    for split, dataset in zip(SPLITS, _megatron(run, corpora, total, check=True)):
+        parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+        if isinstance(dataset, BlendedDataset):
+            dataset.order()
+        for part in parts:
+            if isinstance(part, MegatronGPTDataset):
+                made = part.indices
+                size = sum(a.nbytes for a in (made.document, made.sample, made.shuffle))
+                lines.append(f"{split:5} {part.data.prefix}: {len(part)} samples, {size} bytes")
+    return lines

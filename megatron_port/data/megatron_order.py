@@ -4,21 +4,20 @@ Documents are repeated for as many epochs as the run needs and shuffled, cut int
 samples of s + 1 tokens at stride s, and the samples are shuffled again. The arrays are
 byte-equal to those of megatron-core 0.16.1 (``GPTDataset``, ``BlendedDataset``) with its
 defaults: the last partial sample dropped, one extra token for the labels. Unlike the
-stateless order they grow with the run: 4 bytes a document and epoch, 12 bytes a sample.
+stateless order they grow with the run: 4 bytes a document and epoch, 12 bytes a sample;
+they are made in files (``data.index_cache``), not in memory.
 "Document" means a sequence of the index, as it does there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 
 import numpy as np
-import xxhash
 
-from megatron_port.data.files import atomic_file
+from megatron_port.data.index_cache import Make, cached_arrays, content_key, in_memory
 
 SEPARATE_BELOW = 0.80
 """A last epoch that is used to less than this share is shuffled apart from the others."""
@@ -59,9 +58,11 @@ def samples_built(tokens_per_epoch: int, seq_length: int, num_samples: int | Non
 
 
 def build_indices(
-    lengths: np.ndarray, first: int, end: int, *, seq_length: int, num_samples: int | None, seed: int
+    lengths: np.ndarray, first: int, end: int, *, seq_length: int, num_samples: int | None, seed: int,
+    make: Make = in_memory,
 ) -> MegatronIndices:
-    """The three arrays for documents [first, end) of a corpus with document ``lengths`` (i32)."""
+    """The three arrays for documents [first, end) of a corpus with document ``lengths`` (i32), filled where ``make``
+    puts them. Beside them memory stays within a few ``CHUNK``."""
     tokens = int(np.sum(lengths[first:end], dtype=np.int64))
     if tokens <= seq_length:
         raise ValueError(f"{tokens} tokens do not hold a sample of {seq_length} + 1")
@@ -74,36 +75,40 @@ def build_indices(
         separate = num_samples - before < int(SEPARATE_BELOW * ((tokens - 1) // seq_length))
         whole = before if separate else total
     random = np.random.RandomState(seed)
-    documents = np.arange(first, end, dtype=np.int32)
-    parts = []
-    for repeats in ([epochs - 1, 1] if separate else [epochs]):
-        part = np.tile(documents, repeats)
+    count = end - first
+    document = make("document", np.int32, (epochs * count,))
+    for epoch in range(epochs):
+        document[epoch * count:(epoch + 1) * count] = np.arange(first, end, dtype=np.int32)
+    cut = (epochs - 1) * count
+    for part in ([document[:cut], document[cut:]] if separate else [document]):
         random.shuffle(part)
-        parts.append(part)
-    document = np.concatenate(parts)
-    sample = _sample_index(lengths, document, seq_length, total)
+    largest = max(len(document), int(lengths.max()))
+    sample = make("sample", np.int32 if largest <= np.iinfo(np.int32).max else np.int64, (total + 1, 2))
+    _fill_samples(sample, lengths, document, seq_length)
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
-    shuffles = []
-    for lo, hi in ([(0, whole), (whole, total)] if whole != total else [(0, total)]):
-        shuffle = np.arange(lo, hi, dtype=dtype)
-        random.shuffle(shuffle)
-        shuffles.append(shuffle)
-    return MegatronIndices(document, sample, np.concatenate(shuffles))
+    shuffle = make("shuffle", dtype, (total,))
+    for lo in range(0, total, CHUNK):
+        shuffle[lo:lo + CHUNK] = np.arange(lo, min(lo + CHUNK, total), dtype=dtype)
+    for part in ([shuffle[:whole], shuffle[whole:]] if whole != total else [shuffle]):
+        random.shuffle(part)
+    return MegatronIndices(document, sample, shuffle)
 
 
-def _sample_index(lengths: np.ndarray, document: np.ndarray, seq_length: int, total: int) -> np.ndarray:
+def _fill_samples(index: np.ndarray, lengths: np.ndarray, document: np.ndarray, seq_length: int) -> None:
     # Sample k starts at token k·s of the documents laid end to end: a search in the running sum of lengths.
-    sizes = np.asarray(lengths)[document]
-    ends = np.cumsum(sizes, dtype=np.int64)
-    largest = max(len(document), int(np.asarray(lengths).max()))
-    index = np.empty((total + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
-    for lo in range(0, total + 1, CHUNK):
-        position = np.arange(lo, min(lo + CHUNK, total + 1), dtype=np.int64) * seq_length
-        entry = np.searchsorted(ends, position, side="right")
-        index[lo:lo + CHUNK, 0] = entry
-        index[lo:lo + CHUNK, 1] = position - (ends[entry] - sizes[entry])
+    begun = done = 0
+    for lo in range(0, len(document), CHUNK):
+        sizes = np.asarray(lengths)[document[lo:lo + CHUNK]]
+        ends = begun + np.cumsum(sizes, dtype=np.int64)
+        last = int(ends[-1])
+        stop = min(-(-last // seq_length), len(index))
+        for first in range(done, stop, CHUNK):
+            position = np.arange(first, min(first + CHUNK, stop), dtype=np.int64) * seq_length
+            entry = np.searchsorted(ends, position, side="right")
+            index[first:first + len(position), 0] = lo + entry
+            index[first:first + len(position), 1] = position - (ends[entry] - sizes[entry])
+        begun, done = last, max(done, stop)
     index[0] = 0  # even where the first document is empty
-    return index
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -117,12 +122,12 @@ def blend_sizes(weights: Sequence[float], size: int) -> list[int]:
     return [int(ceil(ceil(size * w) * (1 + SURPLUS))) for w in normalized(weights)]
 
 
-def build_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+def build_blend(weights: Sequence[float], size: int, make: Make = in_memory) -> tuple[np.ndarray, np.ndarray]:
     """(corpus i16 [size], its sample i64 [size]): each sample goes to the corpus that lags its weight most."""
     share = np.asarray(normalized(weights), dtype=np.float64)
     counts = np.zeros(len(share))
     error = np.empty_like(share)
-    corpus, sample = np.empty(size, np.int16), np.empty(size, np.int64)
+    corpus, sample = make("corpus", np.int16, (size,)), make("sample", np.int64, (size,))
     for i in range(size):
         np.multiply(share, max(float(i), 1.0), out=error)
         error -= counts
@@ -132,29 +137,5 @@ def build_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
     return corpus, sample
 
 
-def content_key(*parts: object, arrays: Sequence[np.ndarray] = ()) -> str:
-    """A file name for what ``parts`` and the contents of ``arrays`` determine."""
-    digest = xxhash.xxh3_128(repr(parts).encode())
-    for values in arrays:
-        for start in range(0, len(values), CHUNK):
-            digest.update(np.ascontiguousarray(values[start:start + CHUNK]).tobytes())
-    return digest.hexdigest()
-
-
-def cached_arrays(
-    directory: Path, key: str, names: Sequence[str], build: Callable[[], Sequence[np.ndarray]]
-) -> list[np.ndarray]:
-    """The arrays of ``build``, memory-mapped from ``directory/<key>-<name>.npy``; made and saved when absent.
-
-    Every process may build: files appear whole by a rename and all writers write the same bytes, so
-    neither a shared nor a node-local directory needs a leader.
-    """
-    paths = [directory / f"{key}-{name}.npy" for name in names]
-    try:
-        return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
-    except (OSError, ValueError):
-        pass  # absent, or damaged: made anew
-    for path, values in zip(paths, build()):
-        with atomic_file(path) as stream:
-            np.save(stream, values, allow_pickle=False)
-    return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
+__all__ = ["CHUNK", "SEPARATE_BELOW", "SURPLUS", "MegatronIndices", "blend_sizes", "build_blend", "build_indices",
+           "cached_arrays", "content_key", "epochs_needed", "normalized", "samples_built", "split_ranges"]

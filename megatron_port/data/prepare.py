@@ -1,24 +1,53 @@
-"""Text to a token corpus: plain files, trees of them, or JSON lines."""
+"""Text to a token corpus: on several cores, resumable, and either whole or absent.
+
+The parent reads, cuts blocks and writes; workers parse and tokenize (``workers``). The unfinished files are in
+``.PREFIX.prepare`` beside the corpus, with a journal that says, every ``SAVE_BYTES`` of input, how far they are good.
+A later call with the same inputs and options reads the sources again, checks that they are the same bytes, and
+tokenizes only what is missing.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
+import os
+import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import xxhash
 
-from megatron_port.data.indexed import CorpusMeta, IndexedWriter
-from megatron_port.data.tokenizer import Tokenizer
-from megatron_port.errors import DataError
+from megatron_port.data import sources
+from megatron_port.data.files import write_bytes
+from megatron_port.data.format import CorpusMeta, token_dtype
+from megatron_port.data.records import EXAMPLES, POLICIES, SKIP, STOP, Encoded, Recipe, encode_block
+from megatron_port.data.sources import Block, Reader, ReadOptions, find_sources
+from megatron_port.data.tokenizer import Tokenizer, identity_of
+from megatron_port.data.workers import ordered
+from megatron_port.data.writer import IndexedWriter, Written
+from megatron_port.errors import DataError, PortError
 
-MAX_DOCUMENT_BYTES = 4 << 20
-"""A plain-text document is cut at the next blank line after this, or at twice this at the next line end."""
+SAVE_BYTES = 256 << 20
+"""Input between two entries of the journal."""
+JOURNAL, LOCK = "journal.json", "lock"
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes read, bytes in all) after each document."""
+
+@dataclass(frozen=True)
+class Progress:
+    """Where ``prepare`` stands."""
+
+    done: int
+    """Bytes of the input files read."""
+    total: int
+    text: int
+    """Bytes of (unpacked) records tokenized by this call."""
+    tokens: int
+    """Written so far, earlier calls included."""
 
 
 @dataclass(frozen=True)
@@ -29,155 +58,245 @@ class PrepareResult:
     documents: int
     tokens: int
     source_bytes: int
+    left_out: int = 0
+    repaired: int = 0
+    notes: tuple[str, ...] = ()
+    """The first damaged records, in words."""
+    resumed_documents: int = 0
+    """Documents that an earlier, interrupted call had made."""
 
 
-def source_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The files to read, in order: files as given; of a directory every .txt and .jsonl below it, sorted.
+@dataclass(frozen=True)
+class _Journal:
+    """How far the unfinished files are good."""
 
-    Raises:
-        DataError: a path does not exist or a directory holds no text.
-    """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl") and p.is_file())
-            if not inside:
-                raise DataError(f"{path}: no .txt or .jsonl file below this directory")
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise DataError(f"{path}: no such file or directory")
-    return found
+    recipe: str
+    """Hash of all that the blocks and their tokens depend on, but the inputs' bytes."""
+    blocks: int = 0
+    payload_xxh3: str = ""
+    """Over the records of those blocks."""
+    written: Written = field(default_factory=lambda: Written(0, 0))
+    left_out: int = 0
+    repaired: int = 0
+    notes: tuple[str, ...] = ()
 
+    @classmethod
+    def read(cls, path: Path) -> _Journal | None:
+        """None: there is none that can be used."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{**raw, "written": Written(**raw["written"]), "notes": tuple(raw["notes"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
 
-class _HashedLines:
-    """Lines of a file as bytes; hashes and counts what passes."""
-
-    def __init__(self, digest: xxhash.xxh3_128) -> None:
-        self.digest, self.count = digest, 0
-
-    def of(self, path: Path) -> Iterator[bytes]:
-        with open(path, "rb", buffering=1 << 20) as stream:
-            # A bounded readline: a file without line ends must not be read whole.
-            while line := stream.readline(MAX_DOCUMENT_BYTES):
-                self.digest.update(line)
-                self.count += len(line)
-                yield line
+    def after(self, digest: str, made: Encoded, written: Written) -> _Journal:
+        """With one block more."""
+        return replace(
+            self, blocks=self.blocks + 1, payload_xxh3=digest, written=written, left_out=self.left_out + made.left_out,
+            repaired=self.repaired + made.repaired, notes=(*self.notes, *made.notes)[:EXAMPLES])
 
 
-def _decode(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: byte {data[error.start]:#x} is not UTF-8; convert the file, "
-                        "for instance with iconv -f latin1 -t utf-8") from error
-
-
-def _plain_documents(lines: Iterator[bytes], where: str, blank_lines: int) -> Iterator[str]:
-    held: list[bytes] = []
-    size = blanks = 0
-    rest = b""
-    for line in lines:
-        if not line.strip() and line.endswith(b"\n"):
-            blanks += 1
-        else:
-            rule = bool(blank_lines) and blanks >= blank_lines
-            large = size >= MAX_DOCUMENT_BYTES and (blanks > 0 or size >= 2 * MAX_DOCUMENT_BYTES)
-            if held and (rule or large):
-                data = b"".join(held)
-                # A bounded readline may have stopped inside a character; carry its bytes over.
-                keep = 0 if data.endswith(b"\n") else _unfinished(data)
-                rest = data[len(data) - keep:]
-                yield _decode(data[:len(data) - keep], where)
-                held, size = [rest] if rest else [], len(rest)
-            blanks = 0
-        held.append(line)
-        size += len(line)
-    if held:
-        yield _decode(b"".join(held), where)
-
-
-def _unfinished(data: bytes) -> int:
-    """Bytes at the end that begin a UTF-8 character which is not complete."""
-    for back in range(1, min(4, len(data) + 1)):
-        byte = data[-back]
-        if byte >= 0xC0:
-            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return back if back < length else 0
-        if byte < 0x80:
-            return 0
-    return 0
-
-
-def _json_documents(lines: Iterator[bytes], where: str, key: str) -> Iterator[str]:
-    pending = b""
-    number = 0
-    for part in lines:
-        pending += part
-        if not part.endswith(b"\n"):
-            continue  # a longer line than one bounded read
-        number += 1
-        yield from _json_text(pending, f"{where}:{number}", key)
-        pending = b""
-    if pending:
-        yield from _json_text(pending, f"{where}:{number + 1}", key)
-
-
-def _json_text(line: bytes, where: str, key: str) -> Iterator[str]:
-    if not line.strip():
-        return
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not a JSON object ({error})") from error
-    text = record.get(key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f"{where}: no text under the key {key!r}; name the right one with --json-key")
-    yield text
+@contextmanager
+def _work_folder(prefix: Path) -> Iterator[Path]:
+    """The folder of the unfinished files, for this process alone. DataError: another one has it."""
+    folder = prefix.parent / f".{prefix.name}.prepare"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "ab") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise DataError(f"{prefix}: another process is preparing this corpus; wait for it, or give another "
+                            "name") from error
+        except OSError:
+            pass  # a file system without locks
+        yield folder
 
 
 def prepare(
-    paths: Sequence[str | Path],
-    prefix: str | Path,
-    *,
-    tokenizer: Tokenizer,
-    blank_lines: int = 0,
-    json_key: str = "text",
-    append_eod: bool = True,
-    progress: Progress | None = None,
+    paths: Sequence[str | Path], prefix: str | Path, *, tokenizer: Tokenizer, options: ReadOptions | None = None,
+    blank_lines: int = 0, json_key: str = "text", append_eod: bool = True, bad_input: str = STOP, workers: int = 1,
+    fresh: bool = False, progress: Callable[[Progress], None] | None = None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> PrepareResult:
-    """Tokenize ``paths`` into ``<prefix>.bin/.idx/.meta.json``; nothing appears unless all of it succeeds.
+    """Tokenize ``paths`` into ``<prefix>.bin/.idx/.meta.json``; nothing appears under these names unless all succeeds.
 
-    A .jsonl line is a document. A plain file is one document, or, with ``blank_lines`` n > 0,
+    A JSON line and a row of a table are documents. A plain file is one document, or, with ``blank_lines`` n > 0,
     one at each run of n or more blank lines; memory stays bounded for files of any size.
     White space alone makes no document. Each document ends with the tokenizer's eod id
-    unless ``append_eod`` is false.
+    unless ``append_eod`` is false. The result does not depend on ``workers``, nor on interruptions.
+
+    Args:
+        options: how inputs are read; ``blank_lines`` and ``json_key`` are short for two of its fields.
+        bad_input: stop at a damaged record | skip (leave it out) | repair (U+FFFD for bytes that are not UTF-8, NUL
+            removed; leave out what cannot be mended).
+        workers: processes that tokenize; 1: this one.
+        fresh: do not go on with an interrupted call.
+        progress: called after each block that was written.
 
     Raises:
-        DataError: unreadable input, or no text at all.
+        DataError: unreadable or damaged input, or no text at all. What was made is kept for another call if it was
+            in the journal already, and removed otherwise.
     """
-    if blank_lines < 0:
-        raise DataError(f"blank_lines is {blank_lines}; 0 keeps files whole, n > 0 splits at n blank lines")
-    files = source_files(paths)
-    total = sum(path.stat().st_size for path in files)
-    source = _HashedLines(xxhash.xxh3_128())
-    end = np.array([tokenizer.eod_id], dtype=np.int64)
-    with IndexedWriter(prefix, vocab_size=tokenizer.vocab_size) as writer:
-        for path in files:
-            lines = source.of(path)
-            texts = (_json_documents(lines, str(path), json_key) if path.suffix == ".jsonl"
-                     else _plain_documents(lines, str(path), blank_lines))
-            for text in texts:
-                if text.strip():
-                    ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
-                    writer.add_document(np.concatenate((ids, end)) if append_eod else ids)
-                    if progress:
-                        progress(source.count, total)
-        if not writer.lengths:
-            raise DataError(f"no text in {', '.join(map(str, paths))}")
-        writer.describe(CorpusMeta(
-            tokenizer=tokenizer.name, vocab_size=tokenizer.vocab_size,
-            eod_id=tokenizer.eod_id if append_eod else -1, source_bytes=source.count,
-            source_files=len(files), source_xxh3=source.digest.hexdigest()))
-    return PrepareResult(Path(prefix), len(writer.lengths), writer.tokens, source.count)
+    if bad_input not in POLICIES:
+        raise DataError(f"bad_input is {bad_input!r}; choose one of {', '.join(POLICIES)}")
+    options = replace(options or ReadOptions(key=json_key, blank_lines=blank_lines), leave_out=bad_input != STOP)
+    if options.blank_lines < 0:
+        raise DataError(f"blank_lines is {options.blank_lines}; 0 keeps files whole, n > 0 splits at n blank lines")
+    prefix = Path(prefix)
+    reader = Reader(find_sources(paths, options), options)
+    recipe = Recipe(tokenizer, token_dtype(tokenizer.vocab_size), options.key, append_eod, bad_input,
+                    options.largest_record)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with _work_folder(prefix) as folder:
+        if fresh:
+            _empty(folder)
+        job = _Job(prefix, folder, reader, recipe, log)
+        try:
+            return job.run(workers, progress)
+        except _Changed:
+            log(f"{prefix}: the inputs are not those that an interrupted call had read; starting afresh")
+            _empty(folder)
+            job = _Job(prefix, folder, Reader(reader.sources, options), recipe, log)
+            return job.run(workers, progress)
+
+
+class _Changed(Exception):
+    """The inputs are not those of the journal."""
+
+
+class _Job:
+    """One call of ``prepare``."""
+
+    def __init__(self, prefix: Path, folder: Path, reader: Reader, recipe: Recipe, log: Callable[[str], None]) -> None:
+        self.prefix, self.folder, self.reader, self.recipe, self.log = prefix, folder, reader, recipe, log
+        key = _recipe_hash(reader, recipe)
+        found = _Journal.read(folder / JOURNAL)
+        self.journal = found if found and found.recipe == key else _Journal(key)
+        self.payload = xxhash.xxh3_128()
+        self.text = 0
+        self.writer = IndexedWriter(prefix, vocab_size=recipe.tokenizer.vocab_size, folder=folder)
+        try:
+            self.writer.restore(self.journal.written)
+        except DataError:  # the journal is newer than the files: a disk that lost writes
+            self.journal = _Journal(key)
+            self.writer.restore(self.journal.written)
+        self.resumed = self.journal.written.documents
+
+    def run(self, workers: int, progress: Callable[[Progress], None] | None) -> PrepareResult:
+        """All blocks, then the commit."""
+        if self.resumed:
+            self.log(f"{self.prefix}: going on after {self.resumed} documents of an interrupted call")
+        try:
+            self._blocks(workers, progress)
+            if not self.writer.documents:
+                paths = ", ".join(str(s.path) for s in self.reader.sources[:5])
+                raise DataError(f"no text in {paths}; {self.journal.left_out} damaged records were left out")
+            self._describe()
+            self.writer.commit()
+        except _Changed:
+            self.writer.close()
+            raise
+        except BaseException as error:
+            self._leave(error)
+            raise
+        j = self.journal
+        return PrepareResult(self.prefix, self.writer.documents, self.writer.tokens, self.reader.bytes_read, j.left_out,
+                             j.repaired, j.notes, self.resumed)
+
+    def _blocks(self, workers: int, progress: Callable[[Progress], None] | None) -> None:
+        blocks = self.reader.blocks()
+        for _ in range(self.journal.blocks):
+            block = next(blocks, None)
+            if block is None:
+                raise _Changed
+            self._hash(block)
+        if self.journal.blocks and self.payload.hexdigest() != self.journal.payload_xxh3:
+            raise _Changed
+        since = 0
+        hashes: deque[tuple[str, int]] = deque()
+
+        def hashed() -> Iterator[Block]:
+            # Read ahead of what is written: the journal gets the hash that belongs to its block.
+            for block in blocks:
+                self._hash(block)
+                hashes.append((self.payload.hexdigest(), len(block.payload)))
+                yield block
+
+        work = _work(self.recipe)
+        with closing(ordered(hashed(), work, workers)) as results:
+            for block, made in results:
+                digest, size = hashes.popleft()
+                self.writer.add_block(made.lengths, made.data)
+                # One assignment: whatever interrupts, journal and counts belong together.
+                self.journal = self.journal.after(digest, made, Written(self.writer.documents, self.writer.tokens))
+                since, self.text = since + size, self.text + size
+                if since >= SAVE_BYTES:
+                    self._save()
+                    since = 0
+                if progress:
+                    progress(Progress(block.position, self.reader.total, self.text, self.writer.tokens))
+
+    def _hash(self, block: Block) -> None:
+        self.payload.update(json.dumps([block.spans, block.sizes, block.dropped]).encode())
+        self.payload.update(block.payload)
+
+    def _save(self) -> None:
+        self.writer.flush()
+        write_bytes(self.folder / JOURNAL, json.dumps(asdict(self.journal)).encode())
+
+    def _leave(self, error: BaseException) -> None:
+        """Keep what the journal covers, if anything; else leave nothing behind."""
+        if isinstance(error, KeyboardInterrupt) and self.journal.blocks and self.text:
+            self._save()
+        saved = _Journal.read(self.folder / JOURNAL)
+        if saved is None or not saved.blocks:
+            self.writer.abort()
+            return
+        self.writer.close()
+        if isinstance(error, (PortError, KeyboardInterrupt)):
+            self.log(f"{self.prefix}: {saved.written.documents} documents are kept in {self.folder}; the same command "
+                     "goes on there, and --fresh begins anew")
+
+    def _describe(self) -> None:
+        tokenizer, reader = self.recipe.tokenizer, self.reader
+        known = identity_of(tokenizer)
+        self.writer.describe(CorpusMeta(
+            tokenizer=_keep_tokenizer(tokenizer, self.prefix), vocab_size=tokenizer.vocab_size,
+            eod_id=tokenizer.eod_id if self.recipe.append_eod else -1, tokenizer_hash=known["hash"],
+            source_bytes=reader.bytes_read, source_files=len(reader.sources),
+            source_xxh3=reader.source_hash.hexdigest(), left_out=self.journal.left_out, repaired=self.journal.repaired))
+
+
+def _work(recipe: Recipe) -> Callable[[Block], Encoded]:
+    return lambda block: encode_block(block, recipe)
+
+
+def _keep_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:
+    """The name for the sidecar. A tokenizer that is a file is copied beside the corpus, which then stands alone."""
+    path: Path | None = getattr(tokenizer, "path", None)
+    if path is None:
+        return tokenizer.name
+    kind, _, rest = tokenizer.name.partition(":")
+    copy = prefix.parent / f"{prefix.name}.tokenizer{path.suffix}"
+    if copy.resolve() != path.resolve():
+        write_bytes(copy, path.read_bytes())
+    return f"{kind}:{copy.name}{rest[len(str(path)):]}"
+
+
+def _recipe_hash(reader: Reader, recipe: Recipe) -> str:
+    what: dict[str, Any] = {
+        "format": 1, "tokenizer": identity_of(recipe.tokenizer), "eod": recipe.append_eod, "bad": recipe.bad_input,
+        "options": asdict(reader.options), "blocks": [sources.BLOCK_BYTES, sources.MAX_DOCUMENT_BYTES],
+        "files": [[str(s.path), s.kind, s.packed] for s in reader.sources],
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def _empty(folder: Path) -> None:
+    """Remove what an interrupted call left; the lock stays."""
+    for path in folder.iterdir():
+        if path.name != LOCK:
+            shutil.rmtree(path) if path.is_dir() else os.unlink(path)
+
+
+__all__ = ["SKIP", "STOP", "PrepareResult", "Progress", "prepare"]

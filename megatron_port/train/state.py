@@ -185,6 +185,10 @@ class Position:
     tokenizer: str | None = None
     numerics: dict[str, Any] | None = None
     """State of the numerics guard."""
+    tokenizer_identity: dict[str, Any] | None = None
+    """``data.tokenizer.identity`` of the corpora's tokenizer, where it is known."""
+    corpora: list[dict[str, Any]] | None = None
+    """What the corpora are (``data.pins``)."""
 
 
 def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
@@ -198,6 +202,7 @@ def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
     data = {
         "next_sample": at.samples, "order": config.data.order, "seed": config.seed, "train": list(config.data.train),
         "weights": list(config.data.weights), "split": list(config.data.split), "synthetic": config.data.synthetic,
+        "corpora": at.corpora or [],
     }
     rng = {"scheme": "counter", "seed": config.seed, "keys": ["step", "sample", "operation", "element"]}
     return SavedState(
@@ -205,7 +210,7 @@ def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
         config=as_dict(config), scalars=engine.scalar_state(),
         extra={"skipped_total": at.skipped, "tokenizer": at.tokenizer, "numerics": at.numerics or {}},
         rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
-        tokenizer=identity(at.tokenizer) if at.tokenizer in NAMES else {},
+        tokenizer=at.tokenizer_identity or (identity(at.tokenizer) if at.tokenizer in NAMES else {}),
     )
 
 

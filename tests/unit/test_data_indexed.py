@@ -66,7 +66,7 @@ def test_sidecar_counts_and_verify(tmp_path):
     data = IndexedDataset(make(tmp_path / "c", DOCUMENTS))
     assert data.meta is not None
     assert (data.meta.documents, data.meta.tokens, data.meta.tokenizer) == (5, 107, "byte")
-    assert len(data.verify()) == 4
+    assert len(data.verify()) == 5
 
 
 @pytest.mark.parametrize("cut", [-1, 1, -20])

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_port.cli import data as cli
 from megatron_port.data import fetch as fetching
-from megatron_port.data import prepare as preparing
+from megatron_port.data import sources as sources_module
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import prepare
 from megatron_port.data.tokenizer import ByteTokenizer
@@ -51,7 +51,7 @@ def test_blank_line_rule_loses_nothing(tmp_path, blank, expected):
 
 @pytest.mark.parametrize("text", ["é" * 500, "日本語\n" * 300, "🎭x\n\n" * 200, "a" * 1000 + "\n"])
 def test_long_documents_are_cut_between_characters(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(preparing, "MAX_DOCUMENT_BYTES", 101)
+    monkeypatch.setattr(sources_module, "MAX_DOCUMENT_BYTES", 101)
     (tmp_path / "t.txt").write_text(text)
     prepare([tmp_path / "t.txt"], tmp_path / "c", tokenizer=BYTE)
     found = documents(tmp_path / "c")
@@ -61,7 +61,7 @@ def test_long_documents_are_cut_between_characters(tmp_path, monkeypatch, text):
 def test_json_lines(tmp_path, monkeypatch):
     path = tmp_path / "t.jsonl"
     path.write_text('{"text": "one"}\n\n{"text": "' + "x" * 300 + '"}\n{"text": "three"}')
-    monkeypatch.setattr(preparing, "MAX_DOCUMENT_BYTES", 64)
+    monkeypatch.setattr(sources_module, "MAX_DOCUMENT_BYTES", 64)
     prepare([path], tmp_path / "c", tokenizer=BYTE)
     assert documents(tmp_path / "c") == ["one", "x" * 300, "three"]
     path.write_text('{"text": "one"}\n{"body": "two"}\n')
@@ -80,7 +80,7 @@ def test_input_faults(tmp_path):
     with pytest.raises(DataError, match=r"no \.txt"):
         prepare([tmp_path / "e"], tmp_path / "c", tokenizer=BYTE)
     (tmp_path / "e" / "l.txt").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(DataError, match=r"l\.txt: byte 0xe9 is not UTF-8"):
+    with pytest.raises(DataError, match=r"l\.txt at byte 0: byte 0xe9 at 3 .* is not UTF-8"):
         prepare([tmp_path / "e"], tmp_path / "c", tokenizer=BYTE)
     (tmp_path / "e" / "l.txt").write_bytes(b"\n\n")
     with pytest.raises(DataError, match="no text"):
@@ -167,6 +167,6 @@ def test_commands(tmp_path, capsys, sources):
     out = command("inspect", tmp_path / "c")
     assert "nats a token" in out and "'to be\\n'" in out
     lines = command("verify", tmp_path / "c").splitlines()
-    assert len(lines) == 4 and all(line.startswith("ok  ") for line in lines)
+    assert len(lines) == 5 and all(line.startswith("ok  ") for line in lines)
     with pytest.raises(DataError, match="position 6: token id 256"):
         command("verify", tmp_path / "c", "--vocab-size", "256")

@@ -1,0 +1,115 @@
+"""The text column of Parquet and Arrow files, as packed bytes: no Python object is made for a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from megatron_port.data.extras import need
+from megatron_port.data.sources import ReadOptions, Source
+from megatron_port.errors import DataError
+
+ROWS = 1024
+"""Rows that are decoded at once."""
+
+Piece = tuple[int, float, bytes, list[int]]
+"""(first row, share of the file read so far, the texts one after the other, bytes of each; -1: null)."""
+
+
+def texts(source: Source, options: ReadOptions, block_bytes: int) -> Iterator[Piece]:
+    """The texts of a file in pieces of about ``block_bytes``.
+
+    Raises:
+        DataError: not such a file, no such column, a column of another type, a text that is too large.
+    """
+    pyarrow = need("pyarrow", str(source.path))
+    try:
+        held: list[bytes] = []
+        sizes: list[int] = []
+        first = row = 0
+        for share, column in (_parquet if source.kind == "parquet" else _arrow)(source, options):
+            for data, part in _cut(column, pyarrow, source, options, row, block_bytes):
+                held.append(data)
+                sizes += part
+                row += len(part)
+                if sum(map(len, held)) >= block_bytes:
+                    yield first, share, b"".join(held), sizes
+                    held, sizes, first = [], [], row
+        if sizes:
+            yield first, 1.0, b"".join(held), sizes
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{source.path}: not a readable {source.kind} file ({str(error).splitlines()[0]})") from error
+
+
+def _parquet(source: Source, options: ReadOptions) -> Iterator[tuple[float, Any]]:
+    import pyarrow.parquet as parquet
+
+    # Buffered, page by page: a row group may be larger than memory.
+    with parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=1 << 20) as file:
+        _check_column(source, file.schema_arrow, options)
+        rows, done = max(file.metadata.num_rows, 1), 0
+        for batch in file.iter_batches(batch_size=ROWS, columns=[options.key]):
+            done += batch.num_rows
+            yield done / rows, batch.column(0)
+
+
+def _arrow(source: Source, options: ReadOptions) -> Iterator[tuple[float, Any]]:
+    pyarrow = need("pyarrow", str(source.path))
+    with pyarrow.memory_map(str(source.path)) as mapped:
+        size = max(mapped.size(), 1)
+        head = mapped.read(6)
+        mapped.seek(0)
+        if head == b"ARROW1":
+            with pyarrow.ipc.open_file(mapped) as file:
+                _check_column(source, file.schema, options)
+                for i in range(file.num_record_batches):
+                    yield (i + 1) / file.num_record_batches, file.get_batch(i).column(options.key)
+        else:
+            with pyarrow.ipc.open_stream(mapped) as stream:
+                _check_column(source, stream.schema, options)
+                for batch in stream:
+                    yield mapped.tell() / size, batch.column(options.key)
+
+
+def _check_column(source: Source, schema: Any, options: ReadOptions) -> None:
+    names = schema.names
+    if options.key not in names:
+        raise DataError(f"{source.path}: no column {options.key!r}; it has {', '.join(names[:20])}: --json-key")
+    kind = str(schema.field(options.key).type)
+    if kind.removeprefix("large_") not in ("string", "binary", "string_view", "binary_view") and "string" not in kind:
+        raise DataError(f"{source.path}: column {options.key!r} is of type {kind}, not text; name another: --json-key")
+
+
+def _cut(column: Any, pyarrow: Any, source: Source, options: ReadOptions, row: int,
+         block_bytes: int) -> Iterator[tuple[bytes, list[int]]]:
+    """A column in pieces: (bytes, sizes)."""
+    for start in range(0, len(column), ROWS):
+        part = column.slice(start, ROWS).cast(pyarrow.large_binary())
+        missing = np.asarray(part.is_null()) if part.null_count else None
+        if missing is not None:
+            part = part.fill_null(b"")  # a null may have bytes under it
+        _, offsets, data = part.buffers()
+        ends = np.frombuffer(offsets, dtype=np.int64)[part.offset:part.offset + len(part) + 1]
+        sizes = np.diff(ends)
+        if missing is not None:
+            sizes[missing] = -1
+        large = np.flatnonzero(sizes > options.largest_record)
+        if large.size and not options.leave_out:
+            at = int(large[0])
+            raise DataError(f"{source.path}, row {row + start + at}: a text of {int(sizes[at])} bytes, more than "
+                            f"{options.largest_record}; raise --largest-record if it is meant, or leave it out with "
+                            "--bad-input skip")
+        view = memoryview(data) if data is not None else memoryview(b"")
+        begin = 0
+        while begin < len(sizes):
+            # At least one row; as many as make a block.
+            end = begin + 1
+            while end < len(sizes) and ends[end + 1] - ends[begin] <= block_bytes:
+                end += 1
+            if int(ends[end] - ends[begin]) > options.largest_record and end == begin + 1:
+                yield b"", [-1]  # too large, and to be left out
+            else:
+                yield bytes(view[int(ends[begin]):int(ends[end])]), [int(s) for s in sizes[begin:end]]
+            begin = end

@@ -1,0 +1,174 @@
+"""Megatron's ``.bin/.idx`` format, and the sidecar ``.meta.json`` that says what the tokens are.
+
+``.bin`` is the flat stream of token ids. ``.idx`` is, little-endian: ``MMIDIDX\\0\\0``,
+version 1 (u64), dtype code (u8), number of sequences N (u64), number of document
+boundaries D (u64), lengths i32[N], byte offsets i64[N], documents i64[D] (the first
+sequence of each document, then N): exactly 34 + 12 N + 8 D bytes. Our writer makes
+one sequence of each document. ``.meta.json`` is ours; other readers ignore it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megatron_port.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER_BYTES = 34
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+CHUNK = 1 << 20
+"""Elements handled at once by anything that goes through a whole file."""
+META_BYTES = 1 << 16
+"""More than any sidecar has; nothing larger is read."""
+LEAF_BYTES = 1 << 20
+"""The smallest block of a .bin file that has a hash of its own."""
+MOST_BLOCKS = 1024
+"""Hashes that a sidecar holds; blocks double when there would be more."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """u16 below 65500 ids, else i32 (Megatron's rule)."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """``<prefix>.bin``."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """``<prefix>.idx``."""
+    return Path(f"{prefix}.idx")
+
+
+def meta_path(prefix: str | Path) -> Path:
+    """``<prefix>.meta.json``."""
+    return Path(f"{prefix}.meta.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusMeta:
+    """What the sidecar ``<prefix>.meta.json`` records."""
+
+    tokenizer: str
+    """Name for ``data.tokenizer.get_tokenizer``; ``hf:`` and ``sentencepiece:`` name a file beside the sidecar."""
+    vocab_size: int
+    eod_id: int
+    """-1: documents carry no end token."""
+    tokenizer_hash: str = ""
+    """``data.tokenizer.identity``'s: of all that maps text to ids. Empty: made before hashes were kept."""
+    documents: int = 0
+    tokens: int = 0
+    source_bytes: int = 0
+    """Bytes of the input files."""
+    source_files: int = 0
+    source_xxh3: str = ""
+    """xxh3-128 over the input files' bytes, in order."""
+    left_out: int = 0
+    """Records that were damaged and left out."""
+    repaired: int = 0
+    """Records that were damaged and mended."""
+    bin_xxh3: str = ""
+    """xxh3-128 of the .bin file."""
+    bin_blocks: str = ""
+    """16 hexadecimal digits for each ``bin_block_bytes`` of the .bin file: see :class:`BlockHashes`."""
+    bin_block_bytes: int = 0
+    idx_xxh3: str = ""
+    """xxh3-128 of the .idx file."""
+    format: int = 1
+
+
+def read_meta(prefix: str | Path) -> CorpusMeta | None:
+    """The sidecar, or None where there is none (a corpus of another program). DataError: it is damaged."""
+    path = meta_path(prefix)
+    try:
+        size = path.stat().st_size
+        if size > META_BYTES:
+            raise DataError(f"{path}: {size} bytes; a sidecar has at most {META_BYTES}. Prepare the corpus again")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        known = {f.name: raw[f.name] for f in fields(CorpusMeta) if f.name in raw}
+        for name, value in known.items():
+            number = CorpusMeta.__annotations__[name] == "int"
+            if (type(value) is not int or not -1 <= value < 1 << 63) if number else type(value) is not str:
+                raise ValueError(f"{name} is {value!r:.60}")
+        return CorpusMeta(**known)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{path}: not a readable sidecar ({error}); prepare the corpus again") from error
+
+
+def tokenizer_name(prefix: str | Path, meta: CorpusMeta) -> str:
+    """The sidecar's tokenizer as ``get_tokenizer`` takes it from any folder: a file's name becomes a path."""
+    kind, found, rest = meta.tokenizer.partition(":")
+    if not found or kind == "tiktoken":
+        return meta.tokenizer
+    return f"{kind}:{(meta_path(prefix).parent / rest).absolute()}"
+
+
+class BlockHashes:
+    """xxh3-64 of each block of a stream of unknown length, in at most ``MOST_BLOCKS`` values.
+
+    Blocks begin as ``LEAF_BYTES``; whenever there would be too many, neighbours are joined (the hash of
+    their two hashes) and the block doubles. So a damaged file of 10 GB is narrowed down to 16 MiB.
+    """
+
+    def __init__(self) -> None:
+        self.leaves = 1
+        """Leaves a block."""
+        self.total = xxhash.xxh3_128()
+        self._done: list[int] = []
+        self._open: list[int] = []
+        self._leaf = xxhash.xxh3_64()
+        self._filled = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of each block but the last."""
+        return self.leaves * LEAF_BYTES
+
+    def update(self, data: bytes | memoryview) -> None:
+        """The next bytes of the stream."""
+        self.total.update(data)
+        view = memoryview(data).cast("B")
+        while len(view):
+            take = min(len(view), LEAF_BYTES - self._filled)
+            self._leaf.update(view[:take])
+            self._filled += take
+            view = view[take:]
+            if self._filled == LEAF_BYTES:
+                self._close_leaf()
+
+    def hexdigest(self) -> str:
+        """The blocks' hashes one after the other, 16 digits each; the stream may go on afterwards."""
+        # What has not filled a block counts as one: the open leaf, too.
+        rest = [*self._open, *([self._leaf.intdigest()] if self._filled else [])]
+        return "".join(f"{h:016x}" for h in [*self._done, *([_joined(rest)] if rest else [])])
+
+    def _close_leaf(self) -> None:
+        self._open.append(self._leaf.intdigest())
+        self._leaf, self._filled = xxhash.xxh3_64(), 0
+        if len(self._open) == self.leaves:
+            self._done.append(_joined(self._open))
+            self._open = []
+            if len(self._done) == MOST_BLOCKS:
+                self._done = [_pair(a, b) for a, b in zip(self._done[::2], self._done[1::2])]
+                self.leaves *= 2
+
+
+def _pair(a: int, b: int) -> int:
+    return int(xxhash.xxh3_64_intdigest(struct.pack("<QQ", a, b)))
+
+
+def _joined(hashes: list[int]) -> int:
+    """Neighbours joined until one is left; an odd one out passes on as it is."""
+    while len(hashes) > 1:
+        odd = hashes[-1:] if len(hashes) % 2 else []
+        hashes = [_pair(a, b) for a, b in zip(hashes[::2], hashes[1::2])] + odd
+    return hashes[0]

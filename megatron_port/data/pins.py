@@ -1,0 +1,65 @@
+"""What a run's tokens are, as its checkpoints record it, and whether they are still the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_port.data.format import meta_path, tokenizer_name
+from megatron_port.data.indexed import IndexedDataset
+from megatron_port.data.tokenizer import NAMES, identity
+from megatron_port.data.tokenizer_files import content_hash
+from megatron_port.errors import DataError
+
+
+def pins(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
+    """One entry a corpus, of JSON's types. Hashes are the sidecar's; nothing is read for them."""
+    out = []
+    for corpus in corpora:
+        meta = corpus.meta
+        known = {} if meta is None else {
+            "tokenizer": meta.tokenizer, "tokenizer_hash": meta.tokenizer_hash, "bin_xxh3": meta.bin_xxh3,
+            "source_xxh3": meta.source_xxh3}
+        counts = {"tokens": corpus.num_tokens, "documents": corpus.num_documents}
+        out.append({"prefix": str(corpus.prefix), **counts, **known})
+    return out
+
+
+def changes(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Corpora that both lists name and that are not the same; a line each. What only one list knows is not compared."""
+    before = {str(p.get("prefix")): p for p in saved if isinstance(p, Mapping)}
+    out = []
+    for pin in mine:
+        old = before.get(str(pin["prefix"]), {})
+        different = [f"{key} was {old[key]}, is {pin[key]}" for key in pin
+                     if key in ("tokens", "documents", "tokenizer_hash", "bin_xxh3") and old.get(key) not in (None, "")
+                     and pin[key] not in ("", old[key])]
+        if different:
+            out.append(f"{pin['prefix']}: " + ", ".join(different))
+    return out
+
+
+def check_tokenizers(corpora: Sequence[IndexedDataset]) -> None:
+    """The tokenizers that the sidecars name are those that made the corpora.
+
+    Raises:
+        DataError: a tokenizer's files were exchanged since.
+    """
+    for corpus in corpora:
+        meta = corpus.meta
+        if meta is None or not meta.tokenizer_hash:
+            continue
+        name = tokenizer_name(corpus.prefix, meta)
+        if name in NAMES:
+            found = identity(name)["hash"]
+        else:
+            path = Path(name.partition(":")[2].rpartition("#")[0] or name.partition(":")[2])
+            if name.startswith("tiktoken:") or not path.is_file():
+                continue  # a network may be needed; training itself needs no tokenizer
+            # End-of-document ids that no document carries are not in the sidecar.
+            found = content_hash(path.read_bytes(), meta.eod_id) if meta.eod_id >= 0 else meta.tokenizer_hash
+        if found != meta.tokenizer_hash:
+            raise DataError(f"{meta_path(corpus.prefix)}: the corpus was made with tokenizer {meta.tokenizer} of hash "
+                            f"{meta.tokenizer_hash}, the one that is there now has {found}: its ids mean other text. "
+                            "Put the old file back, or prepare the corpus again")

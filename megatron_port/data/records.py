@@ -1,0 +1,175 @@
+"""From a block of raw records to token ids: what a worker does. Damaged records stop it, or are left out, or mended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_port.data.sources import LINES, Block
+from megatron_port.data.tokenizer import Tokenizer, encode_array
+from megatron_port.data.writer import outside
+from megatron_port.errors import DataError, shortened
+
+STOP, SKIP, REPAIR = POLICIES = ("stop", "skip", "repair")
+EXAMPLES = 5
+"""Damaged records of a block that are described."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How text becomes tokens."""
+
+    tokenizer: Tokenizer
+    dtype: np.dtype
+    key: str
+    append_eod: bool
+    bad_input: str
+    """stop | skip (leave the record out) | repair (mend it where that can be done, else leave it out)"""
+    largest_record: int
+
+
+@dataclass
+class Encoded:
+    """A block's documents."""
+
+    lengths: np.ndarray
+    """i32 [documents]"""
+    data: bytes
+    """Ids, in the file's type."""
+    left_out: int = 0
+    repaired: int = 0
+    notes: list[str] = field(default_factory=list)
+    """The first damaged records, in words."""
+
+
+class _Bad(Exception):
+    """A record that cannot be used as it is; ``mended``: what could be made of it."""
+
+    def __init__(self, what: str, mended: str | None = None) -> None:
+        super().__init__(what)
+        self.mended = mended
+
+
+def encode_block(block: Block, recipe: Recipe) -> Encoded:
+    """Tokenize a block. DataError: a damaged record (policy stop), or an id that the tokenizer may not give."""
+    lengths: list[int] = []
+    parts: list[np.ndarray] = []
+    out = Encoded(np.zeros(0, "<i4"), b"", left_out=len(block.dropped), notes=list(block.dropped[:EXAMPLES]))
+    end = np.array([recipe.tokenizer.eod_id], dtype=recipe.dtype)
+    for where, text in _usable(block, recipe, out):
+        ids = encode_array(recipe.tokenizer, text)
+        wrong = outside(ids, recipe.tokenizer.vocab_size)
+        if wrong:
+            raise DataError(f"{where}: {wrong}; tokenizer {recipe.tokenizer.name} does not keep to its own vocabulary")
+        if ids.size >= 2**31 - 1:
+            raise DataError(f"{where}: {ids.size} tokens; a document holds at most 2^31 - 2")
+        parts.append(ids.astype(recipe.dtype))
+        if recipe.append_eod:
+            parts.append(end)
+        lengths.append(ids.size + recipe.append_eod)
+    out.lengths = np.array(lengths, dtype="<i4")
+    out.data = np.concatenate(parts).tobytes() if parts else b""
+    return out
+
+
+def texts_of(block: Block, recipe: Recipe) -> Iterator[str]:
+    """The texts of a block, as they would be tokenized. DataError: a damaged record (policy stop)."""
+    for _, text in _usable(block, recipe, Encoded(np.zeros(0, "<i4"), b"")):
+        yield text
+
+
+def _usable(block: Block, recipe: Recipe, out: Encoded) -> Iterator[tuple[str, str]]:
+    """(where, text); what is left out or mended is noted in ``out``."""
+    for where, raw in _lines(block) if block.kind == LINES else _texts(block):
+        try:
+            text = _json_text(raw, recipe) if block.kind == LINES else _decoded(raw)
+        except _Bad as fault:
+            if recipe.bad_input == STOP:
+                hint = "mend it, leave such records out with --bad-input skip, or mend them with --bad-input repair"
+                raise DataError(f"{where}: {fault}; {hint}") from None
+            text = fault.mended or "" if recipe.bad_input == REPAIR else ""
+            _note(out, f"{where}: {fault}", mended=bool(text))
+        if text and not text.isspace():
+            yield where, text
+
+
+def _note(out: Encoded, line: str, *, mended: bool) -> None:
+    if mended:
+        out.repaired += 1
+    else:
+        out.left_out += 1
+    if len(out.notes) < EXAMPLES:
+        out.notes.append(line)
+
+
+def _lines(block: Block) -> Iterator[tuple[str, bytes]]:
+    path, number, _ = block.spans[0]
+    for i, line in enumerate(block.payload.split(b"\n")):
+        if line and not line.isspace():
+            yield f"{path}:{number + i}", line
+
+
+def _texts(block: Block) -> Iterator[tuple[str, bytes | None]]:
+    at, record = 0, 0
+    for path, first, count in block.spans:
+        begun = at
+        columns = path.endswith((".parquet", ".arrow"))
+        for i, size in enumerate(block.sizes[record:record + count]):
+            raw = None if size < 0 else block.payload[at:at + size]
+            yield (f"{path}, row {first + i}" if columns else f"{path} at byte {first + at - begun}"), raw
+            at += max(size, 0)
+        record += count
+
+
+def _decoded(raw: bytes | None) -> str:
+    """A text's bytes. Raises _Bad."""
+    if raw is None:
+        raise _Bad("no text (null, or larger than --largest-record)")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _Bad(f"byte {raw[error.start]:#04x} at {error.start} of the text is not UTF-8 (for a whole file: "
+                   "iconv -f latin1 -t utf-8)", _without_nul(raw.decode("utf-8", errors="replace"))) from None
+    return _clean(text)
+
+
+def _clean(text: str) -> str:
+    if "\0" in text:
+        raise _Bad(f"a NUL character at {text.index(chr(0))} of the text; it is binary, or damaged", _without_nul(text))
+    return text
+
+
+def _without_nul(text: str) -> str:
+    return text.replace("\0", "")
+
+
+def _json_text(line: bytes | None, recipe: Recipe) -> str:
+    """The text of a JSON line. Raises _Bad."""
+    assert line is not None
+    if len(line) > recipe.largest_record:
+        raise _Bad(f"a line of {len(line)} bytes, more than {recipe.largest_record} (--largest-record)")
+    broken = ""
+    try:
+        decoded = line.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError as error:
+        broken = f"byte {line[error.start]:#04x} at {error.start} of the line is not UTF-8"
+        decoded = line.decode("utf-8", errors="replace")
+    try:
+        record = json.loads(decoded)
+    except (ValueError, RecursionError) as error:
+        raise _Bad(broken or f"not a JSON object ({shortened(str(error), 120)})") from None
+    text = record.get(recipe.key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise _Bad(f"no text under the key {recipe.key!r}; name the right one with --json-key")
+    if broken:
+        raise _Bad(broken, _without_nul(text))
+    if b"\\u" in line:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            raise _Bad(f"half of a surrogate pair at character {error.start}", _without_nul(mended)) from None
+    return _clean(text)

@@ -1,0 +1,395 @@
+"""Input files as a stream of blocks: JSON lines, plain text, Parquet and Arrow, compressed or not.
+
+A block is a few MB of whole records and says where they come from. Where blocks begin depends on the files and the
+options alone, so an interrupted run finds the same blocks again. Memory is bounded whatever a file holds: a line that
+does not end, a stream that unpacks to a thousand times its size and a damaged archive end with a message.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron_port.data.extras import need
+from megatron_port.errors import DataError
+
+BLOCK_BYTES = 4 << 20
+MAX_DOCUMENT_BYTES = 4 << 20
+"""A plain-text document is cut at the next blank line after this, or at twice this at the next line end."""
+LARGEST_RECORD = 64 << 20
+"""Default of ``largest_record``."""
+EXPANSION = 300
+"""A compressed file may unpack to this many times its size. Text compresses 3 to 20 times, and deflate at most 1032."""
+EXPANSION_FREE = 64 << 20
+"""Unpacked bytes below which the ratio is not looked at."""
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+COLUMN_SUFFIXES = (".parquet", ".arrow")
+PACKED_SUFFIXES = (".gz", ".zst")
+
+LINES, TEXTS = "lines", "texts"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file."""
+
+    path: Path
+    kind: str
+    """json | text | parquet | arrow"""
+    packed: str = ""
+    """.gz | .zst | nothing"""
+
+
+@dataclass
+class Block:
+    """Records for one worker."""
+
+    kind: str
+    """lines: whole lines of JSON. texts: documents, one after the other."""
+    payload: bytes
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """(file, number of the first record, records): its line (from 1), its row, or for plain text its byte."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each text; -1: a missing value."""
+    dropped: list[str] = field(default_factory=list)
+    """Records that were left out while reading (only where that was asked for)."""
+    position: int = 0
+    """Bytes of the input files read so far."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What the meaning of an input depends on."""
+
+    key: str = "text"
+    """JSON key, or column, of the text."""
+    blank_lines: int = 0
+    """Plain text: n > 0 starts a document at n blank lines; 0: a file is a document."""
+    split: str = "train"
+    """Of a ``datasets`` folder that has several."""
+    suffixes: tuple[str, ...] = (".txt",)
+    """Plain-text files that are looked for in folders."""
+    largest_record: int = LARGEST_RECORD
+    """Bytes of a JSON line or of a text in a column."""
+    leave_out: bool = False
+    """Leave out what is larger, instead of stopping."""
+
+
+def classify(path: Path, suffixes: Sequence[str] = (".txt",)) -> Source | None:
+    """What a file is by its name; None: not an input."""
+    packed = path.suffix if path.suffix in PACKED_SUFFIXES else ""
+    inner = Path(path.stem).suffix if packed else path.suffix
+    if inner in JSON_SUFFIXES:
+        return Source(path, "json", packed)
+    if inner in COLUMN_SUFFIXES and not packed:
+        return Source(path, inner[1:])
+    return Source(path, "text", packed) if inner in suffixes else None
+
+
+def find_sources(paths: Sequence[str | Path], options: ReadOptions | None = None) -> list[Source]:
+    """The files to read, in order: files as given; of a directory every known one below it, sorted by path.
+
+    A folder that ``datasets.save_to_disk`` wrote gives its Arrow files in its own order.
+
+    Raises:
+        DataError: a path does not exist or a directory holds no input.
+    """
+    options = options or ReadOptions()
+    found: list[Source] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = _saved_dataset(path, options) or [
+                source for p in sorted(path.rglob("*")) if p.is_file() and not p.name.startswith(".")
+                for source in [classify(p, options.suffixes)] if source and p.suffix != ".json"
+            ]
+            if not inside:
+                known = ", ".join([*options.suffixes, ".jsonl", ".parquet", ".arrow"])
+                raise DataError(f"{path}: no {known} file below this directory (nor packed as .gz or .zst)")
+            found += inside
+        elif path.is_file():
+            found.append(classify(path, options.suffixes) or Source(path, "text"))
+        else:
+            raise DataError(f"{path}: no such file or directory")
+    return found
+
+
+def _saved_dataset(path: Path, options: ReadOptions) -> list[Source]:
+    """The Arrow files of a ``save_to_disk`` folder; empty where it is none."""
+    try:
+        if (path / "dataset_dict.json").is_file():
+            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+            if options.split not in splits:
+                raise DataError(f"{path}: no split {options.split!r}; it has {', '.join(map(str, splits))}: --split")
+            path = path / options.split
+        if not (path / "state.json").is_file():
+            return []
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+        if state.get("_indices_files"):
+            raise DataError(f"{path}: it keeps a selection of rows apart; save it again with datasets' save_to_disk "
+                            "after flatten_indices()")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a readable `datasets` folder ({type(error).__name__}: {error})") from error
+    for name in names:
+        if Path(name).name != name or not (path / name).is_file():
+            raise DataError(f"{path}/state.json names {name!r}, which is not a file in this folder")
+    return [Source(path / name, "arrow") for name in names]
+
+
+class Reader:
+    """The blocks of a list of files, with a hash over the files' bytes.
+
+    ``source_hash``: xxh3-128 of the files as they are on disk, in order; complete after the last block.
+    """
+
+    def __init__(self, sources: Sequence[Source], options: ReadOptions) -> None:
+        self.sources, self.options = list(sources), options
+        self.source_hash = xxhash.xxh3_128()
+        self.bytes_read = 0
+        self.total = sum(source.path.stat().st_size for source in self.sources)
+
+    def blocks(self) -> Iterator[Block]:
+        """In order of the files. DataError: unreadable input."""
+        held = Block(TEXTS, b"")
+        parts: list[bytes] = []
+        size = 0
+        for source in self.sources:
+            for block in self._of(source):
+                if block.kind == TEXTS and len(block.payload) + size < BLOCK_BYTES:
+                    # Small files share a block.
+                    parts.append(block.payload)
+                    size += len(block.payload)
+                    held.spans += block.spans
+                    held.sizes += block.sizes
+                    held.position = block.position
+                    continue
+                if parts:
+                    held.payload = b"".join(parts)
+                    yield held
+                    held, parts, size = Block(TEXTS, b""), [], 0
+                yield block
+        if parts:
+            held.payload = b"".join(parts)
+            yield held
+
+    def _of(self, source: Source) -> Iterator[Block]:
+        try:
+            if source.kind in ("parquet", "arrow"):
+                yield from self._columns(source)
+                return
+            with open(source.path, "rb", buffering=0) as file:
+                raw = _Counted(file, self)
+                stream = _unpacked(source, raw)
+                yield from (self._lines if source.kind == "json" else self._texts)(source, stream)
+                raw.drain()
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{source.path}: damaged or cut off after {self.bytes_read} bytes read ({error}); "
+                            "copy it again") from error
+        except OSError as error:
+            raise DataError(f"{source.path}: {error.strerror or error}") from error
+
+    # JSON lines.
+
+    def _lines(self, source: Source, stream: _Stream) -> Iterator[Block]:
+        number, where, limit = 1, str(source.path), self.options.largest_record
+        while data := stream.read(BLOCK_BYTES):
+            dropped: list[str] = []
+            if not data.endswith(b"\n"):
+                begun = len(data) - (data.rfind(b"\n") + 1)
+                rest = stream.readline(max(limit - begun, 0) + 1)
+                if begun + len(rest) > limit:
+                    line = number + data.count(b"\n")
+                    if not self.options.leave_out:
+                        raise DataError(
+                            f"{where}:{line}: a line of more than {limit} bytes; raise --largest-record if it is "
+                            "meant, or leave it out with --bad-input skip")
+                    dropped.append(f"{where}:{line}: a line of more than {limit} bytes")
+                    data, rest = data[:len(data) - begun] + b"\n", b""
+                    while (more := stream.readline(BLOCK_BYTES)) and not more.endswith(b"\n"):
+                        pass
+                data += rest
+            yield Block(LINES, data, [(where, number, 0)], dropped=dropped, position=self.bytes_read)
+            number += data.count(b"\n")
+
+    # Plain text.
+
+    def _texts(self, source: Source, stream: _Stream) -> Iterator[Block]:
+        held: list[bytes] = []
+        size = at = 0
+        where = str(source.path)
+        for document in plain_documents(stream, self.options.blank_lines):
+            if held and size + len(document) > BLOCK_BYTES:
+                yield Block(TEXTS, b"".join(held), [(where, at, len(held))], [len(d) for d in held],
+                            position=self.bytes_read)
+                at, held, size = at + size, [], 0
+            held.append(document)
+            size += len(document)
+        if held:
+            yield Block(TEXTS, b"".join(held), [(where, at, len(held))], [len(d) for d in held],
+                        position=self.bytes_read)
+
+    # Columns.
+
+    def _columns(self, source: Source) -> Iterator[Block]:
+        from megatron_port.data.columns import texts
+
+        before = self.bytes_read
+        size = source.path.stat().st_size
+        with open(source.path, "rb", buffering=0) as file:
+            raw = _Counted(file, self)
+            raw.drain()
+        for row, share, payload, sizes in texts(source, self.options, BLOCK_BYTES):
+            yield Block(TEXTS, payload, [(str(source.path), row, len(sizes))], sizes,
+                        position=before + int(share * size))
+
+
+class _Stream(io.BufferedIOBase):
+    """What ``_unpacked`` gives: ``read`` and ``readline``."""
+
+
+class _Counted(io.RawIOBase):
+    """A file whose bytes are hashed and counted as they pass."""
+
+    def __init__(self, file: io.RawIOBase | Any, reader: Reader) -> None:
+        self._file, self._reader = file, reader
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        self._reader.source_hash.update(memoryview(buffer)[:count])
+        self._reader.bytes_read += count
+        self.count += count
+        return count
+
+    def drain(self) -> None:
+        """Read what is left, for the hash."""
+        buffer = bytearray(1 << 20)
+        while self.readinto(buffer):
+            pass
+
+
+class _Limited(io.RawIOBase):
+    """An unpacked stream that may not grow without bound."""
+
+    def __init__(self, inner: Any, raw: _Counted, where: Path) -> None:
+        self._inner, self._raw, self._where = inner, raw, where
+        self._out = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._inner.read(len(buffer))
+        buffer[:len(data)] = data
+        self._out += len(data)
+        if self._out > EXPANSION_FREE and self._out > EXPANSION * self._raw.count:
+            raise DataError(
+                f"{self._where}: {self._raw.count} bytes have unpacked to {self._out}, more than {EXPANSION} times as "
+                "many; text does not do that. Unpack it yourself if it is meant")
+        return len(data)
+
+
+def _unpacked(source: Source, raw: _Counted) -> Any:
+    if not source.packed:
+        return io.BufferedReader(raw, 1 << 20)
+    inner: Any
+    if source.packed == ".gz":
+        inner = gzip.GzipFile(fileobj=io.BufferedReader(raw, 1 << 17))  # type: ignore[arg-type]
+        return io.BufferedReader(_Limited(inner, raw, source.path), 1 << 20)
+    zstandard = need("zstandard", str(source.path))
+    check_frames(source.path)
+    inner = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True)
+    return io.BufferedReader(_Checked(_Limited(inner, raw, source.path), zstandard.ZstdError), 1 << 20)
+
+
+class _Checked(io.RawIOBase):
+    """zstandard's own error as one that is known here."""
+
+    def __init__(self, inner: io.RawIOBase, error: type[Exception]) -> None:
+        self._inner, self._error = inner, error
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        try:
+            return self._inner.readinto(buffer)
+        except self._error as error:
+            raise zlib.error(str(error)) from error
+
+
+def check_frames(path: Path) -> None:
+    """DataError: a .zst file whose last frame is not whole, which the decoder would take for the end (RFC 8878)."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        at = 0
+        while at < size:
+            file.seek(at)
+            head = file.read(18)
+            magic = int.from_bytes(head[:4], "little")
+            if magic & 0xFFFFFFF0 == 0x184D2A50:  # skippable
+                at += 8 + int.from_bytes(head[4:8], "little") if len(head) >= 8 else size + 1
+                continue
+            if magic != 0xFD2FB528 or len(head) < 6:
+                raise DataError(f"{path}: byte {at}: expected a zstd frame, found {head[:4].hex()}; copy it again")
+            flags = head[4]
+            single, checksum = flags >> 5 & 1, flags >> 2 & 1
+            at += 5 + (1 - single) + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
+            last = 0
+            while not last and at + 3 <= size:
+                file.seek(at)
+                block = int.from_bytes(file.read(3), "little")
+                last, kind = block & 1, block >> 1 & 3
+                at += 3 + (1 if kind == 1 else block >> 3)
+            at += 4 * checksum
+            if not last:
+                at = size + 1
+        if at > size:
+            raise DataError(f"{path}: cut off: its last zstd frame does not end within the {size} bytes; copy it again")
+
+
+def plain_documents(stream: Any, blank_lines: int) -> Iterator[bytes]:
+    """The documents of a plain-text file; together they are the file. Memory stays bounded for files of any size."""
+    held: list[bytes] = []
+    size = blanks = 0
+    while line := stream.readline(MAX_DOCUMENT_BYTES):
+        if not line.strip() and line.endswith(b"\n"):
+            blanks += 1
+        else:
+            rule = bool(blank_lines) and blanks >= blank_lines
+            large = size >= MAX_DOCUMENT_BYTES and (blanks > 0 or size >= 2 * MAX_DOCUMENT_BYTES)
+            if held and (rule or large):
+                data = b"".join(held)
+                # A bounded readline may have stopped inside a character; carry its bytes over.
+                keep = 0 if data.endswith(b"\n") else unfinished(data)
+                rest = data[len(data) - keep:]
+                yield data[:len(data) - keep]
+                held, size = [rest] if rest else [], len(rest)
+            blanks = 0
+        held.append(line)
+        size += len(line)
+    if held:
+        yield b"".join(held)
+
+
+def unfinished(data: bytes) -> int:
+    """Bytes at the end that begin a UTF-8 character which is not complete."""
+    for back in range(1, min(4, len(data) + 1)):
+        byte = data[-back]
+        if byte >= 0xC0:
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return back if back < length else 0
+        if byte < 0x80:
+            return 0
+    return 0

@@ -1,0 +1,164 @@
+"""Tokenizers of other libraries: Hugging Face's tokenizer.json, SentencePiece, tiktoken's named encodings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_port.data.extras import need
+from megatron_port.errors import DataError, shortened
+
+if TYPE_CHECKING:
+    from megatron_port.data.tokenizer import Tokenizer
+
+LARGEST_FILE = 256 << 20
+END_PIECES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
+"""Looked for, in this order, where no file says which piece ends a document."""
+
+
+def load(kind: str, rest: str, *, directory: str | Path | None = None, eod: str = "") -> Tokenizer:
+    """``kind``: hf | sentencepiece | tiktoken; ``rest`` may end in ``#PIECE``, the end-of-document piece.
+
+    Raises DataError.
+    """
+    if "#" in rest and not Path(rest).exists():
+        rest, _, piece = rest.rpartition("#")
+        eod = eod or piece
+    if kind == "tiktoken":
+        return TiktokenTokenizer(rest, directory=directory, eod=eod)
+    return (HFTokenizer if kind == "hf" else SentencePieceTokenizer)(Path(rest), eod=eod)
+
+
+def content_hash(data: bytes, eod_id: int) -> str:
+    """Of a tokenizer that is one file: sha256 over its bytes and the end-of-document id."""
+    return hashlib.sha256(data + f"\0{eod_id}".encode()).hexdigest()
+
+
+def _file(path: Path) -> tuple[Path, bytes]:
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise DataError(f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {LARGEST_FILE}")
+        return path, path.read_bytes()
+    except OSError as error:
+        raise DataError(f"tokenizer {path}: cannot be read ({error.strerror})") from error
+
+
+class HFTokenizer:
+    """A tokenizer.json, through the ``tokenizers`` library. No special piece is added to a text, nor found in one.
+
+    The end-of-document piece is ``eod``, or what tokenizer_config.json beside it calls ``eos_token``, or the first of
+    ``END_PIECES`` that the vocabulary has.
+    """
+
+    def __init__(self, path: Path, *, eod: str = "") -> None:
+        tokenizers = need("tokenizers", f"tokenizer {path}")
+        path = path / "tokenizer.json" if path.is_dir() else path
+        self.path, data = _file(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{path}: not a readable tokenizer.json ({shortened(str(error), 200)})") from error
+        # A file may cut or fill up what it encodes; a corpus has neither.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        piece = eod or self._config_eos()
+        ends = [piece] if piece else [p for p in END_PIECES if p in vocabulary]
+        if not ends or ends[0] not in vocabulary:
+            raise DataError(f"{path}: {'no piece ' + repr(piece) if piece else 'nothing says which piece'} ends a "
+                            "document; name it with --eod")
+        self.eod_id = int(vocabulary[ends[0]])
+        self.name = f"hf:{path}#{ends[0]}"
+        self.hash = content_hash(data, self.eod_id)
+
+    def _config_eos(self) -> str:
+        try:
+            value = json.loads((self.path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        piece = value.get("content", "") if isinstance(value, dict) else value
+        return piece if isinstance(piece, str) else ""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; special pieces in the text are text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """End-of-document ids are left out."""
+        return self._tokenizer.decode([int(i) for i in ids if int(i) != self.eod_id], skip_special_tokens=False)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece .model. The end of a document is ``eod``, or the model's own ``</s>``."""
+
+    def __init__(self, path: Path, *, eod: str = "") -> None:
+        sentencepiece = need("sentencepiece", f"tokenizer {path}")
+        self.path, data = _file(path)
+        try:
+            self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"{path}: not a readable SentencePiece model ({shortened(str(error), 200)})") from error
+        self.vocab_size = int(self._model.vocab_size())
+        self.eod_id = int(self._model.piece_to_id(eod) if eod else self._model.eos_id())
+        if self.eod_id < 0 or (eod and self.eod_id == self._model.unk_id()):
+            raise DataError(f"{path}: {'no piece ' + repr(eod) if eod else 'the model has no </s>, so nothing'} ends a "
+                            "document; name a piece with --eod")
+        self.name = f"sentencepiece:{path}" + (f"#{eod}" if eod else "")
+        self.hash = content_hash(data, self.eod_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text."""
+        return self._model.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """End-of-document ids are left out."""
+        return self._model.decode([int(i) for i in ids if int(i) != self.eod_id])
+
+
+class TiktokenTokenizer:
+    """A named encoding of tiktoken, which fetches its vocabulary once, or finds it in ``directory``."""
+
+    def __init__(self, encoding: str, *, directory: str | Path | None = None, eod: str = "") -> None:
+        tiktoken = need("tiktoken", f"tokenizer tiktoken:{encoding}")
+        if directory is not None:
+            os.environ["TIKTOKEN_CACHE_DIR"] = str(directory)
+        try:
+            self._encoding: Any = tiktoken.get_encoding(encoding)
+        except ValueError as error:
+            raise DataError(f"tokenizer tiktoken:{encoding}: {shortened(str(error).splitlines()[0], 300)}; it has "
+                            f"{', '.join(tiktoken.list_encoding_names())}") from error
+        except Exception as error:  # requests' errors, of a library that may not be there
+            raise DataError(
+                f"tokenizer tiktoken:{encoding}: its vocabulary could not be fetched ({type(error).__name__}); "
+                "fetch it where there is one, and name its folder: --tokenizer-dir or TIKTOKEN_CACHE_DIR") from error
+        piece = eod or "<|endoftext|>"
+        special = self._encoding._special_tokens
+        if piece not in special:
+            raise DataError(f"tokenizer tiktoken:{encoding}: no special piece {piece!r}; it has "
+                            f"{', '.join(special)}: --eod")
+        self.vocab_size, self.eod_id = int(self._encoding.n_vocab), int(special[piece])
+        self.name = f"tiktoken:{encoding}" + (f"#{eod}" if eod else "")
+        digest = hashlib.sha256(f"{self._encoding._pat_str}\0{self.eod_id}\0{self.vocab_size}".encode())
+        for token, rank in sorted(self._encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+            digest.update(token + f"\0{rank}\0".encode())
+        self.hash = digest.hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; special pieces in the text are text."""
+        return self._encoding.encode_ordinary(text)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same, u32 [n]."""
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """End-of-document ids are left out."""
+        return self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
