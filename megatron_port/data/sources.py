@@ -1,6 +1,6 @@
 """Input files as a stream of blocks: JSON lines, plain text, Parquet and Arrow, compressed or not.
 
-A block is a few MB of whole records and says where they come from. Where blocks begin depends on the files and the
+A block is about a MB of whole records and says where they come from. Where blocks begin depends on the files and the
 options alone, so an interrupted run finds the same blocks again. Memory is bounded whatever a file holds: a line that
 does not end, a stream that unpacks to a thousand times its size and a damaged archive end with a message.
 """
@@ -21,7 +21,7 @@ import xxhash
 from megatron_port.data.extras import need
 from megatron_port.errors import DataError
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 MAX_DOCUMENT_BYTES = 4 << 20
 """A plain-text document is cut at the next blank line after this, or at twice this at the next line end."""
 LARGEST_RECORD = 64 << 20

@@ -165,3 +165,66 @@ def test_cache_is_used_and_damage_is_mended(tmp_path):
                                cache=tmp_path / "cache")
     assert other.indices.shuffle.tolist() != np.load(next(f for f in files if "shuffle" in f.name)).tolist()
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 6
+
+
+def test_a_whole_blend_through_megatrons_own_builder(oracle, tmp_path):
+    """Two corpora, three splits, several epochs: every index array and every sample, byte for byte."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+    from megatron_port.config.loader import load
+    from megatron_port.data.loader import build_loaders
+
+    random = np.random.default_rng(3)
+    prefixes = [str(corpus(tmp_path / name, random.integers(1, 90, count), seed))
+                for name, count, seed in (("a", 60, 1), ("b", 140, 2), ("c", 25, 3))]
+    weights, seq, samples = [0.2, 0.5, 0.3], 16, 900
+    config = oracle.gpt.GPTDatasetConfig(
+        random_seed=1234, sequence_length=seq, split="90,10,0", blend=(prefixes, weights),
+        path_to_cache=str(tmp_path / "theirs"), tokenizer=FakeTokenizer(), reset_position_ids=False,
+        reset_attention_mask=False, eod_mask_loss=False)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        theirs = BlendedMegatronDatasetBuilder(
+            oracle.gpt.GPTDataset, [samples, 20, 0], lambda: True, config).build()[0]
+    finally:
+        torch.distributed.destroy_process_group()
+    run = load(None, [
+        f"output_dir={tmp_path}/runs", f"data.train={prefixes}".replace("'", '"'), f"data.weights={weights}",
+        "data.split=[0.9, 0.1, 0.0]", "data.order=megatron", f"model.seq_length={seq}", "model.vocab_size=300",
+        "seed=1234"]).config
+    ours = build_loaders(run, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True, train_samples=samples)
+    blend = ours.train.dataset
+    corpus_index, sample_index = blend.order()
+    assert corpus_index.tobytes() == theirs.dataset_index.tobytes()
+    assert sample_index.tobytes() == theirs.dataset_sample_index.tobytes()
+    for mine, other in zip(blend.datasets, theirs.datasets):
+        for name in ("document", "sample", "shuffle"):
+            wanted = np.ascontiguousarray(getattr(other, f"{name}_index"))
+            assert getattr(mine.indices, name).tobytes() == wanted.tobytes(), name
+    for k in (*range(40), 500, samples - 1):
+        assert np.array_equal(blend.draw(0, k)[:-1], theirs[k]["tokens"])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_indices_do_not_depend_on_how_they_are_cut(tmp_path, monkeypatch, chunk):
+    lengths = np.random.default_rng(7).integers(0, 40, 60).astype(np.int32)
+    case = {"seq_length": 16, "num_samples": 300, "seed": 5}
+    whole = mo.build_indices(lengths, 2, 58, **case)
+    monkeypatch.setattr(mo, "CHUNK", chunk)
+    cut = mo.build_indices(lengths, 2, 58, **case)
+    assert all(np.array_equal(getattr(whole, n), getattr(cut, n)) for n in ("document", "sample", "shuffle"))
+
+
+def test_datatroves_output_is_read(tmp_path):
+    pytest.importorskip("datatrove", reason="datatrove is not installed", exc_type=ImportError)
+    from datatrove.pipeline.tokens.megatron_tokenizer import MegatronTokenizedFile
+
+    for size, vocab in ((2, 300), (4, 90000)):
+        file = MegatronTokenizedFile(str(tmp_path), f"d{size}", token_size=size)
+        documents = [np.random.default_rng(n).integers(0, vocab, n).tolist() for n in (5, 1, 70)]
+        for document in documents:
+            file.write(document)
+        file.close()
+        data = IndexedDataset(tmp_path / f"d{size}")
+        assert [data.document(i).tolist() for i in range(data.num_documents)] == documents
+        assert len(data.verify()) == 3
