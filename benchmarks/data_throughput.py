@@ -70,8 +70,8 @@ def main() -> int:
         own = best["tiktoken"]
         print(f"{size:.1f} MB, {len(documents)} documents, {tokens} tokens, best of {args.repeats}")
         for label, (wall, used) in best.items():
-            print(f"{label:20} {size / wall:6.2f} MB/s wall ({own[0] / wall:.2f} x)   {size / used:6.2f} MB per CPU second "
-                  f"({own[1] / used:.2f} x)")
+            print(f"{label:20} {size / wall:6.2f} MB/s wall ({own[0] / wall:.2f} x)   "
+                  f"{size / used:6.2f} MB per CPU second ({own[1] / used:.2f} x)")
     return 0
 
 

@@ -1,5 +1,65 @@
-"""Train GPT-like models with tensor, pipeline and data parallelism, from one laptop to thousands of GPUs."""
+"""Train GPT-like models with tensor, pipeline and data parallelism, from one laptop to thousands of GPUs.
+
+``megatron_port.api`` shows the names below at work. Importing this package imports nothing else: each name is looked
+up when it is first used, so that a configuration can be checked on a login node in milliseconds.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from megatron_port.api import build_engine as build_engine
+    from megatron_port.api import build_loaders as build_loaders
+    from megatron_port.api import build_model as build_model
+    from megatron_port.api import load_config as load_config
+    from megatron_port.api import open_session as open_session
+    from megatron_port.api import run_training as run_training
+    from megatron_port.checkpoint.reader import open_checkpoint as open_checkpoint
+    from megatron_port.config.schema import RunConfig as RunConfig
+    from megatron_port.data.indexed import IndexedDataset as IndexedDataset
+    from megatron_port.data.prepare import prepare as prepare
+    from megatron_port.data.tokenizer import get_tokenizer as get_tokenizer
+    from megatron_port.engine.api import Engine as Engine
+    from megatron_port.engine.api import MicroBatch as MicroBatch
+    from megatron_port.errors import PortError as PortError
+    from megatron_port.optim.schedules import learning_rate as learning_rate
+    from megatron_port.train.loop import Trainer as Trainer
+    from megatron_port.train.session import Session as Session
+
+_WHERE = {
+    "build_engine": "api",
+    "build_loaders": "api",
+    "build_model": "api",
+    "load_config": "api",
+    "open_session": "api",
+    "run_training": "api",
+    "open_checkpoint": "checkpoint.reader",
+    "RunConfig": "config.schema",
+    "IndexedDataset": "data.indexed",
+    "prepare": "data.prepare",
+    "get_tokenizer": "data.tokenizer",
+    "Engine": "engine.api",
+    "MicroBatch": "engine.api",
+    "PortError": "errors",
+    "learning_rate": "optim.schedules",
+    "Trainer": "train.loop",
+    "Session": "train.session",
+}
+
+__all__ = ["Engine", "IndexedDataset", "MicroBatch", "PortError", "RunConfig", "Session", "Trainer", "__version__",
+           "build_engine", "build_loaders", "build_model", "get_tokenizer", "learning_rate", "load_config",
+           "open_checkpoint", "open_session", "prepare", "run_training"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'megatron_port' has no attribute {name!r}")
+    return getattr(import_module(f"megatron_port.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

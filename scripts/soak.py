@@ -70,14 +70,23 @@ def chaos(rows: Rows) -> str:
     )
 
 
+def corpus(rows: Rows) -> str:
+    """The large corpora."""
+    return "; ".join(
+        f"{r['gigabytes']:g} GB: at most {max(r['grown'].values()) / 2**20:.0f} MiB of anonymous memory above the "
+        f"program itself, first batch after {r['large']['training']['first_batch_s']:.2f} s" for r in rows
+    )
+
+
 PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
     "kills": ("kills.py", ["--seeds", "0-99"], kills),
     "crossings": ("crossings.py", ["--seeds", "0-29"], crossings),
     "readers": ("readers.py", ["--count", "10000"], readers),
     "chaos": ("chaos.py", ["--seconds", "600", "--mean", "20"], chaos),
+    "corpus": ("big_corpus.py", ["--gigabytes", "10"], corpus),
 }
 """Name → (program in tests/faults, its arguments, the line of the table)."""
-WHOLE = {"kills": 100, "crossings": 30, "readers": 10_000, "chaos": 1}
+WHOLE = {"kills": 100, "crossings": 30, "readers": 10_000, "chaos": 1, "corpus": 1}
 """What a part must have done to be complete."""
 
 
@@ -89,7 +98,7 @@ def done(part: str, rows: Rows) -> int:
 def run(part: str, seconds: float, extra: list[str]) -> int:
     """Run one part, or go on with it. Its exit code; 0 if it is done already."""
     program, arguments, _ = PARTS[part]
-    if part == "chaos" and read(part) and not extra:
+    if part in ("chaos", "corpus") and read(part) and not extra:
         return 0
     limit = ["--seconds", f"{seconds:g}"] if part in ("kills", "crossings") and seconds != float("inf") else []
     RESULTS.mkdir(parents=True, exist_ok=True)

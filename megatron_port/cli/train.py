@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import RunConfig
@@ -58,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.nproc:
         check(config, world_size=None if config.layout.elastic else args.nproc)
-        mind_memory(config, args.nproc, speak=False)
+        from megatron_port.api import mind_memory
+
+        mind_memory(config, args.nproc)
         from megatron_port.runtime.local import run_local
 
         # torch.optim imports torch._dynamo when it is first used: 1.4 s, once here instead of once a rank.
@@ -71,37 +71,10 @@ def run(args: argparse.Namespace) -> int:
     return train(config, discover(master_addr=args.master_addr, master_port=args.master_port))
 
 
-def mind_memory(config: RunConfig, world_size: int | None, *, speak: bool) -> None:
-    """Stop, or with ``speak`` warn, where the planner says that the run cannot fit. Raises ConfigError."""
-    from megatron_port.plan.guard import memory_problem
-
-    found = memory_problem(config, world_size)
-    if found and config.launch.memory_check == "stop":
-        raise ConfigError(found)
-    if found and speak:
-        print(f"warning: {found}", file=sys.stderr, flush=True)
-
-
 def train(config: RunConfig, info: ProcessInfo) -> int:
-    """One rank's part of the run."""
-    from megatron_port.runtime.signals import hold
+    """One rank's part of the run; its exit code."""
+    from megatron_port.api import run_training
 
-    hold()
-    from megatron_port.errors import PeerLost
-    from megatron_port.launch.outcome import record_failure
-    from megatron_port.runtime.job import attempt_name
-    from megatron_port.train.loop import Trainer
-    from megatron_port.train.session import open_session
-    from megatron_port.train.state import run_folder
-    from megatron_port.train.watching import watched_session
-
-    try:
-        mind_memory(config, info.world_size, speak=info.rank == 0)
-        with open_session(config, info) as session, watched_session(session):
-            outcome = Trainer(session).run()
-    except BaseException as error:
-        lost = isinstance(error, PeerLost)
-        record_failure(run_folder(config), attempt_name(), info.rank, error, lost_peer=lost)
-        raise
+    outcome = run_training(config, info)
     # Rank 0 leaves last. If the first to leave asked for a requeue, srun --kill-on-bad-exit would end the others.
     return outcome.exit_code if info.rank == 0 else 0

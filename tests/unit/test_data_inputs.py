@@ -130,14 +130,16 @@ def test_a_datasets_folder_may_not_point_elsewhere(tmp_path):
 
 # (content of a .jsonl, message, what skip leaves, what repair leaves)
 BAD = {
-    "bytes": (b'{"text": "a"}\n{"text": "caf\xe9"}\n', r":2: byte 0xe9 at 13 of the line is not UTF-8", ["a"], ["a", "caf\ufffd"]),
+    "bytes": (b'{"text": "a"}\n{"text": "caf\xe9"}\n', r":2: byte 0xe9 at 13 of the line is not UTF-8", ["a"],
+              ["a", "caf\ufffd"]),
     "nul": (b'{"text": "a\\u0000b"}\n{"text": "c"}\n', ":1: a NUL character at 1", ["c"], ["ab", "c"]),
     "surrogate": (b'{"text": "a"}\n{"text": "x\\ud800y"}\n', ":2: half of a surrogate", ["a"], ["a", "x\ufffdy"]),
     "broken": (b'{"text": "a"}\n{"text": \n', ":2: not a JSON object", ["a"], ["a"]),
     "deep": (b'{"text": "a"}\n' + b"[" * 200_000 + b"\n", ":2: not a JSON object", ["a"], ["a"]),
     "key": (b'{"text": "a"}\n{"body": "b"}\n[1]\n{"text": 7}\n', ":2: no text under the key", ["a"], ["a"]),
     "number": (b'{"text": "a"}\n{"text": "b", "n": ' + b"9" * 5000 + b"}\n", ":2: not a JSON object", ["a"], ["a"]),
-    "long": (b'{"text": "a"}\n{"text": "' + b"b" * 5000 + b'"}\n{"text": "c"}\n', ":2: a line of", ["a", "c"], ["a", "c"]),
+    "long": (b'{"text": "a"}\n{"text": "' + b"b" * 5000 + b'"}\n{"text": "c"}\n', ":2: a line of", ["a", "c"],
+             ["a", "c"]),
 }
 
 

@@ -140,7 +140,8 @@ def test_index_ahead_of_time(tmp_path, capsys):
     run = run_config(tmp_path, a, b, order="megatron", index_cache=str(tmp_path / "index"), split=[0.5, 0.5, 0.0])
     (tmp_path / "run.toml").write_text(
         f'output_dir = "{tmp_path}/runs"\n[model]\nseq_length = 8\nvocab_size = 400\n[training]\nsteps = 4\n'
-        f'[data]\ntrain = ["{a}", "{b}"]\norder = "megatron"\nindex_cache = "{tmp_path}/index"\nsplit = [0.5, 0.5, 0.0]\n')
+        f'[data]\ntrain = ["{a}", "{b}"]\norder = "megatron"\n'
+        f'index_cache = "{tmp_path}/index"\nsplit = [0.5, 0.5, 0.0]\n')
     assert main(["data", "index", str(tmp_path / "run.toml")]) == 0
     out = capsys.readouterr().out
     assert f"train {a}: " in out and f"valid {b}: " in out

@@ -59,7 +59,8 @@ def test_an_interruption_costs_what_came_after_the_journal(corpus, after, worker
         prepare([corpus / "in"], corpus / "c", tokenizer=BYTE, workers=workers, progress=stop)
     assert not list(corpus.glob("c.*")) and left(corpus) == [".c.prepare"]
     lines, again = [], []
-    done = prepare([corpus / "in"], corpus / "c", tokenizer=BYTE, workers=workers, log=lines.append, progress=again.append)
+    done = prepare([corpus / "in"], corpus / "c", tokenizer=BYTE, workers=workers, log=lines.append,
+                   progress=again.append)
     same(corpus, "c")
     assert left(corpus) == [] and len(calls) + len(again) == len_of(corpus)
     assert done.resumed_documents > 0 and f"going on after {done.resumed_documents} documents" in lines[0]

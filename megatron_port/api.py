@@ -1,0 +1,157 @@
+"""The library: what scripts import from ``megatron_port``, and what the command line is made of.
+
+    from megatron_port import build_engine, build_loaders, load_config, open_session
+
+    config = load_config("models/gpt-tiny", "engine=native", "layout.zero_stage=0", "data.synthetic=true")
+    with open_session(config) as session:
+        engine, loaders = build_engine(session), build_loaders(session)
+        size = session.config.batch.global_batch_size
+        for step in range(10):
+            result = engine.train_step(loaders.train.step(step * size, size), step=step, lr=3e-4)
+            print(step, result.loss)
+
+Started by torchrun or srun, the same lines train on every rank; nothing here knows how many there are.
+``import megatron_port`` alone imports none of this: names are looked up when they are first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_port.config.loader import load
+from megatron_port.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_port.data.loader import Loaders
+    from megatron_port.engine.api import Engine
+    from megatron_port.model.gpt import GPTStage
+    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.train.loop import Outcome
+    from megatron_port.train.session import Session
+
+
+def load_config(file: str | Path | Sequence[str | Path] | None = None, *overrides: str) -> RunConfig:
+    """A run from TOML files and ``"a.b=VALUE"`` overrides, as ``megatron-port train`` reads them.
+
+    ``file``: a path, the name of a shipped file ("runs/quickstart", "models/gpt-22b"), several of them (later ones
+    win), or None for the defaults alone. Cross-field checks come with :func:`open_session`, which knows the ranks.
+
+    Raises:
+        ConfigError: a file or value that cannot be read, or a name that does not exist.
+    """
+    return load(file, list(overrides)).config
+
+
+def open_session(
+    config: RunConfig, info: ProcessInfo | None = None, *, quiet: bool = False
+) -> AbstractContextManager[Session]:
+    """Meet the other ranks, choose device and providers, make the groups; leaving it takes them down.
+
+    ``info``: who this rank is; None: as torchrun, srun or nobody (one process) says.
+    ``session.config`` is the configuration with every derived value filled in. One session a process at a time.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        EnvironmentFault: launcher, network, device, or a number of ranks that the layout cannot use.
+    """
+    from megatron_port.runtime.discovery import discover
+    from megatron_port.train import session
+
+    return session.open_session(config, info or discover(), quiet=quiet)
+
+
+def build_model(session: Session) -> GPTStage:
+    """This rank's stage of the model: a ``torch.nn.Module`` whose parameters are allocated and not yet set.
+
+    Its forward takes token ids [batch, seq] on the first stage, and gives logits [seq, batch, vocab / tp] on the last.
+    :func:`build_engine` makes its own.
+    """
+    from megatron_port.parallel.random import DropoutStream
+    from megatron_port.train import assemble
+
+    stream = DropoutStream(session.config.seed, session.ctx.device)
+    return assemble.build_model(session.config, session.ctx, session.providers, stream)
+
+
+def build_engine(session: Session, *, initialise: bool = True) -> Engine:
+    """Model and optimizer of this rank in the run's engine, with initial weights.
+
+    ``initialise``: False where ``engine.load_state`` or ``load_weights`` will set them.
+    """
+    from megatron_port.train import assemble
+
+    return assemble.build_engine(
+        session.config, session.ctx, session.providers, initialise=initialise, pulse=session.pulse
+    )
+
+
+def build_loaders(session: Session) -> Loaders:
+    """Training, validation and test data of this rank's replica and stage.
+
+    ``loaders.train.step(first_sample, global_batch)`` gives the micro-batches of a step: it is a function of the
+    sample number, so going on somewhere needs no state.
+
+    Raises:
+        DataError: a corpus that is missing, damaged, too small or of another tokenizer.
+    """
+    from megatron_port.data import loader
+    from megatron_port.optim.schedules import BatchSchedule
+
+    ctx, config = session.ctx, session.config
+    return loader.build_loaders(
+        config, dp_rank=ctx.coords.dp, dp_size=ctx.topology.dp, need_tokens=ctx.is_first_stage,
+        need_labels=ctx.is_last_stage,
+        train_samples=BatchSchedule(config.batch, ctx.topology.dp).samples_before(config.training.steps),
+    )
+
+
+def mind_memory(config: RunConfig, world_size: int | None) -> str:
+    """What the planner says where the run cannot fit, and ``launch.memory_check`` only warns; else empty.
+
+    Raises:
+        ConfigError: it cannot fit, and ``launch.memory_check`` is "stop".
+    """
+    from megatron_port.errors import ConfigError
+    from megatron_port.plan.guard import memory_problem
+
+    found = memory_problem(config, world_size)
+    if found and config.launch.memory_check == "stop":
+        raise ConfigError(found)
+    return found or ""
+
+
+def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
+    """One rank's part of a whole run: resume, train, evaluate, save, report; what ``megatron-port train`` calls.
+
+    Signals make it save and return early; ``outcome.exit_code`` says how it ended. On failure the run's folder gets
+    the first rank's message for the job script.
+
+    Raises:
+        PortError: see ``megatron_port.errors``; the same on every rank where it concerns all.
+    """
+    from megatron_port.runtime.signals import hold
+
+    hold()
+    from megatron_port.errors import PeerLost
+    from megatron_port.launch.outcome import record_failure
+    from megatron_port.runtime.discovery import discover
+    from megatron_port.runtime.job import attempt_name
+    from megatron_port.train.loop import Trainer
+    from megatron_port.train.state import run_folder
+    from megatron_port.train.watching import watched_session
+
+    info = info or discover()
+    try:
+        warning = mind_memory(config, info.world_size)
+        if warning and info.rank == 0:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        with open_session(config, info) as session, watched_session(session):
+            return Trainer(session).run()
+    except BaseException as error:
+        lost = isinstance(error, PeerLost)
+        record_failure(run_folder(config), attempt_name(), info.rank, error, lost_peer=lost)
+        raise
