@@ -141,6 +141,7 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
     from megatron_port.runtime.discovery import discover
     from megatron_port.runtime.job import attempt_name
     from megatron_port.train.loop import Trainer
+    from megatron_port.train.provenance import record_failure_event
     from megatron_port.train.state import run_folder
     from megatron_port.train.watching import watched_session
 
@@ -150,7 +151,11 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
         if warning and info.rank == 0:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         with open_session(config, info) as session, watched_session(session):
-            return Trainer(session).run()
+            try:
+                return Trainer(session).run()
+            except Exception as error:
+                record_failure_event(session, error)
+                raise
     except BaseException as error:
         lost = isinstance(error, PeerLost)
         record_failure(run_folder(config), attempt_name(), info.rank, error, lost_peer=lost)

@@ -488,6 +488,12 @@ class TelemetryConfig:
 
     tensorboard: bool = False
     """Also write TensorBoard events (optional dependency)."""
+    wandb: str = "off"
+    """off | offline (files below the run's folder) | online: Weights & Biases (optional dependency)"""
+    mlflow: str = "off"
+    """off | offline (files below the run's folder) | online (the server that MLFLOW_TRACKING_URI names)"""
+    project: str = "megatron_port"
+    """Project (Weights & Biases) or experiment (MLflow) that the run is filed under."""
     replica_check_interval: int = 100
     """Steps between checks that replicated parameters are equal on all ranks; 0: never."""
     published_tflops: float = 0.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from megatron_port.telemetry.console import make_console
 from megatron_port.telemetry.metrics import FILE_NAME, MetricsWriter, Record, encode
+from megatron_port.telemetry.trackers import tracker
 
 _BACKLOG = 10_000
 
@@ -82,6 +83,9 @@ class Telemetry:
         log_interval: steps between console lines; metrics.jsonl has every step.
         resumed_step: steps done by the state that this run starts from; later lines are removed.
         tensorboard: also write TensorBoard events.
+        trackers: kind (wandb, mlflow) → offline or online.
+        project: under which trackers file the run.
+        config: what trackers show as its settings; dotted name → value.
         name: title of the live table.
         stream: where the console writes; None: standard output.
         warn: takes a line about a sink that failed.
@@ -96,6 +100,9 @@ class Telemetry:
         log_interval: int = 1,
         resumed_step: int = 0,
         tensorboard: bool = False,
+        trackers: Mapping[str, str] | None = None,
+        project: str = "megatron_port",
+        config: Mapping[str, Any] | None = None,
         name: str = "run",
         stream: TextIO | None = None,
         warn: Callable[[str], None] | None = None,
@@ -113,6 +120,10 @@ class Telemetry:
         )
         if tensorboard:
             self._add("TensorBoard", lambda: _tensorboard(run_dir / "tensorboard", resumed_step))
+        for kind, mode in (trackers or {}).items():
+            if mode != "off":
+                self._sinks.append(tracker(kind, run_dir, mode=mode, project=project, name=name, config=config or {},
+                                           resumed_step=resumed_step, warn=self._warn))
 
     def step(self, record: Record) -> None:
         """Report a training step. ``record``: fields of docs/metrics.md; ``time`` is filled in.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_port.telemetry.metrics import Record
 
-_TAGS = {
+TAGS = {
     "loss": "loss/train",
     "validation_loss": "loss/validation",
     "learning_rate": "optimizer/learning_rate",
@@ -40,7 +40,7 @@ class TensorBoardSink:
         """A training step."""
         at = int(record["step"] or 0)
         wall = record.get("time")
-        for name, tag in _TAGS.items():
+        for name, tag in TAGS.items():
             value = record.get(name)
             if value is not None:
                 self._writer.add_scalar(tag, float(value), at, walltime=wall)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megatron_port.config.dump import to_toml
+from megatron_port.config.dump import leaves, to_toml
 from megatron_port.config.flops import hardware_flops, model_flops, parameter_count
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import Loaders, build_loaders
@@ -29,6 +29,7 @@ from megatron_port.train.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.train.assemble import build_engine
 from megatron_port.train.numerics import NumericsGuard
 from megatron_port.train.pinned import check_pins
+from megatron_port.train.provenance import record_event, record_start
 from megatron_port.train.replicas import check_replicas
 from megatron_port.train.saving import Saving
 from megatron_port.train.session import Session
@@ -143,6 +144,7 @@ class Trainer:
             folder = run_folder(c)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.toml").write_text(to_toml(c))
+            record_start(self.session, self.progress.step)
 
     def run(self) -> Outcome:
         """Train to ``training.steps``; on a signal save and return early."""
@@ -184,6 +186,7 @@ class Trainer:
                 if self.session.speaker:
                     signal_name = {0: "", 1: "SIGTERM", 2: "SIGUSR1"}[level] if unfinished else ""
                     status = SAVED if unfinished else FINISHED
+                    record_event(self.session, status, p.step, **({"signal": signal_name} if signal_name else {}))
                     write_outcome(run_folder(c), Ending(attempt_name(), status, p.step, signal_name, time.time()))
         except BaseException:
             saving.leave()
@@ -201,7 +204,8 @@ class Trainer:
         return Telemetry(
             run_folder(c), speaker=self.session.speaker, total_steps=c.training.steps,
             log_interval=c.training.log_interval, resumed_step=self.progress.step, tensorboard=c.telemetry.tensorboard,
-            name=c.name, warn=self.session.logger.log,
+            trackers={"wandb": c.telemetry.wandb, "mlflow": c.telemetry.mlflow}, project=c.telemetry.project,
+            config=dict(leaves(c)), name=c.name, warn=self.session.logger.log,
         )
 
     def _due(self, interval: int) -> bool:
@@ -250,6 +254,7 @@ class Trainer:
                 first=position, count=size, run_folder=run_folder(c),
             )
         self.session.logger.log(anomaly.summary)
+        record_event(self.session, "anomaly", p.step, reason=anomaly.summary)
         if too_many or c.numerics.on_anomaly == "stop":
             count = len(self.numerics.anomaly_steps)
             why = f"; {count} anomalies within 1,000 steps (numerics.max_anomalies)" if too_many else ""
@@ -280,6 +285,7 @@ class Trainer:
             self.numerics.leave_out(anomaly.first, anomaly.count)
             left = f"; samples {anomaly.first} to {anomaly.first + anomaly.count - 1} are left out"
         session.logger.log(f"rewound to {loaded.path} at step {p.step}{left}")
+        record_event(session, "rewind", p.step, reason=anomaly.summary)
 
     def _report(self, telemetry: Telemetry, r: StepResult, *, lr: float, size: int, seconds: float) -> None:
         c, p = self.config, self.progress

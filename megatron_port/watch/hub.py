@@ -32,7 +32,7 @@ from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.signals import ignore_in_child
 from megatron_port.watch import judge, wire
 from megatron_port.watch.processes import kill, out_of_memory_kills, poke
-from megatron_port.watch.report import add_event, write_hang
+from megatron_port.watch.report import add_event, add_spread, write_hang
 from megatron_port.watch.rules import LAGS_S, Alarm, Beat, Place, Rules
 from megatron_port.watch.stragglers import Stragglers
 from megatron_port.watch.words import Stack, ranks_text
@@ -205,6 +205,9 @@ class Hub:
         for finding in self.stragglers.look(self.rules.ranks.values(), now):
             self._say(finding.line())
             add_event(self.folder, finding.record())
+        spread = self.stragglers.spread()
+        if spread is not None:
+            add_spread(self.folder, spread)
         if not self.warned and now - self.started > MISSING_S:
             self.warned = True
             missing = [r for r in range(self.world) if r not in self.rules.ranks]

@@ -14,6 +14,7 @@ from megatron_port.watch.rules import LAGS_S, Rank
 from megatron_port.watch.words import Stack, ranks_text, stack_text
 
 EVENTS = "events.jsonl"
+RANKS = "ranks.jsonl"
 
 
 def write_hang(
@@ -76,8 +77,17 @@ def _commit(target: Path, text: str) -> None:
 
 def add_event(folder: Path, record: Mapping[str, object]) -> None:
     """Append one line to ``events.jsonl``; the console has it too, so a disk that refuses it is passed over."""
+    _append(folder / EVENTS, record)
+
+
+def add_spread(folder: Path, record: Mapping[str, object]) -> None:
+    """Append one line to ``ranks.jsonl``: how the ranks' times differ."""
+    _append(folder / RANKS, record)
+
+
+def _append(path: Path, record: Mapping[str, object]) -> None:
     line = json.dumps({"time": time.time(), **record}) + "\n"
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / EVENTS, "ab", buffering=0) as stream:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab", buffering=0) as stream:
             stream.write(line.encode())

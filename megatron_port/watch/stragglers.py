@@ -19,6 +19,9 @@ from megatron_port.watch.rules import Place, Rank
 WINDOW_S = 5.0
 """The shortest window."""
 _OWN = [PHASES.index(phase) for phase in OWN]
+ALL_RANKS = 128
+"""Up to so many ranks a line of ``ranks.jsonl`` has each; beyond, quartiles and the slowest."""
+SLOWEST = 8
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,14 @@ class Stragglers:
 
     def __init__(self, config: WatchConfig, now: float) -> None:
         self.config = config
-        self._began = now
+        self._began = self._started = self._spread_at = now
+        self._spread: dict[str, object] | None = None
         self._steps_at: dict[int, int] = {}
         self._totals_at: dict[int, tuple[float, ...]] = {}
         self._slow_for: dict[int, int] = {}
         self._named: set[int] = set()
+        self._own: dict[int, tuple[float, int]] = {}
+        """Of the last window: rank → own seconds a step, steps done."""
 
     def look(self, ranks: Iterable[Rank], now: float) -> list[Finding]:
         """What is new since the last call; most calls come within a window and cost next to nothing."""
@@ -79,10 +85,35 @@ class Stragglers:
         if min(s.beat.steps_done - self._steps_at.get(s.place.rank, 0) for s in states) < self.config.straggler_steps:
             return []
         found = self._compare(states) if self._steps_at else []
+        self._note_spread(now)
         self._began = now
         self._steps_at = {s.place.rank: s.beat.steps_done for s in states}
         self._totals_at = {s.place.rank: s.beat.totals for s in states}
         return found
+
+    def spread(self) -> dict[str, object] | None:
+        """For ``ranks.jsonl``: the ranks' own seconds a step in the last window, once; None: nothing new.
+
+        Lines come at every window at first and ever more rarely, so that a run of months leaves a few thousand.
+        """
+        made, self._spread = self._spread, None
+        return made
+
+    def _note_spread(self, now: float) -> None:
+        if not self._own or now - self._spread_at < (now - self._started) / 200:
+            self._own = {}
+            return
+        own, self._own = self._own, {}
+        self._spread_at = now
+        values = sorted((seconds, rank) for rank, (seconds, _) in own.items())
+        at = {name: round(values[round(share * (len(values) - 1))][0], 6)
+              for name, share in (("least", 0), ("q1", 0.25), ("median", 0.5), ("q3", 0.75), ("most", 1))}
+        record: dict[str, object] = {"step": max(step for _, step in own.values()), "ranks": len(own), **at}
+        if len(own) <= ALL_RANKS:
+            record["own_seconds"] = {str(rank): round(own[rank][0], 6) for rank in sorted(own)}
+        else:
+            record["slowest"] = {str(rank): round(seconds, 6) for seconds, rank in values[-SLOWEST:]}
+        self._spread = record
 
     def _compare(self, states: list[Rank]) -> list[Finding]:
         """Close a window."""
@@ -94,6 +125,7 @@ class Stragglers:
                 continue
             steps = s.beat.steps_done - self._steps_at[rank]
             phases[rank] = [(a - b) / steps for a, b in zip(s.beat.totals, self._totals_at[rank])]
+            self._own[rank] = sum(phases[rank][i] for i in _OWN), s.beat.step
             stages.setdefault(s.place.stage, []).append(s)
         out = []
         for members in stages.values():

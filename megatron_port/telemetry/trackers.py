@@ -1,0 +1,125 @@
+"""Weights & Biases and MLflow: the numbers of metrics.jsonl under the same tags as TensorBoard's. Optional.
+
+Offline is the default of both: files below the run's folder, no account, no network. ``wandb sync`` and MLflow's own
+tools publish them later. Addresses and keys come from the libraries' own variables, which are not read here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatron_port.telemetry.background import BackgroundSink
+from megatron_port.telemetry.metrics import Record
+from megatron_port.telemetry.tensorboard import TAGS
+
+MODES = ("off", "offline", "online")
+MLFLOW_BATCH = 100
+"""Steps that are sent to MLflow in one call: its file store opens a file for each number."""
+PARAMETER_CHARACTERS = 500
+"""MLflow's limit for the value of a parameter."""
+
+
+def finite(record: Record) -> dict[str, float]:
+    """Tag → number of what a record knows; what is not finite is left out, as neither tracker can draw it."""
+    values = {tag: record.get(name) for name, tag in TAGS.items()}
+    return {tag: float(v) for tag, v in values.items() if v is not None and math.isfinite(v)}
+
+
+class WandbSink:
+    """A Weights & Biases run in ``folder``/wandb. Raises ImportError where wandb is not installed."""
+
+    def __init__(self, folder: Path, *, mode: str, project: str, name: str, config: Mapping[str, Any],
+                 resumed_step: int) -> None:
+        wandb = _library("wandb")
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = wandb.Settings(console="off", silent=True, disable_git=True)
+        self._run = wandb.init(
+            project=project, name=name, dir=str(folder), mode=mode, config=dict(config), settings=settings,
+            # One record there for all attempts of a run; offline, each attempt is a folder and sync joins them.
+            id=None if mode == "offline" else name, resume=None if mode == "offline" else "allow",
+        )
+        self._resumed = resumed_step
+
+    def step(self, record: Record) -> None:
+        """A training step, or an evaluation."""
+        self._run.log(finite(record), step=int(record["step"] or 0))
+
+    evaluation = step
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+
+class MLflowSink:
+    """An MLflow run: in ``folder``/mlflow, or at the server that MLFLOW_TRACKING_URI names. ImportError: not there."""
+
+    def __init__(self, folder: Path, *, mode: str, project: str, name: str, config: Mapping[str, Any],
+                 resumed_step: int) -> None:
+        mlflow = _library("mlflow")
+        self._entities = import_module("mlflow.entities")
+        # The client, not the module's functions: those keep a current run in globals.
+        uri = None
+        if mode == "offline":
+            uri = (folder / "mlflow").absolute().as_uri()
+            # Newer versions want a database, and with it three more packages; `mlflow migrate-filestore` makes one.
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+        self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+        experiment = self._client.get_experiment_by_name(project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        self._id = self._client.create_run(number, run_name=name).info.run_id
+        self._client.set_tag(self._id, "resumed_step", str(resumed_step))
+        parameters = [self._entities.Param(key, str(value)[:PARAMETER_CHARACTERS]) for key, value in config.items()]
+        for start in range(0, len(parameters), 100):
+            self._client.log_batch(self._id, params=parameters[start:start + 100])
+        self._waiting: list[Any] = []
+        self._steps = 0
+
+    def step(self, record: Record) -> None:
+        """A training step."""
+        when, at = int(1000 * float(record.get("time") or 0)), int(record["step"] or 0)
+        self._waiting += [self._entities.Metric(tag, value, when, at) for tag, value in finite(record).items()]
+        self._steps += 1
+        if self._steps >= MLFLOW_BATCH:
+            self._send()
+
+    def evaluation(self, record: Record) -> None:
+        """An evaluation, sent at once."""
+        self.step(record)
+        self._send()
+
+    def close(self) -> None:
+        """Send what is left and end the run."""
+        self._send()
+        self._client.set_terminated(self._id)
+
+    def _send(self) -> None:
+        for start in range(0, len(self._waiting), 1000):  # MLflow's limit for a call
+            self._client.log_batch(self._id, metrics=self._waiting[start:start + 1000])
+        self._waiting, self._steps = [], 0
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = {"mlflow": "mlflow-skinny"}.get(name, name)
+        mend = f"install it with `pip install {package}`, or set telemetry.{name} = \"off\""
+        raise ImportError(f"{error}; {mend}") from error
+
+
+KINDS: Mapping[str, Callable[..., Any]] = {"wandb": WandbSink, "mlflow": MLflowSink}
+
+
+def tracker(kind: str, folder: Path, *, mode: str, project: str, name: str, config: Mapping[str, Any],
+            resumed_step: int, warn: Callable[[str], None]) -> BackgroundSink:
+    """A tracker that cannot stop or slow the run. ``kind``: wandb | mlflow; ``mode``: offline | online."""
+    def make() -> Any:
+        return KINDS[kind](folder, mode=mode, project=project, name=name, config=config, resumed_step=resumed_step)
+
+    return BackgroundSink(kind, make, warn)
