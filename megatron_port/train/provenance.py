@@ -52,7 +52,8 @@ def environment(session: Session) -> dict[str, Any]:
     found = {
         "time": time.time(), "commit": commit(), "command": " ".join(sys.argv), "host": platform.node(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpus": os.cpu_count(),
-        "device": f"{session.device.kind}: {session.device.name}", "ranks": info.world_size, "launcher": info.launcher, "attempt": attempt_name(),
+        "device": f"{session.device.kind}: {session.device.name}", "ranks": info.world_size,
+        "launcher": info.launcher, "attempt": attempt_name(),
         "layout": f"tp {t.tp} x pp {t.pp} x dp {t.dp}", "versions": versions,
         "providers": session.providers.describe(),
     }

@@ -1,0 +1,287 @@
+"""One self-contained HTML file about one or several runs. docs/report.md says what every figure is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from megatron_port.telemetry.chart import Line, Mark, draw, number
+from megatron_port.telemetry.page import Cell, card, fold, legend, page, table
+from megatron_port.telemetry.run_data import RunData
+from megatron_port.telemetry.series import Series
+from megatron_port.telemetry.text import duration, quantity
+
+COLOURS = 6
+MOST_EVENT_ROWS = 200
+BAD_EVENTS = ("failed", "anomaly", "rewind", "straggler")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number that was predicted for a run, and what the run measured."""
+
+    label: str
+    predicted: float | None
+    measured: float | None
+    unit: str = ""
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.4g} %"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _bytes(value: float) -> str:
+    return f"{quantity(float(value))}B"
+
+
+FACTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "step": ("steps", _whole),
+    "tokens": ("tokens", lambda v: quantity(float(v))),
+    "loss": ("last training loss (nats a token)", lambda v: f"{v:.4f}"),
+    "validation_loss": ("last validation loss", lambda v: f"{v:.4f}"),
+    "best_validation_loss": ("best validation loss", lambda v: f"{v:.4f}"),
+    "grad_norm": ("last gradient norm", lambda v: f"{v:.4g}"),
+    "seconds_per_step": ("seconds a step, median", lambda v: f"{v:.4g}"),
+    "tokens_per_second": ("tokens/s, mean", lambda v: quantity(float(v))),
+    "model_tflops_per_device": ("model TFLOP/s a device, mean", lambda v: f"{v:.4g}"),
+    "hardware_tflops_per_device": ("hardware TFLOP/s a device, mean", lambda v: f"{v:.4g}"),
+    "mfu": ("share of peak, model (MFU)", _percent),
+    "hfu": ("share of peak, hardware (HFU)", _percent),
+    "memory_bytes": ("largest memory of the reporting rank", _bytes),
+    "wall_seconds": ("wall time, first start to last line", duration),
+    "attempts": ("attempts", _whole),
+    "goodput": ("goodput", _percent),
+    "evaluation_share": ("time in evaluations", _percent),
+    "skipped_total": ("updates not applied", _whole),
+    "anomalies_total": ("anomalies", _whole),
+}
+"""Name → (label, form) of the numbers of a whole run; docs/report.md defines them."""
+TILES = ("validation_loss", "loss", "tokens", "tokens_per_second", "model_tflops_per_device", "mfu", "goodput",
+         "wall_seconds")
+
+
+def render(runs: Sequence[RunData], *, comparisons: Mapping[str, Sequence[Comparison]] | None = None) -> str:
+    """The report as HTML.
+
+    ``comparisons``: predicted and measured numbers by run name; a run without any has no such section.
+    """
+    runs = _named_apart(runs)
+    title = " against ".join(r.name for r in runs) if len(runs) < 4 else f"{len(runs)} runs"
+    parts = [_head(title, runs), _tiles(runs[0]) if len(runs) == 1 else "", "<h2>Training</h2>", _charts(runs)]
+    spread = [_spread(run) for run in runs if run.spread]
+    if spread:
+        parts += ["<h2>Ranks</h2>", f'<div class="charts">{"".join(spread)}</div>']
+    parts += ["<h2>Numbers</h2>", _facts(runs)]
+    predicted = _comparisons(runs, comparisons or {})
+    if predicted:
+        parts += ["<h2>Predicted and measured</h2>", predicted]
+    parts += ["<h2>Events</h2>", _events(runs), "<h2>Configuration</h2>", _configuration(runs),
+              "<h2>Environment</h2>", _environment(runs)]
+    return page(title, "\n".join(p for p in parts if p))
+
+
+def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
+    names = [r.name for r in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = str(run.folder)
+    return list(runs)
+
+
+def _head(title: str, runs: Sequence[RunData]) -> str:
+    one = runs[0]
+    what = []
+    if len(runs) == 1:
+        env = one.environment
+        what = [str(env[k]) for k in ("layout", "device", "host") if k in env]
+        if "ranks" in env:
+            what.insert(0, f"{env['ranks']} ranks")
+        if one.config.get("engine"):
+            what.append(f"engine {one.config['engine']}")
+        if one.config.get("precision.dtype"):
+            what.append(str(one.config["precision.dtype"]))
+        if env.get("commit"):
+            what.append(f"commit {str(env['commit'])[:12]}{'+' if str(env['commit']).endswith('+') else ''}")
+        if one.outcome.get("status"):
+            what.append(f"{one.outcome['status']} at step {one.outcome.get('step', '?')}")
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return (f"<h1>{escape(title)}</h1><p class=\"soft\">{escape(' · '.join(what))}{' · ' if what else ''}"
+            f"report made {made}</p>")
+
+
+def _tiles(run: RunData) -> str:
+    found = [(FACTS[name][0], FACTS[name][1](run.facts[name])) for name in TILES if name in run.facts]
+    tiles = "".join(f'<div class="card tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+                    for label, value in found)
+    return f'<div class="tiles">{tiles}</div>'
+
+
+def _line(series: Series, name: str, colour: int, *, factor: float = 1.0, dashed: bool = False) -> Line:
+    points = [(b.step, b.mean * factor) for b in series.buckets]
+    band = [(b.step, b.least * factor, b.most * factor) for b in series.buckets] if series.width > 1 else []
+    return Line(name, points, colour, band, dashed=dashed)
+
+
+def _charts(runs: Sequence[RunData]) -> str:
+    several = len(runs) > 1
+
+    def of(field: str, **more: Any) -> list[Line]:
+        return [_line(r.series[field], r.name if several else field.replace("_", " "), 1 + i % COLOURS, **more)
+                for i, r in enumerate(runs)]
+
+    def chart(title: str, lines: list[Line], *, note: str = "", form: Callable[[float], str] = number,
+              zero: bool = False, marks: Sequence[Mark] = ()) -> str:
+        lines = [line for line in lines if line.points]
+        keys = legend([(line.name, line.colour) for line in lines])
+        drawn = draw(lines, label=title, form=form, zero=zero, marks=marks)
+        return card(title, keys + drawn if drawn else "", note)
+
+    validation = [Line(f"{r.name} validation" if several else "validation", [(float(s), v) for s, v in r.validation],
+                       1 + (i if several else 1) % COLOURS, dots=True) for i, r in enumerate(runs)]
+    bad = sum(r.series["grad_norm"].lost + r.series["loss"].lost for r in runs)
+    wide = max(r.series["loss"].width for r in runs)
+    smooth = f"Mean of {wide} steps; the band is their least and most. " if wide > 1 else ""
+    rates: list[Line] = []
+    for i, r in enumerate(runs):
+        colour = 1 + (2 * i if several else 0) % COLOURS
+        rates.append(_line(r.series["model_tflops_per_device"], f"{r.name} model" if several else "model", colour))
+        hardware, model = (r.series[f"{kind}_tflops_per_device"].mean for kind in ("hardware", "model"))
+        if hardware != model:  # with recomputation only
+            name = f"{r.name} hardware" if several else "hardware"
+            rates.append(_line(r.series["hardware_tflops_per_device"], name, colour if several else 3, dashed=several))
+    charts = [
+        chart("Loss (nats a token)", of("loss") + validation, marks=_marks(runs),
+              note=smooth + (f"{bad} values were not finite." if bad else "")),
+        chart("Learning rate", of("learning_rate"), zero=True),
+        chart("Gradient norm", of("grad_norm")),
+        chart("Tokens/s", of("tokens_per_second"), zero=True),
+        chart("TFLOP/s a device", rates, zero=True),
+        chart("Share of peak, model (MFU, %)", of("mfu", factor=100.0), zero=True),
+        chart("Seconds a step", of("seconds"), zero=True),
+        chart("Memory of the reporting rank", of("memory_bytes"), form=_bytes, zero=True),
+        chart("Loss scale", of("loss_scale")) if any(len({b.mean for b in r.series["loss_scale"].buckets}) > 1
+                                                     for r in runs) else "",
+    ]
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _marks(runs: Sequence[RunData]) -> list[Mark]:
+    if len(runs) > 1:
+        return []
+    return [Mark(float(e["step"]), _told(e), e["event"] in BAD_EVENTS) for e in runs[0].events
+            if e.get("event") in ("start", "failed", "anomaly", "rewind")
+            and isinstance(e.get("step"), int) and e["step"]]
+
+
+def _spread(run: RunData) -> str:
+    """Own seconds a step of all ranks, window by window."""
+    def points(name: str) -> list[tuple[float, float]]:
+        return [(float(w["step"]), float(w[name])) for w in run.spread if isinstance(w.get(name), (int, float))]
+
+    band = [(float(w["step"]), float(w["least"]), float(w["most"])) for w in run.spread if "least" in w and "most" in w]
+    lines = [Line("median", points("median"), 1, band), Line("slowest", points("most"), 2),
+             Line("fastest", points("least"), 3)]
+    drawn = draw(lines, label="own seconds a step by rank", zero=True)
+    last = run.spread[-1]
+    named = last.get("own_seconds") or last.get("slowest") or {}
+    rows: list[list[Cell]] = [[f"rank {rank}", (f"{seconds:.4g}", "n")]
+                              for rank, seconds in sorted(named.items(), key=lambda kv: -float(kv[1]))[:16]]
+    listed = table(["last window", ("own seconds a step", "n")], rows)
+    note = ("A rank's own work: reading samples, forward and backward passes; waits for other ranks are left out. "
+            f"{last.get('ranks', '?')} ranks, {len(run.spread)} windows.")
+    return (card(f"{run.name}: own seconds a step, by rank", legend([(x.name, x.colour) for x in lines]) + drawn, note)
+            + card(f"{run.name}: slowest ranks", listed))
+
+
+def _facts(runs: Sequence[RunData]) -> str:
+    rows: list[list[Cell]] = []
+    for name, (label, form) in FACTS.items():
+        if any(name in r.facts for r in runs):
+            rows.append([label, *[(form(r.facts[name]) if name in r.facts else "", "n") for r in runs]])
+    return table(["", *[(r.name, "n") for r in runs]], rows)
+
+
+def _comparisons(runs: Sequence[RunData], given: Mapping[str, Sequence[Comparison]]) -> str:
+    out = []
+    for run in runs:
+        rows: list[list[Cell]] = []
+        for c in given.get(run.name, ()):
+            ratio = f"{c.measured / c.predicted:.3f}" if c.predicted and c.measured is not None else ""
+            shown = ["" if v is None else f"{number(v)} {c.unit}".strip() for v in (c.predicted, c.measured)]
+            rows.append([c.label, (shown[0], "n"), (shown[1], "n"), (ratio, "n")])
+        if rows:
+            head: list[Cell] = [run.name, ("predicted", "n"), ("measured", "n"), ("measured ÷ predicted", "n")]
+            out.append(table(head, rows))
+    return "".join(out)
+
+
+def _told(event: Mapping[str, Any]) -> str:
+    """An event in words."""
+    kind = str(event.get("event", ""))
+    if kind == "start":
+        begun = f"started after step {event.get('step')}" if event.get("step") else "started"
+        where = f" on {event['host']}, {event.get('ranks', '?')} ranks, {event.get('layout', '')}"
+        return begun + (where if "host" in event else "")
+    if kind in ("straggler", "straggler_over"):
+        who = f"rank {event.get('rank')} on {event.get('host')} ({event.get('coords')})"
+        how = f"{event.get('score')} times its peers" if kind == "straggler" else "as fast as the others again"
+        return f"{who}: {how}"
+    return str(event.get("reason") or event.get("message") or event.get("signal") or kind)
+
+
+def _events(runs: Sequence[RunData]) -> str:
+    rows: list[tuple[float, list[Cell], bool]] = []
+    for run in runs:
+        for e in run.events:
+            when = float(e["time"]) if isinstance(e.get("time"), (int, float)) else 0.0
+            clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(when))
+            row: list[Cell] = [str(e.get("event", "")), clock, (str(e.get("step", "")), "n"), (_told(e), "wide")]
+            rows.append((when, [run.name, *row] if len(runs) > 1 else row, e.get("event") in BAD_EVENTS))
+    if not rows:
+        return '<p class="soft">None were recorded.</p>'
+    rows.sort(key=lambda r: r[0])
+    shown = rows if len(rows) <= MOST_EVENT_ROWS else rows[:MOST_EVENT_ROWS // 2] + rows[-MOST_EVENT_ROWS // 2:]
+    head: list[Cell] = [*(["run"] if len(runs) > 1 else []), "event", "time (UTC)", ("step", "n"), ""]
+    left = f'<p class="soft">{len(rows) - len(shown)} in between are not shown.</p>' if len(shown) < len(rows) else ""
+    return table(head, [r[1] for r in shown], bad=[r[2] for r in shown]) + left
+
+
+def _configuration(runs: Sequence[RunData]) -> str:
+    parts = []
+    if len(runs) > 1:
+        keys = sorted({k for r in runs for k in r.config} - {"name"})
+        different = [k for k in keys if len({repr(r.config.get(k)) for r in runs}) > 1]
+        if different:
+            rows: list[list[Cell]] = [[k, *[(str(r.config.get(k, "")), "wide") for r in runs]] for k in different]
+            parts.append(table(["differs", *[r.name for r in runs]], rows))
+        else:
+            parts.append('<p class="soft">The configurations are equal.</p>')
+    for run in runs:
+        if run.config_text:
+            parts.append(fold(f"{run.name}: config.toml, whole", f"<pre>{escape(run.config_text)}</pre>"))
+    return "".join(parts) or '<p class="soft">No config.toml.</p>'
+
+
+def _environment(runs: Sequence[RunData]) -> str:
+    rows: list[list[Cell]] = []
+    keys = ("commit", "command", "host", "system", "cpus", "device", "ranks", "layout", "launcher", "attempt")
+    for key in keys:
+        if any(key in r.environment for r in runs):
+            rows.append([key, *[(str(r.environment.get(key, "")), "wide") for r in runs]])
+    packages = sorted({p for r in runs for p in r.environment.get("versions", {})})
+    rows += [[p, *[str(r.environment.get("versions", {}).get(p, "")) for r in runs]] for p in packages]
+    if not rows:
+        return '<p class="soft">No environment.json: the run is of an older version.</p>'
+    parts = [table(["", *[r.name for r in runs]], rows)]
+    for run in runs:
+        if run.environment.get("providers"):
+            shown = f"<pre>{escape(str(run.environment['providers']))}</pre>"
+            parts.append(fold(f"{run.name}: provider of each op", shown))
+    return "".join(parts)

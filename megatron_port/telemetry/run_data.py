@@ -1,0 +1,165 @@
+"""What a run left in its folder, read for a report. Missing files are missing parts, never errors."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_port.errors import ConfigError
+from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
+from megatron_port.telemetry.series import Series
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+FIELDS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds", "model_tflops_per_device",
+          "hardware_tflops_per_device", "mfu", "hfu", "memory_bytes", "loss_scale")
+LINE_BYTES = 1 << 20
+MOST_EVENTS = 10_000
+SAMPLE = 20_001
+"""Step times from which the median is taken: the latest."""
+
+
+@dataclass
+class RunData:
+    """One run."""
+
+    folder: Path
+    name: str
+    series: dict[str, Series] = field(default_factory=dict)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss)"""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    spread: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of ranks.jsonl."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    """Dotted name → value."""
+    config_text: str = ""
+    outcome: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
+    """Numbers of the whole run; ``LABELS`` of the report says which."""
+
+
+def read_run(folder: str | Path) -> RunData:
+    """Read a run's folder. ConfigError: there is no metrics.jsonl in it."""
+    folder = Path(folder)
+    path = folder / FILE_NAME
+    if not path.is_file():
+        raise ConfigError(f"{folder}: no {FILE_NAME} there; give the folder of a run, e.g. runs/quickstart")
+    run = RunData(folder, folder.resolve().name)
+    run.environment, run.outcome = _json(folder / "environment.json"), _json(folder / "outcome.json")
+    if not isinstance(run.environment.get("versions", {}), dict):
+        del run.environment["versions"]
+    run.events = list(_lines(folder / "events.jsonl"))
+    run.spread = [line for line in _lines(folder / "ranks.jsonl") if isinstance(line.get("median"), (int, float))]
+    try:
+        run.config_text = (folder / "config.toml").read_text(encoding="utf-8")
+        run.config = dict(_flat(tomllib.loads(run.config_text)))
+    except (OSError, ValueError):
+        pass
+    _read_metrics(run, path)
+    return run
+
+
+def _read_metrics(run: RunData, path: Path) -> None:
+    run.series = {name: Series() for name in FIELDS}
+    times: list[float] = []
+    recent: list[tuple[int, float]] = []
+    applied = evaluating = 0.0
+    last: dict[str, Any] = {}
+    for record in read_metrics(path):
+        step = int(record["step"])
+        when = record.get("time")
+        seconds = float(record.get("seconds", 0.0))
+        if isinstance(when, float):
+            times = [min(times[0], when - seconds), max(times[1], when)] if times else [when - seconds, when]
+        if "validation_loss" in record:
+            run.validation.append((step, float(record["validation_loss"])))
+            evaluating += seconds
+            continue
+        last = dict(record)
+        for name in FIELDS:
+            if name in record:
+                run.series[name].add(step, float(record[name]))
+        if not record.get("skipped"):
+            applied += seconds
+        heapq.heappush(recent, (step, seconds))
+        if len(recent) > SAMPLE:
+            heapq.heappop(recent)
+    run.facts = _facts(run, last, times, recent, applied=applied, evaluating=evaluating)
+
+
+def _facts(run: RunData, last: Mapping[str, Any], times: list[float], recent: list[tuple[int, float]], *,
+           applied: float, evaluating: float) -> dict[str, float]:
+    facts: dict[str, float] = {}
+    for name in ("step", "samples", "tokens", "skipped_total", "anomalies_total"):
+        if name in last:
+            facts[name] = float(last[name])
+    for name in ("loss", "grad_norm"):
+        value = run.series[name].last
+        if value is not None:
+            facts[name] = value
+    if run.validation:
+        facts["validation_loss"] = run.validation[-1][1]
+        facts["best_validation_loss"] = min(v for _, v in run.validation)
+    later = [seconds for _, seconds in sorted(recent)][1:] or [seconds for _, seconds in recent]
+    if later:
+        facts["seconds_per_step"] = statistics.median(later)
+    for name in ("tokens_per_second", "model_tflops_per_device", "hardware_tflops_per_device", "mfu", "hfu"):
+        mean = run.series[name].mean
+        if mean is not None:
+            facts[name] = mean
+    if run.series["memory_bytes"].buckets:
+        facts["memory_bytes"] = max(b.most for b in run.series["memory_bytes"].buckets)
+    starts = [float(e["time"]) for e in run.events if e.get("event") == "start" and isinstance(e.get("time"), float)]
+    ends = [float(e["time"]) for e in run.events if isinstance(e.get("time"), float)]
+    if times:
+        begin, end = min([times[0], *starts]), max([times[1], *ends])
+        facts["wall_seconds"] = end - begin
+        facts["attempts"] = float(max(len(starts), 1))
+        if end > begin:
+            facts["goodput"] = min(applied / (end - begin), 1.0)
+            facts["evaluation_share"] = evaluating / (end - begin)
+    return facts
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a file of JSON lines; torn lines are passed over."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            for _ in range(MOST_EVENTS):
+                line = stream.readline(LINE_BYTES)
+                if not line:
+                    return
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(value, dict):
+                    yield value
+    except OSError:
+        return
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
