@@ -113,7 +113,7 @@ def _x_scale(low: float, high: float) -> _Scale:
 
 def _y_scale(ys: Sequence[float], zero: bool) -> _Scale:
     low, high = min(ys), max(ys)
-    if low > 0 and high / low > 100:
+    if low > 0 and high / low > 100 and not zero:
         a, b = math.log10(low), math.log10(high)
         return _Scale(a - 0.03 * (b - a), b + 0.03 * (b - a), HEIGHT - BOTTOM, TOP, log=True)
     if zero and low >= 0:

@@ -18,7 +18,8 @@ h1{font-size:26px;margin:0 0 4px;line-height:1.25}h2{font-size:18px;margin:36px 
 p{margin:4px 0 12px}.soft{color:var(--soft)}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:16px}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:14px 16px;overflow:hidden}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:18px 0}
+.tiles{display:grid;grid-template-columns:repeat(4,1fr);gap:12px;margin:18px 0}
+@media (max-width:700px){.tiles{grid-template-columns:repeat(2,1fr)}}
 .tile b{display:block;font-size:22px;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.3}
 .tile span{color:var(--soft);font-size:13px}
 svg{display:block;width:100%;height:auto}
@@ -37,7 +38,7 @@ svg{display:block;width:100%;height:auto}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:14px;width:100%}
 th,td{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{font-weight:600;color:var(--soft)}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td.wide{overflow-wrap:anywhere}tr.bad td:first-child{color:var(--bad)}
+td.wide{overflow-wrap:anywhere}tr.bad td.kind{color:var(--bad)}
 pre{overflow-x:auto;font:13px/1.45 ui-monospace,monospace;margin:0;white-space:pre}
 details{margin:10px 0}summary{cursor:pointer;color:var(--soft)}
 @media print{.card{break-inside:avoid}}
@@ -49,7 +50,7 @@ Cell = str | tuple[str, str]
 
 def page(title: str, body: str) -> str:
     """A whole document. The policy in its head forbids every request and every script."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

@@ -150,7 +150,7 @@ def _charts(runs: Sequence[RunData]) -> str:
     smooth = f"Mean of {wide} steps; the band is their least and most. " if wide > 1 else ""
     rates: list[Line] = []
     for i, r in enumerate(runs):
-        colour = 1 + (2 * i if several else 0) % COLOURS
+        colour = 1 + i % COLOURS
         rates.append(_line(r.series["model_tflops_per_device"], f"{r.name} model" if several else "model", colour))
         hardware, model = (r.series[f"{kind}_tflops_per_device"].mean for kind in ("hardware", "model"))
         if hardware != model:  # with recomputation only
@@ -242,7 +242,7 @@ def _events(runs: Sequence[RunData]) -> str:
         for e in run.events:
             when = float(e["time"]) if isinstance(e.get("time"), (int, float)) else 0.0
             clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(when))
-            row: list[Cell] = [str(e.get("event", "")), clock, (str(e.get("step", "")), "n"), (_told(e), "wide")]
+            row: list[Cell] = [(str(e.get("event", "")), "kind"), clock, (str(e.get("step", "")), "n"), (_told(e), "wide")]
             rows.append((when, [run.name, *row] if len(runs) > 1 else row, e.get("event") in BAD_EVENTS))
     if not rows:
         return '<p class="soft">None were recorded.</p>'

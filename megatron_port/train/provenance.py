@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -49,10 +50,12 @@ def environment(session: Session) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     t, info = session.ctx.topology, session.info
+    kind, name = session.device.kind, session.device.name
+    device = kind if name in ("", kind) else f"{kind}: {name}"
     found = {
-        "time": time.time(), "commit": commit(), "command": " ".join(sys.argv), "host": platform.node(),
+        "time": time.time(), "commit": commit(), "command": shlex.join(["megatron-port", *sys.argv[1:]]), "host": platform.node(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpus": os.cpu_count(),
-        "device": f"{session.device.kind}: {session.device.name}", "ranks": info.world_size,
+        "device": device, "ranks": info.world_size,
         "launcher": info.launcher, "attempt": attempt_name(),
         "layout": f"tp {t.tp} x pp {t.pp} x dp {t.dp}", "versions": versions,
         "providers": session.providers.describe(),
