@@ -242,7 +242,8 @@ def _events(runs: Sequence[RunData]) -> str:
         for e in run.events:
             when = float(e["time"]) if isinstance(e.get("time"), (int, float)) else 0.0
             clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(when))
-            row: list[Cell] = [(str(e.get("event", "")), "kind"), clock, (str(e.get("step", "")), "n"), (_told(e), "wide")]
+            kind, step = (str(e.get("event", "")), "kind"), (str(e.get("step", "")), "n")
+            row: list[Cell] = [kind, clock, step, (_told(e), "wide")]
             rows.append((when, [run.name, *row] if len(runs) > 1 else row, e.get("event") in BAD_EVENTS))
     if not rows:
         return '<p class="soft">None were recorded.</p>'

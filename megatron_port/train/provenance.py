@@ -53,7 +53,8 @@ def environment(session: Session) -> dict[str, Any]:
     kind, name = session.device.kind, session.device.name
     device = kind if name in ("", kind) else f"{kind}: {name}"
     found = {
-        "time": time.time(), "commit": commit(), "command": shlex.join(["megatron-port", *sys.argv[1:]]), "host": platform.node(),
+        "time": time.time(), "commit": commit(), "command": shlex.join(["megatron-port", *sys.argv[1:]]),
+        "host": platform.node(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpus": os.cpu_count(),
         "device": device, "ranks": info.world_size,
         "launcher": info.launcher, "attempt": attempt_name(),

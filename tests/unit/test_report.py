@@ -108,7 +108,8 @@ def test_runs_side_by_side(tmp_path, run):
         "alpha": [Comparison("seconds a step", 1.9, 2.0, "s"), Comparison("memory", None, 5e6, "B")]})
     page = Checked(html)
     text = " ".join(page.texts)
-    assert "alpha against beta" in text and "optimizer.lr" in text and "1.053" in text and "measured ÷ predicted" in text
+    for expected in ("alpha against beta", "optimizer.lr", "measured ÷ predicted", "1.053"):
+        assert expected in text, expected
     assert html.count('class="line c2"') >= 5
     again = make(tmp_path / "other" / "alpha")
     names = render([read_run(run), read_run(again)])
