@@ -64,10 +64,11 @@ def open_session(
     return session.open_session(config, info or discover(), quiet=quiet)
 
 
-def build_model(session: Session) -> GPTStage:
-    """This rank's stage of the model: a ``torch.nn.Module`` whose parameters are allocated and not yet set.
+def build_model(session: Session) -> list[GPTStage]:
+    """This rank's part of the model: a ``torch.nn.Module`` for each of its chunks (one, unless the schedule is
+    interleaved) whose parameters are allocated and not yet set.
 
-    Its forward takes token ids [batch, seq] on the first stage, and gives logits [seq, batch, vocab / tp] on the last.
+    Forward takes token ids [batch, seq] on the first stage, and gives logits [seq, batch, vocab / tp] on the last.
     :func:`build_engine` makes its own.
     """
     from megatron_port.parallel.random import DropoutStream
@@ -121,7 +122,7 @@ def mind_memory(config: RunConfig, world_size: int | None) -> str:
     found = memory_problem(config, world_size)
     if found and config.launch.memory_check == "stop":
         raise ConfigError(found)
-    return found or ""
+    return found
 
 
 def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,5 +46,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def predictions(runs: Sequence[RunData]) -> Mapping[str, Sequence[Comparison]]:
-    """Predicted and measured numbers by run name: where the planner is asked. A run that it cannot plan has none."""
-    return {}
+    """What the planner says of each run beside what was measured, by run name. A run that it cannot plan has none."""
+    from megatron_port.errors import PortError
+    from megatron_port.plan.compare import compare_run
+    from megatron_port.telemetry.report import Comparison
+
+    out: dict[str, Sequence[Comparison]] = {}
+    for one in runs:
+        try:
+            found = compare_run(one.folder)
+        except PortError as error:
+            print(f"note: {one.name} is not compared with a plan: {error}", file=sys.stderr)
+            continue
+        except Exception as error:  # a plan is no reason to go without a report
+            print(f"note: {one.name} could not be planned: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        measured = found.bytes / 1e9 if found.bytes else None
+        out[one.name] = [
+            Comparison("time of a step, median", found.plan.seconds, found.seconds, "s"),
+            Comparison("model rate of a device", found.plan.model_tflops, found.model_tflops, "TFLOP/s"),
+            Comparison("memory of rank 0", found.predicted_bytes / 1e9, measured, "GB"),
+            *(Comparison(f"of the step: {name}", seconds, None, "s") for name, seconds in
+              found.plan.split.parts().items()),
+        ]
+    return out

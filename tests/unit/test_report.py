@@ -140,6 +140,21 @@ def test_the_command(run, capsys):
     assert main(["report", str(run / "nothing")]) == 2
 
 
+def test_predicted_and_measured(tmp_path, capsys):
+    from megatron_port.config.dump import to_toml
+    from megatron_port.config.loader import load
+
+    folder = make(tmp_path / "planned")
+    (folder / "config.toml").write_text(to_toml(load(["models/gpt2-124m", "clusters/h200"]).config))
+    assert main(["report", str(folder)]) == 0
+    text = " ".join(Checked((folder / "report.html").read_text()).texts)
+    assert "Predicted and measured" in text and "time of a step, median" in text and "of the step: compute" in text
+    bare = make(tmp_path / "bare")
+    assert main(["report", str(bare)]) == 0
+    assert "bare is not compared with a plan" in capsys.readouterr().err
+    assert "Predicted and measured" not in (bare / "report.html").read_text()
+
+
 def test_series_stay_small_and_keep_extremes():
     series = Series()
     for step in range(100_000):
