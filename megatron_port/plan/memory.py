@@ -15,6 +15,9 @@ from megatron_port.config.schema import ModelConfig
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.counts import stage_elements
 
+LOSS_CHUNK = 1 << 22
+"""Logits that torch's cross-entropy takes at a time (``backend.cross_entropy``)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
@@ -98,7 +101,8 @@ def layer_activation_bytes(case: Case, recompute: str | None = None) -> float:
     torchs = case.kernels == "torch"
     mask = {"own": 0, "torch": w}.get(case.kernels, 1)
     masks = 2 * mask * (m.hidden_dropout > 0)
-    whole = stream * (4 * w + masks)  # two norms' inputs, the inputs of qkv and of the first MLP product, two masks
+    inputs = stream if case.engine.gathers_again else tokens * m.hidden_size  # gathered once and kept, or again
+    whole = stream * (2 * w + masks) + inputs * 2 * w  # two norms' inputs and masks; inputs of qkv and the first MLP
     split = tokens / t * _split_widths(m) * w
     if torchs and m.normalization == "rmsnorm":
         whole += stream * 2 * (2 * case.wide - w)
@@ -123,6 +127,18 @@ def _split_widths(m: ModelConfig) -> float:
     return attention + m.ffn_size * (3 if m.activation == "swiglu" else 2)
 
 
+def _logits(case: Case) -> float:
+    """Bytes of the logits and of what the loss makes of them on a rank of the last stage.
+
+    Other programs keep an fp32 copy; ours writes the gradient over the logits, and torch's ops take
+    ``LOSS_CHUNK`` of them at a time.
+    """
+    elements = case.model.seq_length / case.cp * case.micro_batch * case.padded_vocab / case.tp
+    copies = (1 if case.width == case.wide else 2) * case.wide
+    made = elements * 4 if case.engine.copies_logits else min(elements, LOSS_CHUNK) * copies
+    return elements * case.width + (0.0 if case.kernels == "own" and not case.engine.copies_logits else made)
+
+
 def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     """Bytes of a rank of ``stage`` at its peak."""
     m, e = case.model, case.engine
@@ -145,13 +161,19 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     again = layer_activation_bytes(case, "none") - one if case.recompute != "none" else 0.0
     wide_gradient = tokens * w / case.tp * 2 * m.ffn_size + 2 * stream
     logits = 0.0
-    if stage == case.grid.last_stage:
-        # dtype logits, their fp32 copy in the loss, and the final norm's and head's inputs
-        logits = tokens * case.padded_vocab / case.tp * (w + 4) + 2 * stream
+    if stage == case.grid.last_stage:  # with the final norm's and the head's inputs; those of others in flight wait
+        own = tokens * case.padded_vocab / case.tp * w
+        logits = _logits(case) + 2 * stream
+        activations += (held - 1) * (own + 2 * stream) if case.schedule == "gpipe" else 0.0
     received = stream * 2 if case.pp > 1 else 0.0
     bucket = min(e.bucket_bytes, n * 6.0) if replicas > 1 else 0.0
     at = "the last warm-up micro-batch's first backward" if held > 1 else "the first backward"
     update = n * e.update_copy_bytes / shards  # the update's own fp32 copy of this rank's share of the gradient
+    # Logits are gone when the last layer runs backward: the smaller of the two is not there at the peak.
+    if again + wide_gradient < logits:
+        again, wide_gradient = 0.0, 0.0
+    else:
+        logits = 0.0
     peak_passes = activations + again + wide_gradient + logits + received
     if update > peak_passes:
         at = "the optimizer step"

@@ -23,7 +23,9 @@ from megatron_port.train.assemble import build_engine, topology_of
 
 
 @contextmanager
-def fake_rank(config: RunConfig, rank: int) -> Iterator[tuple[Engine, ParallelContext, RunConfig]]:
+def fake_rank(
+    config: RunConfig, rank: int, *, initialise: bool = False
+) -> Iterator[tuple[Engine, ParallelContext, RunConfig]]:
     """Engine and context of ``rank`` of the run; what it sends goes nowhere, what it receives is zero."""
     check(config)
     layout = config.layout
@@ -36,7 +38,7 @@ def fake_rank(config: RunConfig, rank: int) -> Iterator[tuple[Engine, ParallelCo
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world_size)
         try:
             ctx = ParallelContext.create(topology, "cpu")
-            yield build_engine(config, ctx, torch_providers(), initialise=False), ctx, config
+            yield build_engine(config, ctx, torch_providers(), initialise=initialise), ctx, config
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -18,6 +18,7 @@ from megatron_port.config.schema import (
 )
 from megatron_port.optim.buckets import ALIGN
 from megatron_port.plan.case import ENGINES, Machine, case_of, machine_of
+from megatron_port.plan.counts import stage_elements
 from megatron_port.plan.layer import head_cost, layer_cost
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
@@ -109,3 +110,17 @@ def test_gathering_again_doubles_the_heads_backward() -> None:
     kept = head_cost(replace(case, engine=replace(case.engine, gathers_again=False)), rates, links, group)
     assert head_cost(case, rates, links, group).backward_tensor == pytest.approx(2 * kept.backward_tensor)
     assert layer_cost(case, rates, links, group).forward_tensor > 0
+
+
+@pytest.mark.slow  # importing DeepSpeed takes longer than the rest
+def test_deepspeeds_gradients_and_weights_are_those_of_the_plan() -> None:
+    """Its ZeRO-1: an all-reduce of fp32 gradients, an all-gather of weights, on groups of its own."""
+    config = run(GPT, tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+    config = replace(config, engine="deepspeed", layout=replace(config.layout, zero_stage=1))
+    case, _ = case_of(config)
+    with fake_rank(config, 0, initialise=True) as (engine, ctx, resolved), Traffic(ctx) as trace:
+        engine.train_step(batches(resolved, ctx), step=0, lr=1e-3)
+    n = stage_elements(case, 0)
+    assert trace.bytes[("?", "all-reduce")] == n * case.engine.reduce_bytes + 4  # and the squared norm
+    assert trace.bytes[("?", "all-gather")] == n * case.width
+    assert trace.bytes[("tp", "all-reduce")] == case.micro_batches * pass_traffic(case, 0).bytes[("tp", "all-reduce")]

@@ -1,0 +1,83 @@
+"""Bytes of real ranks, by the allocator's own events (torch's profiler on a CPU), against the planner: within 5 %."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_ranks import batches, fake_rank
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_port.config.schema import (
+    BackendConfig,
+    BatchConfig,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.plan.case import Machine, case_of
+from megatron_port.plan.memory import stage_memory
+
+GPT = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000, "seq_length": 128}
+LLAMA = {
+    **GPT, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
+    "tie_embeddings": False, "num_query_groups": 2,
+}
+MODELS = {"gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA}
+
+
+def peak(config: RunConfig, rank: int) -> tuple[int, int]:
+    """Bytes that a rank holds between steps, and the most that are allocated at once during one."""
+    with fake_rank(config, rank, initialise=True) as (engine, ctx, resolved):
+        mine = batches(resolved, ctx)
+        engine.train_step(mine, step=0, lr=1e-3)  # the moments are made
+        state = engine.update.state  # type: ignore[attr-defined]
+        held = [
+            *engine.stage.parameters(), *engine.main_grads, *engine.masters,  # type: ignore[attr-defined]
+            *(v for s in state.values() for k, v in s.items() if k != "step"),
+        ]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+        before = sum(storages.values())
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+            engine.train_step(mine, step=1, lr=1e-3)
+        assert events.profiler is not None and events.profiler.kineto_results is not None
+        changes = sorted(
+            (e.start_ns(), e.nbytes()) for e in events.profiler.kineto_results.events() if e.name() == "[memory]"
+        )
+        now = most = 0
+        for _, size in changes:
+            now += size
+            most = max(most, now)
+        assert most > 0, "the profiler recorded no allocation"
+        return before, before + most
+
+
+P2, P4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
+T2, SP = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "sequence_parallel": True}
+FULL, SELECTIVE, GPIPE = {"recompute": "full"}, {"recompute": "selective"}, {"pipeline_schedule": "gpipe"}
+CASES = [
+    ("gpt", "fp32", {}, 0), ("llama", "fp32", {}, 0), ("dropout", "bf16", {}, 0), ("gpt", "fp32", FULL, 0),
+    ("llama", "bf16", FULL, 0), ("gpt", "fp32", SELECTIVE, 0), ("llama", "fp32", SELECTIVE, 0),
+    ("gpt", "fp32", P2, 0), ("gpt", "bf16", P2, 1), ("gpt", "fp32", P4, 1), ("dropout", "fp32", P4, 0),
+    ("llama", "bf16", P4, 3), ("gpt", "fp32", {**P4, **FULL}, 0), ("llama", "fp32", {**P4, **FULL}, 3),
+    ("gpt", "fp32", {**P2, **GPIPE}, 0), ("llama", "fp32", {**P2, **GPIPE}, 1), ("gpt", "fp32", T2, 0),
+    ("llama", "bf16", T2, 0), ("gpt", "fp32", SP, 0), ("llama", "fp32", {**SP, **FULL}, 0),
+    ("gpt", "bf16", {**SP, **P2, "data_parallel_size": 2}, 0), ("dropout", "fp32", {**SP, **P2}, 1),
+]
+
+
+@pytest.mark.parametrize(("model", "dtype", "layout", "stage"), CASES)
+def test_memory_of_a_rank(model: str, dtype: str, layout: dict, stage: int) -> None:
+    torch.set_num_threads(1)
+    base = {"zero_stage": 0, "vocab_padding_multiple": 8, "data_parallel_size": 1}
+    config = RunConfig(
+        model=ModelConfig(**MODELS[model]), layout=LayoutConfig(**{**base, **layout}),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=8), precision=PrecisionConfig(dtype=dtype),
+        data=DataConfig(synthetic=True), engine="native", backend=BackendConfig(device="cpu", attention="math"),
+    )
+    case, _ = case_of(config)
+    planned = stage_memory(case, Machine(cluster=config.cluster, hardware=config.hardware), stage)
+    before, most = peak(config, stage * case.dp * case.tp)
+    assert planned.static == before
+    assert planned.allocated == pytest.approx(most, rel=0.05)
