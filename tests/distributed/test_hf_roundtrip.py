@@ -211,7 +211,7 @@ def check_greedy(found: list[Continuation], wanted: list[tuple[list[int], list[f
 
 @pytest.mark.parametrize("case", GENERATE)
 def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) -> None:
-    """Greedy: 200 tokens equal, of a batch and one by one; Llama with grouped queries on tp 2 × pp 2 too, 60 of them."""
+    """Greedy: 200 tokens equal, of a batch and one by one; Llama with grouped queries on tp 2 × pp 2 too, 60 tokens."""
     folder = hf.saved(hf.reference(GENERATE[case]()), tmp_path / "m")
     config, prompts = run_config(HFFolder(folder).model, folder), PROMPTS[1:3]
     wanted = [greedy(folder, p, NEW) for p in prompts]

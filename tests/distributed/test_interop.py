@@ -104,7 +104,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[1]} to {c[2]}")
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[1:])],
+    ids=lambda c: f"{c[0]} {c[1]} to {c[2]}")
 def test_megatron_deepspeed_comes_in_and_universal_goes_out(ranks: RankPool, tmp_path: Path, case: tuple) -> None:
     """DeepSpeed saves a pipeline; it is imported, trained on, exported, and loaded by DeepSpeed in another layout."""
     dtype, topology, other, model = case

@@ -45,7 +45,7 @@ def _cases(engine: str, dtype: str, layouts: list[tuple[int, int, int]]) -> dict
 
 @pytest.mark.parametrize("engine,dtype", [("native", "fp64"), ("deepspeed", "fp32"), ("deepspeed", "bf16"),
                                           ("native", "bf16")])
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, 4, 8])
 def test_layout_equals_one_process(ranks: RankPool, engine: str, dtype: str, world: int) -> None:
     cases = _cases(engine, dtype, LAYOUTS)[world]
     results = run_draws(ranks, [Draw(i, config, topology) for i, (config, topology) in enumerate(cases)])

@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", ["dcp", "universal"])
+@pytest.mark.parametrize("form", ["dcp", pytest.param("universal", marks=pytest.mark.slow)])
 def test_out_and_in_and_on(trained: Path, form: str) -> None:
     """Step 3 goes out, comes back, and gives the losses of steps 4 and 5 that the run itself had."""
     step = "runs/run/checkpoints/step-00000003"
@@ -82,6 +82,7 @@ def test_out_and_in_and_on(trained: Path, form: str) -> None:
     assert set(again) == {4, 5} and all(again[s] == first[s] for s in again)
 
 
+@pytest.mark.slow
 def test_weights_alone_start_a_run(trained: Path) -> None:
     """Weights of step 5 are a new run's first: its first loss is that of trained weights, its counters are at 0."""
     command(trained, "checkpoint", "export", "runs/run/checkpoints/step-00000005", "--to", "dcp", "out/weights")

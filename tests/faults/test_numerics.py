@@ -241,7 +241,7 @@ def test_nan_in_native_is_found_and_named(worlds: RankPool, tmp_path: Path) -> N
     assert len({r[5].error for r in ranks}) == 1
 
 
-@pytest.mark.parametrize("engine", ["native", "deepspeed"])
+@pytest.mark.parametrize("engine", ["native", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_nan_in_a_pipeline(worlds: RankPool, tmp_path: Path, engine: str) -> None:
     """pp 2 x dp 2: the stage where it begins is named, not those that it reaches."""
     t, bad, m = Topology(pp=2, dp=2), 3, 1
@@ -270,7 +270,7 @@ def test_nan_in_a_pipeline(worlds: RankPool, tmp_path: Path, engine: str) -> Non
             assert report["culprit"]["phase"] == "backward" and isinstance(report["loss"], float)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_deepspeed_in_half_precision(worlds: RankPool, tmp_path: Path, dtype: str) -> None:
     """Its other two optimizers. A spike leaves masters, moments and the loss scale as they were."""
     t, bad = Topology(dp=2), 4

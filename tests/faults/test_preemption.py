@@ -82,8 +82,10 @@ def send_at(command: Command, run: Run, moment: str, number: signal.Signals, ran
 
 
 USR1, TERM = (signal.SIGUSR1, EXIT_REQUEUE), (signal.SIGTERM, EXIT_OK)
-CASES = [("step", *TERM), ("evaluation", *USR1), ("save", *USR1), ("start", *TERM)]
-LONG = [("step", *USR1), ("evaluation", *TERM), ("save", *TERM), ("start", *USR1)]
+CASES = [("step", *TERM), ("save", *USR1)]
+LONG = [
+    ("step", *USR1), ("evaluation", *TERM), ("save", *TERM), ("start", *USR1), ("evaluation", *USR1), ("start", *TERM),
+]
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def resumed_bit_for_bit(runs: Runs, job: int, change: list[str], here: Path) -> 
     assert losses(runs.run_folder) == train_here(here, 3, change)
 
 
+@pytest.mark.slow
 def test_sigterm_alone_saves_and_the_next_job_goes_on(runs: Runs, tmp_path: Path) -> None:
     change = settings(training__steps=60, **SHORT)
     job = runs.submit(["--nodes=3", "--ntasks-per-node=1"], change)

@@ -119,6 +119,7 @@ def test_healthy_nodes_raise_no_alarm(cluster: Cluster) -> None:
         assert content["ranks"] == 8 and len(content["links"]["pairs"]) == 6 and content["nodes"] == cluster.nodes
 
 
+@pytest.mark.slow
 def test_a_throttled_node_is_named(cluster: Cluster) -> None:
     cluster.throttle("n2", 0.2)
     found = preflight(cluster, "throttled", network=False)
@@ -133,6 +134,7 @@ def test_a_missing_device_is_named(eight_devices: Cluster) -> None:
     assert "7 of 8 devices answer (rocm-smi)" in found.reasons("n3"), found.log
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_named(cluster: Cluster) -> None:
     cluster.slow_link("n4", "20mbit")
     found = preflight(cluster, "link")
