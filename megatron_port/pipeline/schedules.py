@@ -50,9 +50,10 @@ class Action:
         return f"{self.kind.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
-    """The passes of every stage of a pipeline, for one step."""
+    """The passes of every stage of a pipeline, for one step. Made once and compared by identity: what is worked out from
+    it is looked up every step, and a hash of a hundred thousand passes would cost more than it."""
 
     name: str
     grid: Topology
@@ -141,6 +142,7 @@ def interleaved(stage: int, stages: int, chunks: int, micro_batches: int) -> lis
     return [a for a in actions if a.micro_batch < micro_batches]
 
 
+@lru_cache(maxsize=64)
 def forward_only(grid: Topology, micro_batches: int) -> Schedule:
     """Evaluation: no backward passes."""
     order = tuple(Action(Kind.FORWARD, m, c) for c, m in _by_groups(grid.pp, grid.vp, micro_batches))
