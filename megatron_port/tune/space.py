@@ -11,7 +11,7 @@ from megatron_port.config.layout import with_values
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.plan.search import Candidate, options_of, search, settings_of
+from megatron_port.plan.search import Candidate, legal_chunks, options_of, search, settings_of
 from megatron_port.plan.step import plan_step
 
 
@@ -83,6 +83,8 @@ def make_space(config: RunConfig, *, world_size: int | None = None, nodes: Seque
     many = nodes[0] if nodes else config.cluster.nodes if world_size is None else 0
     config = with_values(config, {"cluster.nodes": many, "layout.data_parallel_size": 0})
     neutral = with_values(config, _NEUTRAL)
+    if legal_chunks(config.layout.pipeline_schedule, 2) and not legal_chunks(config.layout.pipeline_schedule, 1):
+        neutral = with_values(neutral, {"layout.pipeline_schedule": "1f1b"})  # zb-v has two chunks a stage, always
     check(neutral, world_size=1)
     machine = machine_of(config)
     base, _ = case_of(neutral, 1)
@@ -122,11 +124,18 @@ def _world(config: RunConfig, world_size: int | None) -> int:
 
 
 def _allowed(neutral: RunConfig, name: str, asked: RunConfig) -> tuple[Any, ...]:
-    """The values of a choice that the run's engine takes; the one that the run has stands first."""
+    """The values of a choice that the run's engine takes, with one chunk a stage or two; the run's own stands first."""
     table, _, key = name.rpartition(".")
     now = getattr(getattr(asked, table), key)
-    return (now, *(v for v in CHOICES[name]
-                   if v != now and not problems(with_values(neutral, {name: v}), world_size=1)))
+
+    def taken(value: Any) -> bool:
+        changed = [
+            with_values(neutral, {name: value, "layout.virtual_pipeline_size": v, "layout.pipeline_parallel_size": p})
+            for v, p in ((1, 1), (2, 2)) if v * p <= neutral.model.num_layers
+        ]
+        return any(not problems(c, world_size=c.layout.pipeline_parallel_size) for c in changed)
+
+    return (now, *(v for v in CHOICES[name] if v != now and taken(v)))
 
 
 def best_legal(space: Space, count: int, *, skip: Iterable[Case] = ()) -> list[Candidate]:
