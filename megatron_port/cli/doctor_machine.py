@@ -23,6 +23,12 @@ OPTIONAL = {
     "tensorboard": "TensorBoard events",
     "matplotlib": "the picture of the loss curve",
     "tiktoken": "GPT-2's tokenizer",
+    "tokenizers": "tokenizer.json files, and training a BPE",
+    "sentencepiece": "SentencePiece tokenizers",
+    "pyarrow": "Parquet and `datasets` as input",
+    "zstandard": ".zst files as input",
+    "wandb": "Weights & Biases",
+    "mlflow-skinny": "MLflow",
     "flash-attn": "attention on a GPU other than torch's",
     "apex": "fused norms and FusedAdam on a GPU",
 }
