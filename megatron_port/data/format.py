@@ -105,10 +105,18 @@ def read_meta(prefix: str | Path) -> CorpusMeta | None:
 
 
 def tokenizer_name(prefix: str | Path, meta: CorpusMeta) -> str:
-    """The sidecar's tokenizer as ``get_tokenizer`` takes it from any folder: a file's name becomes a path."""
+    """The sidecar's tokenizer as ``get_tokenizer`` takes it from any folder: a file's name becomes a path.
+
+    Raises:
+        DataError: it names a file that is not beside the sidecar. Corpora come from elsewhere, and are not trusted.
+    """
     kind, found, rest = meta.tokenizer.partition(":")
     if not found or kind == "tiktoken":
         return meta.tokenizer
+    file = rest.rpartition("#")[0] or rest
+    if not file or Path(file).name != file or file == ".." or "\0" in file:
+        raise DataError(f"{meta_path(prefix)}: tokenizer {meta.tokenizer!r:.200} names a file that is not beside the "
+                        "corpus; prepare the corpus again")
     return f"{kind}:{(meta_path(prefix).parent / rest).absolute()}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_port.data.format import meta_path, tokenizer_name
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.tokenizer import NAMES, identity
-from megatron_port.data.tokenizer_files import content_hash
+from megatron_port.data.tokenizer_files import content_hash, read_file
 from megatron_port.errors import DataError
 
 
@@ -58,7 +58,7 @@ def check_tokenizers(corpora: Sequence[IndexedDataset]) -> None:
             if name.startswith("tiktoken:") or not path.is_file():
                 continue  # a network may be needed; training itself needs no tokenizer
             # End-of-document ids that no document carries are not in the sidecar.
-            found = content_hash(path.read_bytes(), meta.eod_id) if meta.eod_id >= 0 else meta.tokenizer_hash
+            found = content_hash(read_file(path)[1], meta.eod_id) if meta.eod_id >= 0 else meta.tokenizer_hash
         if found != meta.tokenizer_hash:
             raise DataError(f"{meta_path(corpus.prefix)}: the corpus was made with tokenizer {meta.tokenizer} of hash "
                             f"{meta.tokenizer_hash}, the one that is there now has {found}: its ids mean other text. "

@@ -40,7 +40,8 @@ def content_hash(data: bytes, eod_id: int) -> str:
     return hashlib.sha256(data + f"\0{eod_id}".encode()).hexdigest()
 
 
-def _file(path: Path) -> tuple[Path, bytes]:
+def read_file(path: Path) -> tuple[Path, bytes]:
+    """(path, content). DataError: it cannot be read, or is larger than any tokenizer."""
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise DataError(f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {LARGEST_FILE}")
@@ -59,7 +60,7 @@ class HFTokenizer:
     def __init__(self, path: Path, *, eod: str = "") -> None:
         tokenizers = need("tokenizers", f"tokenizer {path}")
         path = path / "tokenizer.json" if path.is_dir() else path
-        self.path, data = _file(path)
+        self.path, data = read_file(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exception
@@ -101,7 +102,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: Path, *, eod: str = "") -> None:
         sentencepiece = need("sentencepiece", f"tokenizer {path}")
-        self.path, data = _file(path)
+        self.path, data = read_file(path)
         try:
             self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
         except (RuntimeError, OSError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,6 +113,15 @@ def test_a_corpus_keeps_its_tokenizer(tmp_path, bpe):
     again = get_tokenizer(tokenizer_name(tmp_path / "c", meta))
     assert again.hash == meta.tokenizer_hash
     assert again.decode(IndexedDataset(tmp_path / "c").document(0).tolist()) == TEXT
+
+
+@pytest.mark.parametrize("name", ["hf:../t.json", "hf:/etc/passwd", "sentencepiece:a/b.model#</s>", "hf:..", "hf:"])
+def test_a_sidecar_may_not_point_elsewhere(tmp_path, name):
+    (tmp_path / "a.txt").write_text(TEXT)
+    prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=get_tokenizer("byte"))
+    meta = replace(read_meta(tmp_path / "c"), tokenizer=name)
+    with pytest.raises(DataError, match="not beside the corpus"):
+        tokenizer_name(tmp_path / "c", meta)
 
 
 def test_which_piece_ends_a_document(tmp_path, bpe):
