@@ -52,7 +52,7 @@ class Action:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The passes of every stage of a pipeline, for one step. Made once and compared by identity: what is worked out from
+    """The passes of every stage of a pipeline, for one step. Made once and compared by identity: what is worked out of
     it is looked up every step, and a hash of a hundred thousand passes would cost more than it."""
 
     name: str

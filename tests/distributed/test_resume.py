@@ -142,7 +142,7 @@ def straight_and_resumed(config: RunConfig, topology: Topology, folder: Path) ->
 def config_of(engine: str, dtype: str, **changes: object) -> RunConfig:
     """Dropout on, an odd vocabulary, clipping active, a schedule whose rate differs at every step."""
     layout = {"sequence_parallel": True, "vocab_padding_multiple": 8, **changes}
-    model = {"num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    model = {"num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     config = make_config(
         engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=1, global_batch_size=4
     )
@@ -213,15 +213,24 @@ CROSSINGS = [
     ("native", Topology(dp=4), "deepspeed", Topology(tp=2, dp=2), "fp32"),
     ("deepspeed", Topology(pp=2, dp=2), "native", Topology(tp=4), "fp32"),
     ("native", Topology(tp=2, pp=2), "deepspeed", Topology(dp=2), "bf16"),
+    ("native", Topology(pp=2, dp=2, vp=2, folded=True), "deepspeed", Topology(tp=2, pp=2), "fp32"),
+    ("deepspeed", Topology(pp=2), "native", Topology(pp=2, dp=2, vp=2), "bf16"),
 ]
+
+
+def chunks_of(topology: Topology) -> dict[str, object]:
+    """The layout's fields that go with the topology's chunks."""
+    return {"virtual_pipeline_size": topology.vp, "pipeline_schedule": "zb-v" if topology.folded else "1f1b"}
 
 
 @pytest.mark.parametrize("crossing", CROSSINGS, ids=lambda c: f"{c[0]} {c[1]} to {c[2]} {c[3]} {c[4]}")
 def test_any_layout_loads_any_other(ranks: RankPool, tmp_path: Path, crossing: tuple) -> None:
     """The state that arrives is the state that was saved, to the bit; the next step agrees within rounding."""
     from_engine, source, to_engine, target, dtype = crossing
-    first = config_of(from_engine, dtype, vocab_padding_multiple=8)
-    second = config_of(to_engine, dtype, vocab_padding_multiple=1, sequence_parallel=False, recompute="full")
+    first = config_of(from_engine, dtype, vocab_padding_multiple=8, **chunks_of(source))
+    second = config_of(
+        to_engine, dtype, vocab_padding_multiple=1, sequence_parallel=False, recompute="full", **chunks_of(target)
+    )
     a = ranks.run(
         source.world_size, train_and_save, first, source, tmp_path / "a", 3, deepspeed=from_engine == "deepspeed"
     )[0]
