@@ -46,7 +46,7 @@ class Engine:
     tensor_overlap: str = "none"
     """none | backward (the gradient's all-reduce beside the weight gradient) | tiled (pieces of a product)"""
     gathers_again: bool = True
-    """Under sequence parallelism the head's input is gathered again in backward (Megatron's) instead of kept."""
+    """Under sequence parallelism a product's gathered input is gathered again in backward instead of kept."""
     copies_logits: bool = True
     """The loss keeps an fp32 copy of the logits."""
     bucket_bytes: float = 200e6
@@ -63,14 +63,14 @@ ENGINES = {
     # engine/deepspeed_config.py: fp32 accumulation, fp32 all-reduce, no overlap under a pipeline.
     "deepspeed": Engine(
         name="deepspeed", accumulate_traffic=12, duplex_transfers=False, tensor_overlap="backward",
-        gathers_again=False, copies_logits=False, bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
+        copies_logits=False, bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
         update_extra_bytes=22,  # flattened and cast (4 + 4), unscaled and clipped (4 + 4), written back (4 + 2)
     ),
     # engine/native.py: the weight gradient goes straight into the fp32 sum; optim/sharded.py: reduced and gathered in
     # place, beside the passes; pipeline/transfer.py: sends and receives are started ahead.
     "native": Engine(
         name="native", accumulate_traffic=8, bucket_bytes=0.0, shard_reduces=True, reduce_overlap=1.0,
-        gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward", gathers_again=False, copies_logits=False,
+        gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward", copies_logits=False,
     ),
 }
 """The engines of this program, by the name in the run file."""

@@ -33,10 +33,9 @@ def peak(config: RunConfig, rank: int) -> tuple[int, int]:
         mine = batches(resolved, ctx)
         engine.train_step(mine, step=0, lr=1e-3)  # the moments are made
         state = engine.update.state  # type: ignore[attr-defined]
-        held = [
-            *engine.stage.parameters(), *engine.main_grads, *engine.masters,  # type: ignore[attr-defined]
-            *(v for s in state.values() for k, v in s.items() if k != "step"),
-        ]
+        buckets = engine.sharded.buckets  # type: ignore[attr-defined]
+        held = [t for b in buckets for t in (b.weights, b.gradients, b.masters)]
+        held += [v for s in state.values() for k, v in s.items() if k != "step"]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         before = sum(storages.values())
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
