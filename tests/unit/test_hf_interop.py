@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
+from megatron_port.config.flops import parameter_count
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.interop import export_hf as export_module
@@ -25,7 +26,9 @@ from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.hf_names import GPT2, LLAMA, NEOX, hf_mapping, hf_tensors
 from megatron_port.interop.hf_tokenizer import HFTokenizer
+from megatron_port.interop.import_hf import read_hf
 from megatron_port.interop.run_import import import_checkpoint
+from megatron_port.interop.staged import Stage
 from megatron_port.train.weights import model_differences, open_weights
 from tests.unit import hf_models as hf
 from tests.unit.interop_cases import read_all, saved
@@ -133,6 +136,16 @@ def test_our_config_is_what_transformers_reads(family: str, tmp_path: Path) -> N
 
 def test_slabs_stay_small(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Neither direction ever asks for more than a slab: memory does not grow with the model."""
+    sizes = []
+
+    class Watched(Stage):
+        def put(self, tensor: torch.Tensor) -> int:
+            sizes.append(tensor.numel() * tensor.element_size())
+            return super().put(tensor)
+
+    (tmp_path / "stage").mkdir()
+    read_hf(HFFolder(folders[family]), Watched(tmp_path / "stage"), slab_bytes=4096)
+    assert max(sizes) <= 4096 and sum(sizes) == 4 * parameter_count(HFFolder(folders[family]).model)
     checkpoint = open_checkpoint(import_checkpoint(folders[family], tmp_path / "ours", note=quiet))
     source = HFFolder(folders[family])
     for tensor in hf_tensors(source.model, family):
