@@ -84,8 +84,7 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     weights = open_weights(args.checkpoint)
     config = inference_config(weights, args.overrides, info.world_size)
     tokenizer = weights.tokenizer(config.data.tokenizer)
-    if tokenizer.eod_id >= 0:
-        sampling = replace(sampling, stop_ids=(tokenizer.eod_id,))
+    sampling = replace(sampling, stop_ids=weights.stop_ids(tokenizer))
     with open_session(config, info, quiet=True) as session:
         generator = Generator(InferenceModel(session, weights.read), tokenizer.decode)
         found = generator.generate([tokenizer.encode(p) for p in prompts], sampling, batch_size=args.batch_size)

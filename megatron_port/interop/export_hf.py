@@ -64,7 +64,7 @@ def export_hf(
     kept = checkpoint.path.parent / KEPT
     with building(out, total) as part:
         tokens_of = write_tokenizer(part, checkpoint, tokenizer or (kept if kept.is_dir() else None))
-        eos = end_of_text(part, kept, checkpoint)
+        eos = end_of_text(checkpoint, kept)
         if eos is not None and eos >= model.vocab_size:
             note(f"the tokenizer's end of text {eos} is beyond the model's {model.vocab_size} entries; left out")
             eos = None

@@ -1,17 +1,15 @@
-"""Tokenizers of Hugging Face folders: read one, and write ours in their form."""
+"""Tokenizers of exported folders: the files that were imported, or ours in Hugging Face's form."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_port.checkpoint.disk import write_text
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.data.tokenizer import ByteTokenizer, GPT2Tokenizer, gpt2_directory
-from megatron_port.errors import DataError
 from megatron_port.interop.import_hf import TOKENIZER_FILES
 
 FILE = "tokenizer.json"
@@ -19,57 +17,15 @@ _END = "<|endoftext|>"
 _MAX_BYTES = 1 << 28
 
 
-class HFTokenizer:
-    """``tokenizer.json`` of a folder, through the ``tokenizers`` package. No special token is added to a text.
-
-    Raises:
-        DataError: the package or the file is missing, or the file cannot be read.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.name = str(folder)
-        path = folder / FILE
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise DataError(f"{path}: reading it needs the package tokenizers; run: pip install tokenizers") from None
-        if not path.is_file():
-            raise DataError(
-                f"{path} is not there; transformers writes it: python -c \"from transformers import AutoTokenizer as "
-                f"A; A.from_pretrained('{folder}').save_pretrained('{folder}')\""
-            )
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # its Rust raises plain Exception
-            raise DataError(f"{path}: cannot be read: {str(error)[:300]}") from None
-        self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-        end = eos_of_folder(folder, self._tokenizer.token_to_id)
-        self.eod_id = -1 if end is None else end
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text alone."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out."""
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
-
-
-def eos_of_folder(folder: Path, token_to_id: Any = None) -> int | None:
-    """The end-of-text id that a folder's settings name: generation_config, config, then the tokenizer's."""
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end a text, as generation_config.json or else config.json says; empty: neither does."""
     for name in ("generation_config.json", "config.json"):
         value = _json(folder / name).get("eos_token_id")
-        if isinstance(value, list) and value:
-            value = value[0]
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-    token = _json(folder / "tokenizer_config.json").get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if isinstance(token, str) and token_to_id is not None:
-        found = token_to_id(token)
-        return None if found is None else int(found)
-    return None
+        ids = value if isinstance(value, list) else [value]
+        found = tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
+        if found:
+            return found
+    return ()
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -84,35 +40,39 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def write_tokenizer(part: Path, checkpoint: Checkpoint, folder: Path | None) -> str:
-    """Put a tokenizer's files into ``part``: those of ``folder``, or the form of the one trained with; what it is.
+    """Put a tokenizer's files into ``part``: those of ``folder``, or of the one trained with; what it is.
 
-    Raises DataError: ``folder`` has none, or GPT-2's vocabulary is not installed.
+    Raises DataError: GPT-2's vocabulary is not installed.
     """
-    name = checkpoint.extra.get("tokenizer")
-    if folder is not None:
-        found = [f for f in TOKENIZER_FILES if (folder / f).is_file()]
-        for file in found:
-            shutil.copyfile(folder / file, part / file)
-        if found:
-            return "as imported"
+    name = str(checkpoint.extra.get("tokenizer") or "")
+    if folder is None and name.startswith("hf:"):
+        folder = Path(name[3:].partition("#")[0])
+        folder = folder if folder.is_dir() else folder.parent
+    found = [file for file in TOKENIZER_FILES if folder is not None and (folder / file).is_file()]
+    for file in found:
+        assert folder is not None
+        shutil.copyfile(folder / file, part / file)
+    if found:
+        return "Hugging Face files, as they were"
     if name == "byte":
         _write(part, _byte_json(), ByteTokenizer.vocab_size)
         return "bytes 0–255 and an end of text"
     if name == "gpt2":
         _write(part, _gpt2_json(), GPT2Tokenizer.vocab_size)
         return "GPT-2's byte-pair encoding"
-    return "none in this folder"
+    return f"{name}, not in this folder" if name else "none in this folder"
 
 
-def end_of_text(part: Path, kept: Path, checkpoint: Checkpoint) -> int | None:
-    """The id that ends a text; None: unknown."""
-    if kept.is_dir():
-        found = eos_of_folder(kept)
-        if found is not None:
-            return found
+def end_of_text(checkpoint: Checkpoint, kept: Path) -> int | None:
+    """The id that ends a text, for ``config.json``; None: unknown."""
+    found = end_ids(kept)
+    if found:
+        return found[0]
+    end = checkpoint.manifest.state.tokenizer.get("eod_id")
+    if isinstance(end, int) and end >= 0:
+        return end
     known = {"byte": ByteTokenizer.eod_id, "gpt2": GPT2Tokenizer.eod_id}
-    name = checkpoint.extra.get("tokenizer")
-    return known.get(name) if isinstance(name, str) else eos_of_folder(part)
+    return known.get(str(checkpoint.extra.get("tokenizer")))
 
 
 def _write(part: Path, body: dict[str, Any], size: int) -> None:

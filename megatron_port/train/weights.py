@@ -14,7 +14,7 @@ from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
 from megatron_port.engine.api import Engine, StateReader
 from megatron_port.errors import CheckpointError, PortError
 from megatron_port.interop.hf_files import HFFolder, is_hf
-from megatron_port.interop.hf_tokenizer import HFTokenizer
+from megatron_port.interop.hf_tokenizer import end_ids
 from megatron_port.interop.import_hf import KEPT
 from megatron_port.interop.sidecar import model_of
 from megatron_port.runtime.agreement import agree
@@ -47,12 +47,18 @@ class Weights:
         """
         name = asked if asked != "auto" else self.tokenizer_name
         if asked == "auto" and self.tokenizer_folder is not None:
-            return HFTokenizer(self.tokenizer_folder)
+            return get_tokenizer(f"hf:{self.tokenizer_folder}")
         if not name or name == "auto":
             raise CheckpointError(
-                f"{self.path} does not say which tokenizer its data used; pass --set data.tokenizer=byte or gpt2"
+                f"{self.path} does not say which tokenizer its data used; pass --set data.tokenizer=byte, gpt2 or "
+                "hf:FOLDER"
             )
         return get_tokenizer(name)
+
+    def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """What ends a text: the tokenizer's end, and what the folder's generation settings name."""
+        named = end_ids(self.tokenizer_folder) if self.tokenizer_folder else ()
+        return tuple(dict.fromkeys((*named, *((tokenizer.eod_id,) if tokenizer.eod_id >= 0 else ()))))
 
 
 def open_weights(path: Path | str) -> Weights:

@@ -19,13 +19,13 @@ from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
 from megatron_port.config.flops import parameter_count
 from megatron_port.config.schema import ModelConfig
+from megatron_port.data.tokenizer_files import HFTokenizer
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.interop import export_hf as export_module
 from megatron_port.interop.export_hf import export_hf, tensor_slabs
 from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.hf_names import GPT2, LLAMA, NEOX, hf_mapping, hf_tensors
-from megatron_port.interop.hf_tokenizer import HFTokenizer
 from megatron_port.interop.import_hf import read_hf
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.interop.staged import Stage
