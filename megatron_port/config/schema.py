@@ -14,6 +14,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_port.config.machine import (
+    CalibrationConfig,
+    ClusterConfig,
+    HardwareConfig,
+    LaunchConfig,
+    PreflightConfig,
+)
+
+__all__ = [
+    "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig", "DataConfig",
+    "HardwareConfig", "LaunchConfig", "LayoutConfig", "ModelConfig", "NumericsConfig", "OptimizerConfig",
+    "PrecisionConfig", "PreflightConfig", "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -287,181 +301,6 @@ class BackendConfig:
     """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile); false: that is an error."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms (bit-exact resume on GPUs)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """The machine: what checks, FLOP shares and job scripts need to know of it."""
-
-    name: str = "local"
-    """A label."""
-    gpus_per_node: int = 8
-    """Ranks a node (GCDs on MI250X)."""
-    nodes: int = 0
-    """Nodes of the run; 0: as many as the launcher gives."""
-    peak_tflops: float = 0.0
-    """Peak dense matmul rate of one device in the run's dtype, TFLOP/s; 0: MFU is not reported."""
-    memory_gb: float = 0.0
-    """Memory of one device, 10^9 bytes; 0: unknown."""
-    device_label: str = "device"
-    """What a rank's device is called, e.g. "GCD"."""
-    cores_per_task: int = 0
-    """CPU cores of one rank (srun -c); 0: SLURM's default."""
-    interface: str = ""
-    """Network interface whose address on the first node is the master's; empty: what its name resolves to."""
-    modules: tuple[str, ...] = ()
-    """Modules that a job loads, in order."""
-    environment: tuple[str, ...] = ()
-    """NAME=value, exported by a job; {job_id}, {user} and {local_disk} are filled in on the node."""
-    sbatch_options: tuple[str, ...] = ()
-    """Further sbatch options of every job on this machine, one each, e.g. "--constraint=gpu"."""
-    srun_options: tuple[str, ...] = ()
-    """Further options of the srun that starts the ranks, one each, e.g. "--gpus-per-task=1"."""
-    local_disk: str = "/tmp"
-    """Folder on each node's own disk, for a staged environment; {job_id} and {user} are filled in."""
-    partition: str = ""
-    """Partition of a job; empty: the site's default."""
-    qos: str = ""
-    """Quality of service of a job; empty: the site's default."""
-    queue_nodes: tuple[int, ...] = ()
-    """Largest node count of each class of the queue, rising; empty: unknown."""
-    queue_hours: tuple[float, ...] = ()
-    """Longest wall time of each class, hours."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HardwareConfig:
-    """Device and links, for the planner. One direction, decimal units; 0 in a rate: not known, and then not planned."""
-
-    device: str = ""
-    """What it is called, e.g. "A100-SXM4-80GB"."""
-    matmul_tflops: float = 0.0
-    """Largest rate that big bf16/fp16 products with fp32 accumulation reach (cluster.peak_tflops: the datasheet's)."""
-    fp32_matmul_tflops: float = 0.0
-    """The same for fp32 products; 0: a quarter of matmul_tflops. fp64 is taken as half of it."""
-    fp8_peak_tflops: float = 0.0
-    """Peak dense fp8 rate; 0: no fp8."""
-    fp8_matmul_tflops: float = 0.0
-    """Largest rate that big fp8 products reach."""
-    compute_units: int = 0
-    """SMs or CUs of a device: tiles of a product that run at once."""
-    tile_rows: int = 256
-    """Rows of the largest output tile of the vendor's matmul kernels."""
-    tile_columns: int = 128
-    """Columns of that tile."""
-    inner_fill: int = 128
-    """Steps along the inner dimension that filling and emptying a tile's pipeline costs; k / (k + fill) is left."""
-    attention_forward_tflops: float = 0.0
-    """Rate of the fused attention's forward, over the operations of the causal half; 0: no fused attention."""
-    attention_backward_tflops: float = 0.0
-    """The same for its backward (5 products where the forward has 2)."""
-    launch_us: float = 4.0
-    """Least time between the starts of two kernels, microseconds."""
-    memory_bandwidth_gb: float = 0.0
-    """Datasheet bandwidth of device memory, 10^9 bytes/s."""
-    memory_efficiency: float = 0.85
-    """Share of it that a large streaming kernel reaches."""
-    reserved_gb: float = 2.0
-    """Device memory held by driver, libraries and communicators, outside the framework's allocator, 10^9 bytes."""
-    fragmentation: float = 0.03
-    """Share of what is allocated that the caching allocator loses to holes."""
-    package_devices: int = 1
-    """Devices that share a package (2 GCDs an MI250X)."""
-    package_gb: float = 0.0
-    """A device to the other in its package, each way, 10^9 bytes/s; 0 with package_devices 1."""
-    node_gb: float = 0.0
-    """A device to the others of its node, all links together, each way, 10^9 bytes/s."""
-    node_efficiency: float = 0.8
-    """Share of package_gb and node_gb that a ring collective on large buffers reaches."""
-    node_latency_us: float = 5.0
-    """One hop of a collective within a node, microseconds."""
-    nics: int = 0
-    """Network adapters a node; 0: one node only."""
-    nic_gb: float = 0.0
-    """One adapter, each way, 10^9 bytes/s."""
-    network_efficiency: float = 0.8
-    """Share of the adapters' bandwidth that a large collective or transfer between nodes reaches."""
-    network_latency_us: float = 15.0
-    """One hop of a collective between nodes, microseconds."""
-    nodes_per_group: int = 0
-    """Nodes below one level of the network (dragonfly group, pod); 0: one level."""
-    group_taper: float = 1.0
-    """Bandwidth a node has out of its group over that into the network (1: not tapered)."""
-    jitter: float = 0.005
-    """Spread (one sigma, share of a step) of the time that equal devices take for equal work."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationConfig:
-    """Corrections of the hardware's rates for a whole cluster: measured, or from at most three named rows."""
-
-    matmul_scale: float = 1.0
-    """Multiplies matmul_tflops and fp8_matmul_tflops."""
-    memory_scale: float = 1.0
-    """Multiplies the achieved memory bandwidth."""
-    network_scale: float = 1.0
-    """Multiplies the achieved bandwidth of all links."""
-    source: str = ""
-    """What was measured, or the published rows it was taken from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """How a job is submitted and what it does when it ends early. Changes no number of the run."""
-
-    account: str = ""
-    """SLURM account; empty: SBATCH_ACCOUNT or the site's default."""
-    time: str = "02:00:00"
-    """Wall time, [days-]hours:minutes:seconds."""
-    sbatch_options: tuple[str, ...] = ()
-    """Further sbatch options, one each; they win over the cluster's."""
-    environment: tuple[str, ...] = ()
-    """NAME=value, exported after the cluster's."""
-    python: str = ""
-    """Interpreter on the nodes; empty: .venv of the checkout if there is one, else the modules' python3."""
-    stage: str = ""
-    """Archive (.tar) of a Python environment that is copied to each node's own disk first; empty: none."""
-    when_stopped: str = "requeue"
-    """What follows a job that saved before its end: requeue (scontrol) | chain (a new job) | stop"""
-    when_failed: str = "requeue"
-    """What follows a node failure, a lost rank or a hang: requeue | chain | stop. Other faults always stop."""
-    max_attempts: int = 3
-    """Failed attempts in a row at the same step after which the run stops."""
-    memory_check: str = "stop"
-    """stop (exit 2 before any process meets) | warn | off: what follows where the planner says that a run cannot fit
-    its devices (cluster.memory_gb; only clusters with a [hardware] section)."""
-    signal_seconds: int = 300
-    """SIGUSR1 comes this long before the time limit: enough for the longest step and a save."""
-    preflight: bool = False
-    """Check every node, and the network between them, before the ranks start."""
-    spare_nodes: int = 0
-    """Nodes allocated beyond the layout's, so that preflight can leave bad ones out."""
-    rendezvous_timeout: float = 300.0
-    """Seconds for all ranks to report."""
-    collective_timeout: float = 1800.0
-    """Seconds after which a collective that does not complete fails."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreflightConfig:
-    """What a healthy node and network show at least. 0: not checked against a number (only against the other nodes)."""
-
-    matmul_tflops: float = 0.0
-    """Dense matmul of one device in bf16 (fp32 on a CPU), TFLOP/s."""
-    share_of_median: float = 0.8
-    """Each device and link must reach this share of the median over all nodes."""
-    free_memory_gb: float = 0.0
-    """Free device memory, 10^9 bytes."""
-    free_disk_gb: float = 1.0
-    """Free space of the node-local disk, 10^9 bytes."""
-    node_busbw_gb: float = 0.0
-    """All-reduce bus bandwidth within a node, 10^9 bytes/s (as rccl-tests and nccl-tests define it)."""
-    network_busbw_gb: float = 0.0
-    """All-reduce bus bandwidth over all nodes, 10^9 bytes/s."""
-    link_gb: float = 0.0
-    """Point-to-point between two nodes, one direction, 10^9 bytes/s."""
-    network_plugin: str = ""
-    """Network that NCCL or RCCL must have loaded, e.g. "AWS Libfabric" (OFI plug-in); empty: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
