@@ -4,7 +4,8 @@
 
 Four gloo ranks run ``pipeline.runner`` and ``engine.native_passes`` as the native engine does. A chunk's forward, input
 gradient and weight gradient each sleep (without the interpreter's lock: a machine with two cores runs four stages at
-once that way), in the order F = I = W. The bubble of a step is its span over the time that a stage works, less one.
+once that way), F = I = W. The bubble of a step is its span over the time that a stage works, less one. A pass costs about
+a millisecond beside its sleep; ``--unit`` keeps that small. The machine must be otherwise idle.
 ``--trace`` writes what ui.perfetto.dev opens.
 """
 
@@ -87,7 +88,7 @@ def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> lis
     tokens = torch.zeros(1, 8)
     batches = [MicroBatch((i,), tokens=tokens, labels=tokens) for i in range(args.micro_batches)]
     schedule, out = make_schedule(name, args.stages, args.micro_batches, chunks), []
-    for step in range(args.repeats):
+    for step in range(args.repeats + 1):
         passes = Passes(
             mine, ctx, DropoutStream(0, ctx.device), Pulse(), gradients, micro_batches=batches, step=step,
             loss_factor=1.0,
@@ -98,6 +99,8 @@ def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> lis
         dist.all_gather_object(everyone, [(s.action.kind.value, s.action.micro_batch, s.action.chunk, s.start, s.end)
                                           for s in runner.spans])
         kinds = {a.kind.value: a.kind for a in schedule.plans[0]}
+        if step == 0:
+            continue  # connections are made
         out.append([[Span(Action(kinds[k], m, c), a, b) for k, m, c, a, b in spans] for spans in everyone])
     ctx.close()
     return out
@@ -113,7 +116,7 @@ def rank_main(rank: int, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{args.port}", rank=rank, world_size=args.stages)
     rows, pictures, runs = [], [], {}
-    for name, chunks in KINDS:
+    for name, chunks in [kind for kind in KINDS if args.only in ("", kind[0])]:
         measured = steps_of(rank, args, name, chunks)
         busy = args.micro_batches * 3 * args.unit
         bubbles = [bubble_of(step, busy) for step in measured]
@@ -153,10 +156,11 @@ def rank_main(rank: int, args: argparse.Namespace) -> None:
 def main() -> int:
     """Run all schedules, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="one schedule, by name")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--unit", type=float, default=0.1, help="seconds of a stage's forward pass")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--unit", type=float, default=0.6, help="seconds of a stage's forward pass")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--port", type=int, default=29631)
     for option in ("--out", "--svg", "--trace"):
         parser.add_argument(option, type=Path)
