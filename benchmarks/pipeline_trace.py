@@ -4,8 +4,8 @@
 
 Four gloo ranks run ``pipeline.runner`` and ``engine.native_passes`` as the native engine does. A chunk's forward, input
 gradient and weight gradient each sleep (without the interpreter's lock: a machine with two cores runs four stages at
-once that way), F = I = W. The bubble of a step is its span over the time that a stage works, less one. A pass costs about
-a millisecond beside its sleep; ``--unit`` keeps that small. The machine must be otherwise idle.
+once that way), F = I = W. The bubble of a step is its span over the time that a stage works, less one. A pass costs
+about a millisecond beside its sleep; ``--unit`` keeps that small. The machine must be otherwise idle.
 ``--trace`` writes what ui.perfetto.dev opens.
 """
 
