@@ -1,9 +1,9 @@
-"""The two engines on the same run: seconds of a step, bytes that a rank hands to collectives, start-up of the ranks.
+"""The two engines on the same run: seconds of a step, start-up of the ranks.
 
     python benchmarks/engines.py --out benchmarks/results/engines.json
 
 Steps: pp 2 x dp 2, four gloo ranks with one thread each, both engines built in the same processes, one step of each in
-turn; the ratio is of medians. Bytes: counted where torch hands a buffer to c10d, whole buffers, one rank of each stage.
+turn; the ratio is of medians. Bytes: native's buckets (a real rank's are counted in tests/unit/test_plan_bytes.py).
 Start-up: `megatron-port train --nproc 8` of one step, wall time, engines in turn.
 """
 
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
@@ -41,34 +40,14 @@ from megatron_port.engine.api import MicroBatch
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.train.assemble import DTYPES, build_engine, topology_of
 
-KINDS = {"allreduce_": ("all-reduce", 0), "_allgather_base_": ("all-gather", 0),
-         "_reduce_scatter_base_": ("reduce-scatter", 1), "send": ("send", 0), "broadcast_": ("broadcast", 0),
-         "allgather_": ("all-gather", 0), "reduce_": ("reduce", 0)}
-
-
-class Count(TorchDispatchMode):
-    """Bytes of whole buffers by kind of collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            kind, at = KINDS.get(func._schema.name.partition("::")[2], ("", 0))
-            if kind:
-                tensors = torch.utils._pytree.tree_leaves(args[at])
-                self.bytes[kind] = self.bytes.get(kind, 0) + sum(t.numel() * t.element_size() for t in tensors)
-        return func(*args, **(kwargs or {}))
-
 
 def run_config(engine: str, dtype: str) -> RunConfig:
     """The run that both engines train."""
     return RunConfig(
         engine=engine,
-        model=ModelConfig(num_layers=6, hidden_size=256, num_attention_heads=8, vocab_size=512, seq_length=128),
+        model=ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, vocab_size=512, seq_length=64),
         layout=LayoutConfig(pipeline_parallel_size=2, data_parallel_size=2, vocab_padding_multiple=1),
-        batch=BatchConfig(micro_batch_size=2, global_batch_size=32), precision=PrecisionConfig(dtype=dtype),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=16), precision=PrecisionConfig(dtype=dtype),
         optimizer=OptimizerConfig(lr=1e-3), backend=BackendConfig(device="cpu", attention="math"),
     )
 
@@ -103,7 +82,6 @@ def rank_main(rank: int, port: int, steps: int, out: str) -> None:
                                          attention_dropout=0.0)
             engines[name] = (build_engine(config, ctx, providers), ctx, batches(config, ctx))
         seconds: dict[str, list[float]] = {name: [] for name in engines}
-        counted: dict[str, dict[str, int]] = {}
         losses: dict[str, list[float]] = {name: [] for name in engines}
         for step in range(steps + 2):
             for name, (engine, _, data) in engines.items():
@@ -113,23 +91,15 @@ def rank_main(rank: int, port: int, steps: int, out: str) -> None:
                 dist.barrier()
                 if step >= 2:
                     seconds[name].append(time.perf_counter() - began)
-        # Under a dispatch mode torch does not let gloo finish what native has started in the background: its buckets
-        # are what it moves, to the byte (tests/unit/test_plan_bytes.py, where a real rank is counted).
-        engine, _, data = engines["deepspeed"]
-        with Count() as count:
-            engine.train_step(data, step=steps + 2, lr=1e-3)
-        counted["deepspeed"] = count.bytes
         buckets = engines["native"][0].sharded.buckets
-        counted["native"] = {
+        moved = {
             "reduce-scatter": sum(b.gradients.numel() * b.gradients.element_size() for b in buckets),
             "all-gather": sum(b.weights.numel() * b.weights.element_size() for b in buckets),
         }
-        everyone: list[Any] = [None] * 4
-        dist.all_gather_object(everyone, counted)
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         rows.append({
             "dtype": dtype, "seconds": medians, "all": seconds, "ratio": medians["native"] / medians["deepspeed"],
-            "bytes_by_stage": {name: [everyone[0][name], everyone[2][name]] for name in engines},
+            "native_bytes_of_stage_0": moved,
             "losses": {name: values[-1] for name, values in losses.items()},
         })
         for _, ctx, _ in engines.values():
@@ -178,10 +148,7 @@ def main() -> int:
         seconds = row["seconds"]
         print(f"{row['dtype']}: native {seconds['native']:.3f} s, deepspeed {seconds['deepspeed']:.3f} s, "
               f"ratio {row['ratio']:.2f}; losses {row['losses']}")
-        for name, stages in row["bytes_by_stage"].items():
-            print(f"  bytes of a step, {name}: " + "; ".join(
-                f"stage {i}: " + ", ".join(f"{kind} {size:,}" for kind, size in sorted(b.items()))
-                for i, b in enumerate(stages)))
+        print(f"  native moves between replicas, stage 0: {row['native_bytes_of_stage_0']}")
     started = start_up(args.repeats)
     print(f"start-up of 8 ranks: native {started['seconds']['native']:.1f} s, deepspeed "
           f"{started['seconds']['deepspeed']:.1f} s, ratio {started['ratio']:.2f}")
