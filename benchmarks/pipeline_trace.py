@@ -140,7 +140,8 @@ def rank_main(rank: int, args: argparse.Namespace) -> None:
                   f"(ratio {row['ratio']:.3f})", flush=True)
     if rank == 0:
         result = {
-            "command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "cpu": platform.processor() or platform.machine(),
+            "command": " ".join(["python", *sys.argv]), "torch": torch.__version__,
+            "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(), "stages": args.stages, "micro_batches": args.micro_batches,
             "seconds_of_a_pass": args.unit, "rows": rows,
         }
