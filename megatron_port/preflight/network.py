@@ -289,12 +289,18 @@ def _confirm_inside(result: NetworkResult, limits: PreflightConfig, rates: list[
     return rates
 
 
-def blame_lanes(lanes: list[dict[Pair, float]], limits: PreflightConfig) -> list[tuple[int | None, Culprits]]:
-    """Culprits by the nodes' total rates (lane None), then those that only one lane shows."""
+def blame_lanes(
+    lanes: list[dict[Pair, float]], limits: PreflightConfig, *, own_adapters: bool = True
+) -> list[tuple[int | None, Culprits]]:
+    """Culprits by the nodes' total rates (lane None), then those that only one lane shows.
+
+    ``own_adapters``: whether a lane has an adapter that the others do not use, as a GPU has. The ranks of a CPU
+    run share the node's one interface and its cores: what one of them reaches says nothing about a link.
+    """
     totals = {p: sum(lane[p] for lane in lanes) for p in lanes[0]}
     whole = identify(totals, share=limits.share_of_median, floor=limits.link_gb)
     found: list[tuple[int | None, Culprits]] = [(None, whole)]
-    for i, rates in enumerate(lanes if len(lanes) > 1 else []):
+    for i, rates in enumerate(lanes if own_adapters and len(lanes) > 1 else []):
         part = identify(rates, share=limits.share_of_median)
         nodes = {n: v for n, v in part.nodes.items() if n not in whole.nodes}
         links = {p: v for p, v in part.links.items() if p not in whole.links and not whole.nodes.keys() & set(p)}
@@ -308,9 +314,10 @@ def between_nodes(result: NetworkResult, limits: PreflightConfig) -> None:
     rounds = rounds_for(len(place.hosts))
     result.lanes, result.rounds = node_pairs(place, rounds, message), len(rounds)
     remeasured: set[Pair] = set()
+    own_adapters = place.device.type == "cuda"
     for _ in range(ATTEMPTS):
         doubtful: set[Pair] = set()
-        for lane, culprits in blame_lanes(result.lanes, limits):
+        for lane, culprits in blame_lanes(result.lanes, limits, own_adapters=own_adapters):
             rates = result.totals if lane is None else result.lanes[lane]
             doubtful.update(suspects(rates, culprits, seen=remeasured, clear=CLEAR))
         if not doubtful:
@@ -320,7 +327,7 @@ def between_nodes(result: NetworkResult, limits: PreflightConfig) -> None:
             known.update({p: max(known[p], r) for p, r in found.items()})
         remeasured |= doubtful
     result.remeasured = len(remeasured)
-    for lane, culprits in blame_lanes(result.lanes, limits):
+    for lane, culprits in blame_lanes(result.lanes, limits, own_adapters=own_adapters):
         culprits.links = {p: v for p, v in culprits.links.items() if p in remeasured}  # nothing unconfirmed
         _name(result, lane, culprits)
 

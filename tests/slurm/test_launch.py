@@ -241,7 +241,7 @@ def test_a_sick_node_is_left_out_for_a_spare(runs: Runs, tmp_path: Path) -> None
     subprocess.run(["tar", "-C", environment_folder, "-cf", archive, "."], check=True)
     victim = runs.cluster.nodes[1]
     runs.cluster.throttle(victim, 0.2)
-    change = settings(training__steps=20, preflight__share_of_median=0.5, **SHORT)
+    change = settings(training__steps=20, preflight__share_of_median=0.3, **SHORT)
     job = runs.submit(["--nodes=4", "--ntasks-per-node=1"], change,
                       env={"PREFLIGHT": "1", "SPARE_NODES": "1", "STAGE": str(archive)})
     runs.wait(job, "COMPLETED", timeout=240)

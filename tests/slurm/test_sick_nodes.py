@@ -25,8 +25,9 @@ name = "four"
 gpus_per_node = 8
 environment = ["NCCL_NET=OFI"]
 [preflight]
-share_of_median = 0.5
+share_of_median = 0.3
 """
+"""0.3: eight ranks on two cores differ by half among themselves; what is made sick here drops to a fifth and less."""
 SCRIPT = """\
 #!/bin/bash
 set -u

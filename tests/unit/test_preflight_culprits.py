@@ -97,3 +97,5 @@ def test_one_lane_alone_is_seen_where_the_total_hides_it() -> None:
     assert [(lane, set(c.nodes)) for lane, c in found] == [(5, {3})]
     found = blame_lanes(lanes, PreflightConfig(share_of_median=0.8, link_gb=160.0))
     assert found[0][0] is None and set(found[0][1].nodes) == {3}
+    # The ranks of a CPU run share one interface: half the rate of one of them, beside a whole one, is no finding.
+    assert blame_lanes(lanes, PreflightConfig(share_of_median=0.8), own_adapters=False) == []
