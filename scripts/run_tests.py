@@ -1,7 +1,9 @@
 """Run the linters and the tests, and end with what was skipped and why.
 
-``make test`` calls it inside .venv. Arguments that are not its own go to pytest. The exit code is
-pytest's, or 1 when only a linter complains. SLOW=1 in the environment adds the tests marked slow.
+``make test`` calls it inside .venv: first the tests of one process, one worker a core, for they say in seconds what a
+layout would say in minutes; then those that start ranks, one after another, for each takes every core. Arguments that
+are not its own go to pytest, which then runs once. The exit code is pytest's, or 1 when only a linter complains.
+SLOW=1 in the environment adds the tests marked slow.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import argparse
 import collections
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+ALONE = ("unit", "kernels")
+"""Folders of tests in which every test is one process."""
+TOGETHER = ("distributed", "slurm", "faults", "e2e", "gpu")
+"""Folders of tests that start processes of their own."""
 
 
 def lint() -> int:
@@ -32,43 +37,13 @@ def lint() -> int:
     return complaints
 
 
-def no_gpu() -> str:
-    """Why the tests marked gpu cannot run, or nothing."""
-    import torch
-
-    return "" if torch.cuda.is_available() else "no GPU that torch can use"
-
-
-def no_slurm() -> str:
-    """Why the tests marked slurm cannot run, or nothing."""
-    lacking = [name for name in ("sbatch", "slurmctld", "slurmd", "munged") if not shutil.which(name)]
-    if lacking:
-        return f"no {', '.join(lacking)} here (apt-get install slurm-wlm munge iproute2)"
-    return "" if os.geteuid() == 0 else "starting a private SLURM needs root"
-
-
-def not_slow() -> str:
-    """Why the tests marked slow do not run, or nothing."""
-    return "" if os.environ.get("SLOW") == "1" else "longer than a minute; SLOW=1 runs it"
-
-
 class Report:
-    """A pytest plugin: skips what the machine cannot do, and sums up times and reasons."""
+    """A pytest plugin: sums up times, and reasons of skipping."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.counts: dict[str, int] = collections.defaultdict(int)
         self.skipped: dict[str, int] = collections.defaultdict(int)
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        # Pure tests first: they say in seconds what a layout would say in minutes.
-        order = ["unit", "kernels", "distributed", "slurm", "faults", "e2e"]
-        items.sort(key=lambda item: order.index(folder(item.nodeid)) if folder(item.nodeid) in order else len(order))
-        for marker, reason_of in (("gpu", no_gpu), ("slurm", no_slurm), ("slow", not_slow)):
-            marked = [item for item in items if item.get_closest_marker(marker)]
-            reason = reason_of() if marked else ""
-            for item in marked if reason else []:
-                item.add_marker(pytest.mark.skip(reason=reason))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         where = folder(report.nodeid)
@@ -105,6 +80,13 @@ def folder(nodeid: str) -> str:
     return parts[1] if len(parts) > 2 else parts[0]
 
 
+def stages() -> list[list[str]]:
+    """pytest's arguments, run by run. A file's tests stay on one worker, for they share fixtures."""
+    cores = len(os.sched_getaffinity(0))
+    workers = ["-n", str(min(cores, 8)), "--dist", "loadfile"] if cores > 1 else []
+    return [[*workers, *(f"tests/{name}" for name in ALONE)], [f"tests/{name}" for name in TOGETHER]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lint-only", action="store_true", help="no tests")
@@ -118,9 +100,11 @@ def main() -> int:
     # One thread a rank: eight ranks with a pool each would fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     report = Report()
-    # The summary of skips by place is pytest's -rs; by reason it is ours. Paths given by the user replace tests/.
-    paths = [] if any(Path(argument.split("::")[0]).exists() for argument in rest) else ["tests"]
-    code = int(pytest.main(["-q", "-rs", *rest, *paths], plugins=[report]))
+    # The summary of skips by place is pytest's -rs; by reason it is ours.
+    code = 0
+    for arguments in [rest] if rest else stages():
+        found = int(pytest.main(["-q", "-rs", *arguments], plugins=[report]))
+        code = code or found
     report.print(time.monotonic() - started)
     if complaints:
         print("a linter complained, see above")

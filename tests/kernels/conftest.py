@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -36,11 +37,14 @@ def build_script() -> ModuleType:
 @pytest.fixture(scope="session")
 def built(build_script: ModuleType) -> Path:
     """The CPU library, the binding and the emulated libraries, of the sources as they are now."""
-    for target, out in (("cpu", kernels.FOLDER), ("binding", kernels.FOLDER), ("emulated", EMULATED)):
-        try:
-            build_script.build(build_script.plan(target, ()), out)
-        except build_script.Missing as error:
-            pytest.skip(f"kernels: {target} cannot be built here: {error}")
+    EMULATED.mkdir(parents=True, exist_ok=True)
+    with open(EMULATED / ".lock", "w") as lock:  # one worker builds, the others find it built
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for target, out in (("cpu", kernels.FOLDER), ("binding", kernels.FOLDER), ("emulated", EMULATED)):
+            try:
+                build_script.build(build_script.plan(target, ()), out)
+            except build_script.Missing as error:
+                pytest.skip(f"kernels: {target} cannot be built here: {error}")
     return EMULATED
 
 
