@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "model.rope_scaling": ("none", "linear", "llama3"),
     "model.normalization": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "gelu_tanh", "swiglu"),
-    "layout.zero_stage": (0, 1),
+    "layout.zero_stage": (0, 1, 2),
     "layout.pipeline_schedule": ("gpipe", "1f1b", "zb-h1", "zb-v"),
     "layout.recompute": ("none", "selective", "full"),
     "precision.grad_reduce_dtype": ("fp32", "bf16", "fp16"),
@@ -367,7 +367,17 @@ def _engine_problems(config: RunConfig) -> list[str]:
             f"layout.pipeline_schedule {schedule!r} has one chunk a stage, and virtual_pipeline_size is {v}; use 1, or "
             f"the schedule '1f1b' (interleaved)" + (" or 'zb-v'" if v == 2 else "")
         )
+    if zero == 2 and schedule.startswith("zb-"):
+        out.append(
+            f"layout.zero_stage 2 with pipeline_schedule {schedule!r}: its backward passes are split in two, and each "
+            "part would have to be reduced by itself, twice the traffic; use zero_stage 1, or the schedule '1f1b'"
+        )
     if config.engine == "deepspeed":
+        if zero == 2:
+            out.append(
+                "engine deepspeed with layout.zero_stage 2: its pipelines take stages 0 and 1 only; use zero_stage 1, "
+                "or engine native"
+            )
         if schedule != "1f1b" or v > 1:
             out.append(
                 f"engine deepspeed cannot run layout.pipeline_schedule {schedule!r} with virtual_pipeline_size {v}; "

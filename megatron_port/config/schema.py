@@ -126,7 +126,8 @@ class LayoutConfig:
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
     zero_stage: int = 1
-    """0: replicated optimizer, 1: optimizer state split over the replicas."""
+    """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
+    reduce-scatter a micro-batch instead of one a step (engine native, schedules other than zb)."""
     reduce_bucket_size: int = 33_554_432
     """Elements that one collective of gradients or weights between replicas moves (engine native)."""
     pipeline_schedule: str = "1f1b"

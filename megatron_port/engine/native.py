@@ -1,4 +1,4 @@
-"""The native engine: schedules as data, ZeRO-1 that overlaps with compute, every layout and dtype.
+"""The native engine: schedules as data, ZeRO-1 and ZeRO-2 that overlap with compute, every layout and dtype.
 
 It needs nothing but torch, runs in fp64 for proofs, and on one process it is
 the reference that every layout of either engine is compared with.
@@ -47,22 +47,29 @@ REDUCE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
 
-Added = weakref.WeakMethod[Any]
-"""``ShardedParameters.added``, without keeping it alive."""
+class _Gradients:
+    """Where gradients go, for autograd's hooks, which must not keep the parameters' holder alive: a circle through them
+    ends late, and with it the process groups and their threads."""
 
+    def __init__(self, sharded: ShardedParameters) -> None:
+        self._alive = weakref.ref(sharded)
 
-def _tell(added: Added, parameter: torch.Tensor) -> None:
-    alive = added()
-    if alive is not None:
-        alive(parameter)
+    def total(self, parameter: torch.Tensor) -> torch.Tensor:
+        sharded = self._alive()
+        assert sharded is not None, "a backward pass after its engine's end"
+        return sharded.gradient_of(parameter)
 
+    def added(self, parameter: torch.Tensor) -> None:
+        sharded = self._alive()
+        if sharded is not None:
+            sharded.added(parameter)
 
-def _accumulate(added: Added, parameter: torch.Tensor) -> None:
-    """Add to the wide sum what arrives as ``grad`` (all but the linears' weights), and free it."""
-    if parameter.grad is not None:  # None: parallel.linear adds it itself
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None
-        _tell(added, parameter)
+    def accumulate(self, parameter: torch.Tensor) -> None:
+        """Add to the wide sum what arrives as ``grad`` (all but the linears' weights), and free it."""
+        if parameter.grad is not None:  # None: parallel.linear adds it itself
+            self.total(parameter).add_(parameter.grad)
+            parameter.grad = None
+            self.added(parameter)
 
 
 class NativeEngine:
@@ -84,14 +91,13 @@ class NativeEngine:
             self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
             shards=ctx.topology.dp if config.layout.zero_stage else 1, capacity=config.layout.reduce_bucket_size,
             reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
+            shard_gradients=config.layout.zero_stage == 2,
         )
-        # Parameters must not keep alive what holds them: a circle through autograd's hooks ends late, and with it the
-        # process groups and their threads.
-        added = weakref.WeakMethod(self.sharded.added)
-        self.weight_gradients = WeightGradients(lambda p: _tell(added, p))
+        gradients = _Gradients(self.sharded)
+        self.weight_gradients = WeightGradients(gradients.added, gradients.total)
         for _, p in self.parameters:
             p.weight_gradients = self.weight_gradients  # type: ignore[attr-defined]  # see parallel.linear
-            p.register_post_accumulate_grad_hook(lambda p: _accumulate(added, p))
+            p.register_post_accumulate_grad_hook(gradients.accumulate)
         for chunk in self.chunks:
             for unit in chunk.units:
                 self.sharded.wait_before(unit)
@@ -124,7 +130,7 @@ class NativeEngine:
         passes = Passes(
             self.chunks, self.ctx, self.stream, self.pulse, self.weight_gradients, micro_batches=micro_batches,
             step=step, loss_factor=self.scaler.scale / tokens, probe=probe,
-            sums=lambda: [g for _, g in self.sharded.local_gradients()],
+            sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
         )
         length = self.config.model.seq_length
         self.runner.run(

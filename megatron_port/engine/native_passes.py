@@ -27,16 +27,18 @@ class Passes:
         chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
         loss_factor: what the loss of the step is multiplied by for its gradient: loss scale over tokens.
         probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
+        after_backward: told the chunk whose backward pass has ended.
     """
 
     def __init__(
         self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, pulse: Pulse,
         gradients: WeightGradients, *, micro_batches: Sequence[MicroBatch], step: int, loss_factor: float,
         probe: Probe | None = None, sums: Callable[[], list[torch.Tensor]] = list,
+        after_backward: Callable[[int], None] = lambda chunk: None,
     ) -> None:
         self.chunks, self.ctx, self.stream, self.pulse, self.gradients = chunks, ctx, stream, pulse, gradients
         self.micro_batches, self.step, self.loss_factor = micro_batches, step, loss_factor
-        self.probe, self.sums = probe, sums
+        self.probe, self.sums, self.after_backward = probe, sums, after_backward
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
@@ -101,4 +103,5 @@ class Passes:
         if self.probe is not None:
             virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
             self.probe.after_backward(action.micro_batch, [*self.sums(), gradient], virtual)
+        self.after_backward(action.chunk)
         return gradient

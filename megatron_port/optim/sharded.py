@@ -1,18 +1,19 @@
 """Weights and gradients in flat buckets; gradients reduced to shards while backward passes run, weights gathered
-while the next forward pass does (ZeRO stage 1, Rajbhandari et al., arXiv 1910.02054).
+while the next forward pass does (ZeRO stages 1 and 2, Rajbhandari et al., arXiv 1910.02054).
 
 A step moves, for each parameter of a rank, one reduce-scatter of its gradient (fp32, or ``reduce_dtype``) and one
 all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (ZeRO stage 0, or
 one replica) the same code all-reduces, or moves nothing.
 
-When may a bucket be reduced? When every gradient of the step has been added to it. Each use of a parameter in a
-micro-batch adds once; how often that is, the first step counts (its reductions start at its end), and from then on
-a bucket starts as soon as all its parameters have had their number times micro-batches. Buckets start in one order on
-all replicas. A gradient that comes later than that would be lost: it is an error.
+Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``countdown``). Stage 2
+(``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a window (``windows``) while
+one backward pass of its chunk fills it, are reduced, and added to the shard. That is one reduce-scatter a micro-batch,
+and fewer bytes of memory: 4 a parameter become 4 / dp and two windows.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_port.optim.buckets import BucketPlan, fragments, plan_buckets
+from megatron_port.optim.countdown import Countdown
+from megatron_port.optim.windows import Windows
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord
@@ -44,15 +47,31 @@ class Piece:
 
 
 class Bucket:
-    """The memory of one bucket and what is under way on it."""
+    """The memory of one bucket and what is under way on it.
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, shard: int, shards: int):
+    ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
+    else there are gradients only while they are in a window, ``window`` or, where that is None, one of the pool's:
+    partial and tied gradients come all through a backward pass, so they have their own.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, shard: int, shards: int,
+        lasting: bool,
+    ) -> None:
         first = parameters[plan.slots[0].index][1]
-        self.plan, self.shards = plan, shards
+        self.plan, self.shards, self.lasting = plan, shards, lasting
         self.weights = torch.zeros(plan.numel, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(plan.numel, dtype=wide, device=first.device)
         size = plan.numel // shards
         self.own = slice(shard * size, (shard + 1) * size)
+        self.gradients: torch.Tensor | None = None
+        if lasting:
+            self.gradients = torch.zeros(plan.numel, dtype=wide, device=first.device)
+            self.sums = self.gradients[self.own]
+        else:
+            self.sums = torch.zeros(size, dtype=wide, device=first.device)
+        self.window: torch.Tensor | None = None
+        if not lasting and plan.kind != "plain":
+            self.window = torch.empty(plan.numel, dtype=wide, device=first.device)
         own_weights = self.weights[self.own]
         self.masters = own_weights if first.dtype == wide else torch.zeros_like(own_weights, dtype=wide)
         self.reducing: dist.Work | None = None
@@ -63,7 +82,6 @@ class Bucket:
             span = slice(slot.start, slot.start + slot.numel)
             self.weights[span].copy_(p.detach().reshape(-1))
             p.data = self.weights[span].view(p.shape)
-            p.main_grad = self.gradients[span].view(p.shape)  # type: ignore[attr-defined]
 
 
 class ShardedParameters:
@@ -75,76 +93,113 @@ class ShardedParameters:
         shards: over how many replicas masters and moments are split: dp, or 1.
         capacity: elements of a bucket.
         reduce_dtype: of gradients between replicas; None: ``wide``.
+        shard_gradients: stage 2; for schedules whose backward passes are whole (not split in two).
     """
 
     def __init__(
         self, chunks: Sequence[Sequence[Recorded]], ctx: ParallelContext, *, wide: torch.dtype, shards: int,
-        capacity: int, reduce_dtype: torch.dtype | None = None,
+        capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
     ) -> None:
         self.ctx, self.shards, self.wide = ctx, shards, wide
         self.reduce_dtype = wide if reduce_dtype is None else reduce_dtype
+        self.shard_gradients = shard_gradients and shards > 1
         self.parameters = [pair for chunk in chunks for pair in chunk]
         shard = ctx.coords.dp if shards > 1 else 0
-        numbered, at = [], 0
-        for chunk in chunks:
-            numbered.append([(at + i, record, p.numel()) for i, (record, p) in enumerate(chunk)])
-            at += len(chunk)
+        numbered, chunk_of, at = [], [], 0
+        for c, pairs in enumerate(chunks):
+            numbered.append([(at + i, record, p.numel()) for i, (record, p) in enumerate(pairs)])
+            chunk_of += [c] * len(pairs)
+            at += len(pairs)
         plans = plan_buckets(numbered, shards=shards, capacity=capacity)
-        self.buckets = [Bucket(plan, self.parameters, wide, shard, shards) for plan in plans]
-        self._bucket_of = {slot.index: b for b, plan in enumerate(plans) for slot in plan.slots}
+        self.buckets = [
+            Bucket(plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients) for plan in plans
+        ]
+        self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
         self.pieces = [
             Piece(
                 self.parameters[f.index][0], f.start, bucket.weights[f.at : f.at + f.numel],
                 bucket.masters[f.at - bucket.own.start : f.at - bucket.own.start + f.numel],
-                bucket.gradients[f.at : f.at + f.numel],
+                bucket.sums[f.at - bucket.own.start : f.at - bucket.own.start + f.numel],
             )
             for bucket in self.buckets for f in fragments(bucket.plan, shard=shard, shards=shards)
         ]
-        self._uses: list[int] | None = None
-        self._seen = [0] * len(self.parameters)
-        self._expected = [0] * len(self.parameters)
-        self._missing = [0] * len(self.buckets)
-        self._next = len(self.buckets)
-        self._early = False
-        self._micro_batches = 0
+        # Stage 1 has one round a step, of every bucket; stage 2 one a backward pass, of its chunk's buckets.
+        groups: dict[int, list[tuple[int, list[int]]]] = {}
+        for b, plan in enumerate(plans):
+            c = chunk_of[plan.slots[0].index] if self.shard_gradients else 0
+            groups.setdefault(c, []).append((b, [slot.index for slot in plan.slots]))
+        names = [record.name for record, _ in self.parameters]
+        self._rounds = {c: Countdown(g, names.__getitem__) for c, g in groups.items()}
+        self._round_of = [self._rounds[c if self.shard_gradients else 0] for c in chunk_of]
+        self._hold = False
+        self._open: list[Bucket] = []
+        self._reducing: deque[Bucket] = deque()
+        self.windows: Windows | None = None
+        if self.shard_gradients:
+            size = max((plan.numel for plan in plans if plan.kind == "plain"), default=0)
+            self.windows = Windows(size, wide, self.buckets[0].weights.device)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def begin(self, micro_batches: int, *, early: bool) -> None:
-        """Clear the gradients of a step. ``early``: reduce buckets as they fill up, not only at the end."""
+        """Clear the gradients of a step. ``early``: reduce buckets as they fill up; else all at the end, for which
+        stage 2 needs, this once, as much memory as stage 1."""
+        self._hold = not early
         for bucket in self.buckets:
-            bucket.gradients.zero_()
-        self._micro_batches, self._next = micro_batches, 0
-        self._seen = [0] * len(self.parameters)
-        self._early = early and self._uses is not None and self.ctx.dp_group is not None
-        if self._uses is not None:
-            self._expected = [n * micro_batches for n in self._uses]
-            self._missing = [sum(self._expected[s.index] > 0 for s in b.plan.slots) for b in self.buckets]
+            bucket.sums.zero_()
+            if bucket.gradients is not None:
+                bucket.gradients.zero_()
+        passes = 1 if self.shard_gradients and early else micro_batches
+        for part in self._rounds.values():
+            part.begin(passes, early=early and self.ctx.dp_group is not None)
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Where a gradient is to be added, in the parameter's shape; say :meth:`added` when it has been."""
+        number, slot = self._slot_of[self._index[id(parameter)]]
+        bucket = self.buckets[number]
+        while bucket.reducing is not None and not bucket.lasting:
+            self._settle()
+        if bucket.gradients is None:
+            if bucket.window is not None:
+                bucket.gradients = bucket.window.zero_()
+            else:
+                assert self.windows is not None
+                bucket.gradients = self.windows.take(bucket.plan.numel, self._free_window)
+                self._open.append(bucket)
+        return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
 
     def added(self, parameter: torch.Tensor) -> None:
-        """A gradient has been added to a parameter's ``main_grad``."""
+        """A gradient has been added to :meth:`gradient_of`."""
         index = self._index[id(parameter)]
-        self._seen[index] += 1
-        if not self._early:
-            return
-        number = self._bucket_of[index]
-        if self._seen[index] == self._expected[index]:
-            self._missing[number] -= 1
-            while self._next < len(self.buckets) and self._missing[self._next] == 0:
-                self._start(self.buckets[self._next])
-                self._next += 1
-        elif self._seen[index] > self._expected[index]:
-            raise RuntimeError(
-                f"{self.parameters[index][0].name}: gradient {self._seen[index]} of this step, and the first step had "
-                f"{self._expected[index]}: its bucket may have been reduced already"
-            )
+        for number in self._round_of[index].added(index):
+            self._start(self.buckets[number])
 
+    def end_pass(self, chunk: int) -> None:
+        """A backward pass of a chunk has ended: under stage 2 its gradients are reduced."""
+        part = self._rounds.get(chunk) if self.shard_gradients and not self._hold else None
+        if part is not None:
+            for number in part.rest():
+                self._start(self.buckets[number])
+            part.begin(1, early=True)
+
+    def _free_window(self) -> bool:
+        """Have a window given back. If none is on its way, the bucket that was opened first is reduced as it is: what
+        comes to it later is reduced later, and the sum is the same. All replicas do the same at the same place."""
+        if self._hold:
+            return False
+        if not self._reducing and self._open:
+            self._start(self._open[0])
+        return self._settle()
+
+    @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
         group = self.ctx.dp_group
-        if group is None:
+        if group is None or bucket.gradients is None or bucket.reducing is not None:
             return
+        if bucket in self._open:
+            self._open.remove(bucket)
         flat = bucket.gradients
         if self.reduce_dtype != flat.dtype:
             bucket.narrow = flat = flat.to(self.reduce_dtype)
@@ -152,44 +207,61 @@ class ShardedParameters:
             bucket.reducing = dist.all_reduce(flat, group=group, async_op=True)
         else:
             bucket.reducing = reduce_scatter_single(flat[bucket.own], flat, group=group, async_op=True)
+        self._reducing.append(bucket)
+
+    @torch.no_grad()
+    def _settle(self) -> bool:
+        """End the oldest reduction under way; false: there is none."""
+        if not self._reducing:
+            return False
+        bucket = self._reducing.popleft()
+        assert bucket.reducing is not None and bucket.gradients is not None
+        bucket.reducing.wait()
+        bucket.reducing = None
+        reduced = bucket.gradients[bucket.own] if bucket.narrow is None else bucket.narrow[bucket.own]
+        if not bucket.lasting:
+            assert self.windows is not None
+            bucket.sums.add_(reduced)
+            if bucket.window is None:
+                self.windows.give_back(bucket.gradients)
+            bucket.gradients = None
+        elif bucket.narrow is not None:
+            bucket.sums.copy_(reduced)
+        bucket.narrow = None
+        return True
 
     @torch.no_grad()
     def finish(self) -> None:
         """Start what has not been started, wait for all, and sum partial and tied gradients: shards only."""
-        if self._uses is None:
-            self._uses = [n // self._micro_batches for n in self._seen]
-        while self._next < len(self.buckets):
-            self._start(self.buckets[self._next])
-            self._next += 1
+        for part in self._rounds.values():
+            for number in part.rest():
+                self._start(self.buckets[number])
+        while self._settle():
+            pass
+        if self.windows is not None:
+            self.windows.trim()
         for bucket in self.buckets:
-            if bucket.reducing is not None:
-                bucket.reducing.wait()
-                bucket.reducing = None
-            own = bucket.gradients[bucket.own]
-            if bucket.narrow is not None:
-                own.copy_(bucket.narrow[bucket.own])
-                bucket.narrow = None
             group = {"partial": self.ctx.tp_group, "tied": self.ctx.embedding_group}.get(bucket.plan.kind)
             if group is not None:
-                dist.all_reduce(own, group=group)
+                dist.all_reduce(bucket.sums, group=group)
 
     @torch.no_grad()
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
         """The summed gradient of each parameter on every rank (for comparisons: moves and copies all). Collective."""
         out: dict[int, torch.Tensor] = {}
         for bucket in self.buckets:
-            flat = bucket.gradients
+            flat = bucket.sums
             if bucket.shards > 1:
-                flat = torch.empty_like(bucket.gradients)
-                all_gather_single(flat, bucket.gradients[bucket.own].clone(), group=self.ctx.dp_group)
+                flat = torch.empty(bucket.plan.numel, dtype=flat.dtype, device=flat.device)
+                all_gather_single(flat, bucket.sums.clone(), group=self.ctx.dp_group)
             for slot in bucket.plan.slots:
                 shape = self.parameters[slot.index][1].shape
                 out[slot.index] = flat[slot.start : slot.start + slot.numel].view(shape)
         return [(record, out[i]) for i, (record, _) in enumerate(self.parameters)]
 
     def local_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """What this rank has added up itself, whole; only before ``finish``."""
-        return [(record, p.main_grad) for record, p in self.parameters]  # type: ignore[attr-defined]
+        """What this rank has added up itself, whole; only before ``finish``, and after ``begin(early=False)``."""
+        return [(record, self.gradient_of(p)) for record, p in self.parameters]
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +291,7 @@ class ShardedParameters:
 
     def wait_before(self, unit: nn.Module) -> None:
         """Make every forward pass of a module wait for its weights, and for nothing else."""
-        numbers = sorted({self._bucket_of[self._index[id(p)]] for p in unit.parameters()})
+        numbers = sorted({self._slot_of[self._index[id(p)]][0] for p in unit.parameters()})
         mine = [self.buckets[n] for n in numbers]
         if mine:
             unit.register_forward_pre_hook(lambda module, inputs: self.wait(mine))

@@ -5,10 +5,10 @@ input features; between the two nothing is communicated. With sequence
 parallelism (Korthikanti et al., arXiv 2205.05198) the region's entry gathers
 the sequence and its exit reduce-scatters it, in place of the two all-reduces.
 
-``linear`` adds a weight's gradient straight to ``weight.main_grad`` where an
-engine has set one: no gradient of the weight's own dtype is made, rounded and
-added up. At the entry of a region it hides the collective of the input's gradient
-behind that product.
+``linear`` adds a weight's gradient straight to the sum that an engine keeps of
+it: no gradient of the weight's own dtype is made, rounded and added up. At the
+entry of a region it hides the collective of the input's gradient behind that
+product.
 """
 
 from __future__ import annotations
@@ -48,25 +48,35 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.add_(a.t().mm(b))
 
 
-class WeightGradients:
-    """What an engine puts on its weights as ``weight_gradients``, beside ``main_grad``: when their products run.
+def _main_grad(weight: torch.Tensor) -> torch.Tensor:
+    total: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+    return total
 
-    ``on_added(weight)`` is called whenever a product has been added to a weight's ``main_grad``. While ``holding`` is
+
+class WeightGradients:
+    """What an engine puts on its weights as ``weight_gradients``: where their products are added, and when they run.
+
+    ``total(weight)`` is asked for the sum, contiguous, in float32 or wider, when the product runs; default:
+    ``weight.main_grad``. ``on_added(weight)`` is called whenever a product has been added to it. While ``holding`` is
     a list, products are put there instead and run by :meth:`run`: the weight part of a backward pass that is split in
     two (zero-bubble pipelines, Qi et al., arXiv 2401.10241).
     """
 
-    def __init__(self, on_added: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, on_added: Callable[[torch.Tensor], None], total: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         self.on_added = on_added
+        self.total = total or _main_grad
         self.holding: list[Callable[[], None]] | None = None
         self.products = 0
         """Products computed so far."""
 
-    def add(self, weight: torch.Tensor, main_grad: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> None:
-        """main_grad += rowsᵀ x, now or later. ``main_grad`` [out, in], ``rows`` [tokens, out], ``x`` [tokens, in]."""
+    def add(self, weight: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> None:
+        """total += rowsᵀ x, now or later. ``rows`` [tokens, out], ``x`` [tokens, in]; the total is [out, in] or has
+        ``out`` split into several dimensions."""
 
         def product() -> None:
-            add_product(main_grad, rows, x)
+            add_product(self.total(weight).view(rows.shape[1], x.shape[1]), rows, x)
             self.products += 1
             self.on_added(weight)
 
@@ -117,12 +127,12 @@ class _Linear(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             whole = (gathered.take() if gathered is not None else x).reshape(-1, matrix.shape[1])
-            if ctx.main_grad is None:
-                dw = rows.t().mm(whole).view(weight.shape)
-            elif ctx.gradients is None:
+            if ctx.gradients is not None:
+                ctx.gradients.add(ctx.weight, rows, whole)
+            elif ctx.main_grad is not None:
                 add_product(ctx.main_grad.view(matrix.shape), rows, whole)
             else:
-                ctx.gradients.add(ctx.weight, ctx.main_grad.view(matrix.shape), rows, whole)
+                dw = rows.t().mm(whole).view(weight.shape)
         db = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         return None if dx is None else dx.take(), dw, db, None, None, None, None
 
@@ -137,16 +147,15 @@ def linear(
     x are summed; under ``sequence_parallel`` x is this rank's tokens [seq/tp, ...] and is gathered.
 
     Where ``weight`` has a contiguous ``main_grad`` of its shape, in float32 or wider, the backward pass adds the
-    weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs); ``weight_gradients``
-    (:class:`WeightGradients`) says when.
+    weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs);
+    ``weight_gradients`` (:class:`WeightGradients`) says where to instead, and when.
     """
-    main_grad = getattr(weight, "main_grad", None) if weight.requires_grad else None
-    if main_grad is None and group is None:
-        return F.linear(x, weight.flatten(0, -2), bias)
-    return _Linear.apply(
-        x, weight, bias, main_grad, getattr(weight, "weight_gradients", None), group,
-        sequence_parallel and group is not None,
+    main_grad, gradients = (
+        getattr(weight, name, None) if weight.requires_grad else None for name in ("main_grad", "weight_gradients")
     )
+    if main_grad is None and gradients is None and group is None:
+        return F.linear(x, weight.flatten(0, -2), bias)
+    return _Linear.apply(x, weight, bias, main_grad, gradients, group, sequence_parallel and group is not None)
 
 
 class ColumnParallelLinear(nn.Module):

@@ -103,6 +103,8 @@ def draw(seed: int) -> Draw:
             "pipeline_schedule": schedule, "virtual_pipeline_size": chunks, "zero_stage": r.choice((0, 1, 1)),
             "reduce_bucket_size": r.choice((500, 4000, 1 << 25)),
         }
+        if layout["zero_stage"] == 1 and not schedule.startswith("zb-") and r.random() < 0.5:
+            layout["zero_stage"] = 2
     config = make_config(
         engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=micro, **rest,
     )

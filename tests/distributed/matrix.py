@@ -41,21 +41,26 @@ def matrix(own_kernels: str = "off") -> list[Draw]:
     return out
 
 
-SCHEDULES = (("gpipe", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2))
-"""(name, chunks a stage) beside 1F1B, which ``matrix`` covers; engine native."""
+SCHEDULES = (
+    ("gpipe", 1, 1), ("1f1b", 2, 1), ("zb-h1", 1, 1), ("zb-v", 2, 1), ("gpipe", 1, 2), ("1f1b", 1, 2), ("1f1b", 2, 2),
+)
+"""(name, chunks a stage, ZeRO stage) beside 1F1B under ZeRO-1, which ``matrix`` covers; engine native."""
 
 
 def schedule_matrix(dtypes: Sequence[str] = ("fp32", "bf16"), own_kernels: str = "off") -> list[Draw]:
     """Every schedule on every layout with a pipeline: uneven layers, tied and untied, both precisions."""
     out = []
-    for tied, dtype, (name, chunks), (tp, pp, dp) in itertools.product(
+    for tied, dtype, (name, chunks, zero), (tp, pp, dp) in itertools.product(
         (True, False), dtypes, SCHEDULES, [x for x in LAYOUTS if x[1] > 1]
     ):
+        if zero == 2 and dp == 1:
+            continue
         config = make_config(
             dtype=dtype, own_kernels=own_kernels, micro_batch_size=1,
             model={"tie_embeddings": tied, "hidden_dropout": 0.1, "num_layers": pp * chunks + 1},
             layout={"sequence_parallel": tp > 1 and tied, "recompute": "none" if tied else "full",
-                    "pipeline_schedule": name, "virtual_pipeline_size": chunks, "reduce_bucket_size": 4000},
+                    "pipeline_schedule": name, "virtual_pipeline_size": chunks, "reduce_bucket_size": 4000,
+                    "zero_stage": zero},
         )
         out.append(Draw(len(out), config, Topology(tp, pp, dp)))
     return out
@@ -68,6 +73,7 @@ def table(rows: Sequence[dict]) -> str:
 
     def key(r: dict) -> tuple:
         name = r["schedule"] + (f", {r['vp']} chunks" if r.get("vp", 1) > 1 else "")
+        name += ", ZeRO-2" if r.get("zero_stage") == 2 else ""
         return r["engine"], name, r["dtype"], r["tp"], r["pp"], r["dp"]
 
     for (engine, schedule, dtype, tp, pp, dp), group in itertools.groupby(sorted(rows, key=key), key):

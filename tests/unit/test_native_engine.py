@@ -22,10 +22,8 @@ from megatron_port.config.schema import (
 )
 from megatron_port.engine.api import MicroBatch
 from megatron_port.engine.native import NativeEngine
-from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WeightGradients, linear
-from megatron_port.parallel.record import InitSpec, attach, split_record
 from megatron_port.train.assemble import build_engine
 
 
@@ -121,22 +119,3 @@ def test_products_wait_while_they_are_held() -> None:
     gradients.run(held)
     torch.testing.assert_close(weight.main_grad, torch.ones(4, 3).t() @ x.detach())  # type: ignore[attr-defined]
     assert told == [weight] and not held and gradients.products == 1
-
-
-def test_a_gradient_after_its_bucket_is_an_error() -> None:
-    """It would be lost without a word."""
-    record = split_record("w", (4,), init=InitSpec("zeros"), decay=True)
-    p = attach(torch.nn.Parameter(torch.zeros(4)), record)
-    sharded = ShardedParameters(
-        [[(record, p)]], ParallelContext.single(), wide=torch.float32, shards=1, capacity=100,
-    )
-    sharded.begin(2, early=True)
-    for _ in range(2):
-        sharded.added(p)
-    sharded.finish()
-    sharded.begin(2, early=True)
-    sharded._early = True  # as with replicas
-    sharded.added(p)
-    sharded.added(p)
-    with pytest.raises(RuntimeError, match="w: gradient 3 of this step, and the first step had 2"):
-        sharded.added(p)

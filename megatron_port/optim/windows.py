@@ -1,0 +1,40 @@
+"""Memory for gradients that live only until they are reduced (ZeRO stage 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+USUAL = 2
+"""Buffers: in a backward pass one bucket fills up while the one before is being reduced."""
+
+
+class Windows:
+    """Flat buffers of ``size`` elements, lent to buckets while they fill up and are reduced."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.size, self.dtype, self.device = size, dtype, device
+        self._free: list[torch.Tensor] = []
+        self.made = 0
+        """Buffers that exist."""
+
+    def take(self, numel: int, free: Callable[[], bool]) -> torch.Tensor:
+        """``numel`` zeros. Where ``USUAL`` buffers are out, ``free()`` has one given back and returns true, or returns
+        false, and one more is made."""
+        while not self._free and self.made >= USUAL and free():
+            pass
+        if not self._free:
+            self._free.append(torch.empty(self.size, dtype=self.dtype, device=self.device))
+            self.made += 1
+        return self._free.pop()[:numel].zero_()
+
+    def give_back(self, window: torch.Tensor) -> None:
+        """What ``take`` returned."""
+        self._free.append(window.as_strided((self.size,), (1,), 0))
+
+    def trim(self) -> None:
+        """Free what is there beyond the usual."""
+        while self._free and self.made > USUAL:
+            self._free.pop()
+            self.made -= 1
