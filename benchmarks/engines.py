@@ -3,7 +3,9 @@
     python benchmarks/engines.py --out benchmarks/results/engines.json
 
 Steps: pp 2 x dp 2, four gloo ranks with one thread each, both engines built in the same processes, one step of each in
-turn; the ratio is of medians. Bytes: native's buckets (a real rank's are counted in tests/unit/test_plan_bytes.py).
+turn; the ratio is of medians. Bytes: of the tensors that rank 0 hands to each collective between replicas in a step,
+and what a ring sends of them (an all-reduce of n bytes 2 (d - 1) / d n, the others (d - 1) / d n); native's are
+compared with the plan, to the byte, in tests/unit/test_plan_bytes.py.
 Start-up: `megatron-port train --nproc 8` of one step, wall time, engines in turn.
 """
 
@@ -64,15 +66,64 @@ def batches(config: RunConfig, ctx: ParallelContext) -> list[MicroBatch]:
     ]
 
 
+COLLECTIVES = {
+    "allreduce": "all-reduce", "allreduce_coalesced": "all-reduce", "reduce": "reduce", "broadcast": "broadcast",
+    "reduce_scatter": "reduce-scatter", "_reduce_scatter_base": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter", "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "allgather": "all-gather", "_allgather_base": "all-gather", "all_gather_single": "all-gather",
+    "allgather_into_tensor_coalesced": "all-gather", "allgather_coalesced": "all-gather",
+}
+"""Method of a process group → what it does."""
+LEAST = 4096
+"""Bytes: smaller tensors (losses, norms, flags) are not counted."""
+
+
+class Bytes:
+    """Counts what both engines hand to the process groups over some ranks, from below both of them."""
+
+    def __init__(self, members: list[int]) -> None:
+        self.members, self.moved = members, dict.fromkeys(sorted(set(COLLECTIVES.values())), 0)
+        for name, kind in COLLECTIVES.items():
+            method = getattr(dist.ProcessGroup, name, None)
+            if method is not None:
+                setattr(dist.ProcessGroup, name, self._counting(method, kind))
+
+    def _counting(self, method: Any, kind: str) -> Any:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if dist.get_process_group_ranks(group) == self.members:
+                self.moved[kind] += max(_size(a) for a in args)  # of input and output the whole tensor
+            return method(group, *args, **kwargs)
+
+        return call
+
+    def take(self) -> dict[str, int]:
+        """Bytes since the last call, by collective."""
+        out = {kind: size for kind, size in self.moved.items() if size}
+        self.moved = dict.fromkeys(self.moved, 0)
+        return out
+
+
+def _size(argument: Any) -> int:
+    if isinstance(argument, torch.Tensor):
+        size = argument.numel() * argument.element_size()
+        return size if size >= LEAST else 0
+    return sum(_size(a) for a in argument) if isinstance(argument, list | tuple) else 0
+
+
+def ring_bytes(moved: dict[str, int], d: int) -> float:
+    """What one rank of ``d`` sends."""
+    return sum(size * (2 if kind == "all-reduce" else 1) * (d - 1) / d for kind, size in moved.items())
+
+
 def rank_main(rank: int, port: int, steps: int, out: str) -> None:
     """One rank: both engines, in turn."""
     import warnings
-
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
     rows = []
+    counter = Bytes([0, 1])  # rank 0's replicas: dp varies faster than pp
     for dtype in ("fp32", "bf16"):
         engines: dict[str, Any] = {}
         for name in ("native", "deepspeed"):
@@ -83,23 +134,21 @@ def rank_main(rank: int, port: int, steps: int, out: str) -> None:
             engines[name] = (build_engine(config, ctx, providers), ctx, batches(config, ctx))
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         losses: dict[str, list[float]] = {name: [] for name in engines}
+        moved: dict[str, dict[str, int]] = {}
         for step in range(steps + 2):
             for name, (engine, _, data) in engines.items():
                 dist.barrier()
+                counter.take()
                 began = time.perf_counter()
                 losses[name].append(engine.train_step(data, step=step, lr=1e-3).loss)
                 dist.barrier()
+                moved[name] = counter.take()
                 if step >= 2:
                     seconds[name].append(time.perf_counter() - began)
-        buckets = engines["native"][0].sharded.buckets
-        moved = {
-            "reduce-scatter": sum(b.gradients.numel() * b.gradients.element_size() for b in buckets),
-            "all-gather": sum(b.weights.numel() * b.weights.element_size() for b in buckets),
-        }
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         rows.append({
             "dtype": dtype, "seconds": medians, "all": seconds, "ratio": medians["native"] / medians["deepspeed"],
-            "native_bytes_of_stage_0": moved,
+            "bytes_of_rank_0": moved, "ring_bytes_of_rank_0": {name: ring_bytes(m, 2) for name, m in moved.items()},
             "losses": {name: values[-1] for name, values in losses.items()},
         })
         for _, ctx, _ in engines.values():
@@ -148,7 +197,9 @@ def main() -> int:
         seconds = row["seconds"]
         print(f"{row['dtype']}: native {seconds['native']:.3f} s, deepspeed {seconds['deepspeed']:.3f} s, "
               f"ratio {row['ratio']:.2f}; losses {row['losses']}")
-        print(f"  native moves between replicas, stage 0: {row['native_bytes_of_stage_0']}")
+        for name, moved in row["bytes_of_rank_0"].items():
+            sent = row["ring_bytes_of_rank_0"][name]
+            print(f"  {name} between replicas, rank 0: {moved}; sent by a ring: {sent:.0f}")
     started = start_up(args.repeats)
     print(f"start-up of 8 ranks: native {started['seconds']['native']:.1f} s, deepspeed "
           f"{started['seconds']['deepspeed']:.1f} s, ratio {started['ratio']:.2f}")

@@ -22,11 +22,16 @@ from megatron_port.train.parity import FP32, Run, compare, spread
 from megatron_port.train.trace import RankTrace, record_run
 
 STEPS = 12
+Steps = tuple[float, float | None, bool, float]
+"""(loss, grad norm, skipped, loss scale)"""
 
 
-def _config(engine: str, *, scale: float = 1024.0, window: int = 1000, **layout: object) -> RunConfig:
+def _config(
+    engine: str, *, scale: float = 1024.0, window: int = 1000, num_layers: int = 3, **layout: object
+) -> RunConfig:
     config = make_config(
-        engine=engine, dtype="fp16", model={"tie_embeddings": True, "hidden_dropout": 0.1}, layout=dict(layout)
+        engine=engine, dtype="fp16", model={"tie_embeddings": True, "hidden_dropout": 0.1, "num_layers": num_layers},
+        layout=dict(layout),
     )
     precision = dataclasses.replace(
         config.precision, initial_loss_scale=scale, loss_scale_window=window, loss_scale_hysteresis=1
@@ -42,14 +47,17 @@ def _allow_fp16_on_cpu() -> None:
 
 def _steps(
     config: RunConfig, topology: Topology, steps: int, rounded: bool = False
-) -> list[tuple[float, float | None, bool, float]]:
-    """(loss, grad norm, skipped, loss scale) of each step. ``rounded``: each weight's gradient is made in fp16 first.
+) -> list[Steps]:
+    """Of each step. ``rounded``: each weight's gradient is made in fp16 first.
 
     That is what DeepSpeed does, and there it overflows at 65504. The native engine's goes straight to fp32.
     """
     if config.engine == "deepspeed":
         _allow_fp16_on_cpu()
-    ctx = ParallelContext.create(topology, "cpu")
+    layout = config.layout
+    ctx = ParallelContext.create(
+        dataclasses.replace(topology, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v"), "cpu"
+    )
     engine = build_engine(config, ctx, torch_providers())
     batches = make_batches(config, ctx)
     out = []
@@ -60,7 +68,12 @@ def _steps(
         for step in range(steps):
             r = engine.train_step(batches(step), step=step, lr=LR)
             out.append((r.loss, r.grad_norm, r.skipped, r.loss_scale))
+    ctx.close()
     return out
+
+
+def _all_steps(configs: list[RunConfig], topology: Topology, steps: int) -> list[list[Steps]]:
+    return [_steps(config, topology, steps) for config in configs]
 
 
 def _record(config: RunConfig, topology: Topology) -> RankTrace:
@@ -79,18 +92,39 @@ def test_the_same_steps_are_skipped(ranks: RankPool, engine: str, layout: tuple[
     tp, pp, dp = layout
     config = _config(engine, scale=scale, window=window, pipeline_schedule="1f1b")
     results = ranks.run(tp * pp * dp, _steps, config, Topology(tp, pp, dp), STEPS, deepspeed=engine == "deepspeed")
+    for steps in results:
+        _same(steps, reference)
+
+
+SCHEDULES = [("gpipe", 1, 1), ("1f1b", 2, 1), ("zb-h1", 1, 1), ("zb-v", 2, 1), ("1f1b", 1, 2)]
+"""(name, chunks, ZeRO stage)"""
+
+
+def test_every_schedule_skips_the_same_steps(ranks: RankPool) -> None:
+    settings = {"scale": 2.0**22, "window": 4, "num_layers": 4}
+    reference = _steps(_config("native", **settings), Topology(), STEPS)
+    configs = [
+        _config("native", **settings, pipeline_schedule=name, virtual_pipeline_size=chunks, zero_stage=zero)
+        for name, chunks, zero in SCHEDULES
+    ]
+    for found in ranks.run(4, _all_steps, configs, Topology(1, 2, 2), STEPS):
+        assert len(found) == len(configs)
+        for steps in found:
+            _same(steps, reference)
+
+
+def _same(steps: list[Steps], reference: list[Steps]) -> None:
     skipped = [s for _, _, s, _ in reference]
     assert any(skipped) and not all(skipped), "the scale was chosen so that some steps overflow"
     scales = [x for _, _, _, x in reference]
     assert any(b > a for a, b in zip(scales, scales[1:])), "and that it grows again"
-    for steps in results:
-        assert [s for _, _, s, _ in steps] == skipped
-        assert [x for _, _, _, x in steps] == scales
-        for ours, theirs in zip(steps, reference):
-            assert ours[0] == pytest.approx(theirs[0], rel=5e-3)
-            if theirs[1] is not None:
-                # A gradient divided by the scale of the next step would be off by a factor of two.
-                assert ours[1] == pytest.approx(theirs[1], rel=2e-2)
+    assert [s for _, _, s, _ in steps] == skipped
+    assert [x for _, _, _, x in steps] == scales
+    for ours, theirs in zip(steps, reference):
+        assert ours[0] == pytest.approx(theirs[0], rel=5e-3)
+        if theirs[1] is not None:
+            # A gradient divided by the scale of the next step would be off by a factor of two.
+            assert ours[1] == pytest.approx(theirs[1], rel=2e-2)
 
 
 def test_tied_gradients_are_summed_in_fp16(ranks: RankPool) -> None:
