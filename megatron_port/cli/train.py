@@ -61,14 +61,23 @@ def run(args: argparse.Namespace) -> int:
         mind_memory(config, args.nproc)
         from megatron_port.runtime.local import run_local
 
-        # torch.optim imports torch._dynamo when it is first used: 1.4 s, once here instead of once a rank.
-        modules = ["torch", "torch._dynamo", "megatron_port.train.loop"]
-        if config.engine == "deepspeed":
-            modules.append("megatron_port.runtime.deepspeed_import")
-        return run_local(args.nproc, lambda info: train(config, info), preload=modules, port=args.master_port)
+        return run_local(args.nproc, lambda info: train(config, info), preload=_modules(config), port=args.master_port)
     from megatron_port.runtime.discovery import discover
 
     return train(config, discover(master_addr=args.master_addr, master_port=args.master_port))
+
+
+def _modules(config: RunConfig) -> list[str]:
+    """What the ranks will import, to be imported once before they are forked."""
+    from megatron_port.backend.kernels import kernels_status
+
+    modules = ["torch", "megatron_port.train.loop"]
+    if config.engine == "deepspeed":
+        return [*modules, "torch._dynamo", "megatron_port.runtime.deepspeed_import"]
+    own = config.backend.own_kernels != "off" and config.backend.optimizer in ("auto", "own")
+    if not own or not any(kernels_status(kind)[0] for kind in ("cpu", "cuda", "rocm")):
+        modules.append("torch._dynamo")  # which torch.optim imports when it is first used: 2 s
+    return modules
 
 
 def train(config: RunConfig, info: ProcessInfo) -> int:

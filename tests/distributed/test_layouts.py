@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from cases import make_config
 from fuzz import Draw, failures, run_draws
@@ -30,11 +32,12 @@ def variants() -> list[tuple[dict, dict]]:
 def _cases(engine: str, dtype: str, layouts: list[tuple[int, int, int]]) -> dict[int, list]:
     """Cases by world size; each layout gets the variant of its position, so a subset still mixes them.
 
-    Each layout runs with own kernels and without (fp64 always without).
+    Each layout runs with own kernels and without (fp64 always without), in bf16, which is slow on a CPU, in turn.
     """
     by_world: dict[int, list] = {}
     for i, (tp, pp, dp) in enumerate(layouts):
-        for own, (model, layout) in (("on", variants()[i % 6]), ("off", variants()[(i + 3) % 6])):
+        kinds = (("on", variants()[i % 6]), ("off", variants()[(i + 3) % 6]))
+        for own, (model, layout) in (kinds[i % 2],) if dtype == "bf16" else kinds:
             model = {**model, **({"num_layers": 5} if pp == 4 else {})}
             config = make_config(
                 engine=engine, dtype=dtype, model=model, layout=layout, mask_loss=i % 2 == 1, own_kernels=own
@@ -57,10 +60,16 @@ def test_layout_equals_one_process(ranks: RankPool, engine: str, dtype: str, wor
 def test_every_schedule_equals_one_process(ranks: RankPool, world: int) -> None:
     """In fp64, where nothing hides behind rounding; fp32 and bf16 were run once (docs/parity.md)."""
     draws = [d for d in schedule_matrix(("fp64",)) if d.topology.world_size == world]
+    # Of several layouts of a size, every other draw: a schedule still meets tied and untied tables, and each layout.
+    layouts = sorted({dataclasses.astuple(d.topology) for d in draws})
+    number = {d.number: layouts.index(dataclasses.astuple(d.topology)) for d in draws}
+    if len(layouts) > 1:
+        draws = [d for d in draws
+                 if (number[d.number] + d.config.model.tie_embeddings) % 2 or d.config.layout.zero_stage == 2]
     results = run_draws(ranks, draws)
     assert not failures(results), failures(results)
     ran = {(d.config.layout.pipeline_schedule, d.config.layout.zero_stage, d.config.model.tie_embeddings)
            for d, _ in results}
     stages = {(name, 1) for name in ("gpipe", "1f1b", "zb-h1", "zb-v")}
     assert ran >= {(*stage, tied) for stage in stages for tied in (True, False)}
-    assert world == 2 or {("gpipe", 2), ("1f1b", 2)} <= {(name, zero) for name, zero, _ in ran}
+    assert world == 2 or {(name, 2, tied) for name in ("gpipe", "1f1b") for tied in (True, False)} <= ran
