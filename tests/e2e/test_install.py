@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def setup_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # as when it is run
     spec = importlib.util.spec_from_file_location("setup_script", ROOT / "scripts" / "setup.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -32,40 +33,46 @@ def setup_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_prerequisites_are_named_by_their_package(setup_script: ModuleType, tmp_path: Path) -> None:
+@pytest.fixture
+def machine(setup_script: ModuleType) -> ModuleType:
+    """What it asks about this machine."""
+    return sys.modules["setup_machine"]
+
+
+def test_prerequisites_are_named_by_their_package(machine: ModuleType, tmp_path: Path) -> None:
     def nothing(_: str) -> None:
         return None
 
-    bare = setup_script.missing_prerequisites(nothing, nothing, str(tmp_path))
+    bare = machine.missing_prerequisites(nothing, nothing, str(tmp_path))
     assert bare == ["git", "make", "g++", "python3-dev", "python3-venv"]
     (tmp_path / "Python.h").touch()
 
     def all_but(name: str) -> str | None:
         return None if name == "g++" else "/usr/bin/" + name
 
-    only = setup_script.missing_prerequisites(all_but, lambda _: 1, str(tmp_path))
+    only = machine.missing_prerequisites(all_but, lambda _: 1, str(tmp_path))
     assert only == ["g++"]
 
 
 def test_one_message_with_the_apt_line(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup_script, "missing_prerequisites", lambda: ["g++", "python3-venv"])
+    monkeypatch.setattr(machine, "missing_prerequisites", lambda: ["g++", "python3-venv"])
     with pytest.raises(SystemExit) as stopped:
-        setup_script.check_machine("cpu", True)
+        machine.check_machine("cpu", True)
     assert stopped.value.code == errors.EXIT_ENVIRONMENT
     said = capsys.readouterr().err
-    assert "g++, python3-venv" in said and said.count(setup_script.APT_LINE) == 1
+    assert "g++, python3-venv" in said and said.count(machine.APT_LINE) == 1
     for text in ((ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()):
-        assert setup_script.APT_LINE in text
+        assert machine.APT_LINE in text
 
 
 def test_wrong_python_is_refused(
-    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup_script.sys, "version_info", (3, 14, 0))
+    monkeypatch.setattr(machine.sys, "version_info", (3, 14, 0))
     with pytest.raises(SystemExit) as stopped:
-        setup_script.check_machine("cpu", True)
+        machine.check_machine("cpu", True)
     assert stopped.value.code == errors.EXIT_ENVIRONMENT and "3.10 to 3.13" in capsys.readouterr().err
 
 

@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_ops", ROOT / "scripts" / "setup.py")
+    sys.path.insert(0, str(ROOT / "scripts"))  # as when it is run
+    spec = importlib.util.spec_from_file_location("setup_of_ops", ROOT / "scripts" / "setup.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["setup_ops"] = module  # dataclasses look their module up
+    sys.modules["setup_of_ops"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

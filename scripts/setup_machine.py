@@ -1,0 +1,114 @@
+"""What this machine has: Python, packages, disk, compilers. Standard library only (setup.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ((3, 10), (3, 13))
+APT_LINE = "sudo apt-get install -y git make g++ python3-dev python3-venv"
+EXIT_ENVIRONMENT = 3
+# Free disk in GB: for the CPU build of torch, and for the default one with CUDA. One compiler process, bytes.
+DISK_GB, DISK_CUDA_GB = 4, 12
+COMPILER_BYTES = 5 << 29
+
+
+def fail(message: str) -> NoReturn:
+    """End with one message for the user."""
+    print(f"setup: {message}", file=sys.stderr)
+    raise SystemExit(EXIT_ENVIRONMENT)
+
+
+def missing_prerequisites(
+    find_program: Callable[[str], str | None] = shutil.which,
+    find_module: Callable[[str], object] = importlib.util.find_spec,
+    include: str | None = None,
+) -> list[str]:
+    """Debian packages that this machine lacks; the arguments exist for the tests."""
+    missing = [name for name in ("git", "make", "g++") if not find_program(name)]
+    if not (Path(include or sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        missing.append("python3-dev")
+    if not find_module("ensurepip"):
+        missing.append("python3-venv")
+    return missing
+
+
+def check_machine(device: str, pointed: bool) -> None:
+    """Everything that can be known in the first second: Python, packages, disk."""
+    low, high = PYTHONS
+    if not low <= sys.version_info[:2] <= high:
+        fail(f"Python {platform.python_version()} at {sys.executable} is not supported; "
+             f"name one from {low[0]}.{low[1]} to {high[0]}.{high[1]}, for example: make PYTHON=python3.12 setup")
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        print(f"setup: {platform.system()} on {platform.machine()} is untested; the pins are for Linux on x86_64")
+    missing = missing_prerequisites()
+    if missing:
+        own = "" if sys.executable.startswith("/usr/bin/") else (
+            f"\n  ({sys.executable} is not Debian's Python: its headers and ensurepip must come with it, "
+            "or say PYTHON=/usr/bin/python3)")
+        fail(f"missing: {', '.join(missing)}. Once, as root:\n  {APT_LINE}{own}")
+    if device == "cuda":
+        nvcc_home()
+    if device == "rocm" and not (shutil.which("hipcc") or Path("/opt/rocm/bin/hipcc").exists()):
+        fail("DEVICE=rocm compiles DeepSpeed's op and finds no hipcc in PATH or /opt/rocm: load the site's ROCm module")
+    if (ROOT / ".venv" / "stamps" / "project.json").exists():
+        return  # an update: the big files are there
+    free = shutil.disk_usage(ROOT).free / 1e9
+    if free < DISK_GB:
+        fail(f"{free:.1f} GB free at {ROOT}, needed {DISK_GB} GB with a CPU torch, {DISK_CUDA_GB} GB with CUDA")
+    if free < DISK_CUDA_GB and not pointed:
+        print(f"setup: {free:.1f} GB free; a build of torch with CUDA needs {DISK_CUDA_GB} GB, "
+              f"the CPU build {DISK_GB} GB (README: TORCH_INDEX)")
+    if device == "cpu" and shutil.which("nvidia-smi"):
+        print("setup: a GPU is here; DEVICE=cuda makes an environment that uses it")
+
+
+def nvcc_home() -> Path:
+    """CUDA_HOME of the compiler that DEVICE=cuda builds with."""
+    found = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME", ""), str(Path(found).resolve().parent.parent) if found else "",
+             "/usr/local/cuda"]
+    for home in homes:
+        if home and (Path(home) / "bin" / "nvcc").exists():
+            return Path(home)
+    fail("DEVICE=cuda builds DeepSpeed's CUDA op and finds no nvcc in CUDA_HOME, PATH or /usr/local/cuda. "
+         "Load the site's CUDA module, or install the toolkit of torch's CUDA version, or use docker/cuda.Dockerfile")
+
+
+def gpu_architectures() -> str:
+    """TORCH_CUDA_ARCH_LIST: as set, else this machine's GPUs, else A100 and H100."""
+    if os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return os.environ["TORCH_CUDA_ARCH_LIST"]
+    try:
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        answer = []
+    return ";".join(sorted(set(answer))) or "8.0;9.0"
+
+
+def processor_flags() -> str:
+    """What -march=native binds a build to."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.split(":", 1)[1].split()))
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def compiler_jobs() -> int:
+    """Compilers at once: one a core, while each has 2.5 GB."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cores, memory // COMPILER_BYTES))
