@@ -33,6 +33,7 @@ from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
+from megatron_port.parallel.upload import upload
 from megatron_port.runtime.pulse import REDUCE, Pulse
 
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
@@ -149,7 +150,7 @@ class DeepSpeedEngine:
         """DeepSpeed's loss function, called once a micro-batch, in order."""
         index = len(self._losses)
         mask = self._batches[index].loss_mask
-        loss = self.stage.loss_sum(logits, labels, mask.to(logits.device) if mask is not None else None)
+        loss = self.stage.loss_sum(logits, labels, upload(mask, logits.device) if mask is not None else None)
         self._losses.append(loss.detach())
         self._loss_total += self._losses[-1]
         if self._probe is not None:

@@ -13,6 +13,7 @@ from megatron_port.engine.probe import Probe
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WeightGradients
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.upload import upload
 from megatron_port.pipeline.schedules import Action, Kind
 from megatron_port.runtime.pulse import BACKWARD, FORWARD, Pulse
 
@@ -66,7 +67,7 @@ class Passes:
             if received is None:
                 if batch.tokens is None:
                     raise ValueError("the first stage got a micro-batch without tokens")
-                output = chunk(batch.tokens.to(self.ctx.device))
+                output = chunk(upload(batch.tokens, self.ctx.device))
             else:
                 received.requires_grad_(torch.is_grad_enabled())
                 output = chunk(received)
@@ -83,8 +84,8 @@ class Passes:
     def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if batch.labels is None:
             raise ValueError("the last stage got a micro-batch without labels")
-        mask = batch.loss_mask.to(self.ctx.device) if batch.loss_mask is not None else None
-        loss: torch.Tensor = chunk.loss_sum(logits, batch.labels.to(self.ctx.device), mask)
+        mask = upload(batch.loss_mask, self.ctx.device) if batch.loss_mask is not None else None
+        loss: torch.Tensor = chunk.loss_sum(logits, upload(batch.labels, self.ctx.device), mask)
         return loss
 
     def _backward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:

@@ -22,9 +22,10 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
             float(b.loss_mask.sum()) if b.loss_mask is not None else len(b.sample_ids) * seq_length
             for b in micro_batches
         )
+        if ctx.dp_group is None:
+            return float(count)
         total = torch.tensor(count, dtype=torch.float64, device=ctx.device)
-        if ctx.dp_group is not None:
-            dist.all_reduce(total, group=ctx.dp_group)
+        dist.all_reduce(total, group=ctx.dp_group)
         return float(total)
     return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.topology.dp)
 
@@ -35,7 +36,10 @@ def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) ->
     The tensor-parallel ranks computed them each for itself; all take the first's, so that no fault in one of them
     makes them decide differently on a step.
     """
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=ctx.device) for v in values])
+    packed = torch.stack([
+        v.double() if isinstance(v, torch.Tensor) else torch.full((), v, dtype=torch.float64, device=ctx.device)
+        for v in values
+    ])
     if ctx.dp_group is not None:
         dist.all_reduce(packed, group=ctx.dp_group)
     if ctx.pp_group is not None:
