@@ -1,6 +1,7 @@
 """The two engines on the same run: seconds of a step, start-up of the ranks.
 
     python benchmarks/engines.py --out benchmarks/results/engines.json
+    python benchmarks/engines.py --device cuda --out benchmarks/results/engines-DEVICE.json    (one GPU, one rank)
 
 Steps: pp 2 x dp 2, four gloo ranks with one thread each, both engines built in the same processes, one step of each in
 turn; the ratio is of medians. Bytes: of the tensors that rank 0 hands to each collective between replicas in a step,
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -43,8 +45,18 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.train.assemble import DTYPES, build_engine, topology_of
 
 
-def run_config(engine: str, dtype: str) -> RunConfig:
-    """The run that both engines train."""
+def run_config(engine: str, dtype: str, device: str = "cpu") -> RunConfig:
+    """The run that both engines train: small on four CPU ranks, GPT-2's shape on one GPU."""
+    if device != "cpu":
+        return RunConfig(
+            engine=engine,
+            model=ModelConfig(
+                num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50304, seq_length=1024
+            ),
+            layout=LayoutConfig(vocab_padding_multiple=1), batch=BatchConfig(micro_batch_size=8, global_batch_size=64),
+            precision=PrecisionConfig(dtype=dtype), optimizer=OptimizerConfig(lr=1e-4),
+            backend=BackendConfig(device="auto"),
+        )
     return RunConfig(
         engine=engine,
         model=ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, vocab_size=512, seq_length=64),
@@ -115,22 +127,23 @@ def ring_bytes(moved: dict[str, int], d: int) -> float:
     return sum(size * (2 if kind == "all-reduce" else 1) * (d - 1) / d for kind, size in moved.items())
 
 
-def rank_main(rank: int, port: int, steps: int, out: str) -> None:
+def rank_main(rank: int, port: int, steps: int, out: str, device_name: str, world: int) -> None:
     """One rank: both engines, in turn."""
     import warnings
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+    device = choose_device(device_name)
+    backend = "nccl" if device.torch_device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     rows = []
     counter = Bytes([0, 1])  # rank 0's replicas: dp varies faster than pp
-    for dtype in ("fp32", "bf16"):
+    for dtype in ("fp32", "bf16") if device_name == "cpu" else ("bf16",):
         engines: dict[str, Any] = {}
         for name in ("native", "deepspeed"):
-            config = run_config(name, dtype)
-            ctx = ParallelContext.create(topology_of(config), "cpu")
-            providers = choose_providers(config.backend, choose_device("cpu"), DTYPES[dtype], engine=name,
-                                         attention_dropout=0.0)
+            config = run_config(name, dtype, device_name)
+            ctx = ParallelContext.create(topology_of(config), device.torch_device)
+            providers = choose_providers(config.backend, device, DTYPES[dtype], engine=name, attention_dropout=0.0)
             engines[name] = (build_engine(config, ctx, providers), ctx, batches(config, ctx))
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         losses: dict[str, list[float]] = {name: [] for name in engines}
@@ -187,11 +200,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--port", type=int, default=29641)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--hardware", default=platform.processor() or platform.machine(), help="named in the result")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    world = 4 if args.device == "cpu" else 1
     with tempfile.TemporaryDirectory() as folder:
         target = str(Path(folder) / "rows.json")
-        mp.spawn(rank_main, args=(args.port, args.steps, target), nprocs=4)
+        mp.spawn(rank_main, args=(args.port, args.steps, target, args.device, world), nprocs=world)
         rows = json.loads(Path(target).read_text())
     for row in rows:
         seconds = row["seconds"]
@@ -200,12 +216,14 @@ def main() -> int:
         for name, moved in row["bytes_of_rank_0"].items():
             sent = row["ring_bytes_of_rank_0"][name]
             print(f"  {name} between replicas, rank 0: {moved}; sent by a ring: {sent:.0f}")
-    started = start_up(args.repeats)
-    print(f"start-up of 8 ranks: native {started['seconds']['native']:.1f} s, deepspeed "
-          f"{started['seconds']['deepspeed']:.1f} s, ratio {started['ratio']:.2f}")
+    started = start_up(args.repeats) if args.device == "cpu" else None
+    if started:
+        print(f"start-up of 8 ranks: native {started['seconds']['native']:.1f} s, deepspeed "
+              f"{started['seconds']['deepspeed']:.1f} s, ratio {started['ratio']:.2f}")
     if args.out:
         result = {"command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "cores": os.cpu_count(),
-                  "config": repr(replace(run_config("native", "fp32"), name="engines")), "steps": rows,
+                  "hardware": args.hardware,
+                  "config": repr(replace(run_config("native", "bf16", args.device), name="engines")), "steps": rows,
                   "start_up": started}
         part = args.out.with_name(f".{args.out.name}.partial")
         part.write_text(json.dumps(result, indent=1) + "\n")
