@@ -29,5 +29,5 @@ def test_the_draws_cover_what_they_should() -> None:
     native = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.pp > 1]
     assert {layout.pipeline_schedule for layout in native} == {"gpipe", "1f1b", "zb-h1", "zb-v"}
     assert any(layout.pipeline_schedule == "1f1b" and layout.virtual_pipeline_size > 1 for layout in native)
-    assert {d.config.layout.zero_stage for d in draws if d.config.engine == "native" and d.topology.dp > 1} == {0, 1}
+    assert {d.config.layout.zero_stage for d in draws if d.config.engine == "native" and d.topology.dp > 1} == {0, 1, 2}
     assert any(d.config.layout.sequence_parallel and d.topology.tp > 1 for d in draws)
