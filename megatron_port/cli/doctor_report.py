@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron_port.runtime.redact import redact
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -37,4 +39,4 @@ def render(findings: Sequence[Finding]) -> str:
     wrong = sum(f.status == "wrong" for f in findings)
     notes = sum(f.status in ("note", "slow") for f in findings)
     state = f"{wrong} wrong (!)" if wrong else "nothing is wrong"
-    return "\n".join([*lines, "", f"{state}; {notes} could be better (~)" if notes else state])
+    return redact("\n".join([*lines, "", f"{state}; {notes} could be better (~)" if notes else state]))

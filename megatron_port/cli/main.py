@@ -117,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         if speaker() if e.speaks is None else e.speaks:
-            print(f"error: {e}", file=sys.stderr)
+            from megatron_port.runtime.redact import redact
+
+            print(f"error: {redact(str(e))}", file=sys.stderr)
         return e.exit_code
     except KeyboardInterrupt:
         if debug:

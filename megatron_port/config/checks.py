@@ -14,6 +14,7 @@ from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
 
 __all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
@@ -184,6 +185,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
         found += _relations(config)
     found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
     found += _engine_problems(config)
+    found += secret_problems(config)
     neighbour = legal_neighbour(config, world_size) if sizes or layout else None
     if neighbour:
         found[-1] += f"\nThe nearest layout that is legal: {neighbour}."

@@ -11,10 +11,8 @@ from itertools import pairwise
 
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.schema import ClusterConfig, RunConfig
+from megatron_port.config.secrets import secret_name
 
-_SECRET_NAME = re.compile(
-    r"(^|_)(PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|TOKEN)(_|$)|(API|ACCESS|PRIVATE|SECRET|AUTH)_?KEY"
-)
 PLACEHOLDERS = ("job_id", "user", "local_disk")
 """Names that may stand in braces in an environment value."""
 
@@ -75,7 +73,7 @@ def _environment_problems(name: str, entry: str) -> list[str]:
     variable, equals, value = entry.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         return [f"{name}: {entry!r} is not of the form NAME=value"]
-    if _SECRET_NAME.search(variable.upper()):
+    if secret_name(variable):
         return [
             f"{name}: {variable} looks like a secret, and run files are copied into job scripts, config.toml and every "
             f"checkpoint; export it in the shell that submits the job instead (it is handed on), and take it out here"

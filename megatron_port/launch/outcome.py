@@ -23,6 +23,7 @@ from pathlib import Path
 from megatron_port.errors import EXIT_INTERRUPTED, PortError
 from megatron_port.runtime.job import LOCAL
 from megatron_port.runtime.permissions import file_mode
+from megatron_port.runtime.redact import redact
 
 OUTCOME = "outcome.json"
 FAILURES = "failures"
@@ -88,7 +89,8 @@ def record_failure(
     if isinstance(error, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
     text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
-    failure = Failure(attempt, rank, host or socket.gethostname(), code, text[:MESSAGE_CHARACTERS], time.time())
+    text = redact(text)[:MESSAGE_CHARACTERS]
+    failure = Failure(attempt, rank, host or socket.gethostname(), code, text, time.time())
     folder = run_folder / FAILURES
     target = folder / f"{attempt}.{'lost' if lost_peer else 'json'}"
     with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_port.errors import EnvironmentFault
 from megatron_port.runtime.permissions import file_mode
+from megatron_port.runtime.redact import redacted
 from megatron_port.runtime.slurm import compress_hosts, expand_hosts
 
 FORMAT = 1
@@ -40,8 +41,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """As :func:`write_text`."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    """As :func:`write_text`, without secrets."""
+    write_text(path, json.dumps(redacted(value), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 from megatron_port import __version__
 from megatron_port.data.files import write_bytes
 from megatron_port.runtime.job import attempt_name
+from megatron_port.runtime.redact import redact
 from megatron_port.train.session import Session
 from megatron_port.train.state import run_folder
 from megatron_port.watch.report import add_event
@@ -53,7 +54,7 @@ def environment(session: Session) -> dict[str, Any]:
     kind, name = session.device.kind, session.device.name
     device = kind if name in ("", kind) else f"{kind}: {name}"
     found = {
-        "time": time.time(), "commit": commit(), "command": shlex.join(["megatron-port", *sys.argv[1:]]),
+        "time": time.time(), "commit": commit(), "command": redact(shlex.join(["megatron-port", *sys.argv[1:]])),
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpus": os.cpu_count(),
         "device": device, "ranks": info.world_size,
@@ -83,5 +84,5 @@ def record_event(session: Session, event: str, step: int, **more: object) -> Non
 
 def record_failure_event(session: Session, error: BaseException) -> None:
     """The ``failed`` event: what ended this attempt, as rank 0 saw it."""
-    text = f"{type(error).__name__}: {error}"
+    text = redact(f"{type(error).__name__}: {error}")
     record_event(session, "failed", session.pulse.step, message=text[:MESSAGE_CHARACTERS])

@@ -21,6 +21,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EXIT_INTERRUPTED, ConfigError, EnvironmentFault
 from megatron_port.plan.search import Candidate
 from megatron_port.runtime.job import current_job
+from megatron_port.runtime.redact import redact
 from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
 from megatron_port.tune.results import FAILED, OK, OUT_OF_MEMORY, TIMEOUT, Trial, key_of
 from megatron_port.tune.space import parameters
@@ -165,7 +166,7 @@ def _last_words(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [i for i, line in enumerate(lines) if re.match(r"(error|\w*(Error|Fault|Exception))\b", line)]
     words = " ".join(lines[errors[0] : errors[0] + 3]) if errors else (lines[-1] if lines else "no output")
-    return words[:ERROR_CHARACTERS]
+    return redact(words)[:ERROR_CHARACTERS]
 
 
 def read_steps(metrics: Path, warm_up: int) -> tuple[list[float], int | None]:

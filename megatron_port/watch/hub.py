@@ -29,6 +29,7 @@ from megatron_port.config.schema import WatchConfig
 from megatron_port.errors import EnvironmentFault, HangError, PortError
 from megatron_port.launch.outcome import record_failure
 from megatron_port.runtime.job import attempt_name
+from megatron_port.runtime.redact import redact
 from megatron_port.runtime.signals import ignore_in_child
 from megatron_port.watch import judge, wire
 from megatron_port.watch.processes import kill, out_of_memory_kills, poke
@@ -298,7 +299,7 @@ class Hub:
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):
-            self.out.write(line + "\n")
+            self.out.write(redact(line) + "\n")
             self.out.flush()
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_port.runtime.redact import redact, redacted
 from megatron_port.watch.judge import Verdict, doing
 from megatron_port.watch.rules import LAGS_S, Rank
 from megatron_port.watch.words import Stack, ranks_text, stack_text
@@ -61,7 +62,8 @@ def _state(state: Rank, now: float) -> str:
 
 
 def _commit(target: Path, text: str) -> None:
-    """Temporary name, fsync, rename."""
+    """Temporary name, fsync, rename; without secrets."""
+    text = redact(text)
     part = target.with_name(f".{target.name}.part")
     try:
         with open(part, "w", encoding="utf-8") as stream:
@@ -86,7 +88,7 @@ def add_spread(folder: Path, record: Mapping[str, object]) -> None:
 
 
 def _append(path: Path, record: Mapping[str, object]) -> None:
-    line = json.dumps({"time": time.time(), **record}) + "\n"
+    line = json.dumps(redacted({"time": time.time(), **record})) + "\n"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab", buffering=0) as stream:
