@@ -1,7 +1,8 @@
 """The long versions of tests/faults, each resumable: what is in its results file already is not done again.
 
 ``make soak`` runs all parts; ``ARGS='--part kills --seconds 600'`` one of them for a while. Results are lines of JSON
-in benchmarks/results/soak-PART.jsonl (seed, fault, moment, outcome, seconds); the table at the end is made of those.
+in benchmarks/results/soak-PART.jsonl (seed, fault, moment, outcome, seconds), each with what it was made with: commit
+and its date, machine, command. The table at the end is made of those.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -63,6 +66,13 @@ def readers(rows: Rows) -> str:
             f"at most {longest:.2f} s and {peak / 1024:.0f} MiB each")
 
 
+def corruptions(rows: Rows) -> str:
+    """300 damaged checkpoints."""
+    kinds = Counter(r["kind"] for r in rows)
+    told = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+    return f"{len(rows)} corruptions ({told}): {sum(r['ok'] for r in rows)} found, named and passed over"
+
+
 def chaos(rows: Rows) -> str:
     """The chaos runs."""
     return "; ".join(
@@ -81,12 +91,13 @@ def corpus(rows: Rows) -> str:
 PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
     "kills": ("kills.py", ["--seeds", "0-99"], kills),
     "crossings": ("crossings.py", ["--seeds", "0-29"], crossings),
+    "corruptions": ("corruption.py", ["--count", "300"], corruptions),
     "readers": ("readers.py", ["--count", "10000"], readers),
     "chaos": ("chaos.py", ["--seconds", "600", "--mean", "20"], chaos),
     "corpus": ("big_corpus.py", ["--gigabytes", "10"], corpus),
 }
 """Name → (program in tests/faults, its arguments, the line of the table)."""
-WHOLE = {"kills": 100, "crossings": 30, "readers": 10_000, "chaos": 1, "corpus": 1}
+WHOLE = {"kills": 100, "crossings": 30, "corruptions": 300, "readers": 10_000, "chaos": 1, "corpus": 1}
 """What a part must have done to be complete."""
 
 
@@ -95,15 +106,53 @@ def done(part: str, rows: Rows) -> int:
     return sum(r.get("inputs", 0) for r in rows) if part == "readers" else len(rows)
 
 
+def machine() -> str:
+    """Processor and cores; a GPU plays no part in these."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def made_with(command: list[str]) -> dict[str, str]:
+    """Commit (``+``: files differ from it), its date, machine and command."""
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return {
+        "commit": git("rev-parse", "--short=12", "HEAD") + ("+" if changed else ""),
+        "date": git("log", "-1", "--format=%cs"), "machine": machine(),
+        "command": shlex.join(["python", *(part.replace(f"{ROOT}/", "") for part in command[1:])]),
+    }
+
+
+def mark(part: str, made: dict[str, str]) -> None:
+    """Write into every new line what it was made with."""
+    path, rows = results_file(part), read(part)
+    if any("made" not in row for row in rows):
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps({**row, "made": row.get("made", made)}) + "\n" for row in rows))
+        scratch.replace(path)
+
+
 def run(part: str, seconds: float, extra: list[str]) -> int:
     """Run one part, or go on with it. Its exit code; 0 if it is done already."""
     program, arguments, _ = PARTS[part]
-    if part in ("chaos", "corpus") and read(part) and not extra:
+    if part in ("chaos", "corpus", "corruptions") and read(part) and not extra:
         return 0
     limit = ["--seconds", f"{seconds:g}"] if part in ("kills", "crossings") and seconds != float("inf") else []
     RESULTS.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FAULTS / program), *arguments, *limit, "--out", str(results_file(part)), *extra]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    made = made_with(command)
+    try:
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    finally:
+        mark(part, made)
 
 
 def table(parts: list[str]) -> int:

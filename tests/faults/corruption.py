@@ -317,7 +317,8 @@ def one_case(place: Place, seed: int) -> dict[str, Any]:
     loaded.close()
     return {
         "seed": seed, "kind": damage.kind, "file": damage.file, "detail": damage.detail, "block_bytes": width or None,
-        "found": not faults, "fault": "; ".join(faults), "said": said[:400].replace(str(place.home), "..."),
+        "found": not faults, "ok": not faults, "fault": "; ".join(faults),
+        "said": said[:400].replace(str(place.home), "..."),
         "seconds": round(seconds, 4),
     }
 

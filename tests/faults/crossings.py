@@ -59,6 +59,8 @@ class Side:
         words += ["sp"] if layout.sequence_parallel else []
         words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
         words += [layout.pipeline_schedule] if t.pp > 1 and layout.pipeline_schedule != "1f1b" else []
+        words += [f"{layout.virtual_pipeline_size} chunks"] if layout.virtual_pipeline_size > 1 else []
+        words += [f"ZeRO-{layout.zero_stage}"] if t.dp > 1 else []
         words += [f"padding {layout.vocab_padding_multiple}"] if layout.vocab_padding_multiple > 1 else []
         return " ".join([*words, f"micro-batch {c.batch.micro_batch_size}"])
 
@@ -96,7 +98,29 @@ def draw(seed: int) -> Crossing:
     while True:
         sides = [_side(r, model, engine, dtype) for engine, dtype in zip(engines, pair)]
         if sides[0].topology != sides[1].topology or engines[0] != engines[1]:
-            return Crossing(seed, *sides)
+            # Of a stream of their own, so that what was drawn before these options existed stays what it was.
+            more = random.Random(f"crossing-native-{seed}")
+            layers = max([model["num_layers"], *(2 * side.topology.pp for side in sides if not side.deepspeed)])
+            return Crossing(seed, *(_native(more, side, layers) for side in sides))
+
+
+def _native(r: random.Random, side: Side, layers: int) -> Side:
+    """With so many layers; on engine native, with a schedule, a ZeRO stage and buckets that only it has."""
+    side = dataclasses.replace(
+        side, config=dataclasses.replace(side.config, model=dataclasses.replace(side.config.model, num_layers=layers))
+    )
+    if side.deepspeed:
+        return side
+    pp, before = side.topology.pp, side.config.layout
+    schedules = [(before.pipeline_schedule, 1)]
+    if pp > 1:
+        schedules += [("1f1b", 2), ("zb-h1", 1), ("zb-v", 2)]
+    schedule, chunks = r.choice(schedules)
+    layout = dataclasses.replace(
+        before, pipeline_schedule=schedule, virtual_pipeline_size=chunks, zero_stage=r.choice((0, 1, 1)),
+        reduce_bucket_size=r.choice((500, 4000, 1 << 25)),
+    )
+    return dataclasses.replace(side, config=dataclasses.replace(side.config, layout=layout))
 
 
 def _side(r: random.Random, model: dict[str, Any], engine: str, dtype: str) -> Side:

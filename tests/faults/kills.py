@@ -150,6 +150,9 @@ class Chain:
             os.kill(ranks[kill.victim], signal.SIGKILL)
             during = bool(before) and self.run.saving(self.since) == before
             down = command.all_down(DOWN_S + 5.0)
+            if command.poll() == 0 and self.run.committed() == self.steps:
+                self._finish(command)  # the rank had ended itself: a signal to a process that is not reaped is lost
+                return None
             return self._judge(command, kill, in_save=during, moment=moment, down=down)
         finally:
             command.end()

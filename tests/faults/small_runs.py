@@ -20,7 +20,7 @@ vocab_size = 8000
 seq_length = 32
 hidden_dropout = 0.1
 [layout]
-zero_stage = 0
+zero_stage = 1
 vocab_padding_multiple = 8
 [batch]
 micro_batch_size = 1

@@ -29,6 +29,12 @@ def test_the_thirty_are_varied() -> None:
         (a, b) for a in ("native", "deepspeed") for b in ("native", "deepspeed")
     }
     assert {side.config.precision.dtype for side in sides} >= {"fp64", "fp32", "bf16", "fp16"}
+    assert {side.config.layout.pipeline_schedule for side in sides if side.topology.pp > 1} == {
+        "gpipe", "1f1b", "zb-h1", "zb-v"
+    }
+    assert {(side.config.layout.zero_stage, side.config.engine) for side in sides if side.topology.dp > 1} == {
+        (0, "native"), (1, "native"), (1, "deepspeed")
+    }
     assert len({str(side.topology) for side in sides}) >= 12
     assert all(str(c.source) != str(c.target) for c in drawn)
 
