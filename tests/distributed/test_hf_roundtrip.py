@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,16 @@ def in_our_names(model: ModelConfig, family: str, tensors: dict[str, torch.Tenso
     return out
 
 
-def their_step(config: RunConfig, folder: Path, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor], float]:
-    """(transformers' model after one step of SGD, its gradients in our names, the loss)."""
+def their_step(
+    config: RunConfig, folder: Path, dtype: torch.dtype, *, exact: bool = False
+) -> tuple[Any, dict[str, torch.Tensor], float]:
+    """(transformers' model after one step of SGD, its gradients in our names, the loss). ``exact``: all in float64."""
     model = hf.loaded(folder).to(dtype)
     drawn = torch.stack([sample_tokens(config, i)[0] for i in range(config.batch.global_batch_size)])
-    logits = model(drawn[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten())
-    loss.backward()
+    with hf.in_double(model) if exact else nullcontext():
+        logits = model(drawn[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten())
+        loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     with torch.no_grad():
         for p in model.parameters():
@@ -130,8 +134,10 @@ CASES = {
 def test_in_one_step_and_out(ranks: RankPool, tmp_path: Path, case: str) -> None:
     """HF → tp 2 × pp 2 × dp 2 → one step → HF: gradients, weights and logits are transformers' own.
 
-    Gradients by max|Δ| ÷ (rms + 1e-3 × rms of all). In fp32 transformers' own are 5e-6 from its fp64 ones by that
-    measure, so twice that distance is the bound; in fp64 (GPT-2, which has no float32 parts) it is 1e-12.
+    Gradients by max|Δ| ÷ (rms + 1e-3 × rms of all). In fp32 transformers' own are 5e-6 to 9e-6 from exact ones by that
+    measure, so no two programs can agree within 1e-6; ours are held to be as near to the exact ones as theirs are
+    (here a quarter is left for the luck of a largest value; test_gradients_are_as_exact takes means). In fp64 the
+    bound is 1e-12 (GPT-2, which has no float32 parts).
     """
     made, layout, dtype = CASES[case]
     source = hf.saved(hf.reference(made()), tmp_path / "source", shard="40KB")
@@ -140,15 +146,15 @@ def test_in_one_step_and_out(ranks: RankPool, tmp_path: Path, case: str) -> None
     config = replace(config, precision=replace(config.precision, dtype=dtype))
     run = Run.of(ranks.run(8, one_step, config, Topology(2, 2, 2), tmp_path / "ours"))
     theirs, gradients, loss = their_step(config, source, torch.float64 if dtype == "fp64" else torch.float32)
-    (worst, name), (key, _) = gradient_deviation(gradients, run.gradients[0], config.model)
+    exact = their_step(config, source, torch.float64, exact=True)[1]
+    (worst, name), (key, _) = gradient_deviation(exact, run.gradients[0], config.model)
     bounds = {"gradient": 1e-12, "key": 1e-12, "weight": 1e-9}
     if dtype == "fp32":
-        exact = their_step(config, source, torch.float64)[1]
         (rounding, _), _ = gradient_deviation(exact, gradients, config.model)
         assert 1e-6 < rounding < 2e-5  # else the bound below says nothing
-        bounds = {"gradient": 2 * rounding, "key": 1e-6, "weight": 1e-6}
+        bounds = {"gradient": 1.25 * rounding, "key": 1e-6, "weight": 1e-6}
     assert run.losses[0] == pytest.approx(loss, rel=1e-6)
-    assert worst <= bounds["gradient"] and key <= bounds["key"], (worst, name, key)
+    assert worst <= bounds["gradient"] and key <= bounds["key"], (worst, name, key, bounds)
 
     export_hf(open_checkpoint(tmp_path / "ours" / "step-00000001"), tmp_path / "back", note=lambda _: None)
     back = HFFolder(tmp_path / "back")
@@ -160,6 +166,38 @@ def test_in_one_step_and_out(ranks: RankPool, tmp_path: Path, case: str) -> None
         wanted = theirs.float()(tokens).logits
         rounding = hf.relative(wanted, theirs.double()(tokens).logits)
         assert rounding < 1e-6 and hf.relative(read(tokens).logits, wanted) <= max(1e-6, 2 * rounding)
+
+
+SEEDS = range(5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ["gpt2", "neox", "llama"])
+def test_gradients_are_as_exact(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    """Five models each: in fp64 gradients are the exact ones within 1e-12, in fp32 no further from them than
+    transformers' own, by the mean over the models; on one process and on tp 2 × pp 2 × dp 2."""
+    made, layout, _ = CASES[case]
+    far: dict[str, list[float]] = {}
+    for seed in SEEDS:
+        source = hf.saved(hf.reference(made(), seed=seed), tmp_path / f"{seed}")
+        config = run_config(HFFolder(source).model, source, **layout)
+        exact = their_step(config, source, torch.float64, exact=True)[1]
+        found = {"theirs fp32": their_step(config, source, torch.float32)[1]}
+        for topology in (Topology(), Topology(2, 2, 2)):
+            for dtype in ("fp32", "fp64"):
+                wide = replace(config, precision=replace(config.precision, dtype=dtype))
+                name = f"ours {dtype} {topology.world_size}"
+                traces = ranks.run(topology.world_size, one_step, wide, topology, tmp_path / f"{seed} {name}")
+                found[name] = Run.of(traces).gradients[0]
+        for name, gradients in found.items():
+            far.setdefault(name, []).append(gradient_deviation(exact, gradients, config.model)[0][0])
+    told = {name: " ".join(f"{value:.2g}" for value in values) for name, values in far.items()}
+    print(case, told)
+    mean = {name: sum(values) / len(values) for name, values in far.items()}
+    for count in (1, 8):
+        assert max(far[f"ours fp64 {count}"]) <= 1e-12, told
+        assert mean[f"ours fp32 {count}"] <= mean["theirs fp32"], told
 
 
 NEW = 200

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 VOCABULARY = 101
 LLAMA3 = {
@@ -75,3 +78,37 @@ def loaded(folder: Path) -> Any:
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """max|a - b| ÷ max|b|."""
     return float((a.double() - b.double()).abs().max() / b.double().abs().max())
+
+
+class _Double(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wider(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def in_double(model: Any) -> Iterator[None]:
+    """What a model does in float32 whatever its dtype is (Llama's norms and softmax) is done in float64.
+
+    The angles of rotary embeddings stay as they are: they define the model, and ours has the same.
+    """
+    rotary = [m for name, m in model.named_modules() if name.endswith("rotary_emb")]
+
+    def as_it_is(forward: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return forward(*args, **kwargs)
+
+        return call
+
+    for module in rotary:
+        module.forward = as_it_is(module.forward)
+    try:
+        with _Double():
+            yield
+    finally:
+        for module in rotary:
+            del module.forward
