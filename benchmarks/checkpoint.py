@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -156,6 +157,15 @@ def on_rank(rank: int, world: int, nbytes: int, repeats: int, folder: Path, out:
     dist.destroy_process_group()
 
 
+def machine() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def report(raw: dict[str, Any], world: int) -> dict[str, Any]:
     times, total = raw["times"], raw["bytes_a_rank"] * world
     median = {name: statistics.median(values) for name, values in times.items()}
@@ -169,6 +179,7 @@ def report(raw: dict[str, Any], world: int) -> dict[str, Any]:
     if "load_cold" in median:
         ratios["load_to_cat_cold"] = median["cat_cold"] / median["load_cold"]
     return {
+        "command": shlex.join(["python", *sys.argv]), "machine": machine(),
         "ranks": world, "bytes": total, "cores": os.cpu_count(), "python": platform.python_version(),
         "torch": torch.__version__, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average": os.getloadavg()[0], "median_seconds": {k: round(v, 4) for k, v in median.items()},
@@ -206,6 +217,7 @@ def main() -> int:
         found = report(json.loads(raw.read_text()), args.ranks)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "seconds"}, indent=1))
     return 0
