@@ -93,10 +93,15 @@ class Schedule:
         return other, Action(action.kind, action.micro_batch, chunk)
 
 
+@lru_cache(maxsize=64)
+def _passes(kind: Kind, micro_batches: int, chunk: int = 0) -> tuple[Action, ...]:
+    """One pass of every micro-batch; the stages share them."""
+    return tuple(Action(kind, m, chunk) for m in range(micro_batches))
+
+
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
     """All forwards, then all backwards; every micro-batch is held at once."""
-    order = range(micro_batches)
-    return [Action(Kind.FORWARD, m) for m in order] + [Action(Kind.BACKWARD, m) for m in order]
+    return [*_passes(Kind.FORWARD, micro_batches), *_passes(Kind.BACKWARD, micro_batches)]
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
@@ -105,10 +110,11 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
     Fewer micro-batches than stages are allowed; the warm-up is then cut short.
     """
     warmup = min(stages - stage - 1, micro_batches)
-    actions = [Action(Kind.FORWARD, m) for m in range(warmup)]
-    for m in range(micro_batches - warmup):
-        actions += [Action(Kind.FORWARD, warmup + m), Action(Kind.BACKWARD, m)]
-    return actions + [Action(Kind.BACKWARD, m) for m in range(micro_batches - warmup, micro_batches)]
+    forwards, backwards = _passes(Kind.FORWARD, micro_batches), _passes(Kind.BACKWARD, micro_batches)
+    actions = list(forwards[:warmup])
+    for pair in zip(forwards[warmup:], backwards):
+        actions += pair
+    return actions + list(backwards[micro_batches - warmup :])
 
 
 def _by_groups(stages: int, chunks: int, micro_batches: int) -> list[tuple[int, int]]:
@@ -131,9 +137,11 @@ def interleaved(stage: int, stages: int, chunks: int, micro_batches: int) -> lis
     without the passes of the micro-batches that are not there: a micro-batch waits for no other, so what is left still
     runs through.
     """
-    order = _by_groups(stages, chunks, -(-micro_batches // stages) * stages)
-    forwards = [Action(Kind.FORWARD, m, c) for c, m in order]
-    backwards = [Action(Kind.BACKWARD, m, chunks - 1 - c) for c, m in order]
+    whole = -(-micro_batches // stages) * stages
+    order = _by_groups(stages, chunks, whole)
+    forward, backward = ([_passes(kind, whole, c) for c in range(chunks)] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    forwards = [forward[c][m] for c, m in order]
+    backwards = [backward[chunks - 1 - c][m] for c, m in order]
     warmup = min((stages - stage - 1) * 2 + (chunks - 1) * stages, len(order))
     actions = forwards[:warmup]
     for f, b in zip(forwards[warmup:], backwards):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_port.pipeline.schedules import Action, Kind, Schedule, make_schedule
 
@@ -20,11 +21,118 @@ class Span:
 Cost = Callable[[int, Action], float]
 """(virtual stage, action) → time."""
 
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+_FOLLOWS = {1: 0, 2: 0, 3: 2}
+"""A backward pass or its first half follows the forward pass on its own chunk, the second half the first."""
+
 
 def unit_cost(forward: float = 1.0, backward: float = 2.0) -> Cost:
     """Equal chunks; the halves of a split backward pass take half of it each."""
     times = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward / 2, Kind.WEIGHT: backward / 2}
     return lambda virtual, action: times[action.kind]
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """All passes of a schedule in an order in which each comes after what it waits for; columns of equal length.
+
+    A planner replays one schedule with many costs: what follows from the order alone is worked out once.
+    """
+
+    virtual_stages: int
+    stages: int
+    action: list[Action]
+    stage: list[int]
+    price: list[int]
+    """Which cost: kind (forward, backward, input, weight) × virtual stages + the virtual stage."""
+    needs: list[int]
+    """Column of the pass whose result comes from another chunk; -1: of none."""
+    comes: list[bool]
+    """That pass is on another stage."""
+    leaves: list[bool]
+    """The result goes to another stage."""
+
+    def times(
+        self, costs: Iterable[float], *, transfer: float = 0.0, hidden: bool = True, duplex: bool = True
+    ) -> tuple[list[float], list[float]]:
+        """Start and end of every pass, each as early as it can be. ``costs``: of each pass; the rest as for
+        :func:`simulate`."""
+        # A message's time is waited for; unless hidden its sender, and without duplex its receiver, spends it as well.
+        hold, waits = 0.0 if hidden else transfer, duplex or hidden
+        clock = [0.0] * self.stages
+        starts: list[float] = []
+        ends: list[float] = []
+        for cost, stage, needs, comes, leaves in zip(costs, self.stage, self.needs, self.comes, self.leaves):
+            start = clock[stage]
+            if needs >= 0:
+                ready = ends[needs] + transfer if comes and waits else ends[needs]
+                if ready > start:
+                    start = ready
+                if comes and not waits:
+                    start += transfer
+            end = start + cost
+            starts.append(start)
+            ends.append(end)
+            clock[stage] = end + hold if leaves else end
+        return starts, ends
+
+
+@lru_cache(maxsize=16)
+def flow(schedule: Schedule) -> Flow:
+    """The order in which the passes of a schedule can be gone through.
+
+    Raises:
+        ValueError: the schedule deadlocks (an action waits for one that never ends), or a pass comes before the one
+            on the same chunk that it follows.
+    """
+    grid, m = schedule.grid, schedule.micro_batches
+    total, last = grid.virtual_stages, grid.virtual_stages - 1
+    found = Flow(total, schedule.stages, [], [], [], [], [], [])
+    at = [-1] * (len(_KINDS) * total * m)  # by kind, virtual stage and micro-batch: its column
+    number = {id(kind): i for i, kind in enumerate(_KINDS)}
+    mine = [[grid.virtual_stage(s, c) for c in range(grid.vp)] for s in range(grid.pp)]
+    holder = [grid.holder(v)[0] for v in range(total)]
+    position = [0] * len(schedule.plans)
+    sweep = list(enumerate(schedule.plans))
+    progress = True
+    while progress:
+        progress = False
+        sweep.reverse()  # activations go one way, gradients the other
+        for s, plan in sweep:
+            first = position[s]
+            while position[s] < len(plan):
+                action = plan[position[s]]
+                kind, virtual, micro = number[id(action.kind)], mine[s][action.chunk], action.micro_batch
+                price = kind * total + virtual
+                needs, comes, leaves = -1, False, False
+                if kind != 3:
+                    before, after = (virtual - 1, virtual + 1) if kind == 0 else (virtual + 1, virtual - 1)
+                    if 0 <= before <= last:
+                        needs = at[(kind * total + before) * m + micro]
+                        if needs < 0:
+                            break
+                        comes = holder[before] != s
+                    leaves = 0 <= after <= last and holder[after] != s
+                own = _FOLLOWS.get(kind)
+                if own is not None and at[(own * total + virtual) * m + micro] < 0:
+                    name = _KINDS[own].name.lower()
+                    raise ValueError(f"{schedule.name}: {action} on stage {s} before its {name} pass")
+                at[price * m + micro] = len(found.action)
+                found.action.append(action)
+                found.stage.append(s)
+                found.price.append(price)
+                found.needs.append(needs)
+                found.comes.append(comes)
+                found.leaves.append(leaves)
+                position[s] += 1
+            progress = progress or position[s] > first
+    if any(at < len(plan) for at, plan in zip(position, schedule.plans)):
+        waiting = {s: str(plan[at]) for s, (at, plan) in enumerate(zip(position, schedule.plans)) if at < len(plan)}
+        raise ValueError(
+            f"{schedule.name} deadlocks with {schedule.stages} stages and {schedule.micro_batches} micro-batches; "
+            f"waiting: {waiting}"
+        )
+    return found
 
 
 def simulate(
@@ -38,58 +146,24 @@ def simulate(
         duplex: a stage sends and receives at once; else the receiver, too, spends the time of the transfer.
 
     Raises:
-        ValueError: the schedule deadlocks (an action waits for one that never ends), or a pass comes before the one
-            on the same chunk that it follows.
+        ValueError: as :func:`flow`.
     """
     cost = cost or unit_cost()
-    grid, plans = schedule.grid, schedule.plans
-    done: list[dict[Action, Span]] = [{} for _ in plans]
-    clock, position = [0.0] * len(plans), [0] * len(plans)
-    progress = True
-    while progress:
-        progress = False
-        for s, plan in enumerate(plans):
-            while position[s] < len(plan):
-                action = plan[position[s]]
-                start, needs = clock[s], schedule.before(s, action)
-                if needs is not None:
-                    other, wanted = needs
-                    if wanted not in done[other]:
-                        break
-                    ready = done[other][wanted].end
-                    if other == s:
-                        start = max(start, ready)
-                    else:
-                        start = max(start, ready + transfer) if duplex or hidden else max(start, ready) + transfer
-                _check_order(schedule, done[s], s, action)
-                end = start + cost(grid.virtual_stage(s, action.chunk), action)
-                done[s][action] = Span(action, start, end)
-                sent = schedule.after(s, action)
-                clock[s] = end + (transfer if not hidden and sent is not None and sent[0] != s else 0.0)
-                position[s] += 1
-                progress = True
-    if any(at < len(plan) for at, plan in zip(position, plans)):
-        waiting = {s: str(plan[at]) for s, (at, plan) in enumerate(zip(position, plans)) if at < len(plan)}
-        raise ValueError(
-            f"{schedule.name} deadlocks with {schedule.stages} stages and {schedule.micro_batches} micro-batches; "
-            f"waiting: {waiting}"
-        )
-    return [list(spans.values()) for spans in done]
-
-
-_FOLLOWS = {Kind.BACKWARD: Kind.FORWARD, Kind.INPUT: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
-
-
-def _check_order(schedule: Schedule, done: dict[Action, Span], stage: int, action: Action) -> None:
-    first = _FOLLOWS.get(action.kind)
-    if first is not None and Action(first, action.micro_batch, action.chunk) not in done:
-        raise ValueError(f"{schedule.name}: {action} on stage {stage} before its {first.name.lower()} pass")
+    found = flow(schedule)
+    costs = [cost(price % found.virtual_stages, action) for price, action in zip(found.price, found.action)]
+    starts, ends = found.times(costs, transfer=transfer, hidden=hidden, duplex=duplex)
+    out: list[list[Span]] = [[] for _ in schedule.plans]
+    for stage, action, start, end in zip(found.stage, found.action, starts, ends):
+        out[stage].append(Span(action, start, end))
+    return out
 
 
 def bubble_fraction(
     name: str, stages: int, micro_batches: int, chunks: int = 1, *, forward: float = 1.0, backward: float = 2.0
 ) -> float:
     """Idle time over useful time of a stage with equal chunks; (p - 1) / (m v) for gpipe and 1F1B, v chunks a stage."""
-    spans = simulate(make_schedule(name, stages, micro_batches, chunks), unit_cost(forward, backward))
+    found = flow(make_schedule(name, stages, micro_batches, chunks))
+    cost = unit_cost(forward, backward)
+    _, ends = found.times(cost(0, action) for action in found.action)
     busy = micro_batches * chunks * (forward + backward)
-    return (max(stage[-1].end for stage in spans) - busy) / busy
+    return (max(ends) - busy) / busy

@@ -23,52 +23,46 @@ _V = (
 )
 
 
-class _Board:
-    """What is done on all chunks so far. Passes of one kind on one chunk go through the micro-batches in order."""
-
-    def __init__(self, grid: Topology, micro_batches: int) -> None:
-        self.grid, self.micro_batches = grid, micro_batches
-        self.done = {kind: [0] * grid.virtual_stages for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)}
-
-    def ready(self, kind: Kind, virtual: int) -> bool:
-        """The next pass of this kind on this chunk has what it needs."""
-        number, last = self.done[kind][virtual], self.grid.virtual_stages - 1
-        if number >= self.micro_batches:
-            return False
-        if kind is Kind.FORWARD:
-            return virtual == 0 or self.done[kind][virtual - 1] > number
-        if kind is Kind.WEIGHT:
-            return self.done[Kind.INPUT][virtual] > number
-        return self.done[Kind.FORWARD][virtual] > number and (virtual == last or self.done[kind][virtual + 1] > number)
-
-    def held(self, virtuals: list[int], until: Kind) -> int:
-        """(micro-batch, chunk) pairs on these chunks with their forward done and ``until`` not."""
-        return sum(self.done[Kind.FORWARD][v] - self.done[until][v] for v in virtuals)
-
-
 def list_schedule(grid: Topology, micro_batches: int) -> list[list[Action]]:
     """The plan of each stage; ``grid.folded`` says whether it is zb-v or zb-h1."""
-    board = _Board(grid, micro_batches)
-    priorities = _V if grid.folded else _H1
-    mine = [[grid.virtual_stage(s, c) for c in range(grid.vp)] for s in range(grid.pp)]
+    total, last = grid.virtual_stages, grid.virtual_stages - 1
+    # Passes done on each chunk of the model: those of one kind go through the micro-batches in order.
+    forward, inputs, weights = [0] * total, [0] * total, [0] * total
+    done = {Kind.FORWARD: forward, Kind.INPUT: inputs, Kind.WEIGHT: weights}
+    actions = {(k, c): [Action(k, m, c) for m in range(micro_batches)] for k in done for c in range(grid.vp)}
+    # By stage: what it may take, best first, as (kind, virtual stage, how many are done, its actions).
+    choices = [
+        [(kind, grid.virtual_stage(s, c), done[kind], actions[kind, c]) for kind, c in (_V if grid.folded else _H1)]
+        for s in range(grid.pp)
+    ]
+    waiting, held = [0] * grid.pp, [0] * grid.pp  # (micro-batch, chunk) pairs from FORWARD to INPUT, and to WEIGHT
+    most = grid.vp * grid.pp
     plans: list[list[Action]] = [[] for _ in range(grid.pp)]
-    left = 3 * micro_batches * grid.virtual_stages
+    left = 3 * micro_batches * total
     while left:
         chosen = []
-        for stage, virtuals in enumerate(mine):
-            full = board.held(virtuals, Kind.WEIGHT) >= grid.vp * grid.pp or (
-                not grid.folded and board.held(virtuals, Kind.INPUT) >= grid.pp - stage
-            )
-            for kind, chunk in priorities:
-                if not (full and kind is Kind.FORWARD) and board.ready(kind, virtuals[chunk]):
-                    chosen.append((stage, kind, chunk))
+        for stage, mine in enumerate(choices):
+            full = held[stage] >= most or (not grid.folded and waiting[stage] >= grid.pp - stage)
+            for kind, virtual, passed, passes in mine:
+                number = passed[virtual]
+                if number >= micro_batches:
+                    continue
+                if kind is Kind.FORWARD:
+                    ready = not full and (virtual == 0 or forward[virtual - 1] > number)
+                elif kind is Kind.WEIGHT:
+                    ready = inputs[virtual] > number
+                else:
+                    ready = forward[virtual] > number and (virtual == last or inputs[virtual + 1] > number)
+                if ready:
+                    chosen.append((stage, kind, virtual, passed, passes))
                     break
         if not chosen:
             raise ValueError(f"no pass is ready with {left} left: {grid}, {micro_batches} micro-batches")
         # Results count from the next tick on.
-        for stage, kind, chunk in chosen:
-            virtual = mine[stage][chunk]
-            plans[stage].append(Action(kind, board.done[kind][virtual], chunk))
-            board.done[kind][virtual] += 1
+        for stage, kind, virtual, passed, passes in chosen:
+            plans[stage].append(passes[passed[virtual]])
+            passed[virtual] += 1
+            waiting[stage] += (kind is Kind.FORWARD) - (kind is Kind.INPUT)
+            held[stage] += (kind is Kind.FORWARD) - (kind is Kind.WEIGHT)
         left -= len(chosen)
     return plans

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 from megatron_port.config.layout import topology_sizes
@@ -147,13 +148,15 @@ class Case:
         """Layers on a stage, over all its chunks."""
         return sum(self.of_stage(self.chunks, stage))
 
-    @property
+    @cached_property
     def grid(self) -> Topology:
         """Which chunk of the model lies on which stage."""
         return Topology(pp=self.pp, vp=self.vp, folded=self.schedule == "zb-v")
 
     def of_stage(self, values: Sequence[T], stage: int) -> list[T]:
         """Those of a stage's chunks, of values given for each chunk of the model."""
+        if self.vp == 1:
+            return [values[stage]]
         return [values[self.grid.virtual_stage(stage, chunk)] for chunk in range(self.vp)]
 
     def label(self) -> str:

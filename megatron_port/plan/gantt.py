@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megatron_port.pipeline.schedules import Kind
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.links import Links
-from megatron_port.plan.rates import Rates
 from megatron_port.plan.step import chunk_costs
 from megatron_port.plan.timeline import replay
 
@@ -30,7 +28,7 @@ def intervals(case: Case, machine: Machine, *, micro_batches: int | None = None)
 
     Transfers are left out: a pass may start when its neighbour's has ended.
     """
-    costs = chunk_costs(case, Rates.of(machine), Links.of(machine))
+    costs = chunk_costs(case, machine)
     stages = replay(
         case.schedule, case.pp, [c.forward + c.forward_tensor for c in costs],
         [c.backward + c.backward_tensor for c in costs], micro_batches=micro_batches or case.micro_batches,

@@ -1,13 +1,14 @@
 """Every legal layout of a run on its ranks, planned; and those near the one asked for that are better.
 
 Pure functions of a case and a machine. A search plans the pipeline in closed
-form (``timeline.quick_span``); what is shown to a user is simulated again.
+form (``timeline.quick_span``); the best of it (``finalists``), and what is shown
+to a user, are simulated with the schedule that the engine runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron_port.plan.memory import StageMemory, stage_memory
 from megatron_port.plan.step import StepPlan, plan_step
 
 RECOMPUTE = ("none", "selective", "full")
+FINALISTS = 16
+"""Layouts that are simulated before the best are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +153,23 @@ def search(base: Case, machine: Machine, options: Options, *, keep_unfit: bool =
     fit.sort(key=lambda c: (c.step.seconds, c.memory.total))
     unfit.sort(key=lambda c: c.memory.total)
     return fit + unfit
+
+
+def finalists(
+    found: Iterable[Candidate], machine: Machine, *, count: int = FINALISTS,
+    legal: Callable[[Candidate], bool] | None = None,
+) -> list[Candidate]:
+    """The best ``count`` of planned layouts that fit (and are ``legal``), simulated, fastest a device first.
+
+    ``found``: best first in closed form, which is within 5 % of the simulation.
+    """
+    chosen: list[Candidate] = []
+    for candidate in found:
+        if len(chosen) == count:
+            break
+        if candidate.fits(machine) and (legal is None or legal(candidate)):
+            chosen.append(replace(candidate, step=plan_step(candidate.case, machine)))
+    return sorted(chosen, key=lambda c: (-c.step.model_tflops, c.memory.total))
 
 
 def distance(a: Case, b: Case) -> float:

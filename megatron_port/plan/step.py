@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from megatron_port.config.flops import hardware_flops, model_flops
 from megatron_port.plan.case import Case, Machine
@@ -65,20 +66,34 @@ class StepPlan:
     timeline: Timeline
 
 
-def chunk_costs(case: Case, rates: Rates, links: Links) -> list[Cost]:
+def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
     """The cost of each chunk of the model, for one micro-batch."""
-    group = span(links.machine, case.tp, 1)
-    layer = layer_cost(case, rates, links, group)
+    # What a layer costs does not hang on how many there are where: a search asks for few different ones.
+    alike = replace(
+        case, pp=1, vp=1, dp=1, split=(), schedule="1f1b", zero_stage=0, micro_batches=1, global_batch=1
+    )
+    layer, first, last = _unit_costs(alike, machine)
     out = [layer.times(count) for count in case.chunks]
-    out[0] = out[0] + embedding_cost(case, rates, links, group)
-    out[-1] = out[-1] + head_cost(case, rates, links, group)
+    out[0] = out[0] + first
+    out[-1] = out[-1] + last
     return out
+
+
+@lru_cache(maxsize=1024)
+def _unit_costs(case: Case, machine: Machine) -> tuple[Cost, Cost, Cost]:
+    """A layer, the embedding, the head."""
+    rates, links = Rates.of(machine), Links.of(machine)
+    group = span(machine, case.tp, 1)
+    return (
+        layer_cost(case, rates, links, group), embedding_cost(case, rates, links, group),
+        head_cost(case, rates, links, group),
+    )
 
 
 def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     """Plan one step. ``quick``: the pipeline in closed form instead of simulated (for a search)."""
     rates, links = Rates.of(machine), Links.of(machine)
-    chunks = chunk_costs(case, rates, links)
+    chunks = chunk_costs(case, machine)
     forward = [c.forward + c.forward_tensor for c in chunks]
     backward = [c.backward + c.backward_tensor for c in chunks]
     m = case.micro_batches
@@ -88,7 +103,7 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
         transfer = links.transfer(stream / (case.tp if case.sequence_parallel else 1), case)
     if quick:
         length = quick_span(
-            case.pp, forward, backward, transfer=transfer, hidden=hidden, duplex=duplex, micro_batches=m
+            case.schedule, case.pp, forward, backward, transfer=transfer, hidden=hidden, duplex=duplex, micro_batches=m
         )
         busy = tuple(
             m * (sum(case.of_stage(forward, s)) + sum(case.of_stage(backward, s))) for s in range(case.pp)

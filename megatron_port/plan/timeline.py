@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.schedules import Action, Kind, make_schedule
-from megatron_port.pipeline.simulate import Span, simulate
+from megatron_port.pipeline.simulate import Span, flow, simulate
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,13 @@ def timeline(
     if stages == 1 and chunks == 1:
         return Timeline(span=busy[0], busy=busy)
 
+    halves = [b / 2 for b in backward]
+    costs = [*forward, *backward, *halves, *halves]  # by Flow.price
+
     def length(count: int) -> float:
-        spans = replay(
-            schedule, stages, forward, backward, micro_batches=count, transfer=transfer, hidden=hidden, duplex=duplex
-        )
-        return max(stage[-1].end for stage in spans)
+        order = flow(make_schedule(schedule, stages, count, chunks))
+        prices = (costs[price] for price in order.price)
+        return max(order.times(prices, transfer=transfer, hidden=hidden, duplex=duplex)[1])
 
     most = 3 * stages + micro_batches % stages
     if schedule == "gpipe" or micro_batches <= most + stages:
@@ -73,14 +75,23 @@ def timeline(
 
 
 def quick_span(
-    stages: int, forward: Sequence[float], backward: Sequence[float], *, transfer: float, hidden: bool,
+    schedule: str, stages: int, forward: Sequence[float], backward: Sequence[float], *, transfer: float, hidden: bool,
     duplex: bool = True, micro_batches: int,
 ) -> float:
-    """An estimate of the span without a simulation, for a search: one micro-batch through all stages, and then the
-    slowest stage for each further one; interleaving shortens the first part by its chunks."""
+    """An estimate of the span without a simulation, for a search: the slowest stage for each micro-batch but the first,
+    and what fills the pipeline: under 1F1B one micro-batch through all stages, with interleaving only its part of a
+    chunk; under zero-bubble the weights' gradients fill the rest, and a forward's time a stage is left (arXiv
+    2401.10241 with F = I = W), under zb-v half of it."""
     chunks = len(forward) // stages
+    grid = Topology(pp=stages, vp=chunks, folded=schedule == "zb-v")
     each = 0.0 if hidden else transfer * chunks * (1 if duplex else 2)
-    busy = [sum(forward[s::stages]) + sum(backward[s::stages]) for s in range(stages)]
+    both = [f + b for f, b in zip(forward, backward)]
+    busy = both if chunks == 1 else [
+        sum(both[grid.virtual_stage(s, c)] for c in range(chunks)) for s in range(stages)
+    ]
     slowest = max(t + each * ((s > 0) + (s < stages - 1)) for s, t in enumerate(busy))  # the ends have one neighbour
+    if schedule in ("zb-h1", "zb-v"):
+        fill = sum(forward) * (stages - 1) / stages / chunks + 2 * (stages - 1) * transfer
+        return fill + micro_batches * slowest
     through = (sum(forward) + sum(backward)) / chunks + 2 * (stages - 1) * transfer
-    return through + (micro_batches - 1 / chunks) * slowest if chunks > 1 else through + (micro_batches - 1) * slowest
+    return through + (micro_batches - 1 / chunks) * slowest

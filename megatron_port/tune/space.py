@@ -11,7 +11,15 @@ from megatron_port.config.layout import with_values
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.plan.search import Candidate, legal_chunks, options_of, search, settings_of
+from megatron_port.plan.search import (
+    FINALISTS,
+    Candidate,
+    finalists,
+    legal_chunks,
+    options_of,
+    search,
+    settings_of,
+)
 from megatron_port.plan.step import plan_step
 
 
@@ -139,12 +147,10 @@ def _allowed(neutral: RunConfig, name: str, asked: RunConfig) -> tuple[Any, ...]
 
 
 def best_legal(space: Space, count: int, *, skip: Iterable[Case] = ()) -> list[Candidate]:
-    """The ``count`` best that fit and that training takes, simulated exactly, best first."""
+    """The ``count`` best that fit and that training takes, best first: of more that are best in closed form, those that
+    are when simulated with the schedule that training runs."""
     left = set(skip)
-    out: list[Candidate] = []
-    for candidate in space.fitting:
-        if len(out) == count:
-            break
-        if candidate.case not in left and space.legal(candidate):
-            out.append(space.exact(candidate))
-    return sorted(out, key=lambda c: -c.step.model_tflops)
+    return finalists(
+        (c for c in space.fitting if c.case not in left), space.machine, count=max(count, FINALISTS),
+        legal=space.legal,
+    )[:count]

@@ -94,7 +94,7 @@ def test_the_seconds_move_the_same_bytes(sequence_parallel: bool, recompute: str
     machine = machine_of(config)
     plain = replace(machine.hardware, package_gb=1.0, node_gb=1.0, node_efficiency=1.0, node_latency_us=0.0)
     machine = Machine(cluster=machine.cluster, hardware=plain)
-    costs = chunk_costs(case, Rates.of(machine), Links.of(machine))
+    costs = chunk_costs(case, machine)
     for stage, cost in enumerate(costs):
         counted = pass_traffic(case, stage)
         ring = {"all-reduce": 2 * 3 / 4, "all-gather": 3 / 4, "reduce-scatter": 3 / 4}

@@ -13,9 +13,7 @@ from megatron_port.cli.main import main
 from megatron_port.config.loader import load
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.gantt import intervals
-from megatron_port.plan.links import Links
 from megatron_port.plan.page import report_page
-from megatron_port.plan.rates import Rates
 from megatron_port.plan.search import options_of, search
 from megatron_port.plan.sensitivity import choice_bars, machine_bars
 from megatron_port.plan.step import chunk_costs, plan_step
@@ -89,7 +87,7 @@ def test_the_picture_replays_what_the_planner_simulates(schedule: str, pp: int, 
     case, machine = base()
     case = replace(case, pp=pp, vp=vp, split=(), schedule=schedule)
     found = intervals(case, machine, micro_batches=m)
-    costs = chunk_costs(case, Rates.of(machine), Links.of(machine))
+    costs = chunk_costs(case, machine)
     line = timeline(
         case.schedule, pp, [c.forward + c.forward_tensor for c in costs],
         [c.backward + c.backward_tensor for c in costs], micro_batches=m,
