@@ -103,8 +103,8 @@ class HardwareConfig:
     """Nodes below one level of the network (dragonfly group, pod); 0: one level."""
     group_taper: float = 1.0
     """Bandwidth a node has out of its group over that into the network (1: not tapered)."""
-    jitter: float = 0.005
-    """Spread (one sigma, share of a step) of the time that equal devices take for equal work."""
+    jitter: float = 0.015
+    """Spread (one sigma, share of the time) between equal devices at equal work; a job runs at the slowest's pace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class CalibrationConfig:
     """Corrections of the hardware's rates for a whole cluster: measured, or from at most three named rows."""
 
     matmul_scale: float = 1.0
-    """Multiplies matmul_tflops and fp8_matmul_tflops."""
+    """Multiplies matmul_tflops, fp32_matmul_tflops and fp8_matmul_tflops; fused attention has rates of its own."""
     memory_scale: float = 1.0
     """Multiplies the achieved memory bandwidth."""
     network_scale: float = 1.0

@@ -10,6 +10,9 @@ from megatron_port.plan.rates import Rates
 
 CAUSAL = 0.5
 """Share of attention's operations that a fused causal kernel executes."""
+HEAD_SIZES = (32, 64, 96, 128, 192, 256)
+"""Head sizes that FlashAttention-2 has kernels for; others are padded to the next (the Composable Kernel build has
+32, 64, 128 and 256: its OPT_DIM)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def attention_seconds(case: Case, rates: Rates) -> tuple[float, float]:
     heads = m.num_attention_heads / t * case.micro_batch
     queries, keys, d = m.seq_length / case.cp, m.seq_length, m.head_size
     if case.flash and rates.attention_forward:
-        flops = 4 * heads * queries * keys * d * CAUSAL
+        padded = next((size for size in HEAD_SIZES if size >= d), d)
+        flops = 4 * heads * queries * keys * padded * CAUSAL
         return (
             flops / rates.attention_forward + rates.launch,
             2.5 * flops / rates.attention_backward + 2 * rates.launch,

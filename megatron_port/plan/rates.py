@@ -46,8 +46,8 @@ class Rates:
         return cls(
             matmul=h.matmul_tflops * 1e12 * k.matmul_scale, fp8=h.fp8_matmul_tflops * 1e12 * k.matmul_scale,
             units=h.compute_units, tile=(h.tile_rows, h.tile_columns), fill=h.inner_fill,
-            attention_forward=h.attention_forward_tflops * 1e12 * k.matmul_scale,
-            attention_backward=h.attention_backward_tflops * 1e12 * k.matmul_scale,
+            attention_forward=h.attention_forward_tflops * 1e12,
+            attention_backward=h.attention_backward_tflops * 1e12,
             launch=h.launch_us * 1e-6, memory=h.memory_bandwidth_gb * 1e9 * h.memory_efficiency * k.memory_scale,
             fp32=h.fp32_matmul_tflops * 1e12 * k.matmul_scale,
         )
