@@ -113,6 +113,8 @@ class Case:
     split: tuple[int, ...] = ()
     """Layers of each stage (pp × vp chunks, in order of the layers); empty: as even as can be."""
     vocab_multiple: int = 128
+    bucket: int = 33_554_432
+    """Elements that one collective of gradients moves."""
 
     @property
     def world(self) -> int:
@@ -236,7 +238,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         flash=config.backend.attention != "math" and config.model.attention_dropout == 0
         and config.precision.dtype in ("fp16", "bf16"),
         kernels="torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own",
-        split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple,
+        split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple, bucket=layout.reduce_bucket_size,
     )
     if not case.split:
         case = replace(case, split=balanced_split(config.model, pp * layout.virtual_pipeline_size))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from megatron_port.config.schema import ModelConfig
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.counts import stage_elements
+from megatron_port.plan.traffic import bucket_elements
 
 LOSS_CHUNK = 1 << 22
 """Logits that torch's cross-entropy takes at a time (``backend.cross_entropy``)."""
@@ -139,6 +140,19 @@ def _logits(case: Case) -> float:
     return elements * case.width + (0.0 if case.kernels == "own" and not case.engine.copies_logits else made)
 
 
+def window_elements(case: Case, stage: int) -> int:
+    """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.windows``): two buckets, one filling
+    up while the other is reduced, and those that come all through a pass: partial over tp, tied."""
+    m, held = case.model, bucket_elements(case, stage)
+    first = m.ffn_size * (2 if m.activation == "swiglu" else 1)
+    widest = max(first, m.head_size * (m.num_attention_heads + 2 * m.kv_heads))
+    largest = widest // case.tp * m.hidden_size
+    if not held["tied"] and stage in (0, case.grid.last_stage):
+        largest = max(largest, case.padded_vocab // case.tp * m.hidden_size)
+    size = min(max(case.bucket, largest), -(-held["plain"] // case.vp))
+    return (2 if held["plain"] > size else 1) * size + held["partial"] + held["tied"]
+
+
 def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     """Bytes of a rank of ``stage`` at its peak."""
     m, e = case.model, case.engine
@@ -148,7 +162,8 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     replicas = case.dp * case.cp
     shards = replicas if case.zero_stage else 1
     gradient = max(e.gradient_bytes, w) if separate else case.wide
-    weights, gradients = float(n * w), float(n * gradient)
+    split_sums = case.zero_stage >= 2 and shards > 1
+    weights, gradients = float(n * w), float(n * gradient / (shards if split_sums else 1))
     optimizer = n * (3 if separate else 2) * case.wide / shards
     tokens = m.seq_length / case.cp * case.micro_batch
     stream = tokens * m.hidden_size * w * (1 / case.tp if case.sequence_parallel else 1)
@@ -167,6 +182,7 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
         activations += (held - 1) * (own + 2 * stream) if case.schedule == "gpipe" else 0.0
     received = stream * 2 if case.pp > 1 else 0.0
     bucket = min(e.bucket_bytes, n * 6.0) if replicas > 1 else 0.0
+    bucket += window_elements(case, stage) * case.wide if split_sums else 0.0
     at = "the last warm-up micro-batch's first backward" if held > 1 else "the first backward"
     update = n * e.update_copy_bytes / shards  # the update's own fp32 copy of this rank's share of the gradient
     # Logits are gone when the last layer runs backward: the smaller of the two is not there at the peak.

@@ -100,7 +100,8 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
         reduced = max(case.engine.reduce_bytes, case.wide) if case.dtype == "fp64" else case.engine.reduce_bytes
         out.add("dp", "all-reduce", SUMS)
         if shards > 1:
-            out.add("dp", "reduce-scatter", whole * reduced)
+            passes = case.micro_batches if case.zero_stage >= 2 else 1
+            out.add("dp", "reduce-scatter", passes * whole * reduced)
             out.add("dp", "all-gather", whole * case.width)
             out.add("dp", "all-reduce", NORM)
         else:

@@ -51,6 +51,8 @@ LAYOUTS = [
     {"data_parallel_size": 4, "zero_stage": 0},
     {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "data_parallel_size": 2},
     {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "pipeline_schedule": "zb-v", "data_parallel_size": 2},
+    {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2, "data_parallel_size": 2,
+     "zero_stage": 2},
 ]
 
 

@@ -34,10 +34,13 @@ def peak(config: RunConfig, rank: int) -> tuple[int, int]:
         engine.train_step(mine, step=0, lr=1e-3)  # the moments are made
         state = engine.update.state  # type: ignore[attr-defined]
         buckets = engine.sharded.buckets  # type: ignore[attr-defined]
-        held = [t for b in buckets for t in (b.weights, b.gradients, b.masters)]
+        held = [t for b in buckets for t in (b.weights, b.sums, b.masters)]
         held += [v for s in state.values() for k, v in s.items() if k != "step"]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         before = sum(storages.values())
+        pool = engine.sharded.windows  # type: ignore[attr-defined]
+        windows = sum(b.window.nbytes for b in buckets if b.window is not None)
+        windows += 0 if pool is None else pool.made * pool.size * pool.dtype.itemsize
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
             engine.train_step(mine, step=1, lr=1e-3)
         assert events.profiler is not None and events.profiler.kineto_results is not None
@@ -49,11 +52,12 @@ def peak(config: RunConfig, rank: int) -> tuple[int, int]:
             now += size
             most = max(most, now)
         assert most > 0, "the profiler recorded no allocation"
-        return before, before + most
+        return before, before + windows + most
 
 
 P2, P4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
 T2, SP = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "sequence_parallel": True}
+ZERO1, ZERO2 = ({"data_parallel_size": 2, "zero_stage": stage} for stage in (1, 2))
 FULL, SELECTIVE, GPIPE = {"recompute": "full"}, {"recompute": "selective"}, {"pipeline_schedule": "gpipe"}
 CASES = [
     ("gpt", "fp32", {}, 0), ("llama", "fp32", {}, 0), ("dropout", "bf16", {}, 0), ("gpt", "fp32", FULL, 0),
@@ -63,6 +67,8 @@ CASES = [
     ("gpt", "fp32", {**P2, **GPIPE}, 0), ("llama", "fp32", {**P2, **GPIPE}, 1), ("gpt", "fp32", T2, 0),
     ("llama", "bf16", T2, 0), ("gpt", "fp32", SP, 0), ("llama", "fp32", {**SP, **FULL}, 0),
     ("gpt", "bf16", {**SP, **P2, "data_parallel_size": 2}, 0), ("dropout", "fp32", {**SP, **P2}, 1),
+    ("gpt", "bf16", ZERO1, 0), ("llama", "bf16", {**ZERO2, **P2}, 1), ("gpt", "fp32", {**ZERO2, **SP, **P2}, 0),
+    ("llama", "fp32", {**ZERO2, "reduce_bucket_size": 100_000}, 0),
 ]
 
 
