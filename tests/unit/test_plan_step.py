@@ -135,3 +135,13 @@ def test_weak_scaling_of_1t() -> None:
         c = case(f"cluster.nodes={nodes}", f"batch.global_batch_size={1600 * nodes // 64}", run="runs/frontier-1t")
         rates.append(plan_step(c, machine()).hardware_tflops)
     assert rates[1] / rates[0] > 0.98
+
+
+def test_zero_2_reduces_after_every_micro_batch() -> None:
+    m = machine()
+    one = case("engine=native", "layout.zero_stage=1")
+    two = replace(one, zero_stage=2)
+    exposed = [plan_step(c, m).split.data for c in (one, two)]
+    assert exposed[1] > exposed[0]
+    hidden = [plan_step(replace(c, micro_batches=4 * c.micro_batches), m).split.data for c in (one, two)]
+    assert hidden[0] == exposed[0] and exposed[1] < hidden[1] <= 4 * exposed[1]
