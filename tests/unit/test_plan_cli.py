@@ -143,6 +143,20 @@ def test_worked_numbers_of_an_envelope() -> None:
     )
 
 
+def test_explain_works_the_envelope_of_llama_2_70b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """140 + 140 + 840 + 730 GB with 70 billion parameters; the model has 68.98."""
+    path = tmp_path / "llama2-70b.toml"
+    path.write_text(
+        'extends = ["models/llama-8b", "clusters/selene"]\nname = "llama2-70b"\nengine = "native"\n[model]\n'
+        "num_layers = 80\nhidden_size = 8192\nnum_attention_heads = 64\nffn_hidden_size = 28672\nvocab_size = 32000\n"
+        "seq_length = 4096\n[layout]\ntensor_parallel_size = 8\npipeline_parallel_size = 8\n[batch]\n"
+        "micro_batch_size = 8\nglobal_batch_size = 8\n[cluster]\nnodes = 8\n"
+    )
+    _, out, _ = run(capsys, str(path), "--explain")
+    assert "68,976,648,192 parameters" in out
+    assert "weights 138 + gradients 138 + optimizer 827.7 + activations 730.1 = 1834 GB: 23 devices of 80 GB" in out
+
+
 @pytest.mark.parametrize("name", [n for n in shipped_names() if n.startswith("runs/")])
 def test_every_shipped_run_on_a_described_cluster_fits(name: str) -> None:
     config = load(name).config
