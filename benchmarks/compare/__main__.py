@@ -1,0 +1,86 @@
+"""The same GPT (same FLOPs, batch, precision, optimizer) through this project and what people would use instead.
+
+    python -m benchmarks.compare                                   # what this machine is for: CPU or GPU sizes
+    python -m benchmarks.compare --sizes gpt2-xl 6.7b --out benchmarks/results/compare-h200.json
+    python -m benchmarks.compare --sizes tiny --peers ours torch --repetitions 1 --steps 1
+
+Every peer runs in a process of its own, starts from the same weights and must give the losses and gradient norms of
+plain torch (docs/performance.md has the tolerances); one that does not is refused. Repetitions alternate. A peer that
+cannot run at its documented best is shown as handicapped and not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.compare.peer import PEERS
+from benchmarks.compare.results import document, hardware, peak_of, summary, table, write
+from benchmarks.compare.run import Plan, compare
+from benchmarks.compare.sizes import sizes
+from benchmarks.compare.worker import settled
+
+CPU_SIZES = ["quickstart"]
+LAYERS = [f"{n}-layers-s{s}" for s in (2048, 8192) for n in ("22b", "175b", "1t", "llama-8b")]
+GPU_SIZES = ["gpt2-xl", "6.7b", "llama-8b", *LAYERS]
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Of the command line."""
+    known = sizes()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", choices=list(known), metavar="SIZE", help=f"of {', '.join(known)}")
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="PEER",
+                        help="; ".join(f"{name}: {p.says}" for name, p in PEERS.items()))
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="cuda is also ROCm's name")
+    parser.add_argument("--threads", type=int, default=0, help="of each process; 0: 1 on a CPU, 8 with a GPU")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="of a repetition")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the first repetition")
+    parser.add_argument("--processes", choices=["auto", "keep", "new"], default="auto",
+                        help="keep all peers in memory, or a new process for each repetition; auto: by memory")
+    for name in ("layers", "micro-batch", "global-batch", "seq"):
+        parser.add_argument(f"--{name}", type=int, default=0, help="instead of the size's own")
+    parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device, where its name is not known")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one answer of a peer")
+    parser.add_argument("--out", type=Path, help="JSON; written after each size")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, write. 1: none of our rows could be measured on some size."""
+    args = arguments(argv)
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        print("error: torch sees no GPU here; leave --device out", file=sys.stderr)
+        return 3
+    threads = args.threads or (1 if device == "cpu" else 8)
+    about = hardware(device, threads)
+    peak = args.peak_tflops or peak_of(about["device"])
+    memory = about.get("memory", 0)
+    found, missing = [], 0
+    for name in args.sizes or (CPU_SIZES if device == "cpu" else GPU_SIZES):
+        changes = {key: getattr(args, key) for key in ("layers", "micro_batch", "global_batch", "seq")}
+        size = settled(sizes()[name], changes)
+        together = 2 * size.state_bytes * len(args.peers)
+        keep = args.processes == "keep" or (args.processes == "auto" and (not memory or together < memory))
+        plan = Plan(device, threads, args.repetitions, args.steps, args.warm_up, keep, args.timeout, changes)
+        print(f"{name}: {', '.join(args.peers)}", flush=True)
+        outcomes, rates = compare(size, args.peers, plan, lambda text: print(text, flush=True))
+        found.append(summary(size, outcomes, rates, peak, plan))
+        print(table(found[-1]), flush=True)
+        missing += not any(o.seconds for o in outcomes if PEERS[o.peer].ours)
+        if args.out:
+            write(args.out, document(found, device, threads))
+    if args.out:
+        print(f"written: {args.out}")
+    return int(missing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

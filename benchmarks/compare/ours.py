@@ -1,0 +1,101 @@
+"""This project: the native engine, as ``megatron-port train`` builds it; or its layers alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.compare.peer import About, Unable
+from benchmarks.compare.sizes import OPTIMIZER, Size
+from benchmarks.compare.weights import Weights
+from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.device import choose_device
+from megatron_port.backend.providers import Providers
+from megatron_port.config.schema import BackendConfig
+from megatron_port.engine.api import MicroBatch
+from megatron_port.errors import PortError
+from megatron_port.model.build import BuildContext
+from megatron_port.model.layers import TransformerLayer
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.linear import WeightGradients
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import record_of
+from megatron_port.train.assemble import DTYPES, build_engine
+
+
+class Training:
+    """Whole optimizer steps."""
+
+    def __init__(self, size: Size, weights: Weights, ctx: ParallelContext, providers: Providers, about: About) -> None:
+        self.size, self.about = size, about
+        self.engine = build_engine(size.run_config(), ctx, providers, initialise=False)
+
+        def read(name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
+            if kind != "weight":
+                return torch.zeros(extent)
+            return weights.read(name)[tuple(slice(o, o + n) for o, n in zip(offset, extent))]
+
+        self.engine.load_weights(read)
+        self.steps = 0
+
+    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        """See ``peer.Step``; the engine waits for the device once, at the end."""
+        b = self.size.micro_batch
+        batches = [
+            MicroBatch(tuple(range(i, i + b)), tokens=inputs[i : i + b], labels=targets[i : i + b])
+            for i in range(0, self.size.global_batch, b)
+        ]
+        result = self.engine.train_step(batches, step=self.steps, lr=OPTIMIZER.lr)
+        self.steps += 1
+        return result.loss, result.grad_norm
+
+
+class Layers:
+    """Forward and backward of a stack; weight gradients are added up in fp32 as in the engine."""
+
+    def __init__(self, size: Size, weights: Weights, ctx: ParallelContext, providers: Providers, about: About) -> None:
+        self.about = about
+        run = size.run_config()
+        build = BuildContext(
+            model=size.model, layout=run.layout, ctx=ctx, providers=providers, dtype=DTYPES[size.dtype],
+            stream=DropoutStream(run.seed, ctx.device),
+        )
+        build.stream.enabled = True
+        self.stack = nn.Sequential(*(TransformerLayer(i, build) for i in range(size.model.num_layers)))
+        self.gradients = WeightGradients(lambda weight: None)
+        self.others = []
+        for p in self.stack.parameters():
+            p.data.copy_(weights.read(record_of(p).name))
+            if p.dim() > 1 and not record_of(p).name.endswith(".bias"):
+                p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
+                p.weight_gradients = self.gradients  # type: ignore[attr-defined]
+            else:
+                self.others.append(p)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        """See ``peer.Step``."""
+        for p in self.others:
+            p.grad = None
+        x = inputs.detach().requires_grad_()
+        out = self.stack(x)
+        out.backward(targets)
+        return out, x.grad
+
+
+def build(size: Size, weights: Weights, device: torch.device, *, own_kernels: bool) -> Training | Layers:
+    """See ``peer.build``."""
+    info = choose_device("cpu" if device.type == "cpu" else "auto")
+    backend = BackendConfig(device=info.kind, own_kernels="on" if own_kernels else "off")
+    m = size.model
+    try:
+        providers = choose_providers(
+            backend, info, DTYPES[size.dtype], engine="native", heads=(m.num_attention_heads, m.kv_heads, m.head_size)
+        )
+    except PortError as error:
+        raise Unable(str(error)) from error
+    table = {row.op: row.provider for row in providers.table}
+    about = About({"engine": "native", **table})
+    kind = Layers if size.layers_only else Training
+    return kind(size, weights, ParallelContext.single(device), providers, about)

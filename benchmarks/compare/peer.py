@@ -1,0 +1,88 @@
+"""What the comparison asks of each implementation, and which there are."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.compare.sizes import Size
+from benchmarks.compare.weights import Weights
+
+REFERENCE = "torch"
+"""Plain torch without compilation: what every other peer's numbers are compared with."""
+
+
+class Unable(Exception):
+    """This peer cannot train this size here; the message says why."""
+
+
+@dataclass
+class About:
+    """What a peer reports of itself."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    """How it is used, as its documentation says is fastest."""
+    handicap: str = ""
+    """Why it does not run at its documented best here; then it is listed, not counted."""
+
+
+class Step(Protocol):
+    """A built peer."""
+
+    about: About
+
+    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        """One optimizer step on a batch: (mean loss before the update, gradient norm before clipping), floats or
+        scalars on the device. Of a stack of layers: (output, gradient of the input). Waits for nothing if it can."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A row of the table: module and the options that ``build(size, weights, device, **options)`` gets."""
+
+    module: str
+    options: dict[str, Any]
+    says: str
+    ours: bool = False
+
+
+PEERS: dict[str, Peer] = {
+    "ours": Peer("ours", {"own_kernels": True}, "this project, own kernels", True),
+    "ours-no-kernels": Peer("ours", {"own_kernels": False}, "this project, torch's ops", True),
+    "torch": Peer("plain", {"compile": ""}, "plain torch, eager"),
+    "torch-compile": Peer("plain", {"compile": "default"}, "plain torch, torch.compile"),
+    "torch-compile-max": Peer("plain", {"compile": "max-autotune-no-cudagraphs"}, "plain torch, compiled and tuned"),
+    "hf-deepspeed": Peer("hf_deepspeed", {"compile": False}, "transformers, DeepSpeed ZeRO-1"),
+    "hf-deepspeed-compile": Peer("hf_deepspeed", {"compile": True}, "the same with engine.compile()"),
+    "torchtitan": Peer("titan", {}, "torchtitan, FSDP2 and per-layer compilation"),
+    "megatron-core": Peer("megatron_core", {}, "Megatron-core"),
+}
+
+
+def build(name: str, size: Size, device: torch.device) -> Step:
+    """Import a peer's adapter and build it with the common weights.
+
+    Raises:
+        Unable: it cannot be had, or cannot train this size.
+    """
+    peer = PEERS[name]
+    adapter = importlib.import_module(f"benchmarks.compare.{peer.module}")
+    made: Step = adapter.build(size, Weights(size.model, device), device, **peer.options)
+    return made
+
+
+def autocast_dtype(size: Size) -> torch.dtype:
+    """Of products."""
+    return torch.bfloat16 if size.dtype == "bf16" else torch.float32
+
+
+def need(module: str, why: str = "") -> Any:
+    """An optional package. Raises Unable with the reason."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a package built for another torch raises almost anything
+        raise Unable(f"import {module}: {type(error).__name__}: {str(error)[:200]}{why}") from error

@@ -1,0 +1,201 @@
+"""GPT and Llama in plain torch, the way short training scripts are written: batch first, scaled_dot_product_attention,
+autocast, fused AdamW; with and without torch.compile over the whole model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.compare.peer import About, autocast_dtype
+from benchmarks.compare.sizes import OPTIMIZER, Size
+from benchmarks.compare.weights import Weights
+from megatron_port.config.schema import ModelConfig
+
+
+def _norm(m: ModelConfig) -> nn.Module:
+    if m.normalization == "rmsnorm":
+        return nn.RMSNorm(m.hidden_size, eps=m.norm_epsilon)
+    return nn.LayerNorm(m.hidden_size, eps=m.norm_epsilon)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[b, heads, s, d], halves rotated against each other."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class Block(nn.Module):
+    """Pre-norm layer, [b, s, h] → [b, s, h]."""
+
+    def __init__(self, m: ModelConfig) -> None:
+        super().__init__()
+        self.m = m
+        h, d, bias = m.hidden_size, m.head_size, m.add_bias
+        self.norm1, self.norm2 = _norm(m), _norm(m)
+        self.qkv = nn.Linear(h, d * (m.num_attention_heads + 2 * m.kv_heads), bias=bias)
+        self.output = nn.Linear(d * m.num_attention_heads, h, bias=bias)
+        wide = m.ffn_size * (2 if m.activation == "swiglu" else 1)
+        self.up, self.down = nn.Linear(h, wide, bias=bias), nn.Linear(m.ffn_size, h, bias=bias)
+
+    def attention(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Causal, grouped queries where the model has them."""
+        b, s, _ = x.shape
+        m, d = self.m, self.m.head_size
+        y = self.qkv(x).split([d * m.num_attention_heads, d * m.kv_heads, d * m.kv_heads], dim=-1)
+        q, k, v = (t.view(b, s, -1, d).transpose(1, 2) for t in y)
+        if rope is not None:
+            q, k = (rotate(t, *(r.to(t.dtype) for r in rope)) for t in (q, k))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=m.kv_heads != m.num_attention_heads)
+        return self.output(out.transpose(1, 2).reshape(b, s, -1))
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), rope)
+        y = self.up(self.norm2(x))
+        if self.m.activation == "swiglu":
+            gate, up = y.chunk(2, -1)
+            return x + self.down(F.silu(gate) * up)
+        return x + self.down(F.gelu(y, approximate="tanh" if self.m.activation == "gelu_tanh" else "none"))
+
+
+class Stack(nn.Module):
+    """The layers, with their rotary tables."""
+
+    def __init__(self, m: ModelConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(m) for _ in range(m.num_layers))
+        self.rope = m.position_embedding == "rope"
+        if self.rope:
+            d = m.head_size
+            frequency = m.rope_theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+            angle = torch.arange(m.seq_length, dtype=torch.float64)[:, None] * frequency
+            self.register_buffer("cos", angle.cos().float(), persistent=False)
+            self.register_buffer("sin", angle.sin().float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rope = (self.cos, self.sin) if self.rope else None
+        for layer in self.layers:
+            x = layer(x, rope)
+        return x
+
+
+class GPT(nn.Module):
+    """Tokens and labels [b, s] → mean loss."""
+
+    def __init__(self, m: ModelConfig) -> None:
+        super().__init__()
+        self.m = m
+        self.word = nn.Embedding(m.vocab_size, m.hidden_size)
+        self.position = nn.Embedding(m.seq_length, m.hidden_size) if m.position_embedding == "learned" else None
+        self.stack, self.norm = Stack(m), _norm(m)
+        self.head = nn.Linear(m.hidden_size, m.vocab_size, bias=False)
+        if m.tie_embeddings:
+            self.head.weight = self.word.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.word(tokens)
+        if self.position is not None:
+            x = x + self.position.weight[: tokens.shape[1]]
+        logits = self.head(self.norm(self.stack(x)))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+@torch.no_grad()
+def fill_block(block: Block, weights: Weights, name: str) -> None:
+    """Take layer ``name``'s weights."""
+    kinds = ["weight", "bias"] if block.m.add_bias else ["weight"]
+    for kind in kinds:
+        getattr(block.qkv, kind).copy_(torch.cat(weights.qkv(f"{name}.attention.qkv.{kind}")))
+        getattr(block.up, kind).copy_(weights.read(f"{name}.mlp.up.{kind}").view_as(getattr(block.up, kind)))
+        getattr(block.output, kind).copy_(weights.read(f"{name}.attention.output.{kind}"))
+        getattr(block.down, kind).copy_(weights.read(f"{name}.mlp.down.{kind}"))
+    for norm in ("norm1", "norm2"):
+        for kind, p in getattr(block, norm).named_parameters():
+            p.copy_(weights.read(f"{name}.{norm}.{kind}"))
+
+
+@torch.no_grad()
+def fill(model: GPT, weights: Weights) -> None:
+    """Take the common weights."""
+    model.word.weight.copy_(weights.read("embedding.word.weight"))
+    if model.position is not None:
+        model.position.weight.copy_(weights.read("embedding.position.weight"))
+    if not model.m.tie_embeddings:
+        model.head.weight.copy_(weights.read("head.weight"))
+    for i, block in enumerate(model.stack.layers):
+        fill_block(block, weights, f"layers.{i}")  # type: ignore[arg-type]
+    for kind, p in model.norm.named_parameters():
+        p.copy_(weights.read(f"final_norm.{kind}"))
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay on matrices only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+class Training:
+    """fp32 parameters under autocast, gradients added up over micro-batches."""
+
+    def __init__(self, size: Size, weights: Weights, device: torch.device, compiled: str, about: About) -> None:
+        self.size, self.about = size, about
+        with torch.device(device):
+            self.model = GPT(size.model)
+        fill(self.model, weights)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(self.model), lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps,
+            fused=True,
+        )
+        self.run: Any = torch.compile(self.model, mode=compiled) if compiled else self.model
+        low = size.dtype != "fp32"
+        self.cast: Any = torch.autocast(device.type, autocast_dtype(size)) if low else nullcontext()
+        self.passes = size.global_batch // size.micro_batch
+
+    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        """See ``peer.Step``."""
+        total: Any = 0.0
+        for tokens, labels in zip(inputs.split(self.size.micro_batch), targets.split(self.size.micro_batch)):
+            with self.cast:
+                loss = self.run(tokens, labels) / self.passes
+            loss.backward()
+            total = total + loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.parameters, OPTIMIZER.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, norm
+
+
+class Layers:
+    """Forward and backward of a stack in its own dtype."""
+
+    def __init__(self, size: Size, weights: Weights, device: torch.device, compiled: str, about: About) -> None:
+        self.about = about
+        with torch.device(device):
+            self.stack = Stack(size.model).to(autocast_dtype(size))
+        for i, block in enumerate(self.stack.layers):
+            fill_block(block, weights, f"layers.{i}")  # type: ignore[arg-type]
+        self.run: Any = torch.compile(self.stack, mode=compiled) if compiled else self.stack
+
+    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        """See ``peer.Step``."""
+        self.stack.zero_grad(set_to_none=True)
+        x = inputs.transpose(0, 1).contiguous().requires_grad_()
+        out = self.run(x)
+        out.backward(targets.transpose(0, 1))
+        return out.transpose(0, 1), x.grad.transpose(0, 1)  # type: ignore[union-attr]
+
+
+def build(size: Size, weights: Weights, device: torch.device, *, compile: str) -> Training | Layers:
+    """See ``peer.build``."""
+    about = About({"compile": compile or "off", "attention": "sdpa", "optimizer": "AdamW fused"})
+    if size.dtype != "fp32":
+        about.settings["precision"] = "weights in bf16" if size.layers_only else "fp32 weights, autocast bf16"
+    kind = Layers if size.layers_only else Training
+    return kind(size, weights, device, compile, about)

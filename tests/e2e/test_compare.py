@@ -1,0 +1,80 @@
+"""The comparison with other trainers: what it proves before it times, and what its file holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.compare.__main__ import main
+from benchmarks.compare.peer import Unable, build
+from benchmarks.compare.results import quartiles
+from benchmarks.compare.run import Outcome, differences, judge
+from benchmarks.compare.sizes import Size, sizes
+from benchmarks.compare.weights import batch, probes
+
+CPU = torch.device("cpu")
+
+
+def numbers(name: str, size: Size) -> dict[str, list[float]]:
+    """What the worker answers to ``check``, without a process."""
+    peer = build(name, size, CPU)
+    found = [peer.step(*batch(size, i, CPU)) for i in range(3)]
+    if size.layers_only:
+        return {"probes": probes(*found[0])}
+    return {"losses": [float(a) for a, _ in found], "grad_norms": [float(b) for _, b in found]}
+
+
+def test_this_project_and_plain_torch_compute_the_same() -> None:
+    for name in ("tiny", "tiny-llama", "tiny-layers"):
+        size = sizes()[name]
+        assert differences(size, numbers("ours-no-kernels", size), numbers("torch", size)) < 1.0, name
+
+
+def test_a_peer_that_computes_something_else_is_refused() -> None:
+    size = sizes()["tiny"]
+    other = "gelu_tanh" if size.model.activation == "gelu" else "gelu"  # as near as two activations are
+    wrong = replace(size, model=replace(size.model, activation=other))
+    outcomes = [Outcome("torch", numbers=numbers("torch", size)), Outcome("ours", numbers=numbers("torch", wrong))]
+    judge(size, outcomes)
+    assert [o.state for o in outcomes] == ["counted", "refused"]
+    assert "computes something else" in outcomes[1].reason
+    alone = [Outcome("ours", numbers=outcomes[0].numbers)]
+    judge(size, alone)
+    assert alone[0].state == "refused"
+
+
+def test_a_peer_without_such_a_model_says_so() -> None:
+    try:
+        build("torchtitan", sizes()["tiny"], CPU)
+    except Unable as error:
+        assert "no GPT" in str(error)
+    else:
+        raise AssertionError("built")
+
+
+def test_flops_of_a_rank_are_a_share_of_the_layers() -> None:
+    found = sizes()
+    whole = 96 * 2048 * 12288**2 * (1 + 2048 / (6 * 12288))  # forward and backward of 96 layers, 72·s·h²·… a layer
+    part = found["175b-layers-s2048"]
+    assert abs(part.flops / part.global_batch / (72 * whole / 96 / 8) - 1) < 1e-9
+    assert quartiles([3.0, 1.0, 2.0])["median"] == 2.0
+
+
+def test_one_command_writes_the_table(tmp_path: Path) -> None:
+    out = tmp_path / "made.json"
+    command = ["--sizes", "tiny", "--peers", "ours-no-kernels", "torch", "--repetitions", "1", "--steps", "1",
+               "--warm-up", "0", "--device", "cpu", "--out", str(out)]
+    assert main(command) == 0
+    made = json.loads(out.read_text())
+    assert made["hardware"]["threads"] == 1 and made["command"]
+    (size,) = made["sizes"]
+    assert size["model_flops_per_step"] == sizes()["tiny"].flops and size["tokens_per_step"] == 128
+    assert size["ours_over_fastest_peer"]["peer"] == "torch"
+    for row in size["peers"]:
+        assert row["state"] == "counted" and row["difference_over_tolerance"] < 1.0
+        assert row["seconds"]["median"] > 0 and row["peak_memory_bytes"] > 0
+        assert abs(row["model_tflops"] * 1e12 * row["seconds"]["median"] / size["model_flops_per_step"] - 1) < 1e-9
+        assert abs(row["losses"][0] - 6.0045) < 1e-3
