@@ -37,7 +37,7 @@ def _cases(engine: str, dtype: str, layouts: list[tuple[int, int, int]]) -> dict
     by_world: dict[int, list] = {}
     for i, (tp, pp, dp) in enumerate(layouts):
         kinds = (("on", variants()[i % 6]), ("off", variants()[(i + 3) % 6]))
-        for own, (model, layout) in (kinds[i % 2],) if dtype == "bf16" else kinds:
+        for own, (model, layout) in (kinds[i // 2 % 2],) if dtype == "bf16" else kinds:
             model = {**model, **({"num_layers": 5} if pp == 4 else {})}
             config = make_config(
                 engine=engine, dtype=dtype, model=model, layout=layout, mask_loss=i % 2 == 1, own_kernels=own
