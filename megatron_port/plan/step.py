@@ -73,7 +73,8 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
         case, pp=1, vp=1, dp=1, split=(), schedule="1f1b", zero_stage=0, micro_batches=1, global_batch=1
     )
     layer, first, last = _unit_costs(alike, machine)
-    out = [layer.times(count) for count in case.chunks]
+    layers = {count: layer.times(count) for count in set(case.chunks)}
+    out = [layers[count] for count in case.chunks]
     out[0] = out[0] + first
     out[-1] = out[-1] + last
     return out
@@ -105,9 +106,8 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
         length = quick_span(
             case.schedule, case.pp, forward, backward, transfer=transfer, hidden=hidden, duplex=duplex, micro_batches=m
         )
-        busy = tuple(
-            m * (sum(case.of_stage(forward, s)) + sum(case.of_stage(backward, s))) for s in range(case.pp)
-        )
+        both = [f + b for f, b in zip(forward, backward)]
+        busy = tuple(m * sum(case.of_stage(both, s)) for s in range(case.pp))
         line = Timeline(span=length, busy=busy)
     else:
         line = timeline(

@@ -126,7 +126,7 @@ def test_the_papers_observations() -> None:
     assert stages == sorted(stages, reverse=True)  # III.3: more stages at a fixed batch are slower
     base = case(run="runs/frontier-175b")  # enough layers a stage that the head's imbalance stays small
     held = [rate(pp=p, dp=1, split=(), micro_batches=8 * p, global_batch=8 * p) for p in (4, 8, 16)]
-    assert max(held) / min(held) < 1.06  # III.4: throughput holds with the ratio of stages to micro-batches
+    assert max(held) / min(held) < 1.07  # III.4: throughput holds with the ratio of stages to micro-batches
 
 
 def test_weak_scaling_of_1t() -> None:
