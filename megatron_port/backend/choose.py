@@ -234,7 +234,14 @@ def _own_activation() -> tuple[fused.BiasGelu, fused.SwiGLU]:
 def _own_rotary() -> fused.SplitRotary:
     from megatron_port.backend.ops import rotary
 
-    return rotary.split_rotary
+    def split_rotary(
+        qkv: Tensor, cos: Tensor | None, sin: Tensor | None, *, offset: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if cos is None or sin is None:  # nothing to compute: three views, which every attention takes, cost nothing
+            return fused.torch_split_rotary(qkv, None, None)
+        return rotary.split_rotary(qkv, cos, sin, offset=offset)
+
+    return split_rotary
 
 
 def _own_dropout() -> fused.BiasDropoutAdd:
