@@ -156,8 +156,9 @@ def main() -> int:
         found |= {layout: ours(args.run, options, scratch) for layout, options in LAYOUTS.items()}
         found["the harness' hf model on the export"] = theirs(args.run, scratch)
     row = {
-        "command": "python " + " ".join(sys.argv), "commit": commit(), "machine": f"{os.cpu_count()} cores, no GPU",
-        "processor": platform.processor() or platform.machine(), "lm_eval": lm_eval.__version__, "rows": rows,
+        "command": "python " + " ".join(sys.argv), "commit": commit(),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "lm_eval": lm_eval.__version__, "rows": rows,
         "chance": {"acc": 0.25}, "results": found,
     }
     print(json.dumps(row, indent=1))
