@@ -14,7 +14,7 @@ _NAME = re.compile(
 )
 HIDDEN = "***"
 _URL = re.compile(
-    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?:[^\s/@'\"]*:[^\s/@'\"]*|[^\s/@:'\"]{16,})@", re.IGNORECASE
+    r"(?P<scheme>\b[a-z][a-z0-9+.-]{0,20}://)(?:[^\s/@'\"]*:[^\s/@'\"]*|[^\s/@:'\"]{16,})@", re.IGNORECASE
 )
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}"
@@ -25,7 +25,7 @@ _SHAPES = re.compile(
 _BEARER = re.compile(r"\b(?P<how>Bearer|Basic)\s+[\w.~+/=-]{8,}")
 # name=value and "name": "value"; a plain number is a token's id or a count.
 _ASSIGNED = re.compile(
-    r"(?P<name>\b[\w.-]*?(?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret|auth)[_-]?key"
+    r"(?P<name>(?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret|auth)[_-]?key"
     r"|signature))(?P<sign>=|[\"']\s*:\s*)"
     r"(?!\d{1,9}(?![\w.-]))(?P<quote>[\"']?)[^\s&;,'\"]+(?P=quote)", re.IGNORECASE,
 )
