@@ -120,7 +120,8 @@ def _native(r: random.Random, side: Side, layers: int) -> Side:
         before, pipeline_schedule=schedule, virtual_pipeline_size=chunks, zero_stage=r.choice((0, 1, 1)),
         reduce_bucket_size=r.choice((500, 4000, 1 << 25)),
     )
-    return dataclasses.replace(side, config=dataclasses.replace(side.config, layout=layout))
+    topology = dataclasses.replace(side.topology, vp=chunks, folded=schedule == "zb-v")
+    return Side(dataclasses.replace(side.config, layout=layout), topology)
 
 
 def _side(r: random.Random, model: dict[str, Any], engine: str, dtype: str) -> Side:
