@@ -110,6 +110,12 @@ def test_a_legal_layout_is_its_own_neighbour() -> None:
     assert (near.tp, near.pp, near.dp, near.micro_batch, near.global_batch, near.other) == (2, 2, 2, 1, 8, ())
 
 
+def test_heads_of_no_elements() -> None:
+    """Found by the test above: a fault of the rotary options was looked for in a head of size 0."""
+    found = problems(made(model__hidden_size=1, model__num_attention_heads=2, model__position_embedding="rope"))
+    assert any(text.startswith("hidden_size 1 does not divide by num_attention_heads 2") for text in found)
+
+
 def test_heads_over_tp() -> None:
     text = one(made(model__num_attention_heads=12, model__ffn_hidden_size=60, layout__tensor_parallel_size=5), 5)
     assert text.startswith("num_attention_heads 12 does not divide by tensor_parallel_size 5; use 4 or 6\n")
