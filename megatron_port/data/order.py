@@ -38,7 +38,8 @@ def derive(*values: int) -> int:
 
 
 def _round_trip(x: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
-    left, right = x // np.uint64(b), x % np.uint64(b)
+    left: np.ndarray = x // np.uint64(b)
+    right: np.ndarray = x % np.uint64(b)
     for i, key in enumerate(keys):
         if i % 2 == 0:
             left = (left + mix(right ^ key) % np.uint64(a)) % np.uint64(a)
