@@ -27,10 +27,11 @@ Steps = tuple[float, float | None, bool, float]
 
 
 def _config(
-    engine: str, *, scale: float = 1024.0, window: int = 1000, num_layers: int = 3, **layout: object
+    engine: str, *, scale: float = 1024.0, window: int = 1000, num_layers: int = 3, dtype: str = "fp16",
+    **layout: object,
 ) -> RunConfig:
     config = make_config(
-        engine=engine, dtype="fp16", model={"tie_embeddings": True, "hidden_dropout": 0.1, "num_layers": num_layers},
+        engine=engine, dtype=dtype, model={"tie_embeddings": True, "hidden_dropout": 0.1, "num_layers": num_layers},
         layout=dict(layout),
     )
     precision = dataclasses.replace(
@@ -46,7 +47,7 @@ def _allow_fp16_on_cpu() -> None:
 
 
 def _steps(
-    config: RunConfig, topology: Topology, steps: int, rounded: bool = False
+    config: RunConfig, topology: Topology, steps: int, rounded: bool = False, lr: float = LR
 ) -> list[Steps]:
     """Of each step. ``rounded``: each weight's gradient is made in fp16 first.
 
@@ -66,7 +67,7 @@ def _steps(
                                 product(total, a, b))
     with in_fp16:
         for step in range(steps):
-            r = engine.train_step(batches(step), step=step, lr=LR)
+            r = engine.train_step(batches(step), step=step, lr=lr)
             out.append((r.loss, r.grad_norm, r.skipped, r.loss_scale))
     ctx.close()
     return out
@@ -111,6 +112,13 @@ def test_every_schedule_skips_the_same_steps(ranks: RankPool) -> None:
         assert len(found) == len(configs)
         for steps in found:
             _same(steps, reference)
+    # Until the first step that is applied the weights are the initial ones: an fp32 run that learns nothing.
+    exact = _steps(_config("native", **{**settings, "dtype": "fp32"}), Topology(), STEPS, lr=0.0)
+    first = next(i for i, (_, _, skipped, _) in enumerate(reference) if not skipped)
+    assert first > 0
+    for i in range(first + 1):
+        assert reference[i][0] == pytest.approx(exact[i][0], rel=2e-3)
+    assert reference[first][1] == pytest.approx(exact[first][1], rel=1e-2)
 
 
 def _same(steps: list[Steps], reference: list[Steps]) -> None:
