@@ -79,15 +79,19 @@ def main() -> int:
     command("train", "runs/quickstart", "--nproc", str(world), *[x for c in changes for x in ("--set", c)])
     training = time.perf_counter() - begin
     folder = Path(config.output_dir) / config.name
+    lines = list(read_metrics(folder / "metrics.jsonl"))
+    steps = [x for x in lines if "loss" in x]
+    done = int(steps[-1]["step"]) if steps else 0
+    if done < config.training.steps:
+        print(f"\nstopped at step {done} of {config.training.steps}, and saved; the same command goes on from there")
+        return 130
     phase("writing a sample of text from the checkpoint, on one process", "10 s")
     sample = command("generate", str(folder), "--prompt", PROMPT, "--tokens", "200", capture=True)
     print(sample)
     (folder / "sample.txt").write_text(sample)
     picture = folder / "loss.png"
     draw_loss(folder / "metrics.jsonl", picture, unigram_entropy=entropy, title="quickstart: loss")
-    lines = list(read_metrics(folder / "metrics.jsonl"))
     validation = [float(x["validation_loss"]) for x in lines if "validation_loss" in x]
-    steps = [x for x in lines if "loss" in x]
     rates = sorted(float(x["tokens_per_second"]) for x in steps)
     print("\n== done")
     print(table([
