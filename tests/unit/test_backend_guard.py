@@ -292,6 +292,22 @@ assert deepspeed.ops.__compatible_ops__["cpu_adam"] == prebuilt_deepspeed_ops()[
 """)
 
 
+def test_starting_deepspeed_imports_no_compiler() -> None:
+    """``deepspeed.initialize`` imports Muon, whose decorators import inductor: 3 s of processor time a rank."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    run("""
+prepare_deepspeed()
+import sys
+from deepspeed.runtime import compiler
+from deepspeed.runtime.zero import utils
+utils.dist.get_rank = lambda: 1
+assert utils.is_zero_supported_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]))
+assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
+assert "torch._inductor.compile_fx" not in sys.modules
+assert compiler.compile.__module__ == compiler.__name__  # put back
+""")
+
+
 def test_a_guard_before_the_import_still_stops_a_build() -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     run("""
