@@ -1,9 +1,9 @@
 """Run the linters and the tests, and end with what was skipped and why.
 
-``make test`` calls it inside .venv: first the tests of one process, one worker a core, for they say in seconds what a
-layout would say in minutes; then those that start ranks, one after another, for each takes every core. Arguments that
-are not its own go to pytest, which then runs once. The exit code is pytest's, or 1 when only a linter complains.
-SLOW=1 in the environment adds the tests marked slow.
+``make test`` calls it inside .venv: a worker a core, for tests that start ranks spend a third of their time waiting for
+one another. Which tests share a worker and what comes first, tests/conftest.py says. Arguments that are not its own go
+to pytest, which then runs in one process. The exit code is pytest's, or 1 when only a linter complains. SLOW=1 in the
+environment adds the tests marked slow.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ALONE = ("unit", "kernels")
-"""Folders of tests in which every test is one process."""
-TOGETHER = ("distributed", "slurm", "faults", "e2e", "gpu")
-"""Folders of tests that start processes of their own."""
+MOST_WORKERS = 8
 
 
 def lint() -> int:
@@ -80,11 +77,10 @@ def folder(nodeid: str) -> str:
     return parts[1] if len(parts) > 2 else parts[0]
 
 
-def stages() -> list[list[str]]:
-    """pytest's arguments, run by run. A file's tests stay on one worker, for they share fixtures."""
-    cores = len(os.sched_getaffinity(0))
-    workers = ["-n", str(min(cores, 8)), "--dist", "loadfile"] if cores > 1 else []
-    return [[*workers, *(f"tests/{name}" for name in ALONE)], [f"tests/{name}" for name in TOGETHER]]
+def spread() -> list[str]:
+    """pytest's arguments for the whole suite."""
+    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder"] if workers > 1 else []
 
 
 def main() -> int:
@@ -101,10 +97,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     report = Report()
     # The summary of skips by place is pytest's -rs; by reason it is ours.
-    code = 0
-    for arguments in [rest] if rest else stages():
-        found = int(pytest.main(["-q", "-rs", *arguments], plugins=[report]))
-        code = code or found
+    code = int(pytest.main(["-q", "-rs", *(rest or spread())], plugins=[report]))
     report.print(time.monotonic() - started)
     if complaints:
         print("a linter complained, see above")

@@ -1,4 +1,4 @@
-"""Skips what this machine cannot run, with the reason."""
+"""Skips what this machine cannot run, with the reason, and orders the rest for several workers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,21 @@ def _not_slow() -> str:
     return "" if os.environ.get("SLOW") == "1" else "longer than a minute; SLOW=1 runs it"
 
 
+FIRST = ("slurm", "distributed", "faults", "e2e", "gpu", "kernels", "unit")
+"""Folders by how long one of their groups takes: what is long and cannot be cut must not come last."""
+TOGETHER = ("slurm", "kernels")
+"""Folders whose files share what is dear to make: a cluster, the emulated libraries."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     for marker, reason_of in (("gpu", _no_gpu), ("slurm", _no_slurm), ("slow", _not_slow)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = reason_of() if marked else ""
         for item in marked if reason else []:
             item.add_marker(pytest.mark.skip(reason=reason))
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.stem))
+    places = {folder: place for place, folder in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.parent.name, len(FIRST)))
