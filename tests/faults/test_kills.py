@@ -39,7 +39,7 @@ def test_killed_otherwise(commands: Commands, tmp_path: Path, victim: str) -> No
     run = Run(tmp_path, "run", Layout(dp=2), *kills.SETS, steps=2000)
     command = commands.start(*run.command())
     try:
-        while len(run.steps_done()) < 3:
+        while len(run.steps_done()) < 3 or run.committed() < 2:  # saves are asynchronous
             assert command.poll() is None and time.monotonic() < command.started + 90, command.output()
             time.sleep(0.01)
         for pid in [command.pid] if victim == "the launcher" else command.ranks(2):

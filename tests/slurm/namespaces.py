@@ -149,7 +149,11 @@ def wait_until(ready: Callable[[], bool], what: str, pid: int, timeout: float = 
     """Until daemon ``what`` is ready; raises as soon as it is gone."""
     deadline = time.monotonic() + timeout
     while not ready():
-        if os.waitpid(pid, os.WNOHANG)[0]:
+        try:
+            gone = os.waitpid(pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:  # subprocess was quicker: it reaps children whose Popen is gone
+            gone = True
+        if gone:
             raise RuntimeError(f"{what} did not start")
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} was not ready after {timeout:g} s")
