@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_port.checkpoint.format import TEMPORARY, SavedState, directory_name, shard_name
@@ -39,6 +41,7 @@ from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
 
 _LONGEST_NAP = 0.5
+_NICE = 10
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class BackgroundSave:
         self._peers, self._directory, self._keep, self._verify = peers, directory, keep, verify
         self._note, self._visible = note, visible_seconds
         self._buffer = HostBuffer()
+        self._plan: ShardPlan | None = None
         self._job: _Job | None = None
 
     @property
@@ -142,7 +146,8 @@ class BackgroundSave:
         work = final.with_name(final.name + TEMPORARY)
 
         def begin() -> _Job:
-            plan = plan_shard(shard_name(self._peers.rank), (p for p in pieces if p.tensor.numel()))
+            plan = plan_shard(shard_name(self._peers.rank), (p for p in pieces if p.tensor.numel()), last=self._plan)
+            self._plan = replace(plan, pieces=())
             image = self._buffer.take(plan)
             if self._peers.rank == 0:
                 prepare(self._directory, work, state)
@@ -201,6 +206,7 @@ class BackgroundSave:
 
     def _run(self, job: _Job) -> None:
         """A rank's thread."""
+        _yield_to_training()
         try:
             write_part(
                 self._peers.rank, job.work, job.plan, [job.image] if len(job.image) else [], verify=self._verify,
@@ -236,3 +242,11 @@ class BackgroundSave:
             if job.cancel.wait(nap):
                 raise _Cancelled
             nap = min(2 * nap, _LONGEST_NAP)
+
+
+def _yield_to_training() -> None:
+    """Give the calling thread a lower priority than those that train. Linux has one a thread; else nothing happens."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _NICE, 19))

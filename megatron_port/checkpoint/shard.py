@@ -82,9 +82,14 @@ class ShardPlan:
         return len(self.head) + self.data_bytes
 
 
-def plan_shard(file: str, pieces: Iterable[StatePiece]) -> ShardPlan:
-    """Lay out a file called ``file``. Raises CheckpointError if a piece contradicts itself."""
+def plan_shard(file: str, pieces: Iterable[StatePiece], *, last: ShardPlan | None = None) -> ShardPlan:
+    """Lay out a file called ``file``. Raises CheckpointError if a piece contradicts itself.
+
+    ``last``: the plan of an earlier file of that name; where all pieces but their values are the same it is used again.
+    """
     ordered = tuple(sorted(pieces, key=lambda p: -p.tensor.element_size()))
+    if last is not None and len(last.entries) == len(ordered) and all(map(_fits, last.entries, ordered)):
+        return replace(last, pieces=ordered)
     entries: list[PieceEntry] = []
     spans: list[tuple[int, int]] = []
     header: dict[str, dict[str, object]] = {}
@@ -100,6 +105,16 @@ def plan_shard(file: str, pieces: Iterable[StatePiece]) -> ShardPlan:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return ShardPlan(len(text).to_bytes(8, "little") + text, ordered, tuple(entries), tuple(spans))
+
+
+def _fits(entry: PieceEntry, piece: StatePiece) -> bool:
+    """Whether ``entry`` is what ``piece_entry`` would say of the piece."""
+    tensor = piece.tensor
+    return (
+        entry.name == piece.name and entry.kind == piece.kind and entry.flat_start == piece.flat_start
+        and entry.offset == piece.offset and entry.shape == piece.shape and entry.global_shape == piece.global_shape
+        and entry.numel == tensor.numel() and tensor.dim() == 1 and f"torch.{entry.dtype}" == str(tensor.dtype)
+    )
 
 
 def write_shard(path: Path, pieces: Sequence[StatePiece]) -> tuple[FileEntry, list[PieceEntry]]:

@@ -126,8 +126,7 @@ def prepare(directory: Path, work: Path, state: SavedState) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(directory)
-        work.mkdir()
-        fsync_directory(directory)
+        work.mkdir()  # durable with the commit; until then it is of no use
     except OSError as error:
         raise disk_error(error, work) from error
 

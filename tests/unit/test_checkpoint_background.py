@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +108,41 @@ def test_a_rank_that_fails_in_the_background(tmp_path: Path, monkeypatch: pytest
     assert "rank 1 on" in failure and "the disk of this rank is full" in failure and in_flight is None
     assert latest == tmp_path / "step-00000001" and again is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000003"]
+
+
+def test_the_thread_yields_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("threads have priorities of their own on Linux only")
+    seen: list[int] = []
+    real = background.write_part
+
+    def looks(*args: Any, **kwargs: Any) -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(background, "write_part", looks)
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    saver = BackgroundSave(Alone(), tmp_path)
+    saver.start(state(), [whole("w", torch.ones(4))])
+    done = saver.finish()
+    assert done is not None and done.failure is None
+    assert seen == [min(mine + 10, 19)] and os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
+
+
+def test_a_plan_is_used_again_only_where_it_fits() -> None:
+    """What comes out is what planning anew gives, whatever the last one was of."""
+    v, w = whole("v", torch.ones(6)), whole("w", torch.ones(6, dtype=torch.bfloat16))
+    first = plan_shard("x", [w, v])
+    again = plan_shard("x", [replace(w, tensor=w.tensor * 2), v], last=replace(first, pieces=()))
+    assert again.entries is first.entries and [p.name for p in again.pieces] == ["v", "w"]
+    assert torch.equal(again.pieces[1].tensor, w.tensor * 2)
+    box = {"global_shape": (6,), "offset": (1,), "shape": (5,), "tensor": torch.ones(5)}
+    for other in (
+        [v], [v, v], [w, replace(v, name="u")], [w, replace(v, kind="exp_avg")], [w, replace(v, **box)],  # type: ignore[arg-type]
+        [w, replace(v, tensor=torch.ones(6, dtype=torch.float64))], [w, replace(v, tensor=torch.ones(5))],
+        [w, replace(v, tensor=torch.ones(5), flat_start=1)], [w, replace(v, global_shape=(7,))],
+    ):
+        assert plan_shard("x", other, last=first) == plan_shard("x", other)
 
 
 def test_disks_that_are_not_shared(tmp_path: Path) -> None:
