@@ -96,10 +96,11 @@ def range_fault(piece: FlatRange, global_shape: Shape) -> str | None:
     """What is wrong with one piece by itself, or None."""
     if not len(piece.offset) == len(piece.shape) == len(global_shape):
         return f"box {piece.offset} + {piece.shape} has other dimensions than the tensor {global_shape}"
-    if min((*piece.offset, *piece.shape, piece.flat_start, piece.numel), default=0) < 0:
+    if min((*piece.offset, *piece.shape, piece.flat_start, piece.numel)) < 0:
         return f"box {piece.offset} + {piece.shape}, range {piece.flat_start} + {piece.numel}: negative numbers"
-    if any(o + n > g for o, n, g in zip(piece.offset, piece.shape, global_shape)):
-        return f"box {piece.offset} + {piece.shape} leaves the tensor {global_shape}"
+    for o, n, g in zip(piece.offset, piece.shape, global_shape):
+        if o + n > g:
+            return f"box {piece.offset} + {piece.shape} leaves the tensor {global_shape}"
     if piece.flat_start + piece.numel > prod(piece.shape):
         return (
             f"range {piece.flat_start} + {piece.numel} leaves its box {piece.shape} of {prod(piece.shape)} elements"

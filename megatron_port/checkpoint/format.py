@@ -48,6 +48,7 @@ _STEP = re.compile(r"step-(\d{8,18})(?:\.old)?")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _MAX_MANIFEST = 1 << 31
 _MAX_DIMS = 16
+_MAX_COUNT = 1 << 63
 _CHUNK = 1 << 24
 
 
@@ -239,12 +240,16 @@ def decode_manifest(raw: bytes, where: str = MANIFEST) -> Manifest:
         raise DamagedCheckpoint(f"{where}: damaged: not JSON ({error}); use another checkpoint") from None
     if not isinstance(outer, dict) or not isinstance(outer.get("manifest"), dict):
         raise DamagedCheckpoint(f"{where}: damaged or not a manifest: no object called \"manifest\"")
-    body = outer["manifest"]
+    body, digest = outer["manifest"], outer.get("hash")
     try:
-        expected = xxhash.xxh3_128_hexdigest(_canonical(body).encode())
+        # As it was written, the text is its own canonical form; one that was laid out anew is brought into it.
+        as_written = raw.startswith(f'{{"hash":"{digest}",\n"manifest":{{'.encode()) and raw.endswith(b"}}\n")
+        text = raw[raw.index(b"\n") + len('\n"manifest":') : -2] if as_written else b""
+        if xxhash.xxh3_128_hexdigest(text) != digest:
+            text = _canonical(body).encode()
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{where}: damaged: {error}") from None
-    if outer.get("hash") != expected:
+    if xxhash.xxh3_128_hexdigest(text) != digest:
         raise DamagedCheckpoint(f"{where}: damaged: its content does not match its hash; use another checkpoint")
     version = body.get("version")
     if body.get("schema") != SCHEMA or isinstance(version, bool) or version not in READABLE:
@@ -282,14 +287,15 @@ class _Parser:
     def fail(self, what: str) -> CheckpointError:
         return DamagedCheckpoint(f"{self.where}: {what}")
 
-    def count(self, value: Any, what: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-            raise self.fail(f"{what} is {value!r:.60}; expected an integer from 0 to 2^63 - 1")
+    # ``what`` and ``of`` are joined in the message only: there may be 10^5 pieces.
+    def count(self, value: Any, what: str, of: str = "") -> int:
+        if type(value) is not int or not 0 <= value < _MAX_COUNT:  # not isinstance: True is an int
+            raise self.fail(f"{what}{of} is {value!r:.60}; expected an integer from 0 to 2^63 - 1")
         return value
 
-    def text(self, value: Any, what: str) -> str:
+    def text(self, value: Any, what: str, of: str = "") -> str:
         if not isinstance(value, str) or not value or len(value) > 4096:
-            raise self.fail(f"{what} is {value!r:.60}; expected a name")
+            raise self.fail(f"{what}{of} is {value!r:.60}; expected a name")
         return value
 
     def mapping(self, value: Any, what: str) -> dict[str, Any]:
@@ -297,10 +303,12 @@ class _Parser:
             raise self.fail(f"{what} is {value!r:.60}; expected an object")
         return value
 
-    def dims(self, value: Any, what: str) -> tuple[int, ...]:
+    def dims(self, value: Any, what: str, of: str) -> tuple[int, ...]:
         if not isinstance(value, list) or len(value) > _MAX_DIMS:
-            raise self.fail(f"{what} is {value!r:.60}; expected a list of at most {_MAX_DIMS} sizes")
-        return tuple(self.count(v, what) for v in value)
+            raise self.fail(f"{what}{of} is {value!r:.60}; expected a list of at most {_MAX_DIMS} sizes")
+        for v in value:
+            self.count(v, what, of)
+        return tuple(value)
 
     def file_name(self, value: Any) -> str:
         # Nothing but a shard's own name: no path can lead out of the directory.
@@ -320,37 +328,40 @@ class _Parser:
         blocks = entry.get("blocks")
         if not isinstance(blocks, list) or len(blocks) != -(-size // width):
             raise self.fail(f"{name} has {size} bytes, which are {-(-size // width)} blocks; not as many are listed")
-        return FileEntry(size, digest, width, tuple(self.digest(b, f"a block's hash of {name}") for b in blocks))
+        of = f" of {name}"
+        return FileEntry(size, digest, width, tuple([self.digest(b, "a block's hash", of) for b in blocks]))
 
-    def digest(self, value: Any, what: str) -> str:
+    def digest(self, value: Any, what: str, of: str = "") -> str:
         if not isinstance(value, str) or not _HASH.fullmatch(value):
-            raise self.fail(f"{what} is {value!r:.60}; expected 32 hex digits")
+            raise self.fail(f"{what}{of} is {value!r:.60}; expected 32 hex digits")
         return value
 
     def piece(self, value: Any, files: Mapping[str, FileEntry]) -> PieceEntry:
         entry = self.mapping(value, "a piece")
         name = self.text(entry.get("name"), "a piece's name")
+        of = f" of {name}"
+        file = entry.get("file")
+        if not isinstance(file, str) or file not in files:
+            raise self.fail(f"{name} lies in {self.file_name(file)}, which is not among the files")
         piece = PieceEntry(
             name=name,
-            kind=self.text(entry.get("kind"), f"kind of {name}"),
-            global_shape=self.dims(entry.get("global_shape"), f"global_shape of {name}"),
-            dtype=self.text(entry.get("dtype"), f"dtype of {name}"),
-            offset=self.dims(entry.get("offset"), f"offset of {name}"),
-            shape=self.dims(entry.get("shape"), f"shape of {name}"),
-            flat_start=self.count(entry.get("flat_start"), f"flat_start of {name}"),
-            numel=self.count(entry.get("numel"), f"numel of {name}"),
-            file=self.file_name(entry.get("file")),
-            key=self.text(entry.get("key"), f"key of {name}"),
-            hash=self.digest(entry["hash"], f"hash of {name}") if entry.get("hash") else "",
+            kind=self.text(entry.get("kind"), "kind", of),
+            global_shape=self.dims(entry.get("global_shape"), "global_shape", of),
+            dtype=self.text(entry.get("dtype"), "dtype", of),
+            offset=self.dims(entry.get("offset"), "offset", of),
+            shape=self.dims(entry.get("shape"), "shape", of),
+            flat_start=self.count(entry.get("flat_start"), "flat_start", of),
+            numel=self.count(entry.get("numel"), "numel", of),
+            file=file,
+            key=self.text(entry.get("key"), "key", of),
+            hash=self.digest(entry["hash"], "hash", of) if entry.get("hash") else "",
         )
         if piece.dtype not in DTYPES:
             raise self.fail(f"dtype of {name} is {piece.dtype!r}; expected one of {', '.join(DTYPES)}")
-        if piece.file not in files:
-            raise self.fail(f"{name} lies in {piece.file}, which is not among the files")
         nbytes = piece.numel * DTYPES[piece.dtype][1]
-        if nbytes > files[piece.file].size:
-            raise self.fail(f"{name} needs {nbytes} bytes of {piece.file}, which has {files[piece.file].size}")
-        if prod(piece.global_shape) >= 1 << 63:
+        if nbytes > files[file].size:
+            raise self.fail(f"{name} needs {nbytes} bytes of {file}, which has {files[file].size}")
+        if prod(piece.global_shape) >= _MAX_COUNT:
             raise self.fail(f"{name} has {prod(piece.global_shape)} elements, more than 2^63 - 1")
         return piece
 

@@ -1,7 +1,7 @@
 """Loading: any box of any tensor, whatever layout wrote it, with nothing trusted unverified.
 
-A read fetches only the byte ranges that overlap the box, and the blocks around them are verified before a byte of
-them is used (``ranged``). What is damaged is named: the file, the block, and the tensors in it.
+A read fetches only the byte ranges that overlap the box, straight into where the caller wants them, and returns after
+the blocks around them were verified (``ranged``). What is damaged is named: the file, the block, and the tensors in it.
 """
 
 from __future__ import annotations
@@ -135,8 +135,14 @@ class Checkpoint:
         """Global logical shape. Raises CheckpointError if it is not in the checkpoint."""
         return self._find(name, kind)[0].global_shape
 
-    def read(self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def read(
+        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The box ``offset + shape`` of a tensor, on the CPU, of shape ``shape`` and the dtype that was saved.
+
+        ``out``: a contiguous CPU tensor of that shape and dtype is filled and returned, without a copy in between;
+        any other is left alone. After an error its content is undefined: some of it may be what was damaged.
 
         Raises:
             DamagedCheckpoint: a file is damaged or cannot be read; file, block and tensors are named.
@@ -154,11 +160,15 @@ class Checkpoint:
                 "the checkpoint is of another model"
             )
         wanted = Box(offset, tuple(o + n for o, n in zip(offset, shape)))
-        out = torch.empty(shape, dtype=getattr(torch, pieces[0].dtype))
+        dtype = getattr(torch, pieces[0].dtype)
+        if out is None or not (
+            out.device.type == "cpu" and out.dtype == dtype and tuple(out.shape) == shape and out.is_contiguous()
+        ):
+            out = torch.empty(shape, dtype=dtype)
         if out.numel():
             try:
                 for piece in pieces:
-                    self._copy(piece, wanted, out)
+                    self._copy(piece, wanted, out.detach())
             except DamagedCheckpoint as error:
                 raise DamagedCheckpoint(f"{error}; found while reading {kind} of {name}") from error
         return out
@@ -230,6 +240,8 @@ class Checkpoint:
 
     def _copy(self, piece: PieceEntry, wanted: Box, out: torch.Tensor) -> None:
         """Copy what ``piece`` has of ``wanted`` into ``out`` (of wanted's shape)."""
+        if not all(o < z and a < o + n for o, n, a, z in zip(piece.offset, piece.shape, wanted.low, wanted.high)):
+            return  # most of a tensor's pieces, where it has many
         steps = strides(piece.shape)
         for box in piece.flat_range().boxes():
             common = box.intersect(wanted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -102,8 +102,18 @@ class StatePiece:
     tensor: torch.Tensor
 
 
-StateReader = Callable[[str, str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
-"""``read(name, kind, offset, shape)`` → the box as a CPU tensor of that shape."""
+class StateReader(Protocol):
+    """Where an engine's state comes from: a checkpoint, an initialisation, a folder of another system."""
+
+    def __call__(
+        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The box ``offset + shape`` of a tensor, as a tensor of that shape.
+
+        ``out`` is an offer: a reader that can puts the box there and returns ``out`` itself, which saves memory and a
+        copy; else it leaves it alone and returns a tensor of its own. After an error its content is undefined.
+        """
 
 
 class Engine(Protocol):

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from megatron_port.engine.api import StatePiece, StateReader
-from megatron_port.engine.module import logical_pieces, read_local
+from megatron_port.engine.module import WholeScratch, logical_pieces, read_local, read_range
 from megatron_port.optim.gradients import counts_in_norm
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord, record_of
@@ -88,24 +88,26 @@ def load_state(zero: Any, read: StateReader, steps: int) -> None:
     for group in zero.optimizer.param_groups:
         if "step" in group:
             group["step"] = steps
+    scratch = WholeScratch(torch.float32)
     for parameters in parameter_groups(zero):
         for p in parameters:
             record, mapping = record_of(p), p._hp_mapping  # type: ignore[attr-defined]
-            whole = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+            if mapping is None:
+                whole = scratch.of(p.shape, p.device)
+                read_local(read, record, "weight", whole)
+                p.copy_(whole)
+                continue
+            flat = masters[mapping.param_group_index]
+            inside, local = mapping.hp_fragment_address, mapping.lp_fragment_address
+            master = flat.narrow(0, inside.start, inside.numel)
+            # Where this rank has all of it, a parameter is read to where it stays.
+            whole = master.view(p.shape) if inside.numel == p.numel() else scratch.of(p.shape, p.device)
             read_local(read, record, "weight", whole)
             p.copy_(whole)
-            if mapping is None:
-                continue
-            for group_index, flat in enumerate(masters):
-                if group_index == mapping.param_group_index:
-                    inside, local = mapping.hp_fragment_address, mapping.lp_fragment_address
-                    flat.narrow(0, inside.start, inside.numel).copy_(
-                        whole.view(-1).narrow(0, local.start, local.numel)
-                    )
-                    for kind in MOMENTS:
-                        read_local(read, record, kind, whole)
-                        zero.optimizer.state[flat][kind].narrow(0, inside.start, inside.numel).copy_(
-                            whole.view(-1).narrow(0, local.start, local.numel)
-                        )
+            if inside.numel != p.numel():
+                master.copy_(whole.view(-1).narrow(0, local.start, local.numel))
+            for kind in MOMENTS:
+                moment = zero.optimizer.state[flat][kind].narrow(0, inside.start, inside.numel)
+                read_range(read, record, kind, moment, local.start, scratch)
     # Links that DeepSpeed made to earlier state tensors are made again at the next step.
     zero._hp_optimizer_states_linked = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -40,13 +41,48 @@ def recorded_parameters(stage: nn.Module) -> list[tuple[ParameterRecord, nn.Para
 
 
 def read_local(read: StateReader, record: ParameterRecord, kind: str, out: torch.Tensor) -> None:
-    """Fill ``out`` (shape ``record.local_shape``) with this rank's slice; padding becomes zero."""
+    """Fill ``out`` (shape ``record.local_shape``) with this rank's slice; padding becomes zero.
+
+    A reader that can reads straight into it, so after an error its content is undefined.
+    """
     with torch.no_grad():
         view = record.local_view(out)
         if view.numel() != out.numel():
             out.zero_()
         if view.numel():
-            view.copy_(read(record.name, kind, record.offset, record.extent))
+            found = read(record.name, kind, record.offset, record.extent, out=view)
+            if found is not view:
+                view.copy_(found)
+
+
+class WholeScratch:
+    """Memory for one whole local tensor at a time, used again for the next."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._flat = torch.empty(0, dtype=dtype)
+
+    def of(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Of that shape, on that device, filled with anything; what was handed out before is lost."""
+        size = math.prod(shape)
+        if self._flat.numel() < size or self._flat.device != device:
+            self._flat = torch.empty(0, dtype=self._dtype)  # first let go, so that two never exist
+            self._flat = torch.empty(size, dtype=self._dtype, device=device)
+        return self._flat[:size].view(tuple(shape))
+
+
+def read_range(
+    read: StateReader, record: ParameterRecord, kind: str, out: torch.Tensor, start: int, scratch: WholeScratch
+) -> None:
+    """Fill ``out`` (1-D) with the elements from ``start`` of this rank's flattened slice; padding becomes zero."""
+    size = math.prod(record.local_shape)
+    if out.numel() == size:
+        read_local(read, record, kind, out.view(record.local_shape))
+    else:
+        whole = scratch.of(record.local_shape, out.device)
+        read_local(read, record, kind, whole)
+        with torch.no_grad():
+            out.copy_(whole.view(-1)[start : start + out.numel()])
 
 
 def logical_pieces(
@@ -76,14 +112,16 @@ def logical_pieces(
 def zero_moments(read: StateReader) -> StateReader:
     """A reader whose moments are zero: weights from a checkpoint, optimizer fresh."""
 
-    def wrapped(name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def wrapped(
+        name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if kind != "weight":
-            return torch.zeros(shape)
-        return read(name, kind, offset, shape)
+            return torch.zeros(shape) if out is None else out.zero_()
+        return read(name, kind, offset, shape, out=out)
 
     return wrapped
 
 
 __all__ = [
-    "StageModule", "logical_pieces", "read_local", "recorded_parameters", "zero_moments",
+    "StageModule", "WholeScratch", "logical_pieces", "read_local", "read_range", "recorded_parameters", "zero_moments",
 ]

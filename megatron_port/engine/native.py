@@ -25,7 +25,14 @@ from megatron_port.engine.api import (
     StepLimits,
     StepResult,
 )
-from megatron_port.engine.module import logical_pieces, read_local, recorded_parameters, zero_moments
+from megatron_port.engine.module import (
+    WholeScratch,
+    logical_pieces,
+    read_local,
+    read_range,
+    recorded_parameters,
+    zero_moments,
+)
 from megatron_port.engine.native_passes import Passes
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
@@ -232,24 +239,34 @@ class NativeEngine:
         pieces: dict[str, list[Piece]] = {}
         for piece in self.sharded.pieces:
             pieces.setdefault(piece.record.name, []).append(piece)
+        scratch = WholeScratch(self.sharded.wide)
         for record, p in self.parameters:
-            whole = torch.zeros(p.shape, dtype=self.sharded.wide, device=p.device)
-            mine = [(piece, slice(piece.start, piece.start + piece.master.numel())) for piece in
-                    pieces.get(record.name, [])]
+            mine = pieces.get(record.name, [])
+            whole = self._load_place(p, mine, scratch)
             read_local(read, record, "weight", whole)
-            p.copy_(whole)
-            for piece, span in mine:
-                piece.master.copy_(whole.view(-1)[span])
-            moments: dict[str, list[torch.Tensor]] = {}
-            for kind in ("exp_avg", "exp_avg_sq") if mine else ():
-                read_local(read, record, kind, whole)
-                moments[kind] = [whole.view(-1)[span].clone() for _, span in mine]
-            for i, (piece, _) in enumerate(mine):
-                self.update.state[piece.master] = {kind: values[i] for kind, values in moments.items()} | {
-                    "step": torch.tensor(float(scalars.get("optimizer_steps", 0)))
-                }
+            if whole.data_ptr() != p.data_ptr():
+                p.copy_(whole)
+            for piece in mine:
+                part = whole.view(-1)[piece.start : piece.start + piece.master.numel()]
+                if part.data_ptr() != piece.master.data_ptr():
+                    piece.master.copy_(part)
+            for piece in mine:
+                held = self.update.state.get(piece.master, {})
+                state = {"step": torch.tensor(float(scalars.get("optimizer_steps", 0)))}
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    state[kind] = held[kind] if kind in held else torch.empty_like(piece.master)
+                    read_range(read, record, kind, state[kind], piece.start, scratch)
+                self.update.state[piece.master] = state
         self.update.steps = int(scalars.get("optimizer_steps", 0))
         self.scaler.load(scalars)
+
+    def _load_place(self, p: torch.Tensor, mine: Sequence[Piece], scratch: WholeScratch) -> torch.Tensor:
+        """Where to read a parameter to, in the masters' dtype: a place where it stays, if there is one."""
+        if p.dtype == self.sharded.wide:
+            return p.detach()
+        if mine and mine[0].master.numel() == p.numel():
+            return mine[0].master.view(p.shape)
+        return scratch.of(p.shape, p.device)
 
     def load_weights(self, read: StateReader) -> None:
         """Set weights; moments and counters start afresh."""

@@ -9,7 +9,6 @@ in fp64, and the scale is then lowered to 2 or 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.schema import LayoutConfig, ModelConfig
+from megatron_port.engine.api import StateReader
 from megatron_port.engine.module import read_local
 from megatron_port.errors import CheckpointError, EnvironmentFault
 from megatron_port.interop.hf_files import HFFolder
@@ -32,7 +32,6 @@ from megatron_port.parallel.record import record_of
 TOLERANCE = 1e-6
 SCALES = (5.0, 2.0, 1.0)
 SAMPLES, LENGTH = 2, 48
-Reader = Callable[[str, str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,9 @@ def check_export(checkpoint: Checkpoint, model: ModelConfig, folder: Path, *, dt
     length = min(LENGTH, model.seq_length)
     tokens = torch.randint(0, model.vocab_size, (SAMPLES, length), generator=generator)
 
-    def rounded(name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def rounded(
+        name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return checkpoint.read(name, kind, offset, shape).to(dtype)
 
     for scale in SCALES:
@@ -114,7 +115,8 @@ def import_transformers() -> Any:
 
 
 def our_logits(
-    read: Reader, model: ModelConfig, tokens: torch.Tensor, *, scale: float = 1.0, dtype: torch.dtype = torch.float32
+    read: StateReader, model: ModelConfig, tokens: torch.Tensor, *, scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Logits [batch, seq, vocab] of our model in plain torch, one layer in memory at a time."""
     ctx = ParallelContext.single()

@@ -81,8 +81,11 @@ class HFFolder:
             out = torch.promote_types(out, other)
         return out
 
-    def read(self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """The box ``offset + shape`` of a parameter of ours, on the CPU.
+    def read(
+        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The box ``offset + shape`` of a parameter of ours, on the CPU; a tensor of its own, whatever ``out`` is.
 
         Raises:
             CheckpointError: no such parameter or kind, or the box leaves it.

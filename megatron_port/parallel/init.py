@@ -75,10 +75,12 @@ def initial_values(
 
 def initial_reader(
     records: dict[str, ParameterRecord], seed: int, device: torch.device | str = "cpu"
-) -> Callable[[str, str, tuple[int, ...], tuple[int, ...]], torch.Tensor]:
+) -> Callable[..., torch.Tensor]:
     """A ``StateReader`` that serves initial weights and zero moments: a fresh start is a load like any other."""
 
-    def read(name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> torch.Tensor:
+    def read(
+        name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...], /, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         record = records[name]
         init = record.init if kind == "weight" else InitSpec("zeros")
         return initial_values(

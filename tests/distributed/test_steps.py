@@ -69,7 +69,7 @@ def test_a_batch_that_grows(ranks: RankPool, engine: str) -> None:
 
 
 def _reader(saved: dict[tuple[str, str], StatePiece]) -> StateReader:
-    return lambda name, kind, offset, shape: saved[name, kind].tensor.view(shape)
+    return lambda name, kind, offset, shape, out=None: saved[name, kind].tensor.view(shape)
 
 
 def _with_adam(config: RunConfig, topology: Topology, provider: str, resume_at: int) -> list[float]:

@@ -79,7 +79,9 @@ class Place:
     def _randomise(self, step: int) -> None:
         generator = torch.Generator().manual_seed(step)
 
-        def read(name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        def read(
+            name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None
+        ) -> torch.Tensor:
             return torch.randn(shape, generator=generator)
 
         self.engine.load_state(read, {"optimizer_steps": step})
@@ -261,9 +263,10 @@ def watched(place: Place, served: list[str]) -> Iterator[None]:
     real = Checkpoint.read
 
     def read(
-        self: Checkpoint, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...]
+        self: Checkpoint, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        got = real(self, name, kind, offset, shape)
+        got = real(self, name, kind, offset, shape, out=out)
         want = place.truth[int(self.path.name[5:])][name, kind, 0]
         if not torch.equal(got.reshape(-1), want):
             served.append(f"{kind} of {name} of {self.path.name}")

@@ -278,6 +278,20 @@ def test_damage_elsewhere_does_not_matter_and_damage_here_is_named(tmp_path: Pat
     assert len(faults) == 2 and "weight of w" in faults[0] and "exp_avg of w" in faults[1]
 
 
+def test_a_place_in_memory_hides_no_damage(tmp_path: Path) -> None:
+    """Read straight into its place, whole blocks and parts of them: the same error, and the rest is still readable."""
+    at, w, start = big(tmp_path)
+    data = bytearray((at / SHARD).read_bytes())
+    data[start + 40 * 64] ^= 4
+    (at / SHARD).write_bytes(data)
+    checkpoint = open_checkpoint(at)
+    for low, rows in ((0, 64), (36, 8), (40, 1)):
+        with pytest.raises(DamagedCheckpoint, match="damaged is weight of w; found while reading weight of w"):
+            checkpoint.read("w", "weight", (low, 0), (rows, 16), out=torch.zeros(rows, 16))
+    place = torch.zeros(32, 16)
+    assert checkpoint.read("w", "weight", (0, 0), (32, 16), out=place) is place and torch.equal(place, w[:32])
+
+
 @pytest.mark.parametrize("span", [1 << 24, 100, 64])
 def test_boxes_of_any_shape_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int) -> None:
     """Columns of a matrix and a cube cut in the middle, fetched in few or in many bites, through blocks of 37 bytes."""

@@ -145,6 +145,23 @@ def test_any_layout_reads_any_layout(tmp_path_factory: pytest.TempPathFactory, d
             got = with_hash.read(name, kind, offset, size)
             want = tensor[tuple(slice(o, o + n) for o, n in zip(offset, size))]
             assert got.dtype == want.dtype and torch.equal(got, want)
+            place = torch.zeros(size, dtype=want.dtype)
+            assert with_hash.read(name, kind, offset, size, out=place) is place and torch.equal(place, want)
+
+
+def test_a_place_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
+    """Another dtype or shape, strides, another device: the box comes in a tensor of its own."""
+    w = torch.arange(12.0).reshape(3, 4)
+    checkpoint = open_checkpoint(save_checkpoint(tmp_path, state(), [whole("w", w)]))
+    row = torch.nn.Parameter(torch.zeros(3, 4))
+    assert checkpoint.read("w", "weight", (0, 0), (3, 4), out=row) is row and torch.equal(row.detach(), w)
+    for place in (
+        torch.zeros(3, 4, dtype=torch.float64), torch.zeros(4, 3), torch.zeros(12), torch.zeros(4, 3).t(),
+        torch.zeros(1, 1).expand(3, 4), torch.zeros(3, 4, device="meta"),
+    ):
+        got = checkpoint.read("w", "weight", (0, 0), (3, 4), out=place)
+        assert got is not place and torch.equal(got, w) and got.dtype == w.dtype
+        assert place.is_meta or not place.any()
 
 
 def test_files_are_plain_safetensors(tmp_path: Path) -> None:

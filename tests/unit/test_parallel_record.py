@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_port.engine.module import logical_pieces, read_local, recorded_parameters
+from megatron_port.engine.module import WholeScratch, logical_pieces, read_local, read_range, recorded_parameters
 from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, record_of, split_record
 
 NORMAL = InitSpec("normal", 0.02)
+Shape = tuple[int, ...]
 
 
 @st.composite
@@ -75,7 +76,9 @@ def test_pieces_of_a_flat_buffer_are_the_logical_elements(
     found = torch.zeros(shape)
     for r in records(*case) if dim is not None else records(*case)[:1]:
         local = torch.zeros(r.local_shape)
-        read_local(lambda n, k, o, s: logical[tuple(slice(a, a + b) for a, b in zip(o, s))], r, "weight", local)
+        read_local(
+            lambda n, k, o, s, out=None: logical[tuple(slice(a, a + b) for a, b in zip(o, s))], r, "weight", local
+        )
         flat = local.view(-1)
         cut = data.draw(st.integers(0, flat.numel()))
         box = torch.zeros(prod(r.extent))
@@ -95,15 +98,37 @@ def test_ranks_without_a_real_row() -> None:
     assert {r.local_shape for r in made} == {(8, 3)}
     assert list(logical_pieces(made[1], "weight", torch.zeros(24), 0)) == []
     out = torch.ones(8, 3)
-    read_local(lambda *_: pytest.fail("read nothing"), made[1], "weight", out)
+    read_local(lambda *_, **__: pytest.fail("read nothing"), made[1], "weight", out)
     assert torch.equal(out, torch.zeros(8, 3))
 
 
 def test_read_local_clears_the_padding() -> None:
     r = records((5, 3), 0, 1, 8)[0]
     out = torch.full((8, 3), 9.0)
-    read_local(lambda n, k, offset, extent: torch.ones(extent), r, "weight", out)
+    read_local(lambda n, k, offset, extent, out=None: torch.ones(extent), r, "weight", out)
     assert torch.equal(out[:5], torch.ones(5, 3)) and torch.equal(out[5:], torch.zeros(3, 3))
+
+
+def test_a_range_is_read_to_where_it_stays() -> None:
+    """Whole: the reader is offered the very memory. A part: through the scratch. Padding is zero in both."""
+    r = records((5, 3), 0, 1, 8)[0]
+    logical = torch.arange(1.0, 16.0).view(5, 3)
+    offered: list[int] = []
+
+    def read(name: str, kind: str, offset: Shape, shape: Shape, /, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert out is not None and out.shape == shape and (name, kind) == ("w", "exp_avg")
+        offered.append(out.data_ptr())
+        return out.copy_(logical)
+
+    scratch = WholeScratch(torch.float32)
+    whole = torch.full((24,), 9.0)
+    read_range(read, r, "exp_avg", whole, 0, scratch)
+    part = torch.full((6,), 9.0)
+    read_range(read, r, "exp_avg", part, 11, scratch)
+    assert torch.equal(whole, torch.cat([logical.view(-1), torch.zeros(9)])) and torch.equal(part, whole[11:17])
+    place = scratch.of((8, 3), part.device)
+    assert offered == [whole.data_ptr(), place.data_ptr()]
+    assert scratch.of((2, 2), part.device).data_ptr() == place.data_ptr()
 
 
 def test_an_uneven_split_is_a_mistake() -> None:
