@@ -133,6 +133,9 @@ def _overlap_fault(pieces: Sequence[FlatRange]) -> str | None:
         by_box.setdefault((piece.offset, piece.shape), []).append(piece)
     solids: list[tuple[Box, str]] = []
     for (offset, shape), members in by_box.items():
+        if len(members) == 1 and members[0].numel == prod(shape):  # most are, and there may be 10^5
+            solids.append((Box(offset, tuple([o + n for o, n in zip(offset, shape)])), members[0].label))
+            continue
         members.sort(key=lambda p: p.flat_start)
         for a, b in pairwise(members):
             if a.flat_start + a.numel > b.flat_start:
@@ -153,7 +156,8 @@ def _solids_fault(solids: list[tuple[Box, str]]) -> str | None:
     solids.sort(key=lambda s: s[0].low[:1])
     open_boxes: list[tuple[Box, str]] = []
     for box, label in solids:
-        open_boxes = [(o, n) for o, n in open_boxes if o.high[:1] > box.low[:1] or not box.low]
+        if open_boxes:
+            open_boxes = [(o, n) for o, n in open_boxes if o.high[:1] > box.low[:1] or not box.low]
         for other, name in open_boxes:
             if box.intersect(other) is not None:
                 return f"boxes {other.low}..{other.high} ({name}) and {box.low}..{box.high} ({label}) overlap"

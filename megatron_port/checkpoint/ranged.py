@@ -1,8 +1,8 @@
 """Ranged reads of one file in which every block is verified before its first byte is used.
 
-A block that is wanted whole is read straight into its destination and hashed there, a mebibyte at a time while it
-is in the core's cache. One that is wanted in part is read into a scratch buffer, which several files share, so the
-memory is one block whatever is read. A block is hashed once: later reads of it fetch only the bytes they want.
+What is wanted of a block is read straight into its destination and hashed there, a mebibyte at a time while it is in
+the core's cache. What else is in it goes to a scratch buffer, where the next read may find it; several files share it,
+so the memory is one block whatever is read. A block is hashed once: later reads of it fetch only the bytes they want.
 """
 
 from __future__ import annotations
@@ -24,18 +24,29 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self.holds: tuple[Path, int] | None = None
+        self._holds: tuple[Path, int] | None = None
+        self._hole = (0, 0)
 
     def space(self, size: int) -> memoryview:
         """``size`` bytes to fill; what was there is gone."""
-        self.holds = None
+        self._holds = None
         if len(self._buffer) < size:
             self._buffer = bytearray(size)
         return memoryview(self._buffer)[:size]
 
-    def part(self, start: int, stop: int) -> memoryview:
-        """Bytes of what it holds."""
+    def keep(self, path: Path, index: int, hole: tuple[int, int]) -> None:
+        """It was filled with verified bytes of that block, all but those from ``hole[0]`` up to ``hole[1]``."""
+        self._holds, self._hole = (path, index), hole
+
+    def part(self, path: Path, index: int, start: int, stop: int) -> memoryview | None:
+        """Bytes of a block, if they are all here."""
+        if self._holds != (path, index) or (start < self._hole[1] and self._hole[0] < stop):
+            return None
         return memoryview(self._buffer)[start:stop]
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self._holds = None
 
 
 class RangedFile:
@@ -97,23 +108,24 @@ class RangedFile:
             low, high = index * width, min((index + 1) * width, self._entry.size)
             a, z = max(low, start), min(high, stop)
             part = out[a - start : z - start]
-            if self._scratch.holds == (self.path, index):
-                part[:] = self._scratch.part(a - low, z - low)
+            known = self._scratch.part(self.path, index, a - low, z - low) if self._verified[index] else None
+            if known is not None:
+                part[:] = known
             elif self._verified[index]:
                 self._pread(a, part)
             elif (a, z) == (low, high):
                 self._read_block(index, part)
             else:
-                block = self._scratch.space(high - low)
-                self._read_block(index, block)
-                self._scratch.holds = (self.path, index)
-                part[:] = block[a - low : z - low]
+                around = self._scratch.space(high - low)
+                self._read_block(index, around[: a - low], part, around[z - low :])
+                self._scratch.keep(self.path, index, (a - low, z - low))
 
     def faults(self) -> Iterator[str]:
         """Read and hash everything anew; yields what is wrong, one text a block."""
         entry = self._entry
         self._verified = bytearray(len(self._verified))
-        self._header, self._scratch.holds = None, None
+        self._header = None
+        self._scratch.forget()
         if not entry.block_bytes:
             try:
                 self._verify_whole()
@@ -150,18 +162,21 @@ class RangedFile:
             )
         self._verified[0] = 1
 
-    def _read_block(self, index: int, out: memoryview) -> None:
-        low = index * self._entry.block_bytes
+    def _read_block(self, index: int, *outs: memoryview) -> None:
+        """Read a block into ``outs``, one after the other, and verify it."""
+        at = low = index * self._entry.block_bytes
         digest = xxhash.xxh3_128()
-        for at in range(0, len(out), CHUNK):
-            part = out[at : at + CHUNK]
-            self._pread(low + at, part)
-            digest.update(part)
+        for out in outs:
+            for start in range(0, len(out), CHUNK):
+                part = out[start : start + CHUNK]
+                self._pread(at, part)
+                digest.update(part)
+                at += len(part)
         found = digest.hexdigest()
         if found != self._entry.blocks[index]:
             raise DamagedCheckpoint(
-                f"{self.path}: block {index} (bytes {low} to {low + len(out) - 1}) does not match its hash ({found}, "
-                f"expected {self._entry.blocks[index]}): damaged is {self._contents(low, low + len(out))}"
+                f"{self.path}: block {index} (bytes {low} to {at - 1}) does not match its hash ({found}, "
+                f"expected {self._entry.blocks[index]}): damaged is {self._contents(low, at)}"
             )
         self._verified[index] = 1
 

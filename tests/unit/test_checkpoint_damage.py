@@ -292,6 +292,21 @@ def test_a_place_in_memory_hides_no_damage(tmp_path: Path) -> None:
     assert checkpoint.read("w", "weight", (0, 0), (32, 16), out=place) is place and torch.equal(place, w[:32])
 
 
+def test_what_lies_beside_a_read_is_kept_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads in the order of the file fetch each block once; going back fetches again just what is wanted."""
+    at, w, _start = big(tmp_path)
+    checkpoint, reads = open_checkpoint(at), Reads(monkeypatch)
+    size = (at / SHARD).stat().st_size
+    for kind, scale in (("weight", 1.0), ("exp_avg", 2.0)):
+        for row in range(0, 64, 3):
+            rows = min(3, 64 - row)  # 192 bytes of blocks of 256
+            assert torch.equal(checkpoint.read("w", kind, (row, 0), (rows, 16)), w[row : row + rows] * scale)
+    touched = reads.take()
+    assert sum(z - a for a, z in touched) == size and len({a for a, _ in touched}) == len(touched)
+    assert torch.equal(checkpoint.read("w", "weight", (3, 0), (3, 16)), w[3:6])
+    assert sum(z - a for a, z in reads.take()) == 192
+
+
 @pytest.mark.parametrize("span", [1 << 24, 100, 64])
 def test_boxes_of_any_shape_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int) -> None:
     """Columns of a matrix and a cube cut in the middle, fetched in few or in many bites, through blocks of 37 bytes."""
