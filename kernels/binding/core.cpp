@@ -33,7 +33,7 @@ std::vector<Symbol*>& symbols() {
   return all;
 }
 
-Symbol::Symbol(const char* name) : name(name) { symbols().push_back(this); }
+Symbol::Symbol(const char* name, Kept kept) : name(name), kept(kept) { symbols().push_back(this); }
 
 void fail(const std::string& text) { throw std::runtime_error(text); }
 
@@ -104,10 +104,13 @@ extern "C" __attribute__((visibility("default"))) const char* megatron_port_load
     return problem.c_str();
   }
   problem.clear();
+  const auto target = reinterpret_cast<const char* (*)()>(dlsym(handle, "mp_target"));
+  const bool of_cpu = target != nullptr && std::string(target()).rfind("cpu", 0) == 0;
   std::vector<void*> found;
   for (const mp::Symbol* symbol : mp::symbols()) {
     found.push_back(dlsym(handle, symbol->name));
-    if (found.back() == nullptr) problem += std::string(problem.empty() ? "it lacks " : ", ") + symbol->name;
+    const bool needed = symbol->kept == mp::kEverywhere || of_cpu;
+    if (found.back() == nullptr && needed) problem += std::string(problem.empty() ? "it lacks " : ", ") + symbol->name;
   }
   if (!problem.empty()) return problem.c_str();
   for (size_t i = 0; i < found.size(); i++) mp::symbols()[i]->at[side] = found[i];

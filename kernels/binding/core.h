@@ -27,10 +27,14 @@ using torch::stable::Tensor;
 
 enum Side { kCpu = 0, kGpu = 1 };
 
-// One symbol of the C ABI in both libraries. Every instance is static and enters the list that load() resolves.
+// Where a function is: in every library, or in the CPU's own only (neither a GPU's nor an emulated one).
+enum Kept { kEverywhere = 0, kCpuOnly = 1 };
+
+// One symbol of the C ABI in the libraries. Every instance is static and enters the list that load() resolves.
 struct Symbol {
-  explicit Symbol(const char* name);
+  explicit Symbol(const char* name, Kept kept = kEverywhere);
   const char* name;
+  Kept kept;
   void* at[2] = {nullptr, nullptr};
 };
 
@@ -49,7 +53,8 @@ struct Function : Symbol {
   F* on(const Tensor& tensor) const {
     void* found = at[tensor.is_cpu() ? kCpu : kGpu];
     if (found == nullptr) {
-      fail(std::string(name) + ": no kernel library is loaded for " + (tensor.is_cpu() ? "CPU" : "GPU") + " tensors");
+      fail(std::string(name) + ": no kernel library that has it is loaded for " +
+           (tensor.is_cpu() ? "CPU" : "GPU") + " tensors");
     }
     return reinterpret_cast<F*>(found);
   }

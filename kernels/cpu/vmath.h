@@ -32,6 +32,22 @@ inline float exp_float(float x) {
   return p * first * second;
 }
 
+// The same for x ≤ 0 (or a rounding above), results below 1.2e-38 flushed to 0: half the work.
+inline float exp_of_negative(float x) {
+  x = x < -88.1f ? -88.1f : x;             // there n is -127, whose exponent field is that of 0
+  const float magic = 12582912.0f + 127.0f;  // n arrives with the exponent's bias
+  const float shifted = x * 1.44269504f + magic;
+  const float n = shifted - magic;
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.382074552e-3f;
+  p = p * r + 8.369248360e-3f;
+  p = p * r + 4.166828096e-2f;
+  p = p * r + 1.666651666e-1f;
+  p = p * r + 4.999999404e-1f;
+  p = 1.0f + (r + r * r * p);
+  return p * float_of_bits(bits_of_float(shifted) << 23);
+}
+
 // x + x³ P(x²) near 0, 1 - 2 / (e^2|x| + 1) elsewhere.
 inline float tanh_float(float x) {
   const float size = std::fabs(x), z = x * x;

@@ -35,7 +35,7 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
     """Shapes fit; ValueError where they do not."""
     if k.shape != v.shape or q.shape[1] != k.shape[1] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
@@ -54,7 +54,7 @@ def math_attention_with(softmax: CausalSoftmax) -> Attention:
         causal: bool = True,
         probs_hook: ProbsHook | None = None,
     ) -> torch.Tensor:
-        _check(q, k, v, causal)
+        check_shapes(q, k, v, causal)
         seq, batch, heads, size = q.shape
         keys, groups = k.shape[0], k.shape[2]
         rep = heads // groups
@@ -79,7 +79,7 @@ math_attention = math_attention_with(torch_causal_softmax)
 """With torch's softmax."""
 
 
-def _no_hook(name: str, probs_hook: ProbsHook | None) -> None:
+def no_hook(name: str, probs_hook: ProbsHook | None) -> None:
     """Fused kernels never materialise the probabilities; ValueError if someone wants to see them."""
     if probs_hook is not None:
         raise ValueError(f"attention provider {name} cannot drop single probabilities; use math")
@@ -97,8 +97,8 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
         causal: bool = True,
         probs_hook: ProbsHook | None = None,
     ) -> torch.Tensor:
-        _check(q, k, v, causal)
-        _no_hook("sdpa", probs_hook)
+        check_shapes(q, k, v, causal)
+        no_hook("sdpa", probs_hook)
         qt, kt, vt = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         gqa = q.shape[2] != k.shape[2]
         if order:
@@ -122,8 +122,8 @@ def flash_attention(function: Callable[..., torch.Tensor]) -> Attention:
         causal: bool = True,
         probs_hook: ProbsHook | None = None,
     ) -> torch.Tensor:
-        _check(q, k, v, causal)
-        _no_hook("flash_attn", probs_hook)
+        check_shapes(q, k, v, causal)
+        no_hook("flash_attn", probs_hook)
         out = function(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), causal=causal)
         return out.transpose(0, 1).reshape(q.shape[0], q.shape[1], -1)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_port.backend import fused, kernels
-from megatron_port.backend.choose_attention import AttentionNeeds, choose_attention, refuse
+from megatron_port.backend.choose_attention import AttentionNeeds, OwnAttention, choose_attention, refuse
 from megatron_port.backend.cross_entropy import torch_cross_entropy
 from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
@@ -149,7 +149,9 @@ class Chooser:
 
     def attend(self, softmax: fused.CausalSoftmax) -> tuple[Any, ProviderRow]:
         """Attention."""
-        return choose_attention(self.config, self.device, self.attention, softmax)
+        own = OwnAttention("own attention is for CPUs" if self.device.is_gpu else self.own_problem,
+                           lambda: self.own_library)
+        return choose_attention(self.config, self.device, self.attention, softmax, own)
 
     def _apex_norm_problem(self) -> str:
         if self.config.norm not in ("auto", "apex"):
@@ -244,6 +246,12 @@ def _own_rotary() -> fused.SplitRotary:
     return split_rotary
 
 
+def _own_packed_attention() -> fused.PackedAttention:
+    from megatron_port.backend.ops.attention import packed_attention
+
+    return packed_attention
+
+
 def _own_dropout() -> fused.BiasDropoutAdd:
     from megatron_port.backend.ops import dropout
 
@@ -297,4 +305,5 @@ def choose_providers(
         attention=attention, layer_norm=layer_norm, rms_norm=rms_norm, bias_gelu=bias_gelu, swiglu=swiglu,
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,
         optimizer=optimizer, table=tuple(rows),
+        packed_attention=_own_packed_attention() if attention_row.provider == "own" else None,
     )

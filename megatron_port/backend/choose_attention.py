@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_port.backend.providers import ProviderRow, optional_import
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
 
-_CHOICES = ("auto", "math", "sdpa", "flash_attn", "fa3", "fa4")
+_CHOICES = ("auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4")
 _PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 _LARGEST_HEAD = 256
 """Of flash-attn, on CUDA and in its Composable Kernel build."""
@@ -29,6 +30,16 @@ class AttentionNeeds:
     """Of probabilities; above 0 only ``math`` serves, because its masks do not depend on the layout."""
     heads: tuple[int, int, int] | None = None
     """(query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel."""
+
+
+@dataclass(frozen=True)
+class OwnAttention:
+    """What is known of the project's own."""
+
+    problem: str
+    """Why it cannot serve; empty: it can."""
+    load: Callable[[], str]
+    """Load the kernels; what was loaded, in words."""
 
 
 def refuse(op: str, provider: str, reason: str, other: str) -> EnvironmentFault:
@@ -72,7 +83,7 @@ def _newer_flash_problem(which: str, device: DeviceInfo, needs: AttentionNeeds) 
 
 
 def choose_attention(
-    config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, softmax: CausalSoftmax
+    config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, softmax: CausalSoftmax, own: OwnAttention
 ) -> tuple[attn.Attention, ProviderRow]:
     """Attention and its row of the table. ``softmax``: what ``math`` uses.
 
@@ -90,6 +101,11 @@ def choose_attention(
             raise refuse("attention", asked, f"model.attention_dropout is {needs.dropout:g}, and {drops}", "math")
         why = f"auto: attention_dropout {needs.dropout:g}"
         return attn.math_attention_with(softmax), ProviderRow("attention", "math", why)
+    if asked == "own" and own.problem:
+        raise refuse("attention", asked, own.problem, "sdpa")
+    if asked == "own" or (asked == "auto" and not own.problem):
+        how = "asked for" if asked != "auto" else "auto"
+        return _own_attention(), ProviderRow("attention", "own", f"{how}; {own.load()}")
     flash, problem = _flash_problem(device, needs)
     # On AMD, flash-attn's Composable Kernel build goes before what torch brings; on NVIDIA torch has the same kernel.
     if asked == "flash_attn" or (asked == "auto" and flash is not None and device.kind == "rocm"):
@@ -109,15 +125,31 @@ def choose_attention(
         kernels = [k for k in attn.gpu_kernels(rocm=False, deterministic=config.deterministic)
                    if k.name != "CUDNN_ATTENTION"]
         return attn.sdpa_attention(kernels), ProviderRow("attention", asked, "asked for; in torch's place for flash")
-    return _sdpa(config, device, needs, problem)
+    return _sdpa(config, device, needs, problem, own.problem)
+
+
+def _own_attention() -> attn.Attention:
+    from megatron_port.backend.ops.attention import attention as op
+
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+        probs_hook: attn.ProbsHook | None = None,
+    ) -> torch.Tensor:
+        attn.check_shapes(q, k, v, causal)
+        attn.no_hook("own", probs_hook)
+        return op(q, k, v, causal=causal)
+
+    return attention
 
 
 def _sdpa(
-    config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, flash_problem: str
+    config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, flash_problem: str, without_own: str
 ) -> tuple[attn.Attention, ProviderRow]:
     why = "asked for" if config.attention == "sdpa" else "auto"
     if not device.is_gpu:
-        return attn.sdpa_attention(), ProviderRow("attention", "sdpa", f"{why}; torch's CPU kernels")
+        skipped = without_own if config.attention == "auto" else ""
+        why = "; ".join(filter(None, (why, skipped, "torch's CPU kernels")))
+        return attn.sdpa_attention(), ProviderRow("attention", "sdpa", why)
     kernels = attn.gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic)
     order = ", ".join(k.name.removesuffix("_ATTENTION").lower() for k in kernels)
     why += f"; first that fits of {order}"

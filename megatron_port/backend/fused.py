@@ -43,6 +43,10 @@ class SplitRotary(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+PackedAttention = Callable[[Tensor], Tensor]
+"""Causal attention of a packed projection that is not rotated, [s, b, g, r + 2, d] → [s, b, g·r·d]."""
+
+
 class BiasDropoutAdd(Protocol):
     """residual + dropout(x + bias) for [seq, batch, h]; see ``parallel.random`` for the mask and its arguments."""
 

@@ -36,6 +36,8 @@ class Providers:
     optimizer: str
     """own (engine native) | torch | deepspeed (CPUAdam on a CPU, FusedAdam on a GPU) | apex"""
     table: tuple[ProviderRow, ...]
+    packed_attention: fused.PackedAttention | None = None
+    """The same attention of a projection that is not split, where the provider has it."""
 
     def describe(self) -> str:
         """The table as text."""

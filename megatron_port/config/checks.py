@@ -35,7 +35,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "data.order": ("stateless", "megatron"),
     "backend.device": ("auto", "cpu", "cuda", "rocm"),
     "backend.own_kernels": ("auto", "on", "off"),
-    "backend.attention": ("auto", "math", "sdpa", "flash_attn", "fa3", "fa4"),
+    "backend.attention": ("auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"),
     "backend.norm": ("auto", "own", "apex", "torch"),
     "backend.activation": ("auto", "own", "torch"),
     "backend.rotary": ("auto", "own", "torch"),

@@ -283,7 +283,7 @@ class BackendConfig:
     own_kernels: str = "auto"
     """auto (where they are built and serve) | on (or stop) | off: what ``auto`` means for the ops below."""
     attention: str = "auto"
-    """auto | math | sdpa | flash_attn | fa3 | fa4 (torch's flash attention replaced by that package's)"""
+    """auto | own (CPUs) | math | sdpa | flash_attn | fa3 | fa4 (torch's flash attention replaced by that package's)"""
     norm: str = "auto"
     """auto | own | apex | torch"""
     activation: str = "auto"

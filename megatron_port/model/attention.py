@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +38,13 @@ class SelfAttention(nn.Module):
             skip_bias=True, **common,
         )
 
-    def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _core(self, attend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """``attend(*inputs)``, computed again in the backward pass under selective recompute."""
+        if self.build.layout.recompute == "selective" and self.training and torch.is_grad_enabled():
+            return recompute(attend, *inputs, stream=self.build.stream)
+        return attend(*inputs)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         p, stream = self.build.model.attention_dropout, self.build.stream
         if p == 0.0 or not stream.enabled:
             return self.build.providers.attention(q, k, v)
@@ -46,11 +53,14 @@ class SelfAttention(nn.Module):
         )
         return self.build.providers.attention(q, k, v, probs_hook=hook)
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """[seq, batch, groups/tp, heads of a group + 2, d]: of each group its queries, its key, its value."""
         y = self.qkv(x)
-        seq, batch, _ = y.shape
-        y = y.view(seq, batch, self.groups, self.heads_per_group + 2, self.head_size)
+        return y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
+
+    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""
+        seq, batch = y.shape[:2]
         if self.build.model.position_embedding != "rope":
             return self.build.providers.split_rotary(y, None, None)
         cache = self.build.cache.now
@@ -64,14 +74,12 @@ class SelfAttention(nn.Module):
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.project(x)
-        cache = self.build.cache.now
+        y, cache, packed = self.project(x), self.build.cache.now, self.build.providers.packed_attention
+        if packed is not None and cache is None and self.build.model.position_embedding != "rope":
+            return self.output(self._core(packed, y))
+        q, k, v = self.split(y)
         if cache is not None:
             if cache.positions is not None:
                 return self.output(cache.attend(self.name, q, k, v))
             cache.store(self.name, k, v)
-        if self.build.layout.recompute == "selective" and self.training and torch.is_grad_enabled():
-            context = recompute(self._core, q, k, v, stream=self.build.stream)
-        else:
-            context = self._core(q, k, v)
-        return self.output(context)
+        return self.output(self._core(self._attend, q, k, v))

@@ -180,7 +180,7 @@ def test_auto_without_own_kernels_and_its_table(no_library: None) -> None:
     chosen = choose()
     assert [r.op for r in chosen.table] == OPS
     assert [r.provider for r in chosen.table] == ["sdpa"] + ["torch"] * 6
-    assert all("libmp_cpu.so is not built" in r.why for r in chosen.table[1:])
+    assert all("libmp_cpu.so is not built" in r.why for r in chosen.table)
     assert chosen.optimizer == "torch" and chosen.bias_dropout_add is None
     assert torch_providers().attention is math_attention
     assert [r.op for r in choose(attention="math").table][:2] == ["attention", "softmax"]
@@ -194,10 +194,15 @@ def test_own_kernels_go_first_where_they_are_built_and_serve() -> None:
     if kernels.kernels_status("cpu")[1]:
         pytest.skip(kernels.kernels_status("cpu")[1])
     chosen = choose()
-    assert [r.provider for r in chosen.table] == ["sdpa"] + ["own"] * 6
-    assert all("cpu v" in r.why or "cpu base" in r.why for r in chosen.table[1:])
-    assert [r.provider for r in choose(own_kernels="off").table[1:]] == ["torch"] * 6
-    assert [r.provider for r in choose(dtype=torch.float64).table[1:]] == ["torch"] * 6
+    assert [r.provider for r in chosen.table] == ["own"] * 7
+    assert all("cpu v" in r.why or "cpu base" in r.why for r in chosen.table)
+    assert chosen.packed_attention is not None and choose(attention="sdpa").packed_attention is None
+    with_torch = ["sdpa"] + ["torch"] * 6
+    without = choose(own_kernels="off")
+    assert [r.provider for r in without.table] == with_torch and "own_kernels is off" in row(without, "attention").why
+    assert [r.provider for r in choose(dtype=torch.float64).table] == with_torch
+    with pytest.raises(EnvironmentFault, match="fp32, fp16 and bf16, not float64"):
+        choose(dtype=torch.float64, attention="own")
     with pytest.raises(EnvironmentFault, match="fp32, fp16 and bf16, not float64"):
         choose(dtype=torch.float64, own_kernels="on")
     with pytest.raises(EnvironmentFault, match="own AdamW is for engine native"):
@@ -214,7 +219,7 @@ def test_dropout_on_probabilities_needs_math() -> None:
     ("config", "says"),
     [
         ({"attention": "flash_attn"}, "needs a GPU"),
-        ({"attention": "magic"}, "none of math"),
+        ({"attention": "magic"}, "none of own, math"),
         ({"norm": "apex"}, "need a GPU"),
         ({"norm": "x"}, "none of own, apex, torch"),
         ({"optimizer": "apex"}, "need a GPU"),
@@ -236,6 +241,8 @@ def test_on_a_gpu_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, no
     assert row(chosen, "norm").provider == "torch"
     assert "libmp_cuda.so is not built" in row(chosen, "norm").why
     assert "fused_layer_norm_cuda is not installed" in row(chosen, "norm").why
+    with pytest.raises(EnvironmentFault, match="own attention is for CPUs"):
+        choose(GPU, torch.bfloat16, attention="own")
     with pytest.raises(EnvironmentFault, match="flash_attn is not installed"):
         choose(GPU, torch.bfloat16, attention="flash_attn")
     with pytest.raises(EnvironmentFault, match="not float32"):

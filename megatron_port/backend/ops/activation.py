@@ -12,19 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_port.backend.direct import differentiable
+
 
 def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: bool) -> Tensor:
     """gelu(x + bias) for contiguous x [..., f], bias [f]; approximate: the tanh form, else x Phi(x) with erf.
 
     The sum is not rounded to x's dtype before the gelu, nor dx before it is summed to the gradient of bias.
     """
-    y: Tensor = torch.ops.megatron_port.bias_gelu_forward(x, bias, approximate)
+    y: Tensor = _bias_gelu(x, bias, approximate)
     return y
 
 
 def swiglu(x: Tensor) -> Tensor:
     """silu(x[..., :f]) * x[..., f:] for contiguous x [..., 2 f]."""
-    y: Tensor = torch.ops.megatron_port.swiglu_forward(x)
+    y: Tensor = _swiglu(x)
     return y
 
 
@@ -54,7 +56,7 @@ def _save_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gelu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
     x, bias = ctx.saved_tensors
     want = bias is not None and ctx.needs_input_grad[1]
-    dx, dbias = torch.ops.megatron_port.bias_gelu_backward(dy.contiguous(), x, bias, ctx.approximate, want)
+    dx, dbias = torch.ops.megatron_port.bias_gelu_backward.default(dy.contiguous(), x, bias, ctx.approximate, want)
     return dx, dbias if want else None, None
 
 
@@ -63,8 +65,12 @@ def _save_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _swiglu_backward(ctx: Any, dy: Tensor) -> Tensor:
-    dx: Tensor = torch.ops.megatron_port.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
+    dx: Tensor = torch.ops.megatron_port.swiglu_backward.default(dy.contiguous(), *ctx.saved_tensors)
     return dx
+
+
+_bias_gelu = differentiable("bias_gelu_forward", _save_gelu, _gelu_backward)
+_swiglu = differentiable("swiglu_forward", _save_swiglu, _swiglu_backward)
 
 
 def register() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_port.backend.direct import differentiable
+
 FIELD = 1 << 16
 """Values of an element's random field of 16 bits."""
 
@@ -33,7 +35,7 @@ def bias_dropout_add(
     ``seq_offset``, ``width_offset``: where the slice starts in the whole tensor of row size ``width``.
     p is rounded to 1/65536 (``drop_threshold``). Without residual: mask · scale · (x + bias).
     """
-    out: Tensor = torch.ops.megatron_port.bias_dropout_add_forward(
+    out: Tensor = _bias_dropout_add(
         x, bias, residual, keys, op_key, drop_threshold(p), seq_offset, width, width_offset
     )
     return out
@@ -67,9 +69,12 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     masked = ctx.mask[1] > 0
     dx, dbias = dout, None
     if masked or ctx.has_bias:
-        made, dbias = torch.ops.megatron_port.bias_dropout_add_backward(dout, keys, *ctx.mask, ctx.has_bias)
+        made, dbias = torch.ops.megatron_port.bias_dropout_add_backward.default(dout, keys, *ctx.mask, ctx.has_bias)
         dx = made if masked else dout
     return dx, dbias if ctx.has_bias else None, dout if ctx.has_residual else None, *[None] * 6
+
+
+_bias_dropout_add = differentiable("bias_dropout_add_forward", _save, _backward)
 
 
 def register() -> None:

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_port.backend.direct import differentiable
+
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension of contiguous x [..., h]."""
-    y: Tensor = torch.ops.megatron_port.norm_forward(x, None, weight, bias, eps, False)[0]
+    y: Tensor = _norm(x, None, weight, bias, eps, False)[0]
     return y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension of contiguous x [..., h]."""
-    y: Tensor = torch.ops.megatron_port.norm_forward(x, None, weight, None, eps, True)[0]
+    y: Tensor = _norm(x, None, weight, None, eps, True)[0]
     return y
 
 
@@ -28,13 +30,13 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(x + residual), x + residual), both [..., h]."""
-    y, total, _, _ = torch.ops.megatron_port.norm_forward(x, residual, weight, bias, eps, False)
+    y, total, _, _ = _norm(x, residual, weight, bias, eps, False)
     return y, total
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both [..., h]."""
-    y, total, _, _ = torch.ops.megatron_port.norm_forward(x, residual, weight, None, eps, True)
+    y, total, _, _ = _norm(x, residual, weight, None, eps, True)
     return y, total
 
 
@@ -71,10 +73,13 @@ def _backward(
     skip = dsum.contiguous() if ctx.has_residual and dsum is not None else None
     if dy is None:  # only the sum was used
         return skip, skip, None, None, None, None
-    dx, dweight, dbias = torch.ops.megatron_port.norm_backward(
+    dx, dweight, dbias = torch.ops.megatron_port.norm_backward.default(
         dy.contiguous(), skip, total, weight, mean, rstd, ctx.rms, ctx.has_bias
     )
     return dx, dx if ctx.has_residual else None, dweight, dbias if ctx.has_bias else None, None, None
+
+
+_norm = differentiable("norm_forward", _save, _backward)
 
 
 def register() -> None:

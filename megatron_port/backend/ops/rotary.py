@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_port.backend.direct import differentiable
+
 
 def split_rotary(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, *, offset: int = 0
@@ -21,7 +23,7 @@ def split_rotary(
     cos and sin, float32 [positions, d/2]: element j pairs with j + d/2 (Llama's convention). No tables: split only.
     RuntimeError where offset + s is beyond the tables. The gradients may have any strides but in the last dimension.
     """
-    q, k, v = torch.ops.megatron_port.rotary_forward(qkv, cos, sin, offset)
+    q, k, v = _rotary(qkv, cos, sin, offset)
     return q, k, v
 
 
@@ -47,7 +49,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
     cos, sin = ctx.saved_tensors
     dq, dk, dv = (g if g.stride(-1) == 1 else g.contiguous() for g in grads)
-    return torch.ops.megatron_port.rotary_backward(dq, dk, dv, cos, sin, ctx.offset), None, None, None
+    return torch.ops.megatron_port.rotary_backward.default(dq, dk, dv, cos, sin, ctx.offset), None, None, None
+
+
+_rotary = differentiable("rotary_forward", _save, _backward)
 
 
 def register() -> None:

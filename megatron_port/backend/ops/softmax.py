@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_port.backend.direct import differentiable
+
 
 def causal_softmax(scores: Tensor, *, scale: float) -> Tensor:
     """softmax(scale · scores) over the last dimension of contiguous [b, heads, q, k], of scores' dtype.
@@ -19,7 +21,7 @@ def causal_softmax(scores: Tensor, *, scale: float) -> Tensor:
     Row i sees the columns j ≤ i + k - q and has zeros beyond; k < q is refused. Every row must have a finite score.
     The gradient is scale · y · (dy - Σ dy·y / Σ y): the last divisor is 1 but for the rounding of y to the dtype.
     """
-    probs: Tensor = torch.ops.megatron_port.causal_softmax_forward(scores, scale)
+    probs: Tensor = _softmax(scores, scale)
     return probs
 
 
@@ -38,7 +40,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dprobs: Tensor) -> tuple[Tensor, None]:
     (probs,) = ctx.saved_tensors
-    return torch.ops.megatron_port.causal_softmax_backward(dprobs.contiguous(), probs, ctx.scale), None
+    return torch.ops.megatron_port.causal_softmax_backward.default(dprobs.contiguous(), probs, ctx.scale), None
+
+
+_softmax = differentiable("causal_softmax_forward", _save, _backward)
 
 
 def register() -> None:

@@ -1,0 +1,100 @@
+// megatron_port::attention_forward, attention_backward: fused attention on CPU tensors.
+#include "attention.h"
+
+#include <array>
+#include <tuple>
+
+#include "core.h"
+
+namespace mp {
+namespace {
+
+const Function<decltype(mp_attention_forward)> forward{"mp_attention_forward", kCpuOnly};
+const Function<decltype(mp_attention_backward)> backward{"mp_attention_backward", kCpuOnly};
+
+using Strides = std::array<int64_t, 4>;
+
+// Of all dimensions but the last, which must be contiguous.
+Strides strides_of(const char* op, const Tensor& x) {
+  Strides out{};
+  const int64_t last = x.dim() - 1;
+  check(x.stride(last) == 1 || x.size(last) == 1, op, "a last dimension is not contiguous; call .contiguous() first");
+  for (int64_t i = 0; i < last; i++) out[i] = x.stride(i);
+  return out;
+}
+
+// The sizes, after the checks that both ops make.
+mp_attention_shape shape_of(
+    const char* op, const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale) {
+  check(q.dim() == 5 && k.dim() == 4 && v.dim() == 4, op, "q must be [s, b, g, r, d], k and v [keys, b, g, d]");
+  for (const Tensor* t : {&q, &k, &v}) {
+    check(t->is_cpu(), op, "takes CPU tensors");
+    check(t->scalar_type() == q.scalar_type(), op, "the tensors have different dtypes");
+  }
+  const auto a = q.sizes(), b = k.sizes(), c = v.sizes();
+  const bool alike = b[0] == c[0] && b[1] == c[1] && b[2] == c[2] && b[3] == c[3];
+  check(alike && b[1] == a[1] && b[2] == a[2] && b[3] == a[4], op, "q, k and v do not fit together");
+  check(!causal || a[0] == b[0], op, "causal attention needs as many queries as keys");
+  check(b[0] >= 1 && a[2] >= 1 && a[3] >= 1 && a[4] >= 1 && a[4] <= 1024, op,
+        "needs keys, heads, and head sizes of 1 to 1024");
+  return {a[0], b[0], a[1], a[2], a[3], a[4], causal, static_cast<float>(scale)};
+}
+
+// out like q, contiguous; rows [b, g, r, 2, s]
+std::tuple<Tensor, Tensor> attention_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal) {
+  const char* op = "attention_forward";
+  const int32_t dtype = dtype_of(q, op);
+  const mp_attention_shape shape = shape_of(op, q, k, v, causal, scale);
+  const Strides qs = strides_of(op, q), ks = strides_of(op, k), vs = strides_of(op, v);
+  const int64_t sizes[] = {shape.seq, shape.batch, shape.groups, shape.per_group, shape.d};
+  Tensor out = torch::stable::new_empty(q, {sizes, 5});
+  Tensor rows = floats(q, {shape.batch, shape.groups, shape.per_group, 2, shape.seq});
+  check_code(
+      forward.on(q)(
+          nullptr, dtype, &shape, q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(), vs.data(),
+          out.data_ptr(), static_cast<float*>(rows.data_ptr())),
+      q, op);
+  return {out, rows};
+}
+
+// Writes dq, dk and dv, which are like q, k and v but for their strides.
+void attention_backward_(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& rows,
+    const Tensor& dq, const Tensor& dk, const Tensor& dv, double scale, bool causal) {
+  const char* op = "attention_backward_";
+  const int32_t dtype = dtype_of(q, op);
+  const mp_attention_shape shape = shape_of(op, q, k, v, causal, scale);
+  const mp_attention_shape theirs = shape_of(op, dq, dk, dv, causal, scale);
+  check(theirs.seq == shape.seq && theirs.keys == shape.keys && theirs.batch == shape.batch &&
+            theirs.groups == shape.groups && theirs.per_group == shape.per_group && theirs.d == shape.d &&
+            dq.scalar_type() == q.scalar_type(),
+        op, "the gradients differ from q, k and v in shape or dtype");
+  check_tensor(op, "dout", dout, q, q.scalar_type(), q.numel());
+  check_tensor(op, "out", out, q, q.scalar_type(), q.numel());
+  check_tensor(
+      op, "rows", rows, q, ScalarType::Float, 2 * shape.batch * shape.groups * shape.per_group * shape.seq);
+  const Strides qs = strides_of(op, q), ks = strides_of(op, k), vs = strides_of(op, v);
+  const Strides dqs = strides_of(op, dq), dks = strides_of(op, dk), dvs = strides_of(op, dv);
+  check_code(
+      backward.on(q)(
+          nullptr, dtype, &shape, dout.data_ptr(), q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(),
+          vs.data(), out.data_ptr(), static_cast<const float*>(rows.data_ptr()), dq.data_ptr(), dqs.data(),
+          dk.data_ptr(), dks.data(), dv.data_ptr(), dvs.data()),
+      q, op);
+}
+
+}  // namespace
+}  // namespace mp
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
+  m.def("attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor out, Tensor rows)");
+  m.def(
+      "attention_backward_(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rows, Tensor(a!) dq, "
+      "Tensor(b!) dk, Tensor(c!) dv, float scale, bool causal) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {
+  m.impl("attention_forward", TORCH_BOX(&mp::attention_forward));
+  m.impl("attention_backward_", TORCH_BOX(&mp::attention_backward_));
+}

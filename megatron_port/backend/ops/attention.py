@@ -1,0 +1,93 @@
+"""Fused causal attention with grouped queries on a CPU (Dao et al., arXiv 2205.14135; groups: arXiv 2305.13245).
+
+Arithmetic in fp32; fp32, fp16 and bf16 tensors. Scores and probabilities are made by blocks of queries and never
+stored: q, k, v, the output and two floats a row are saved, and the backward pass makes the scores again. Of the products
+only the tiles that touch the live half are computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+    """softmax(q kᵀ / sqrt(d)) v as [s, b, heads · d], of q [s, b, heads, d], k and v [keys, b, groups, d].
+
+    Query head j uses key head j // (heads / groups). Any strides but in the last dimension. causal: row i sees the keys
+    up to i, and s = keys. RuntimeError where the shapes do not fit together.
+    """
+    out: Tensor = _Attention.apply(q, k, v, causal)
+    return out
+
+
+def packed_attention(qkv: Tensor) -> Tensor:
+    """Causal attention of the packed projection [s, b, g, r + 2, d] (r query heads of a group, its key, its value) as
+    [s, b, g · r · d]; the gradient is packed as well, so that none of q, k, v has to be put together."""
+    out: Tensor = _PackedAttention.apply(qkv)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        groups, size = k.shape[2:]
+        q = q.unflatten(2, (groups, -1))
+        ctx.scale, ctx.causal = size**-0.5, causal
+        out, rows = torch.ops.megatron_port.attention_forward.default(q, k, v, ctx.scale, causal)
+        ctx.save_for_backward(q, k, v, out, rows)
+        return out.flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q, k, v, out, rows = ctx.saved_tensors
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        torch.ops.megatron_port.attention_backward_.default(
+            dout.contiguous(), q, k, v, out, rows, dq, dk, dv, ctx.scale, ctx.causal
+        )
+        return dq.flatten(2, 3), dk, dv, None
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        q, k, v = _split(qkv)
+        ctx.scale = qkv.shape[4] ** -0.5
+        out, rows = torch.ops.megatron_port.attention_forward.default(q, k, v, ctx.scale, True)
+        ctx.save_for_backward(qkv, out, rows)
+        return out.flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Tensor:  # type: ignore[override]
+        qkv, out, rows = ctx.saved_tensors
+        gradient = qkv.new_empty(qkv.shape)
+        torch.ops.megatron_port.attention_backward_.default(
+            dout.contiguous(), *_split(qkv), out, rows, *_split(gradient), ctx.scale, True
+        )
+        return gradient
+
+
+def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [s, b, g, r, d] and [s, b, g, d] of [s, b, g, r + 2, d]."""
+    heads = qkv.shape[3] - 2
+    return qkv.narrow(3, 0, heads), qkv.select(3, heads), qkv.select(3, heads + 1)
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    s, b, g, r, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((b, g, r, 2, s), dtype=torch.float32)
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def register() -> None:
+    """Shapes of the ops, in torch's registry; the gradient is the functions' above."""
+    torch.library.register_fake("megatron_port::attention_forward", _forward_shapes)
+    torch.library.register_fake("megatron_port::attention_backward_", _nothing)

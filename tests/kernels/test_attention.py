@@ -1,0 +1,144 @@
+"""Fused attention of the CPU library: values, gradients, strides, packing, what a row sees."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_port.backend import kernels
+from megatron_port.backend.attention import math_attention
+from megatron_port.backend.ops.attention import attention, packed_attention
+from tests.kernels.reference import DTYPES, compare
+
+
+@pytest.fixture(autouse=True)
+def library(built: Path) -> None:
+    kernels.load("cpu")
+
+
+def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _shapes() -> Iterator[tuple[int, int, int, int, int]]:
+    """(seq, batch, groups, heads of a group, d): odd ones, whole tiles and blocks, one row, one column."""
+    yield from ((128, 2, 2, 1, 32), (64, 1, 2, 3, 16), (33, 2, 1, 2, 40), (1, 2, 1, 1, 8), (5, 1, 1, 1, 1))
+    draw = random.Random(5)
+    for _ in range(10):
+        yield draw.randint(1, 150), draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 130)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_causal(dtype: torch.dtype) -> None:
+    for seq, batch, groups, per_group, size in _shapes():
+        q, k, v = (_normal(seq, batch, n, size, seed=i) for i, n in enumerate((groups * per_group, groups, groups)))
+        compare(attention, math_attention, (q, k, v), dtype, torch.device("cpu"),
+                what=f"attention {(seq, batch, groups, per_group, size)}")
+
+
+def test_every_key_seen_and_fewer_queries_than_keys() -> None:
+    for seq, keys, size in ((7, 50, 24), (70, 3, 33), (40, 40, 64)):
+        q, k, v = _normal(seq, 2, 4, size), _normal(keys, 2, 2, size, seed=1), _normal(keys, 2, 2, size, seed=2)
+        compare(lambda q, k, v: attention(q, k, v, causal=False), lambda q, k, v: math_attention(q, k, v, causal=False),
+                (q, k, v), torch.float32, torch.device("cpu"), what=f"{seq} queries, {keys} keys")
+
+
+def test_scores_far_apart() -> None:
+    """Rows whose probabilities are one-hot, or whose other terms are below the smallest float."""
+    q, k, v = (30.0 * _normal(90, 1, 2, 16, seed=i) for i in range(3))
+    compare(attention, math_attention, (q, k, v), torch.float32, torch.device("cpu"), what="far apart")
+    big = torch.full((6, 1, 1, 4), 1e15)
+    torch.testing.assert_close(attention(big, big, torch.ones_like(big)), torch.ones(6, 1, 4))
+
+
+def _packed(seq: int = 45, batch: int = 2, groups: int = 2, heads: int = 3, size: int = 20) -> torch.Tensor:
+    return _normal(seq, batch, groups, heads + 2, size).float()
+
+
+def _of_packed(y: torch.Tensor) -> torch.Tensor:
+    heads = y.shape[3] - 2
+    q, k, v = y.split((heads, 1, 1), dim=3)
+    return attention(q.reshape(*y.shape[:2], -1, y.shape[4]), k.squeeze(3), v.squeeze(3))
+
+
+def _run(function: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = given.detach().requires_grad_()
+    out = function(leaf)
+    (gradient,) = torch.autograd.grad(out, leaf, _normal(*out.shape, seed=9).to(out.dtype))
+    return out.detach(), gradient
+
+
+def test_packed_and_strided_and_recomputed_give_the_same_bits() -> None:
+    y = _packed()
+    wanted = _run(_of_packed, y)
+    for function in (packed_attention, lambda y: checkpoint(packed_attention, y, use_reentrant=False)):
+        assert all(torch.equal(a, b) for a, b in zip(_run(function, y), wanted))
+    # The batch first in memory, as other programs have it.
+    turned = y.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not turned.is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(_run(packed_attention, turned), wanted))
+
+
+def test_threads_change_no_bit() -> None:
+    y, threads = _packed(100, 3, 2, 2, 32), torch.get_num_threads()
+    seen = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            seen.append(_run(packed_attention, y))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))
+
+
+def test_a_row_sees_nothing_later_and_no_other_sample() -> None:
+    y = _packed()
+    changed = y.clone()
+    changed[30:] = 7.0
+    changed[:, 1] = -3.0
+    out, other = packed_attention(y), packed_attention(changed)
+    assert torch.equal(out[:30, 0], other[:30, 0]) and not torch.equal(out[30:, 0], other[30:, 0])
+
+
+def test_not_a_number_stays_one() -> None:
+    y = _packed()
+    y[3, 0, 0, 0, 0] = float("nan")
+    out = packed_attention(y).view(45, 2, 2, 3, 20)
+    assert bool(out[3, 0, 0, 0].isnan().all()) and int(out.isnan().sum()) == 20
+
+
+def test_opcheck() -> None:
+    q, k, v = torch.randn(6, 2, 2, 3, 8), torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8)
+    ops = torch.ops.megatron_port
+    torch.library.opcheck(ops.attention_forward, (q, k, v, 0.3, True))
+    out, rows = ops.attention_forward(q, k, v, 0.3, True)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    torch.library.opcheck(ops.attention_backward_, (torch.randn_like(out), q, k, v, out, rows, *grads, 0.3, True))
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda q, k, v: attention(q.double(), k.double(), v.double()), "float32, float16 and bfloat16"),
+    (lambda q, k, v: attention(q, k.half(), v), "different dtypes"),
+    (lambda q, k, v: attention(q[:3], k, v), "as many queries as keys"),
+    (lambda q, k, v: attention(q, k[:, :1], v[:, :1]), "do not fit together"),
+    (lambda q, k, v: attention(q, k, v[..., :4]), "do not fit together"),
+    (lambda q, k, v: attention(q[..., ::2], k[..., ::2], v[..., ::2]), "not contiguous"),
+    (lambda q, k, v: attention(q, k[:0], v[:0], causal=False), "needs keys"),
+])
+def test_refusals(call: Callable[..., torch.Tensor], text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        call(torch.randn(6, 2, 4, 8), torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8))
+
+
+def test_other_libraries_lack_it_and_say_so(built: Path) -> None:
+    kernels.load("cpu", library=built / "libmp_emulated32.so")
+    try:
+        with pytest.raises(RuntimeError, match="mp_attention_forward: no kernel library that has it"):
+            packed_attention(_packed())
+    finally:
+        kernels.load("cpu")
