@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_port.backend import fused, kernels
+from megatron_port.backend.attention import sdpa_attention
 from megatron_port.backend.cross_entropy import own_cross_entropy
-from megatron_port.backend.ops import activation, norm, optimizer
+from megatron_port.backend.ops import activation, attention, norm, optimizer
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 
 Step = Callable[[], None]
@@ -141,6 +142,13 @@ CASES = [
     Case("bias_gelu tanh fp32", "1024 x 4096", lambda: forward_backward(
         lambda x, b: activation.bias_gelu(x, b, approximate=True),
         lambda x, b: fused.torch_bias_gelu(x, b, approximate=True), (1024, 4096), (4096,))),
+    Case("bias_gelu erf fp32", "1024 x 4096", lambda: forward_backward(
+        lambda x, b: activation.bias_gelu(x, b, approximate=False),
+        lambda x, b: fused.torch_bias_gelu(x, b, approximate=False), (1024, 4096), (4096,))),
+    Case("attention fp32", "128 x 8, 4 of 32", lambda: forward_backward(
+        attention.attention, sdpa_attention(), *[(128, 8, 4, 32)] * 3)),
+    Case("attention fp32", "1024 x 1, 8 of 64", lambda: forward_backward(
+        attention.attention, sdpa_attention(), *[(1024, 1, 8, 64)] * 3)),
     Case("swiglu fp32", "1024 x 2 x 4096", lambda: forward_backward(
         activation.swiglu, fused.torch_swiglu, (1024, 8192))),
 ]

@@ -4,9 +4,10 @@
     sbatch -N 1 … launch/site_report.sh            # as a job: srun checks every node of it, one node does the rest
 
 Doctor, preflight, calibration, the tests of the kernels, layouts against one process (over NCCL, RCCL or gloo), the
-comparison with other trainers, a profile, and the planner's predictions beside what was measured. A part that fails is
-noted and the rest runs. Everything is text or JSON; names of user, home, hosts and what looks like a secret or an
-address are replaced before it is packed. Exit 1 if a part failed: the archive is there all the same.
+comparison with other trainers, a profile, and the planner's predictions beside what was measured. A part that fails,
+or does not end within its limit, is noted and the rest runs. Everything is text or JSON; README.md says what there is,
+and has the predictions beside the measurements. Names of user, home, hosts and what looks like a secret or an address
+are replaced before it is packed. Exit 1 if a part failed: the archive is there all the same.
 """
 
 from __future__ import annotations
@@ -24,13 +25,26 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = re.compile(r"(?i)\b([A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL)[A-Z0-9_]*\"?\s*[=:]\s*)\S+")
-ADDRESS = re.compile(r"\b(?!127\.)(?:\d{1,3}\.){3}\d{1,3}\b")
+ADDRESS = re.compile(
+    r"\b(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}\b"  # IPv4, not this machine itself
+    r"|(?<![\w:])(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}(?![\w:])"  # of a network card
+    r"|(?<![\w:])[23fF][0-9a-fA-F]{3}(?::[0-9a-fA-F]{1,4}){0,6}::[0-9a-fA-F:]*"  # IPv6, shortened
+    r"|(?<![\w:])(?:[0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}(?![\w:])"  # and whole
+    r"|[\w.+-]+@[\w-]+\.[\w.-]+"  # mail
+)
+PLACES = ("TMPDIR", "SCRATCH", "WORK", "PROJWORK", "MEMBERWORK", "WORLDWORK", "PROJECT", "STORE", "PSCRATCH")
+"""Variables that name folders of a user or a project."""
+ORDINARY = {"root", "user", "users", "gpu", "cpu", "node", "home", "work", "data", "test", "slurm", "torch", "python",
+            "localhost", "ubuntu", "debian", "admin", "build", "runner"}
+"""Names of users and hosts that say nothing, and stand in the texts for other things."""
+TIMED_OUT = 124
 RUN = """# Layouts against one process: small, so that every machine can.
 name = "site"
 engine = "native"
@@ -59,6 +73,8 @@ class Part:
     name: str
     command: list[str]
     limit_s: float
+    says: str = ""
+    """What its output shows."""
 
 
 @dataclass
@@ -69,6 +85,15 @@ class Outcome:
     command: str
     exit: int
     seconds: float
+    limit_s: float
+    says: str = ""
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        if self.exit == TIMED_OUT:
+            return f"stopped: not done after {self.limit_s:g} s, its limit"
+        return "ok" if self.exit == 0 else f"failed (exit {self.exit})"
 
 
 def clusters() -> dict[str, str]:
@@ -106,29 +131,42 @@ def parts(folder: Path, gpus: int, device: str, *, short: bool, cluster: str) ->
     compare = [python, "-m", "benchmarks.compare", "--out", str(folder / "compare.json"), "--device", kind]
     size = "tiny" if short else "gpt2-xl" if gpus else "quickstart"
     if short:
-        compare += ["--sizes", "tiny", "--peers", "ours", "torch", "--repetitions", "2", "--steps", "2"]
+        compare += ["--sizes", "tiny", "--peers", "ours", "torch", "--repetitions", "3", "--steps", "4"]
     measured, preflight = folder / "calibrated.toml", str(folder / "preflight")
-    kernels = ["tests/kernels/test_norm.py", "tests/kernels/test_optimizer.py"] if short else ["tests/kernels"]
     # Compiling for the first time takes longer than any one test may.
-    check = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=1800", *kernels]
+    check = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=1800"]
+    # In short two ops on the CPU's library: nothing is compiled where it is built already.
+    two = ["tests/kernels/test_norm.py", "tests/kernels/test_optimizer.py", "-k", "cpu"]
+    check += two if short else ["tests/kernels"]
     if gpus:  # builds for these GPUs, tests and times every op
         check = [python, "scripts/gpu_check.py"]
+
+    def part(name: str, command: list[str], says: str, limit_s: float, short_s: float) -> Part:
+        return Part(name, command, short_s if short else limit_s, says)
+
     return [
-        Part("doctor", [*port, "doctor", "--json"], 300),
-        Part("preflight-node", [*everywhere, *port, "preflight", "node", cluster, "--out", preflight], 900),
-        Part("preflight-network", [*port, "preflight", "network", cluster, "--out", preflight, "--nproc",
-                                   str(gpus or 2)], 900),
-        Part("preflight-report", [*port, "preflight", "report", cluster, "--out", preflight], 300),
-        Part("calibrate", [*port, "bench", "calibrate", cluster, "-o", str(measured),
-                           *(["--seconds", "0.05"] if short else [])], 1200),
-        Part("kernels", check, 3600),
-        Part("layouts", [*port, "parity", str(folder / "site.toml"), "--layouts", *layouts(2 if short else ranks),
-                         "--out", str(folder / "layouts")], 1800),
-        Part("compare", compare, 4 * 3600),
-        Part("profile", [python, "-m", "benchmarks.compare.profile", "--size", size, "--device", kind, "--out",
-                         str(folder / "profile.json")], 1800),
-        Part("predict", [python, "-m", "benchmarks.compare.predict", str(folder / "compare.json"), str(measured),
-                         "--out", str(folder / "predicted.json")], 300),
+        part("doctor", [*port, "doctor", "--json"], "versions, devices, which provider serves each op and why",
+             300, 180),
+        part("preflight-node", [*everywhere, *port, "preflight", "node", cluster, "--out", preflight],
+             "each node: memory, disks, product and copy rates of each device", 900, 300),
+        part("preflight-network", [*port, "preflight", "network", cluster, "--out", preflight, "--nproc",
+                                   str(gpus or 2)],
+             "collectives and pairs between the ranks of this node: seconds, bytes/s", 900, 300),
+        part("preflight-report", [*port, "preflight", "report", cluster, "--out", preflight],
+             "the verdict on nodes and network", 300, 60),
+        part("calibrate", [*port, "bench", "calibrate", cluster, "-o", str(measured),
+                           *(["--seconds", "0.05"] if short else [])],
+             "rates that the planner takes for this machine (calibrated.toml)", 1200, 300),
+        part("kernels", check, "own kernels against fp64 and torch", 3600, 900),
+        part("layouts", [*port, "parity", str(folder / "site.toml"), "--layouts", *layouts(2 if short else ranks),
+                         "--out", str(folder / "layouts")],
+             "losses and gradients of parallel layouts against one process", 1800, 300),
+        part("compare", compare, "seconds a step of this project and of others, the same model", 4 * 3600, 600),
+        part("profile", [python, "-m", "benchmarks.compare.profile", "--size", size, "--device", kind, "--out",
+                         str(folder / "profile.json")], "where a step's time goes, beside its limits", 1800, 300),
+        part("predict", [python, "-m", "benchmarks.compare.predict", str(folder / "compare.json"), str(measured),
+                         "--out", str(folder / "predicted.json")],
+             "the planner's step time and memory beside those of compare", 300, 60),
     ]
 
 
@@ -144,22 +182,29 @@ def run(part: Part, folder: Path) -> Outcome:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            code = 124
-    return Outcome(part.name, " ".join(part.command), code, round(time.monotonic() - started, 1))
+            code = TIMED_OUT
+            out.write(f"\n[site report] stopped: not done after {part.limit_s:g} s, the limit of this part\n".encode())
+    seconds = round(time.monotonic() - started, 1)
+    return Outcome(part.name, " ".join(part.command), code, seconds, part.limit_s, part.says)
 
 
 def replacements() -> list[tuple[str, str]]:
     """What must not leave this machine, longest first, and what stands in its place."""
     host = socket.gethostname()
-    known = {str(ROOT): "CHECKOUT", str(Path.home()): "HOME", sys.prefix: "ENVIRONMENT", host: "HOST",
-             host.split(".")[0]: "HOST"}
+    known = {str(ROOT): "CHECKOUT", str(Path.home()): "HOME", sys.prefix: "ENVIRONMENT", sys.base_prefix: "PYTHON",
+             socket.getfqdn(): "HOST", host: "HOST", host.split(".")[0]: "HOST"}
+    for name in PLACES:
+        if os.environ.get(name, "").startswith("/"):
+            known.setdefault(os.environ[name].rstrip("/"), name)
     with contextlib.suppress(KeyError, OSError):
         known[getpass.getuser()] = "USER"
     for name in ("SLURM_JOB_ACCOUNT", "SLURM_JOB_USER", "SLURM_SUBMIT_HOST", "SLURMD_NODENAME"):
         if os.environ.get(name):
             known[os.environ[name]] = name
-    # Words as short as "root" or "gpu" stand in the texts for other things.
-    return sorted(((old, new) for old, new in known.items() if len(old) > 4), key=lambda pair: -len(pair[0]))
+    # Names as ordinary as "root" or "/usr" stand in the texts for other things.
+    ordinary = ORDINARY | {"/", "/usr", "/usr/local", "/tmp", "/root"}
+    telling = {old: new for old, new in known.items() if len(old) > 1 and old not in ordinary}
+    return sorted(telling.items(), key=lambda pair: -len(pair[0]))
 
 
 def redact(text: str, names: Iterable[tuple[str, str]]) -> str:
@@ -193,6 +238,54 @@ def pack(folder: Path, archive: Path) -> None:
     part.replace(archive)
 
 
+def overview(folder: Path, device: str, gpus: int, outcomes: Sequence[Outcome]) -> str:
+    """README.md of the archive: the parts, and the predictions beside the measurements."""
+    many = f"{gpus} × {device}" if gpus else "no GPU"
+    lines = ["# Site report", "", f"{many}; {os.cpu_count()} cores. Times are by the wall unless they say else.", "",
+             "| part | state | took, s | output | shows |", "|---|---|---|---|---|"]
+    lines += [f"| {o.name} | {o.state} | {o.seconds:.0f} | {o.name}.txt | {o.says} |" for o in outcomes]
+    compared, predicted = (_read(folder / name) for name in ("compare.json", "predicted.json"))
+    lines += ["", "## Predicted and measured", ""]
+    if predicted.get("rows"):
+        lines += ["One process. Predicted by the planner from the rates in calibrated.toml; measured by compare.", "",
+                  "| size | as | step predicted, ms | measured, ms | off by | memory predicted, MB | measured, MB |",
+                  "|---|---|---|---|---|---|---|"]
+        lines += [f"| {r['size']} | {r['peer']} | {r['predicted_seconds'] * 1e3:.4g} | "
+                  f"{r['measured_seconds'] * 1e3:.4g} | {r['time_error']:+.0%} | {r['predicted_bytes'] / 1e6:.4g} | "
+                  f"{r['measured_bytes'] / 1e6:.4g} |" for r in predicted["rows"]]
+    else:
+        lines.append("None: compare, calibrate or predict did not end well (see their states).")
+    lines += ["", "## Compared", ""]
+    for size in compared.get("sizes", []):
+        lines += _compared(size)
+    return "\n".join(lines) + "\n"
+
+
+def _compared(size: dict[str, Any]) -> list[str]:
+    lines = [f"{size['size']} ({size['about']}), {size['dtype']}, {size['tokens_per_step']} tokens a step:", "",
+             "| peer | state | step, ms (quartiles) | processor time, ms | tokens/s | MFU | peak memory, MB |",
+             "|---|---|---|---|---|---|---|"]
+    for r in size["peers"]:
+        if "seconds" not in r:
+            lines.append(f"| {r['peer']} | {r['state']}: {r.get('reason', '')} | | | | | |")
+            continue
+        middle, low, high = (f"{r['seconds'][k] * 1e3:.4g}" for k in ("median", "q1", "q3"))
+        mfu = f"{r['mfu']:.1%}" if "mfu" in r else "-"
+        lines.append(
+            f"| {r['peer']} | {r['state']} | {middle} ({low} to {high}) | {r['cpu_seconds']['median'] * 1e3:.4g} | "
+            f"{r['tokens_per_second']:.0f} | {mfu} | {r['peak_memory_bytes'] / 1e6:.4g} |"
+        )
+    return [*lines, ""]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
 def main(argv: list[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -221,10 +314,11 @@ def main(argv: list[str] | None = None) -> int:
         if part.name == "kernels" and gpus:
             for path in (ROOT / "benchmarks" / "results").glob("gpu-check-*.json"):
                 shutil.copy(path, folder)
-        state = "ok" if outcomes[-1].exit == 0 else f"exit {outcomes[-1].exit}"
-        print(f"{part.name:<18} {state:<9} {outcomes[-1].seconds:.0f} s", flush=True)
-    summary = {"gpus": gpus, "device": device or "cpu", "parts": [asdict(o) for o in outcomes]}
+        print(f"{part.name:<18} {outcomes[-1].seconds:5.0f} s  {outcomes[-1].state}", flush=True)
+    summary = {"gpus": gpus, "device": device or "cpu",
+               "parts": [{**asdict(o), "state": o.state} for o in outcomes]}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (folder / "README.md").write_text(overview(folder, device, gpus, outcomes))
     archive = folder.with_name(folder.name + ".tar.gz")
     pack(folder, archive)
     print(f"archive: {archive} ({archive.stat().st_size / 1024:.0f} KiB); look into it before you send it")

@@ -32,7 +32,7 @@ inline float normal(float x) {
 inline float normal_slope(float x) {
   const float density = exp_of_negative(-0.5f * x * x), t = 1.0f / (1.0f + 0.21f * std::fabs(x));
   float p = -7.165452629e-02f;
-  p = p * t + 2.835836133e-01f;
+  p = p * t + 2.835801133e-01f;
   p = p * t - 3.302361686e-01f;
   p = p * t + 3.493813736e-01f;
   p = p * t - 9.391155204e-02f;

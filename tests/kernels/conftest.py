@@ -34,22 +34,33 @@ def build_script() -> ModuleType:
     return load_build_script()
 
 
-@pytest.fixture(scope="session")
-def built(build_script: ModuleType) -> Path:
-    """The CPU library, the binding and the emulated libraries, of the sources as they are now."""
+def _build(script: ModuleType, *targets: tuple[str, Path]) -> None:
     EMULATED.mkdir(parents=True, exist_ok=True)
     with open(EMULATED / ".lock", "w") as lock:  # one worker builds, the others find it built
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for target, out in (("cpu", kernels.FOLDER), ("binding", kernels.FOLDER), ("emulated", EMULATED)):
+        for target, out in targets:
             try:
-                build_script.build(build_script.plan(target, ()), out)
-            except build_script.Missing as error:
+                script.build(script.plan(target, ()), out)
+            except script.Missing as error:
                 pytest.skip(f"kernels: {target} cannot be built here: {error}")
+
+
+@pytest.fixture(scope="session")
+def own(build_script: ModuleType) -> Path:
+    """Folder of the CPU library and the binding, of the sources as they are now."""
+    _build(build_script, ("cpu", kernels.FOLDER), ("binding", kernels.FOLDER))
+    return kernels.FOLDER
+
+
+@pytest.fixture(scope="session")
+def built(build_script: ModuleType, own: Path) -> Path:
+    """Folder of the emulated libraries; those of ``own`` are there too."""
+    _build(build_script, ("emulated", EMULATED))
     return EMULATED
 
 
 @pytest.fixture(params=["cpu", "emulated32", "emulated64", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, built: Path) -> Iterator[torch.device]:
+def device(request: pytest.FixtureRequest, own: Path) -> Iterator[torch.device]:
     """The device whose tensors the own kernels take; each parameter loads another library."""
     if request.param == "gpu":
         if not torch.cuda.is_available():
@@ -60,7 +71,9 @@ def device(request: pytest.FixtureRequest, built: Path) -> Iterator[torch.device
             pytest.skip(str(error))
         yield torch.device("cuda")
         return
-    library = None if request.param == "cpu" else built / f"libmp_{request.param}.so"
+    library = None
+    if request.param != "cpu":
+        library = request.getfixturevalue("built") / f"libmp_{request.param}.so"
     kernels.load("cpu", library=library)
     yield torch.device("cpu")
     if library is not None:

@@ -17,7 +17,7 @@ from tests.kernels.reference import DTYPES, compare
 
 
 @pytest.fixture(autouse=True)
-def library(built: Path) -> None:
+def library(own: Path) -> None:
     kernels.load("cpu")
 
 

@@ -1,8 +1,8 @@
 """Fused causal attention with grouped queries on a CPU (Dao et al., arXiv 2205.14135; groups: arXiv 2305.13245).
 
 Arithmetic in fp32; fp32, fp16 and bf16 tensors. Scores and probabilities are made by blocks of queries and never
-stored: q, k, v, the output and two floats a row are saved, and the backward pass makes the scores again. Of the products
-only the tiles that touch the live half are computed.
+stored: q, k, v, the output and two floats a row are saved, and the backward pass makes the scores again. Products leave
+out the tiles above the diagonal.
 """
 
 from __future__ import annotations
