@@ -16,8 +16,10 @@ from torch import Tensor
 
 from megatron_port.backend import fused, kernels
 from megatron_port.backend.choose_attention import AttentionNeeds, OwnAttention, choose_attention, refuse
+from megatron_port.backend.choose_fp8 import choose_fp8
 from megatron_port.backend.cross_entropy import torch_cross_entropy
 from megatron_port.backend.device import DeviceInfo
+from megatron_port.backend.fp8 import Fp8
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
@@ -278,6 +280,7 @@ def choose_providers(
     engine: str = "deepspeed",
     attention_dropout: float = 0.0,
     heads: tuple[int, int, int] | None = None,
+    fp8: str = "none",
 ) -> Providers:
     """Choose the provider of every op for this device, dtype, engine and configuration.
 
@@ -285,6 +288,7 @@ def choose_providers(
         dtype: of parameters and activations.
         attention_dropout: probability; above 0 only ``math`` serves, because its masks do not depend on the layout.
         heads: (query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel.
+        fp8: precision.fp8.
 
     Raises:
         EnvironmentFault: a provider that was asked for cannot serve; the message says why.
@@ -301,9 +305,13 @@ def choose_providers(
     rows = [attention_row, norm_row, activation_row, rotary_row, dropout_row, loss_row, optimizer_row]
     if attention_row.provider == "math":
         rows.insert(1, softmax_row)
+    products: Fp8 | None = None
+    if fp8 != "none":
+        products, row = choose_fp8(config, fp8, device)
+        rows.append(row)
     return Providers(
         attention=attention, layer_norm=layer_norm, rms_norm=rms_norm, bias_gelu=bias_gelu, swiglu=swiglu,
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,
-        optimizer=optimizer, table=tuple(rows),
+        optimizer=optimizer, table=tuple(rows), fp8=products,
         packed_attention=_own_packed_attention() if attention_row.provider == "own" else None,
     )

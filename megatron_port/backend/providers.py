@@ -9,6 +9,7 @@ from typing import Any
 from megatron_port.backend import attention as attn
 from megatron_port.backend import fused
 from megatron_port.backend.cross_entropy import CrossEntropyOps, torch_cross_entropy
+from megatron_port.backend.fp8 import Fp8
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Providers:
     table: tuple[ProviderRow, ...]
     packed_attention: fused.PackedAttention | None = None
     """The same attention of a projection that is not split, where the provider has it."""
+    fp8: Fp8 | None = None
+    """Products of the layers' linears in 8 bits; None: in the dtype."""
 
     def describe(self) -> str:
         """The table as text."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_port.config.dump import toml_value
+from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
@@ -30,6 +31,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "layout.recompute": ("none", "selective", "full"),
     "precision.grad_reduce_dtype": ("fp32", "bf16", "fp16"),
     "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
+    "precision.fp8": ("none", "tensorwise", "rowwise"),
     "optimizer.name": ("adamw",),
     "optimizer.decay": ("cosine", "linear", "constant"),
     "data.order": ("stateless", "megatron"),
@@ -42,6 +44,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "backend.dropout": ("auto", "own", "torch"),
     "backend.softmax": ("auto", "own", "torch"),
     "backend.cross_entropy": ("auto", "own", "torch"),
+    "backend.scaled_mm": ("auto", "torch", "reference"),
     "backend.optimizer": ("auto", "own", "deepspeed", "apex", "torch"),
     "telemetry.wandb": ("off", "offline", "online"),
     "telemetry.mlflow": ("off", "offline", "online"),
@@ -182,7 +185,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     layout = [] if sizes else layout_problems(config, world_size)
     found = [*_unknown_choices(config), *sizes, *_out_of_range(config, _RANGES), *layout]
     if not sizes:
-        found += _relations(config)
+        found += [*_relations(config), *fp8_problems(config)]
     found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
     found += _engine_problems(config)
     found += secret_problems(config)

@@ -165,6 +165,9 @@ class PrecisionConfig:
 
     dtype: str = "bf16"
     """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). Masters and sums are fp32 for the halves."""
+    fp8: str = "none"
+    """none | tensorwise | rowwise: products of the layers' linears in 8 bits, a scale for each tensor, or for each row;
+    dtype bf16 (docs/performance.md)"""
     grad_reduce_dtype: str = "fp32"
     """Of gradients on their way between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
     fp32). fp32 means the full width, fp64 in an fp64 run."""
@@ -296,6 +299,8 @@ class BackendConfig:
     """auto | own | torch: the causal softmax of ``math`` attention"""
     cross_entropy: str = "auto"
     """auto | own | torch"""
+    scaled_mm: str = "auto"
+    """auto | torch | reference (of 8-bit values in fp32, for tests): products under precision.fp8"""
     optimizer: str = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
     allow_jit: bool = False

@@ -31,6 +31,7 @@ from megatron_port.engine.totals import device_sums, global_tokens, shared_sums
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.products import WeightCopies
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.upload import upload
@@ -80,6 +81,9 @@ class DeepSpeedEngine:
         settings = deepspeed_config(config, dp=ctx.topology.dp, micro_batches=micro_batches)
         self.engine = self._initialize(deepspeed_pipeline, settings, optimizer_provider)
         self.parameters = recorded_parameters(self.stage)
+        self.weight_copies = WeightCopies()
+        for _, p in self.parameters:
+            p.weight_copies = self.weight_copies  # type: ignore[attr-defined]  # see parallel.products
         self.engine.pulse = self.pulse
         self.engine.around_forward = self._around_forward
         self.engine.after_backward = self._after_backward
@@ -219,7 +223,8 @@ class DeepSpeedEngine:
         self._loss_factor = count * dp / tokens
         self._tokens, self._limits, self._probe, self._refused = tokens, limits, probe, False
         used_scale = self.scaler.scale
-        with contextlib.nullcontext() if probe is None else probe.watch(self.stage):
+        # Weights change at the batch's very end, after its passes.
+        with self.weight_copies.kept(), contextlib.nullcontext() if probe is None else probe.watch(self.stage):
             self.engine.train_batch(self._begin(micro_batches, step))
         self._probe = None
         overflow = bool(self.engine.optimizer.overflow)
@@ -245,9 +250,11 @@ class DeepSpeedEngine:
         self.stream.enabled = False
         self._loss_factor = 1.0
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        self.engine.eval_batch(
-            self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
-        )
+        with self.weight_copies.kept():
+            self.engine.eval_batch(
+                self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False,
+                num_micro_batches=len(micro_batches),
+            )
         self.stream.enabled = True
         total, counted = shared_sums([self._loss_total, tokens / self.ctx.topology.dp], self.ctx)
         return EvalResult(loss_sum=total, tokens=round(counted))

@@ -42,6 +42,7 @@ from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.sharded import Piece, ShardedParameters
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WeightGradients
+from megatron_port.parallel.products import WeightCopies
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.pipeline.runner import Runner
@@ -102,8 +103,10 @@ class NativeEngine:
         )
         gradients = _Gradients(self.sharded)
         self.weight_gradients = WeightGradients(gradients.added, gradients.total)
+        self.weight_copies = WeightCopies()
         for _, p in self.parameters:
             p.weight_gradients = self.weight_gradients  # type: ignore[attr-defined]  # see parallel.linear
+            p.weight_copies = self.weight_copies  # type: ignore[attr-defined]  # see parallel.products
             p.register_post_accumulate_grad_hook(gradients.accumulate)
         for chunk in self.chunks:
             for unit in chunk.units:
@@ -140,9 +143,10 @@ class NativeEngine:
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
         )
         length = self.config.model.seq_length
-        self.runner.run(
-            schedule, passes, lambda m: self.chunks[0].activation_shape(len(micro_batches[m].sample_ids), length)
-        )
+        with self.weight_copies.kept():
+            self.runner.run(
+                schedule, passes, lambda m: self.chunks[0].activation_shape(len(micro_batches[m].sample_ids), length)
+            )
         return passes
 
     def train_step(

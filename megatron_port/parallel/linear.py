@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -30,22 +29,11 @@ from megatron_port.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron_port.parallel.compat import widening_addmm
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.products import PLAIN, Products, add_product
 from megatron_port.parallel.record import InitSpec, attach, split_record
 
-
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += aᵀ b in the dtype of ``total``: [n, m], a [k, n], b [k, m] of the same or a narrower dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a.t(), b)
-    elif total.dtype == torch.float32 and widening_addmm(a.device, a.dtype):
-        addmm: Any = torch.addmm
-        addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
-    elif a.device.type == "cpu":  # its half-precision products are slower than float32 ones
-        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
-    else:
-        total.add_(a.t().mm(b))
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "WeightGradients", "add_product", "linear"]
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor:
@@ -71,12 +59,11 @@ class WeightGradients:
         self.products = 0
         """Products computed so far."""
 
-    def add(self, weight: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> None:
-        """total += rowsᵀ x, now or later. ``rows`` [tokens, out], ``x`` [tokens, in]; the total is [out, in] or has
-        ``out`` split into several dimensions."""
+    def add(self, weight: torch.Tensor, add_to: Callable[[torch.Tensor], None]) -> None:
+        """``add_to(total)``, now or later, with the weight's total as [out, in]."""
 
         def product() -> None:
-            add_product(self.total(weight).view(rows.shape[1], x.shape[1]), rows, x)
+            add_to(self.total(weight).view(-1, weight.shape[-1]))
             self.products += 1
             self.on_added(weight)
 
@@ -104,42 +91,46 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None,
-        gradients: WeightGradients | None, group: Group, sequence: bool,
+        gradients: WeightGradients | None, group: Group, sequence: bool, products: Products,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         # Not saved tensors: every micro-batch changes main_grad between a forward and its backward.
         ctx.main_grad, ctx.gradients, ctx.weight = main_grad, gradients, weight
-        ctx.group, ctx.sequence = group, sequence
+        ctx.group, ctx.sequence, ctx.products = group, sequence, products
         whole = all_gather_first(x, group) if sequence else x
-        return F.linear(whole, weight.flatten(0, -2), bias)
+        y, ctx.known = products.forward(whole, weight, weight.flatten(0, -2), bias)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        matrix = weight.flatten(0, -2)
+        matrix, products, known = weight.flatten(0, -2), ctx.products, ctx.known
         rows = grad.reshape(-1, matrix.shape[0])
         gathered = start_all_gather(x, ctx.group) if ctx.sequence and ctx.needs_input_grad[1] else None
         dx = None
+        left = products.gradient(rows)
         if ctx.needs_input_grad[0]:
-            wide = rows.mm(matrix).view(*grad.shape[:-1], matrix.shape[1])
+            wide = products.input_gradient(left, ctx.weight, matrix).view(*grad.shape[:-1], matrix.shape[1])
             dx = start_reduce_scatter(wide, ctx.group) if ctx.sequence else start_all_reduce(wide, ctx.group)
         dw = None
         if ctx.needs_input_grad[1]:
             whole = (gathered.take() if gathered is not None else x).reshape(-1, matrix.shape[1])
             if ctx.gradients is not None:
-                ctx.gradients.add(ctx.weight, rows, whole)
+                ctx.gradients.add(
+                    ctx.weight, lambda total: products.add_weight_gradient(total, left, whole, known)
+                )
             elif ctx.main_grad is not None:
-                add_product(ctx.main_grad.view(matrix.shape), rows, whole)
+                products.add_weight_gradient(ctx.main_grad.view(matrix.shape), left, whole, known)
             else:
-                dw = rows.t().mm(whole).view(weight.shape)
+                dw = products.weight_gradient(left, whole, known).view(weight.shape)
         db = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
-        return None if dx is None else dx.take(), dw, db, None, None, None, None
+        return None if dx is None else dx.take(), dw, db, None, None, None, None, None
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: Group = None,
-    sequence_parallel: bool = False,
+    sequence_parallel: bool = False, products: Products = PLAIN,
 ) -> torch.Tensor:
     """x Wᵀ + b: x [..., in], weight [..., in] whose leading dimensions are the outputs, bias [out] → [..., out].
 
@@ -149,13 +140,18 @@ def linear(
     Where ``weight`` has a contiguous ``main_grad`` of its shape, in float32 or wider, the backward pass adds the
     weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs);
     ``weight_gradients`` (:class:`WeightGradients`) says where to instead, and when.
+
+    ``products``: how the three matrix products are computed. In 8 bits those are rounded and scaled on each rank by
+    itself; collectives, biases and their gradients stay in the dtype.
     """
     main_grad, gradients = (
         getattr(weight, name, None) if weight.requires_grad else None for name in ("main_grad", "weight_gradients")
     )
-    if main_grad is None and gradients is None and group is None:
-        return F.linear(x, weight.flatten(0, -2), bias)
-    return _Linear.apply(x, weight, bias, main_grad, gradients, group, sequence_parallel and group is not None)
+    if products is PLAIN and main_grad is None and gradients is None and group is None:
+        return PLAIN.forward(x, weight, weight.flatten(0, -2), bias)[0]
+    return _Linear.apply(
+        x, weight, bias, main_grad, gradients, group, sequence_parallel and group is not None, products
+    )
 
 
 class ColumnParallelLinear(nn.Module):
@@ -180,9 +176,11 @@ class ColumnParallelLinear(nn.Module):
         packed: int = 1,
         skip_bias: bool = False,
         dtype: torch.dtype = torch.float32,
+        products: Products = PLAIN,
     ) -> None:
         super().__init__()
         self.ctx, self.sequence_parallel, self.skip_bias = ctx, sequence_parallel, skip_bias
+        self.products = products
         lead = (packed,) if packed > 1 else ()
         split = {"tp_rank": ctx.coords.tp, "tp_size": ctx.topology.tp, "split_dim": len(lead)}
         record = split_record(f"{name}.weight", (*lead, out_features, in_features), init=init, decay=True, **split)
@@ -194,7 +192,10 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias.flatten() if self.bias is not None and not self.skip_bias else None
-        return linear(x, self.weight, bias, group=self.ctx.tp_group, sequence_parallel=self.sequence_parallel)
+        return linear(
+            x, self.weight, bias, group=self.ctx.tp_group, sequence_parallel=self.sequence_parallel,
+            products=self.products,
+        )
 
 
 class RowParallelLinear(nn.Module):
@@ -217,9 +218,11 @@ class RowParallelLinear(nn.Module):
         init: InitSpec,
         skip_bias: bool = False,
         dtype: torch.dtype = torch.float32,
+        products: Products = PLAIN,
     ) -> None:
         super().__init__()
         self.ctx, self.sequence_parallel, self.skip_bias = ctx, sequence_parallel, skip_bias
+        self.products = products
         record = split_record(
             f"{name}.weight", (out_features, in_features), init=init, decay=True,
             split_dim=1, tp_rank=ctx.coords.tp, tp_size=ctx.topology.tp,
@@ -234,7 +237,7 @@ class RowParallelLinear(nn.Module):
             self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = linear(x, self.weight)
+        y = linear(x, self.weight, products=self.products)
         group = self.ctx.tp_group
         y = reduce_scatter_sequence(y, group) if self.sequence_parallel else reduce_from_tp(y, group)
         return y if self.bias is None or self.skip_bias else y + self.bias

@@ -106,6 +106,8 @@ class Case:
     global_batch: int = 1
     dtype: str = "bf16"
     """fp32 | bf16 | fp16 | fp64 | fp8 (products in fp8, all else as in bf16)"""
+    fp8: str = "none"
+    """This program's recipe (precision.fp8) where ``dtype`` is fp8; none: another's, with casts counted as fused."""
     flash: bool = True
     """Attention is one fused kernel that stores no scores."""
     kernels: str = "fused"
@@ -174,6 +176,11 @@ def machine_of(config: RunConfig) -> Machine:
     """The cluster of a run. Raises ConfigError, one sentence a fault, where a step cannot be planned on it."""
     machine = Machine(cluster=config.cluster, hardware=config.hardware, calibration=config.calibration)
     found = machine_problems(machine)
+    if not found and config.precision.fp8 != "none" and machine.hardware.fp8_matmul_tflops <= 0:
+        found = [
+            f'precision.fp8 "{config.precision.fp8}": {config.hardware.device or config.cluster.name} has no 8-bit '
+            'products (hardware.fp8_matmul_tflops 0); use fp8 = "none"'
+        ]
     if found:
         raise ConfigError(found)
     return machine
@@ -234,7 +241,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         schedule=layout.pipeline_schedule,
         recompute=layout.recompute, micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
-        dtype=config.precision.dtype,
+        dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,
         flash=config.backend.attention != "math" and config.model.attention_dropout == 0
         and config.precision.dtype in ("fp16", "bf16"),
         kernels="torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_port.plan.case import Case
+from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds
 from megatron_port.plan.links import Links, Span
 from megatron_port.plan.rates import Rates
 
@@ -109,10 +110,15 @@ def layer_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     pw = 1 if case.dtype == "fp8" else w
     products = sum(rates.product(*p, width=pw) for p in shapes.products)
     inputs = sum(rates.product(r, k, c, width=pw) for r, c, k in shapes.products)
-    weights = sum(rates.product(k, c, r, width=pw) for r, c, k in shapes.products)
+    narrow = pw if case.fp8 != "rowwise" else w  # rowwise leaves the weights' gradients in the dtype
+    weights = sum(rates.product(k, c, r, width=narrow) for r, c, k in shapes.products)
     elements = sum(c * k for _, c, k in shapes.products)
-    accumulate = rates.stream(elements * case.engine.accumulate_traffic, len(shapes.products))
-    if case.dtype == "fp8":  # each operand is cast once: read 2, write 1 and its transpose 1
+    traffic = WIDE_SUM if case.fp8 == "tensorwise" else case.engine.accumulate_traffic
+    accumulate = rates.stream(elements * traffic, len(shapes.products))
+    if case.fp8 != "none":
+        casts_forward, casts_backward = cast_seconds(case, rates, shapes.products)
+        products, inputs = products + casts_forward, inputs + casts_backward
+    elif case.dtype == "fp8":  # each operand is cast once: read 2, write 1 and its transpose 1
         casts = sum(r * k + k * c for r, c, k in shapes.products)
         products += rates.stream(4.0 * casts, 2 * len(shapes.products))
         inputs += rates.stream(4.0 * sum(r * c for r, c, _ in shapes.products), len(shapes.products))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from megatron_port.config.schema import ModelConfig
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.counts import stage_elements
+from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.plan.traffic import bucket_elements
 
 LOSS_CHUNK = 1 << 22
@@ -28,6 +29,7 @@ class StageMemory:
     elements: int
     """Parameters that the rank holds."""
     weights: float
+    """With their 8-bit copies under precision.fp8."""
     gradients: float
     optimizer: float
     """Masters and moments, this rank's share."""
@@ -163,7 +165,7 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     shards = replicas if case.zero_stage else 1
     gradient = max(e.gradient_bytes, w) if separate else case.wide
     split_sums = case.zero_stage >= 2 and shards > 1
-    weights, gradients = float(n * w), float(n * gradient / (shards if split_sums else 1))
+    weights, gradients = n * w + copy_bytes(case, stage), float(n * gradient / (shards if split_sums else 1))
     optimizer = n * (3 if separate else 2) * case.wide / shards
     tokens = m.seq_length / case.cp * case.micro_batch
     stream = tokens * m.hidden_size * w * (1 / case.tp if case.sequence_parallel else 1)

@@ -70,7 +70,8 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
     """The cost of each chunk of the model, for one micro-batch."""
     # What a layer costs does not hang on how many there are where: a search asks for few different ones.
     alike = replace(
-        case, pp=1, vp=1, dp=1, split=(), schedule="1f1b", zero_stage=0, micro_batches=1, global_batch=1
+        case, pp=1, vp=1, dp=1, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
+        micro_batches=1 if case.fp8 == "none" else case.micro_batches,  # which share the weights' casts
     )
     layer, first, last = _unit_costs(alike, machine)
     layers = {count: layer.times(count) for count in set(case.chunks)}

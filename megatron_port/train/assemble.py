@@ -55,6 +55,8 @@ def build_engine(
     The two engines agree on the start as well: masters are the float32 initial
     values, the weights their rounding.
     """
+    if (config.precision.fp8 != "none") != (providers.fp8 is not None):
+        raise ValueError(f"precision.fp8 is {config.precision.fp8!r}, and the providers were chosen for another")
     stream = DropoutStream(config.seed, ctx.device)
     chunks = build_model(config, ctx, providers, stream)
     dtype = DTYPES[config.precision.dtype]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_port.model.layers import Head
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ REORDERINGS = (
 
 def _row(module: RowParallelLinear, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        parts = [F.linear(a, w) for a, w in zip(x.chunk(chunks, -1), module.weight.chunk(chunks, 1))]
+        pieces = zip(x.chunk(chunks, -1), module.weight.chunk(chunks, 1))
+        parts = [linear(a, w, products=module.products) for a, w in pieces]
         y = sum(parts[1:], parts[0])
         return y if module.bias is None or module.skip_bias else y + module.bias
 
@@ -59,7 +60,7 @@ def _row(module: RowParallelLinear, chunks: int) -> Callable[[torch.Tensor], tor
 def _column(module: ColumnParallelLinear, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight = module.weight.flatten(0, -2)
-        y = torch.cat([F.linear(x, w) for w in weight.chunk(chunks, 0)], dim=-1)
+        y = torch.cat([linear(x, w, products=module.products) for w in weight.chunk(chunks, 0)], dim=-1)
         return y if module.bias is None or module.skip_bias else y + module.bias.flatten()
 
     return forward

@@ -184,7 +184,7 @@ def _assemble(
     try:
         providers = choose_providers(
             config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
-            attention_dropout=config.model.attention_dropout,
+            attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8,
         )
         install_guard(config.backend.allow_jit)
         if config.backend.allow_jit:

@@ -43,6 +43,7 @@ def make_config(
     clip_grad: float = 0.5,
     mask_loss: bool = False,
     own_kernels: str = "off",
+    fp8: str = "none",
 ) -> RunConfig:
     """A small run with clipping active, an odd vocabulary and an uneven number of layers."""
     base: dict[str, Any] = {
@@ -53,7 +54,7 @@ def make_config(
         model=ModelConfig(**{**base, **(model or {})}),
         layout=LayoutConfig(**{"vocab_padding_multiple": 1, **(layout or {})}),
         batch=BatchConfig(micro_batch_size=micro_batch_size, global_batch_size=global_batch_size),
-        precision=PrecisionConfig(dtype=dtype, initial_loss_scale=1024.0),
+        precision=PrecisionConfig(dtype=dtype, fp8=fp8, initial_loss_scale=1024.0),
         # With Adam's usual eps an element whose gradient is rounding noise takes a full step of either sign, and half
         # precisions underflow some of them to zero: losses then compare noise. 1e-5 is 1e-3 of the gradients' rms here.
         optimizer=OptimizerConfig(lr=LR, clip_grad=clip_grad, eps=1e-5),
@@ -109,7 +110,7 @@ def providers_of(config: RunConfig) -> Providers:
     """What the case's ``backend`` asks for, on the CPU."""
     return choose_providers(
         config.backend, choose_device("cpu"), DTYPES[config.precision.dtype], engine=config.engine,
-        attention_dropout=config.model.attention_dropout,
+        attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8,
     )
 
 

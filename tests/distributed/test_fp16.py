@@ -14,7 +14,7 @@ from pool import RankPool
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import RunConfig
-from megatron_port.parallel import linear
+from megatron_port.parallel import products
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.train.assemble import build_engine
@@ -62,8 +62,8 @@ def _steps(
     engine = build_engine(config, ctx, torch_providers())
     batches = make_batches(config, ctx)
     out = []
-    product = linear.add_product
-    in_fp16 = mock.patch.object(linear, "add_product", lambda total, a, b: total.add_(a.t().mm(b)) if rounded else
+    product = products.add_product
+    in_fp16 = mock.patch.object(products, "add_product", lambda total, a, b: total.add_(a.t().mm(b)) if rounded else
                                 product(total, a, b))
     with in_fp16:
         for step in range(steps):

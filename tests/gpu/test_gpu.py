@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import subprocess
 import sys
 import warnings
@@ -11,7 +13,9 @@ import pytest
 import torch
 
 from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.choose_fp8 import choose_fp8, device_formats
 from megatron_port.backend.device import choose_device
+from megatron_port.backend.fp8 import Fp8, quantise
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import (
     BackendConfig,
@@ -98,15 +102,16 @@ def test_chosen_attention_is_as_exact_as_eager(heads: int, groups: int, size: in
         assert float((a - reference).abs().max()) <= bound, ("out", "dq", "dk", "dv")[i]
 
 
-def _losses(device: torch.device, dtype: str, steps: int) -> list[float]:
+def _losses(device: torch.device, dtype: str, steps: int, fp8: str = "none") -> list[float]:
     config = RunConfig(
         engine="native",
         model=ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=8, vocab_size=1009, seq_length=128,
                           hidden_dropout=0.1),
-        batch=BatchConfig(micro_batch_size=4, global_batch_size=8), precision=PrecisionConfig(dtype=dtype),
-        optimizer=OptimizerConfig(lr=1e-3),
+        batch=BatchConfig(micro_batch_size=4, global_batch_size=8),
+        precision=PrecisionConfig(dtype=dtype, fp8=fp8), optimizer=OptimizerConfig(lr=1e-3),
     )
-    engine = build_engine(config, ParallelContext.single(device), torch_providers())
+    providers = torch_providers() if fp8 == "none" else dataclasses.replace(torch_providers(), fp8=_fp8(fp8))
+    engine = build_engine(config, ParallelContext.single(device), providers)
     out = []
     for step in range(steps):
         batches = []
@@ -133,17 +138,60 @@ def test_half_precision_learns(dtype: str) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_a_step_waits_for_the_gpu_once() -> None:
-    """Loss, norm and flag come back together at its end; micro-batches, masks and keys go there without waiting."""
+def _fp8(recipe: str) -> Fp8:
+    """Of this GPU; skips where it has none."""
+    device = choose_device("auto")
+    problem = device_formats(device)[1]
+    if problem:
+        pytest.skip(problem)
+    return choose_fp8(BackendConfig(), recipe, device)[0]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_8_bit_products_are_the_references(recipe: str) -> None:
+    """Both dtypes of the left operand and of the result, odd numbers of rows; fp32 sums, or Hopper's own where fast."""
+    fp8, device = _fp8(recipe), _device()
+    rowwise = recipe == "rowwise"
+    kinds = [(fp8.formats.precise, torch.bfloat16, True)]
+    kinds += [] if rowwise else [(fp8.formats.wide, torch.float32, False), (fp8.formats.wide, torch.bfloat16, False)]
+    for (rows, columns, inner), (left, out, fast) in itertools.product(((33, 48, 64), (4096, 1536, 4096)), kinds):
+        generator = torch.Generator().manual_seed(rows)
+        a, b = (torch.randn(n, inner, generator=generator).to(device, torch.bfloat16) for n in (rows, columns))
+        bias = b[0, 0] * torch.ones(columns, device=device, dtype=out) if fast else None
+        x, w = quantise(a, left, rowwise=rowwise), quantise(b, fp8.formats.precise, rowwise=rowwise)
+        got = fp8.product(x, w, bias, out, fast).double()
+        left_exact, right_exact = (q.values.double() * q.inverse.double() for q in (x, w))
+        exact = left_exact @ right_exact.t() + (0.0 if bias is None else bias.double())
+        size = left_exact.abs() @ right_exact.abs().t()
+        # Sums inside Hopper's tensor cores keep about 14 bits; without ``fast`` they are added up in fp32 now and then.
+        sums = (2.0**-10 if fast else 2.0**-12) * size
+        unit = 2.0**-8 if out == torch.bfloat16 else 0.0
+        assert bool(((got - exact).abs() <= unit * exact.abs() + sums).all()), (rows, left, out)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_8_bit_training_learns_as_bf16_does(recipe: str) -> None:
+    _fp8(recipe)
+    half, eight = (_losses(_device(), "bf16", 30, fp8=fp8) for fp8 in ("none", recipe))
+    assert eight[0] == pytest.approx(half[0], rel=2e-3) and eight[-1] == pytest.approx(half[-1], abs=0.1)
+
+
+@pytest.mark.parametrize("fp8", ["none", "tensorwise", "rowwise"])
+def test_a_step_waits_for_the_gpu_once(fp8: str) -> None:
+    """Loss, norm and flag come back together at its end; micro-batches, masks, keys and scales make nothing wait."""
+    if fp8 != "none":
+        _fp8(fp8)
     config = RunConfig(
         engine="native",
         model=ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=1009, seq_length=128,
                           hidden_dropout=0.1),
-        batch=BatchConfig(micro_batch_size=2, global_batch_size=8), precision=PrecisionConfig(dtype="bf16"),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=8), precision=PrecisionConfig(dtype="bf16", fp8=fp8),
         optimizer=OptimizerConfig(lr=1e-3),
     )
     device = choose_device("auto")
-    providers = choose_providers(config.backend, device, torch.bfloat16, engine="native", attention_dropout=0.0)
+    providers = choose_providers(
+        config.backend, device, torch.bfloat16, engine="native", attention_dropout=0.0, fp8=fp8
+    )
     engine = build_engine(config, ParallelContext.single(device.torch_device), providers)
     tokens = torch.randint(0, 1009, (4, 2, 129))
     batches = [MicroBatch((2 * m, 2 * m + 1), t[:, :-1], t[:, 1:], torch.ones(2, 128)) for m, t in enumerate(tokens)]

@@ -1,0 +1,122 @@
+"""Products of 8-bit matrices with scales (Micikevicius et al., arXiv 2209.05433): formats, quantisation, two providers.
+
+A matrix is multiplied by a scale and rounded to 8 bits; the product's fp32 sums are divided by the scale. It is the
+largest power of two that brings the operand's own largest element (of the tensor, or of each row) within the format's
+range; it is computed on the device and nothing waits for it.
+
+*Why powers of two.* Multiplying by one is exact, in bf16 as well, so an element's 8-bit rounding does not depend on the
+scale: two ranks that scale pieces of a tensor by their own largest elements round every element as one process does
+that scales the whole, unless it is so much smaller than the largest that it falls below the format's
+normal numbers (2^-14 of the largest in e4m3, 2^-29 in e5m2). Tensor parallelism therefore needs no collective for
+scales. A scale that uses the range to the last binade would buy nothing: the formats are floating-point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_EXPONENT_BITS = 0x7F80_0000
+"""Of a float32."""
+_SMALLEST = 2.0**-100
+"""Stands for the largest element of a tensor of zeros; the scale stays finite."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The 8-bit formats of a device."""
+
+    precise: torch.dtype
+    """4 exponent bits, 3 mantissa bits: activations, weights, gradients with a scale for each row."""
+    wide: torch.dtype
+    """5 and 2: gradients with one scale for the tensor."""
+
+
+OCP = Formats(torch.float8_e4m3fn, torch.float8_e5m2)
+"""NVIDIA's, AMD's from gfx950 on, the CPU's."""
+FNUZ = Formats(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+"""gfx942 (MI300): without infinities and negative zero."""
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix in 8 bits: ``values`` [rows, columns] contiguous; ``values`` × ``inverse`` is the matrix."""
+
+    values: Tensor
+    inverse: Tensor
+    """fp32 powers of two, [1, 1] or, with a scale for each row, [rows, 1]."""
+    rowwise: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the matrix."""
+        return self.values.shape
+
+    def transposed(self) -> Quantised:
+        """The transposed matrix; only with one scale for the tensor."""
+        assert not self.rowwise, "scales of rows are not scales of columns"
+        return Quantised(self.values.t().contiguous(), self.inverse, False)
+
+
+ScaledMM = Callable[[Quantised, Quantised, Tensor | None, torch.dtype, bool], Tensor]
+"""(a [m, k], b [n, k], bias [n] or None, dtype of the result, fast) → a bᵀ + bias, summed in fp32. Both scaled alike.
+``fast``: Hopper's tensor cores may keep their own sums, of fewer bits than fp32."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How a run multiplies in 8 bits."""
+
+    recipe: str
+    """tensorwise | rowwise"""
+    formats: Formats
+    product: ScaledMM
+
+
+def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    """The scale of a matrix, [1, 1], or of each of its lines along ``dim``, kept as a dimension of size 1; fp32.
+
+    Under an infinite or NaN element the scale is 0 or infinite, and what is multiplied with that element NaN: a fault
+    does not hide.
+    """
+    largest = torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=True, dtype=torch.float32)
+    wanted = torch.finfo(dtype).max / largest.clamp_min_(_SMALLEST)
+    return wanted.view(torch.int32).bitwise_and_(_EXPONENT_BITS).view(torch.float32)  # 2^floor(log2 wanted)
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    # A scalar tensor, or one of x's dtype, leaves the product in x's dtype, where it is exact.
+    factor = scale.reshape(()) if scale.numel() == 1 else scale.to(x.dtype)
+    return (x * factor).to(dtype)
+
+
+def quantise(x: Tensor, dtype: torch.dtype, *, rowwise: bool = False, scale: Tensor | None = None) -> Quantised:
+    """x [rows, columns], float32 or bf16, in 8 bits. ``scale``: of :func:`scale_of`, where it is known already."""
+    if scale is None:
+        scale = scale_of(x, dtype, 1 if rowwise else None)
+    return Quantised(_cast(x, scale, dtype).contiguous(), scale.reciprocal(), rowwise)
+
+
+def quantise_columns(x: Tensor, dtype: torch.dtype) -> Quantised:
+    """xᵀ with a scale for each of its rows, from x [rows, columns]; transposed once it has 8 bits."""
+    scale = scale_of(x, dtype, 0)
+    return Quantised(_cast(x, scale, dtype).t().contiguous(), scale.reciprocal().reshape(-1, 1), True)
+
+
+def torch_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+    """torch's: cuBLASLt or CUTLASS, hipBLASLt, on a CPU products in fp32. See :data:`ScaledMM`."""
+    kind = F.ScalingType.RowWise if a.rowwise else F.ScalingType.TensorWise
+    right = b.inverse.reshape(1, -1)  # a view whose last stride is 1, which torch wants
+    return F.scaled_mm(
+        a.values, b.values.t(), a.inverse, kind, right, kind, bias=bias, output_dtype=dtype, use_fast_accum=fast
+    )
+
+
+def reference_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+    """The same in fp32 on any device: for tests. See :data:`ScaledMM`."""
+    y = (a.values.float() * a.inverse) @ (b.values.float() * b.inverse).t()
+    return (y if bias is None else y + bias.float()).to(dtype)

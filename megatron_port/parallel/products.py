@@ -1,0 +1,201 @@
+"""The three matrix products of a linear, y = x Wᵀ, dx = dy W, dW = dyᵀ x: in the dtype, or in 8 bits (precision.fp8).
+
+``tensorwise`` has one scale for a tensor: inputs and weights in e4m3, gradients, which spread wider, in e5m2; all three
+products in 8 bits. ``rowwise`` has a scale for each row of the left and each column of the right operand, all in e4m3,
+and dW, whose sum over tokens feels single large ones most, stays in bf16. Both leave sums in fp32. The recipes are
+torchao's ``tensorwise`` and ``rowwise_with_gw_hp``, but for scales: powers of two here (``backend.fp8`` says why).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_port.backend.fp8 import Fp8, Quantised, quantise, quantise_columns, scale_of
+from megatron_port.parallel.compat import widening_addmm
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += aᵀ b in the dtype of ``total``: [n, m], a [k, n], b [k, m] of the same or a narrower dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a.t(), b)
+    elif total.dtype == torch.float32 and widening_addmm(a.device, a.dtype):
+        addmm: Any = torch.addmm
+        addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
+    elif a.device.type == "cpu":  # its half-precision products are slower than float32 ones
+        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+    else:
+        total.add_(a.t().mm(b))
+
+
+class WeightCopies:
+    """What an engine puts on its weights as ``weight_copies``: what is made of a weight is made once a step.
+
+    Only while :meth:`kept` is open, during which the engine changes no weight.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, str], Quantised] | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep copies from here on, and drop them at the end."""
+        self._made = {}
+        try:
+            yield
+        finally:
+            self._made = None
+
+    def get(self, weight: Tensor, name: str, make: Callable[[], Quantised]) -> Quantised:
+        """The copy of a weight by a name, made where there is none."""
+        if self._made is None:
+            return make()
+        key = (id(weight), name)
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def bytes_held(self) -> int:
+        """Of all copies, without their scales."""
+        return sum(copy.values.numel() for copy in (self._made or {}).values())
+
+
+class Products(Protocol):
+    """The products of one linear. ``matrix`` [out, in]; ``weight``: the parameter that it is a view of.
+
+    What ``gradient`` makes of the output's gradient goes to both products of the backward pass.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [..., in] → (x Wᵀ + b [..., out], what the weight's gradient needs to know of x)."""
+
+    def gradient(self, rows: Tensor) -> Any:
+        """Prepare the output's gradient [tokens, out]."""
+
+    def input_gradient(self, rows: Any, weight: Tensor, matrix: Tensor) -> Tensor:
+        """[tokens, in]."""
+
+    def weight_gradient(self, rows: Any, x: Tensor, known: Tensor | None) -> Tensor:
+        """[out, in] in the dtype of x [tokens, in]; ``known``: from ``forward``."""
+
+    def add_weight_gradient(self, total: Tensor, rows: Any, x: Tensor, known: Tensor | None) -> None:
+        """total [out, in], float32 or wider, += the weight's gradient, not rounded to a narrower dtype before."""
+
+
+class PlainProducts:
+    """In the dtype of the operands."""
+
+    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :class:`Products`."""
+        return F.linear(x, matrix, bias), None
+
+    def gradient(self, rows: Tensor) -> Tensor:
+        """See :class:`Products`."""
+        return rows
+
+    def input_gradient(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        """See :class:`Products`."""
+        return rows.mm(matrix)
+
+    def weight_gradient(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
+        """See :class:`Products`."""
+        return rows.t().mm(x)
+
+    def add_weight_gradient(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
+        """See :class:`Products`."""
+        add_product(total, rows, x)
+
+
+PLAIN = PlainProducts()
+
+
+def _copy(weight: Tensor, name: str, make: Callable[[], Quantised]) -> Quantised:
+    copies: WeightCopies | None = getattr(weight, "weight_copies", None)
+    return make() if copies is None else copies.get(weight, name, make)
+
+
+@dataclass(frozen=True)
+class TensorwiseProducts:
+    """One scale a tensor; the input's is kept from the forward pass, so it is not searched for again."""
+
+    fp8: Fp8
+
+    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :class:`Products`."""
+        rows = x.reshape(-1, x.shape[-1])
+        scale = scale_of(rows, self.fp8.formats.precise)
+        left = quantise(rows, self.fp8.formats.precise, scale=scale)
+        y = self.fp8.product(left, self._weight(weight, matrix), bias, x.dtype, True)
+        return y.view(*x.shape[:-1], matrix.shape[0]), scale
+
+    def _weight(self, weight: Tensor, matrix: Tensor) -> Quantised:
+        return _copy(weight, "rows", lambda: quantise(matrix, self.fp8.formats.precise))
+
+    def gradient(self, rows: Tensor) -> tuple[Quantised, torch.dtype]:
+        """See :class:`Products`."""
+        return quantise(rows, self.fp8.formats.wide), rows.dtype
+
+    def input_gradient(self, rows: tuple[Quantised, torch.dtype], weight: Tensor, matrix: Tensor) -> Tensor:
+        """See :class:`Products`."""
+        right = _copy(weight, "columns", lambda: self._weight(weight, matrix).transposed())
+        return self.fp8.product(rows[0], right, None, rows[1], False)
+
+    def _gradient(self, rows: Quantised, x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        right = quantise(x, self.fp8.formats.precise, scale=scale)
+        return self.fp8.product(rows.transposed(), right.transposed(), None, dtype, False)
+
+    def weight_gradient(self, rows: tuple[Quantised, torch.dtype], x: Tensor, known: Tensor | None) -> Tensor:
+        """See :class:`Products`."""
+        return self._gradient(rows[0], x, known, x.dtype)
+
+    def add_weight_gradient(
+        self, total: Tensor, rows: tuple[Quantised, torch.dtype], x: Tensor, known: Tensor | None
+    ) -> None:
+        """See :class:`Products`."""
+        total.add_(self._gradient(rows[0], x, known, torch.float32))
+
+
+@dataclass(frozen=True)
+class RowwiseProducts:
+    """A scale for each row of the left operand and each column of the right one; weight gradients in the dtype."""
+
+    fp8: Fp8
+
+    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :class:`Products`."""
+        dtype = self.fp8.formats.precise
+        left = quantise(x.reshape(-1, x.shape[-1]), dtype, rowwise=True)
+        right = _copy(weight, "rows", lambda: quantise(matrix, dtype, rowwise=True))
+        y = self.fp8.product(left, right, bias, x.dtype, True)
+        return y.view(*x.shape[:-1], matrix.shape[0]), None
+
+    def gradient(self, rows: Tensor) -> Tensor:
+        """See :class:`Products`."""
+        return rows
+
+    def input_gradient(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        """See :class:`Products`."""
+        dtype = self.fp8.formats.precise
+        right = _copy(weight, "columns", lambda: quantise_columns(matrix, dtype))
+        return self.fp8.product(quantise(rows, dtype, rowwise=True), right, None, rows.dtype, True)
+
+    def weight_gradient(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
+        """See :class:`Products`."""
+        return rows.t().mm(x)
+
+    def add_weight_gradient(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
+        """See :class:`Products`."""
+        add_product(total, rows, x)
+
+
+def make_products(fp8: Fp8 | None) -> Products:
+    """The products of a run's layers."""
+    if fp8 is None:
+        return PLAIN
+    return TensorwiseProducts(fp8) if fp8.recipe == "tensorwise" else RowwiseProducts(fp8)
