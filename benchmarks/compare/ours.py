@@ -13,6 +13,7 @@ from benchmarks.compare.weights import Weights
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
 from megatron_port.backend.providers import Providers
+from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.schema import BackendConfig
 from megatron_port.engine.api import MicroBatch
 from megatron_port.errors import PortError
@@ -20,6 +21,7 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.layers import TransformerLayer
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WeightGradients
+from megatron_port.parallel.products import WeightCopies
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.train.assemble import DTYPES, build_engine
@@ -30,7 +32,8 @@ class Training:
 
     def __init__(self, size: Size, weights: Weights, ctx: ParallelContext, providers: Providers, about: About) -> None:
         self.size, self.about = size, about
-        self.engine = build_engine(size.run_config(), ctx, providers, initialise=False)
+        recipe = "none" if providers.fp8 is None else providers.fp8.recipe
+        self.engine = build_engine(size.run_config(recipe), ctx, providers, initialise=False)
 
         def read(name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
             if kind != "weight":
@@ -64,13 +67,14 @@ class Layers:
         )
         build.stream.enabled = True
         self.stack = nn.Sequential(*(TransformerLayer(i, build) for i in range(size.model.num_layers)))
-        self.gradients = WeightGradients(lambda weight: None)
+        self.gradients, self.copies = WeightGradients(lambda weight: None), WeightCopies()
         self.others = []
         for p in self.stack.parameters():
             p.data.copy_(weights.read(record_of(p).name))
             if p.dim() > 1 and not record_of(p).name.endswith(".bias"):
                 p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
                 p.weight_gradients = self.gradients  # type: ignore[attr-defined]
+                p.weight_copies = self.copies  # type: ignore[attr-defined]
             else:
                 self.others.append(p)
 
@@ -79,23 +83,32 @@ class Layers:
         for p in self.others:
             p.grad = None
         x = inputs.detach().requires_grad_()
-        out = self.stack(x)
-        out.backward(targets)
+        with self.copies.kept():
+            out = self.stack(x)
+            out.backward(targets)
         return out, x.grad
 
 
-def build(size: Size, weights: Weights, device: torch.device, *, own_kernels: bool) -> Training | Layers:
+def build(
+    size: Size, weights: Weights, device: torch.device, *, own_kernels: bool, fp8: str = "none"
+) -> Training | Layers:
     """See ``peer.build``."""
+    found = fp8_problems(size.run_config(fp8))
+    if found:
+        raise Unable(found[0])
     info = choose_device("cpu" if device.type == "cpu" else "auto")
     backend = BackendConfig(device=info.kind, own_kernels="on" if own_kernels else "off")
     m = size.model
     try:
         providers = choose_providers(
-            backend, info, DTYPES[size.dtype], engine="native", heads=(m.num_attention_heads, m.kv_heads, m.head_size)
+            backend, info, DTYPES[size.dtype], engine="native", heads=(m.num_attention_heads, m.kv_heads, m.head_size),
+            fp8=fp8,
         )
     except PortError as error:
         raise Unable(str(error)) from error
     table = {row.op: row.provider for row in providers.table}
     about = About({"engine": "native", **table})
+    if fp8 != "none" and not info.is_gpu:
+        about.handicap = "a CPU multiplies 8-bit values in fp32"
     kind = Layers if size.layers_only else Training
     return kind(size, weights, ParallelContext.single(device), providers, about)

@@ -48,11 +48,17 @@ class Peer:
     options: dict[str, Any]
     says: str
     ours: bool = False
+    fp8: str = ""
+    """Products of the layers in 8 bits: more rounding than the others, so a tolerance and a comparison of its own."""
 
 
 PEERS: dict[str, Peer] = {
     "ours": Peer("ours", {"own_kernels": True}, "this project, own kernels", True),
     "ours-no-kernels": Peer("ours", {"own_kernels": False}, "this project, torch's ops", True),
+    "ours-fp8": Peer("ours", {"own_kernels": True, "fp8": "tensorwise"}, "ours, layers in 8 bits, a scale a tensor",
+                     True, "tensorwise"),
+    "ours-fp8-rowwise": Peer("ours", {"own_kernels": True, "fp8": "rowwise"}, "ours, layers in 8 bits, a scale a row",
+                             True, "rowwise"),
     "torch": Peer("plain", {"compile": ""}, "plain torch, eager"),
     "torch-compile": Peer("plain", {"compile": "default"}, "plain torch, torch.compile"),
     "torch-compile-max": Peer("plain", {"compile": "max-autotune-no-cudagraphs"}, "plain torch, compiled and tuned"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.results import write
+from benchmarks.compare.run import ours
 from benchmarks.compare.sizes import sizes
 from benchmarks.compare.worker import settled
 from megatron_port.config.loader import load
@@ -29,7 +30,7 @@ def predict(found: dict[str, Any], machine_file: Path) -> list[dict[str, Any]]:
     described = load(str(machine_file)).config
     rows = []
     for measured in found["sizes"]:
-        own = [p for p in measured["peers"] if p["peer"].startswith("ours") and "seconds" in p]
+        own = [p for p in measured["peers"] if ours(p["peer"]) and "seconds" in p]
         if measured["layers_only"] or not own:
             continue
         changes = {"layers": measured["model"]["num_layers"], "seq": measured["model"]["seq_length"],

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.compare.peer import PEERS
 from benchmarks.compare.run import LAYER_TOLERANCE, TOLERANCE, Outcome, Plan, ours
 from benchmarks.compare.sizes import Size
 from megatron_port.config.flops import parameter_count
@@ -88,7 +89,7 @@ def summary(size: Size, outcomes: Sequence[Outcome], rates: Sequence[dict[str, A
     m = size.model
     rows = [row(o, size, peak, matmul["median"] if matmul else None) for o in outcomes]
     counted = {r["peer"]: r["seconds"]["median"] for r in rows if r["state"] == "counted" and "seconds" in r}
-    peers = {name: s for name, s in counted.items() if not ours(name)}
+    peers = {name: s for name, s in counted.items() if not PEERS[name].ours}
     mine = {name: s for name, s in counted.items() if ours(name)}
     made: dict[str, Any] = {
         "size": size.name, "about": size.about, "dtype": size.dtype, "layers_only": size.layers_only,
@@ -107,6 +108,12 @@ def summary(size: Size, outcomes: Sequence[Outcome], rates: Sequence[dict[str, A
     if matmul:
         made["matmul_tflops"] = matmul
         made["copy_bytes_per_second"] = quartiles([r["bandwidth"] for r in rates])
+    if "ours" in counted and any(PEERS[name].fp8 for name in counted):
+        (bf16,) = (o for o in outcomes if o.peer == "ours")
+        made["fp8_over_ours"] = {
+            o.peer: quartiles([y / x for x, y in zip(o.seconds, bf16.seconds)])
+            for o in outcomes if o.peer in counted and PEERS[o.peer].fp8
+        }
     if mine and peers:
         best, fastest = min(mine, key=lambda n: mine[n]), min(peers, key=lambda n: peers[n])
         # By repetition, so that what slows the machine for a while slows both.
@@ -145,6 +152,8 @@ def table(found: dict[str, Any]) -> str:
         spread = f"{o['q1']:.3f} to {o['q3']:.3f}"
         lines.append(f"  {o['ours']} is {o['median']:.3f} × {o['peer']} ({spread}), the fastest of {many}; "
                      f"by processor time {o['by_cpu_seconds']['median']:.3f} ×")
+    for name, ratio in found.get("fp8_over_ours", {}).items():
+        lines.append(f"  {name} is {ratio['median']:.3f} × ours ({ratio['q1']:.3f} to {ratio['q3']:.3f})")
     return "\n".join(lines)
 
 

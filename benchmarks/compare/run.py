@@ -11,10 +11,10 @@ from benchmarks.compare.peer import PEERS, REFERENCE
 from benchmarks.compare.sizes import Size
 
 CHECKED_STEPS = 3
-TOLERANCE = {"fp32": (2e-6, 2e-5), "bf16": (1e-3, 1e-2)}
-"""Relative, by precision: of the first step's loss (the same weights); of the further losses and of all gradient norms
-(which clip and optimizer enter)."""
-LAYER_TOLERANCE = {"fp32": 1e-4, "bf16": 8e-2}
+TOLERANCE = {"fp32": (2e-6, 2e-5), "bf16": (1e-3, 1e-2), "fp8": (5e-3, 5e-2)}
+"""Relative, by precision (fp8: of a peer whose layers are in 8 bits): of the first step's loss (the same weights); of
+the further losses and of all gradient norms (which clip and optimizer enter)."""
+LAYER_TOLERANCE = {"fp32": 1e-4, "bf16": 8e-2, "fp8": 0.5}
 """Of elements of a stack's output and input gradient, over their rms."""
 
 
@@ -64,12 +64,15 @@ class Plan:
     changes: dict[str, int] = field(default_factory=dict)
 
 
-def differences(size: Size, mine: dict[str, list[float]], reference: dict[str, list[float]]) -> float:
-    """The largest difference between a peer's numbers and the reference's, in tolerances."""
+def differences(
+    size: Size, mine: dict[str, list[float]], reference: dict[str, list[float]], precision: str = ""
+) -> float:
+    """The largest difference of a peer's numbers from the reference's, in tolerances of ``precision`` (the size's)."""
+    precision = precision or size.dtype
     if size.layers_only:
-        bound = LAYER_TOLERANCE[size.dtype]
+        bound = LAYER_TOLERANCE[precision]
         return max(abs(a - b) / bound for a, b in zip(mine["probes"], reference["probes"]))
-    first, later = TOLERANCE[size.dtype]
+    first, later = TOLERANCE[precision]
     pairs = [
         (kind, i, a, b)
         for kind in ("losses", "grad_norms") for i, (a, b) in enumerate(zip(mine[kind], reference[kind]))
@@ -155,7 +158,8 @@ def judge(size: Size, outcomes: Sequence[Outcome]) -> None:
         if reference is None:
             outcome.state, outcome.reason = "refused", f"{REFERENCE} did not run, so nothing says that this is the same"
             continue
-        outcome.difference = differences(size, outcome.numbers, reference.numbers)
+        precision = "fp8" if PEERS[outcome.peer].fp8 else size.dtype
+        outcome.difference = differences(size, outcome.numbers, reference.numbers, precision)
         if not outcome.difference <= 1.0:
             outcome.state = "refused"
             outcome.reason = (
@@ -169,5 +173,5 @@ def _short(numbers: dict[str, list[float]]) -> str:
 
 
 def ours(name: str) -> bool:
-    """The row is this project's."""
-    return PEERS[name].ours
+    """The row is this project's, in the size's own precision."""
+    return PEERS[name].ours and not PEERS[name].fp8

@@ -52,7 +52,7 @@ class Size:
             return 6 * parameter_count(self.model)
         return parameter_count(self.model) * (16 if self.dtype == "fp32" else 18)
 
-    def run_config(self) -> RunConfig:
+    def run_config(self, fp8: str = "none") -> RunConfig:
         """As this project is given it."""
         from megatron_port.config.schema import BatchConfig, LayoutConfig, PrecisionConfig
 
@@ -60,7 +60,7 @@ class Size:
             name=self.name, engine="native", model=self.model, optimizer=OPTIMIZER,
             layout=LayoutConfig(data_parallel_size=1, zero_stage=0, vocab_padding_multiple=1),
             batch=BatchConfig(micro_batch_size=self.micro_batch, global_batch_size=self.global_batch),
-            precision=PrecisionConfig(dtype=self.dtype),
+            precision=PrecisionConfig(dtype=self.dtype, fp8=fp8),
         )
 
 

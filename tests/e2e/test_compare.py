@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.compare.__main__ import main
 from benchmarks.compare.peer import Unable, build
-from benchmarks.compare.results import quartiles
-from benchmarks.compare.run import Outcome, differences, judge
+from benchmarks.compare.results import quartiles, summary
+from benchmarks.compare.run import Outcome, Plan, differences, judge
 from benchmarks.compare.sizes import Size, sizes
 from benchmarks.compare.weights import batch, probes
 
@@ -51,6 +51,27 @@ def test_a_peer_without_such_a_model_says_so() -> None:
         build("torchtitan", sizes()["tiny"], CPU)
     except Unable as error:
         assert "no GPT" in str(error)
+    else:
+        raise AssertionError("built")
+
+
+def test_8_bits_have_a_tolerance_and_a_comparison_of_their_own() -> None:
+    size = sizes()["tiny-bf16"]
+    reference = numbers("torch", size)
+    outcomes = [Outcome(name, numbers=numbers(name, size)) for name in ("ours-fp8", "ours-fp8-rowwise")]
+    assert all(differences(size, o.numbers, reference) > 0.3 for o in outcomes)
+    judge(size, [Outcome("torch", numbers=reference), *outcomes])
+    assert [o.state for o in outcomes] == ["counted"] * 2 and all(o.difference and o.difference < 1 for o in outcomes)
+    assert build("ours-fp8", size, CPU).about.handicap == "a CPU multiplies 8-bit values in fp32"
+    plan = Plan("cpu", 1)
+    timed = [replace(outcomes[0], peer="ours", seconds=[2.0, 3.0], cpu_seconds=[2.0, 3.0]),
+             replace(outcomes[0], seconds=[1.0, 1.0], cpu_seconds=[1.0, 1.0])]
+    made = summary(size, timed, [], None, plan)
+    assert made["fp8_over_ours"]["ours-fp8"]["median"] == 2.5 and "ours_over_fastest_peer" not in made
+    try:
+        build("ours-fp8", sizes()["tiny"], CPU)
+    except Unable as error:
+        assert 'needs precision.dtype "bf16", not "fp32"' in str(error)
     else:
         raise AssertionError("built")
 
