@@ -11,6 +11,7 @@ import torch
 from megatron_port.backend import kernels
 from megatron_port.backend.choose import Chooser
 from megatron_port.backend.choose_attention import AttentionNeeds
+from megatron_port.backend.choose_fp8 import choose_fp8
 from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, installed_accelerators
 from megatron_port.backend.jit_guard import (
     install_guard,
@@ -151,6 +152,8 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[Finding]:
         "cross_entropy": lambda: chooser.cross_entropy()[1],
         "optimizer": lambda: chooser.optimizer()[1],
     }
+    if config.precision.fp8 != "none" and visible:
+        picks["scaled_mm"] = lambda: choose_fp8(config.backend, config.precision.fp8, device)[1]
     for op, pick in picks.items():
         try:
             row = pick()

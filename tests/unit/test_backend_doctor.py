@@ -202,3 +202,10 @@ def test_json_is_all_that_stdout_gets(tmp_path: Path, overrides: tuple[str, ...]
     report = json.loads(done.stdout)
     assert report["ok"] is (code == 0)
     assert {"section", "name", "value", "status", "remedy"} == set(report["findings"][0])
+
+
+def test_8_bit_products_have_a_line() -> None:
+    asked = replace(NATIVE, precision=PrecisionConfig(fp8="rowwise"), backend=BackendConfig(scaled_mm="reference"))
+    found = named(list(doctor_backend.providers(asked, CPU)), "providers", "scaled_mm")
+    assert found.status == "ok" and found.value.startswith("reference (asked for; rowwise")
+    assert not [f for f in doctor_backend.providers(NATIVE, CPU) if f.name == "scaled_mm"]
