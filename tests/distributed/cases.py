@@ -49,6 +49,9 @@ def make_config(
     base: dict[str, Any] = {
         "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 53, "seq_length": 16,
     }
+    # Of the providers only ``math`` drops out probabilities, as every layout does.
+    own = own_kernels == "on" and dtype != "fp64" and not (model or {}).get("attention_dropout")
+    attention = "own" if own else "math"
     config = RunConfig(
         engine=engine,
         model=ModelConfig(**{**base, **(model or {})}),
@@ -59,7 +62,7 @@ def make_config(
         # precisions underflow some of them to zero: losses then compare noise. 1e-5 is 1e-3 of the gradients' rms here.
         optimizer=OptimizerConfig(lr=LR, clip_grad=clip_grad, eps=1e-5),
         backend=BackendConfig(
-            device="cpu", attention="math", own_kernels=own_kernels if dtype != "fp64" else "off",
+            device="cpu", attention=attention, own_kernels=own_kernels if dtype != "fp64" else "off",
             optimizer="torch" if engine == "deepspeed" else "auto",
         ),
     )

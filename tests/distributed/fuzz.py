@@ -119,9 +119,9 @@ def plain(config: RunConfig) -> RunConfig:
     either's sums shows (docs/parity.md).
     """
     half = config.precision.dtype in ("bf16", "fp16")
-    backend = dataclasses.replace(
-        config.backend, own_kernels=config.backend.own_kernels if half else "off", optimizer="auto"
-    )
+    backend = dataclasses.replace(config.backend, optimizer="auto")
+    if not half:
+        backend = dataclasses.replace(backend, own_kernels="off", attention="math")
     return dataclasses.replace(
         config, engine="native", layout=LayoutConfig(vocab_padding_multiple=1), backend=backend
     )
