@@ -1,10 +1,12 @@
 """Asynchronous saves: the step pays for a copy, a thread on every rank does the rest.
 
-1. At a step's end all ranks call :meth:`BackgroundSave.start`: each copies its pieces into its host buffer, rank 0
-   makes ``step-N.tmp``, and one all-reduce says whether it went well everywhere. Then training goes on.
-2. Every rank's thread writes, hashes, fsyncs and reads back its file, then its list. Rank 0's thread waits until all
-   lists are there, in the shared directory, and commits as ``writer`` does. Threads use no collective, so nothing
-   can interleave with training's, and a rank that hangs in training does not keep a written checkpoint from its commit.
+1. At a step's end all ranks call :meth:`BackgroundSave.start`: each copies its pieces into its host buffer, and
+   training goes on. The first time rank 0 also removes what a killed run left and makes ``step-N.tmp``, and one
+   all-reduce says whether it went well everywhere; later no rank waits for another's copy.
+2. Rank 0's thread makes ``step-N.tmp``; the others' wait until they see it. Every rank's thread writes, hashes, fsyncs
+   and reads back its file, then its list. Rank 0's waits until all lists are there, in the shared directory, and
+   commits as ``writer`` does. Threads use no collective, so nothing can interleave with training's, and a rank that
+   hangs in training does not keep a written checkpoint from its commit.
 3. While a save is in flight all ranks call :meth:`BackgroundSave.poll` at each step's end: one all-reduce of three
    integers tells them alike whether it is still running, was committed, or failed and why.
 
@@ -66,15 +68,19 @@ class _Cancelled(Exception):
 @dataclass
 class _Job:
     state: SavedState
-    plan: ShardPlan
-    image: memoryview
     expected: Mapping[str, tuple[int, ...]] | None
     work: Path
     final: Path
     began: float
+    plan: ShardPlan | None = None
+    image: memoryview = field(default_factory=lambda: memoryview(b""))
+    prepared: bool = False
+    """``work`` is there."""
     stall: float = 0.0
     cancel: threading.Event = field(default_factory=threading.Event)
     others_done: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Event = field(default_factory=threading.Event)
+    """Every rank has called ``start``."""
     failed: bool = False
     message: str | None = None
     thread: threading.Thread | None = None
@@ -112,6 +118,7 @@ class BackgroundSave:
         self._buffer = HostBuffer()
         self._plan: ShardPlan | None = None
         self._job: _Job | None = None
+        self._clean = False  # nothing of an earlier run is left in the directory
 
     @property
     def in_flight(self) -> int | None:
@@ -132,38 +139,56 @@ class BackgroundSave:
     ) -> float:
         """Copy the state and begin to save it; the arguments are those of ``writer.save_checkpoint``.
 
+        Only the first call meets the other ranks; what fails in a later one comes up in ``poll``.
+
         Returns:
             Seconds that this call held up the caller.
 
         Raises:
-            CheckpointError: on every rank, if it could not begin on one: nothing is in flight then.
+            CheckpointError: on every rank, if the first save could not begin on one: nothing is in flight then.
             ValueError: a save is in flight; ``finish`` it first.
         """
         if self._job is not None:
             raise ValueError(f"the save of step {self.in_flight} is in flight; finish() it first")
         began = time.perf_counter()
         final = self._directory / directory_name(state.step)
-        work = final.with_name(final.name + TEMPORARY)
-
-        def begin() -> _Job:
-            plan = plan_shard(shard_name(self._peers.rank), (p for p in pieces if p.tensor.numel()), last=self._plan)
-            self._plan = replace(plan, pieces=())
-            image = self._buffer.take(plan)
-            if self._peers.rank == 0:
-                prepare(self._directory, work, state)
-            return _Job(state, plan, image, expected, work, final, began)
-
-        try:
-            job = together(self._peers, begin)
-        except BaseException:
-            if self._peers.rank == 0:
-                shutil.rmtree(work, ignore_errors=True)
-            raise
+        job = _Job(state, expected, final.with_name(final.name + TEMPORARY), final, began)
+        if self._clean:
+            try:
+                self._copy(job, pieces)
+            except Exception as error:  # the others hear of it at the next poll
+                self._give_up(job, error)
+        else:
+            self._begin_together(job, pieces)
         job.thread = threading.Thread(target=self._run, args=(job,), name=f"save-{state.step}", daemon=True)
         job.stall = time.perf_counter() - began
         self._job = job
         job.thread.start()
         return job.stall
+
+    def _copy(self, job: _Job, pieces: Iterable[StatePiece]) -> None:
+        plan = plan_shard(shard_name(self._peers.rank), (p for p in pieces if p.tensor.numel()), last=self._plan)
+        self._plan = replace(plan, pieces=())
+        job.plan, job.image = plan, self._buffer.take(plan)
+
+    def _begin_together(self, job: _Job, pieces: Iterable[StatePiece]) -> None:
+        """Without what an earlier run left: a rank must not take that run's directory for this save's."""
+
+        def begin() -> None:
+            self._copy(job, pieces)
+            if self._peers.rank == 0:
+                prepare(self._directory, job.work, job.state)
+
+        try:
+            together(self._peers, begin)
+        except BaseException:
+            if self._peers.rank == 0:
+                shutil.rmtree(job.work, ignore_errors=True)
+            raise
+        self._clean = job.prepared = True
+
+    def _give_up(self, job: _Job, error: Exception) -> None:
+        job.message, job.failed = failure_text(self._peers, error), True
 
     def poll(self) -> Finished | None:
         """Meet the others if a save is in flight; what became of it once it has ended on every rank, else None."""
@@ -175,6 +200,7 @@ class BackgroundSave:
         some, others, worst = self._peers.maximum(
             [int(running), int(running and rank != 0), world - rank if job.failed and not running else 0]
         )
+        job.begun.set()
         if worst:
             job.cancel.set()
         elif not others:
@@ -207,7 +233,11 @@ class BackgroundSave:
     def _run(self, job: _Job) -> None:
         """A rank's thread."""
         _yield_to_training()
+        if job.plan is None or job.failed:
+            return
         try:
+            if not job.prepared:
+                self._open_work(job)
             write_part(
                 self._peers.rank, job.work, job.plan, [job.image] if len(job.image) else [], verify=self._verify,
                 visible_seconds=self._visible, proceed=job.proceed,
@@ -219,8 +249,26 @@ class BackgroundSave:
         except _Cancelled:
             job.failed = True
         except Exception as error:  # whatever it is, it must come up in every rank's main thread
-            job.message = failure_text(self._peers, error)
-            job.failed = True
+            self._give_up(job, error)
+
+    def _open_work(self, job: _Job) -> None:
+        """Rank 0 makes the directory, the others wait until they see it."""
+        if self._peers.rank == 0:
+            prepare(self._directory, job.work, job.state)
+            return
+        nap, deadline = 0.002, float("inf")
+        while not job.work.is_dir():
+            now = time.monotonic()
+            if job.begun.is_set():  # rank 0 has begun too
+                deadline = min(deadline, now + self._visible)
+            if now >= deadline:
+                raise CheckpointError(
+                    f"{job.work}: not visible after {self._visible:g} s: checkpoints need a directory that all nodes "
+                    "share; set output_dir to a path on the shared file system"
+                )
+            if job.cancel.wait(nap):
+                raise _Cancelled
+            nap = min(2 * nap, _LONGEST_NAP)
 
     def _await_parts(self, job: _Job) -> None:
         """Until every rank's list is in the directory."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Protocol
 
 Shape = tuple[int, ...]
 
@@ -106,6 +107,38 @@ def range_fault(piece: FlatRange, global_shape: Shape) -> str | None:
             f"range {piece.flat_start} + {piece.numel} leaves its box {piece.shape} of {prod(piece.shape)} elements"
         )
     return None
+
+
+class Ranged(Protocol):
+    """A flat range of a box: FlatRange, or what has one."""
+
+    @property
+    def offset(self) -> Shape: ...
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def flat_start(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+
+
+def stacked(pieces: Sequence[Ranged], global_shape: Shape) -> bool:
+    """Are they whole boxes one behind the other along the first dimension, in order, and the tensor together?
+
+    Most tensors of most layouts are saved so, and it costs a tenth of :func:`cover_fault`, which such pieces pass.
+    """
+    if not global_shape:
+        return False
+    inner, zeros, at = global_shape[1:], (0,) * (len(global_shape) - 1), 0
+    row = prod(inner)
+    for piece in pieces:
+        if piece.offset[:1] != (at,) or piece.offset[1:] != zeros or piece.shape[1:] != inner or piece.flat_start:
+            return False
+        rows = piece.shape[0]
+        if rows <= 0 or piece.numel != rows * row:
+            return False
+        at += rows
+    return at == global_shape[0]
 
 
 def cover_fault(pieces: Sequence[FlatRange], global_shape: Shape) -> str | None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import xxhash
 
-from megatron_port.checkpoint.boxes import FlatRange, cover_fault
+from megatron_port.checkpoint.boxes import FlatRange, cover_fault, stacked
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 SCHEMA = "megatron_port.checkpoint"
@@ -273,6 +273,8 @@ def check_cover(pieces: tuple[PieceEntry, ...], where: str) -> None:
                     f"{where}: {kind} of {name} is {first.dtype} {first.global_shape} in {first.file} "
                     f"but {other.dtype} {other.global_shape} in {other.file}"
                 )
+        if stacked(members, first.global_shape):
+            continue
         fault = cover_fault([m.flat_range() for m in members], first.global_shape)
         if fault:
             raise DamagedCheckpoint(f"{where}: {kind} of {name} {first.global_shape}: {fault}")
@@ -307,7 +309,8 @@ class _Parser:
         if not isinstance(value, list) or len(value) > _MAX_DIMS:
             raise self.fail(f"{what}{of} is {value!r:.60}; expected a list of at most {_MAX_DIMS} sizes")
         for v in value:
-            self.count(v, what, of)
+            if type(v) is not int or not 0 <= v < _MAX_COUNT:
+                self.count(v, what, of)  # says what is wrong; called for none that is right
         return tuple(value)
 
     def file_name(self, value: Any) -> str:

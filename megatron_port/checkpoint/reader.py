@@ -166,9 +166,13 @@ class Checkpoint:
         ):
             out = torch.empty(shape, dtype=dtype)
         if out.numel():
+            place = out.detach()
+            low, high = (wanted.low[0], wanted.high[0]) if shape else (0, 1)
             try:
                 for piece in pieces:
-                    self._copy(piece, wanted, out.detach())
+                    # Most of a tensor's pieces, where it has many, are far off along its first dimension.
+                    if not shape or (piece.offset[0] < high and piece.offset[0] + piece.shape[0] > low):
+                        self._copy(piece, wanted, place)
             except DamagedCheckpoint as error:
                 raise DamagedCheckpoint(f"{error}; found while reading {kind} of {name}") from error
         return out
@@ -241,7 +245,7 @@ class Checkpoint:
     def _copy(self, piece: PieceEntry, wanted: Box, out: torch.Tensor) -> None:
         """Copy what ``piece`` has of ``wanted`` into ``out`` (of wanted's shape)."""
         if not all(o < z and a < o + n for o, n, a, z in zip(piece.offset, piece.shape, wanted.low, wanted.high)):
-            return  # most of a tensor's pieces, where it has many
+            return
         steps = strides(piece.shape)
         for box in piece.flat_range().boxes():
             common = box.intersect(wanted)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.checkpoint.boxes import FlatRange, cover_fault, range_boxes
+from megatron_port.checkpoint.boxes import FlatRange, cover_fault, range_boxes, stacked
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -44,6 +47,26 @@ def test_cover_agrees_with_counting(data: st.DataObject) -> None:
         marks[start : start + size] = 1
         view += marks.reshape(box)
     assert (cover_fault(pieces, shape) is None) == bool((counts == 1).all())
+    assert not stacked(pieces, shape) or bool((counts == 1).all())
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.sampled_from([(), (1,), (2, 3), (0,)]), st.data())
+def test_what_is_stacked_covers(rows: list[int], inner: tuple[int, ...], data: st.DataObject) -> None:
+    """Rows of a tensor by rank are; whatever is changed of one, what still counts as stacked covers."""
+    shape, pieces = (sum(rows), *inner), []
+    for i, n in enumerate(rows):
+        offset = (sum(rows[:i]), *(0 for _ in inner))
+        pieces.append(FlatRange(offset, (n, *inner), 0, n * math.prod(inner)))
+    assert stacked(pieces, shape) == all(rows)
+    assert not stacked(pieces, shape) or cover_fault(pieces, shape) is None
+    if pieces:
+        i, small = data.draw(st.integers(0, len(pieces) - 1)), st.integers(0, 3)
+        change = data.draw(st.sampled_from([
+            {"flat_start": data.draw(small)}, {"numel": data.draw(small)},
+            {"offset": tuple(data.draw(small) for _ in shape)}, {"shape": tuple(data.draw(small) for _ in shape)},
+        ]))
+        pieces[i] = dataclasses.replace(pieces[i], **change)
+        assert not stacked(pieces, shape) or cover_fault(pieces, shape) is None
 
 
 @pytest.mark.parametrize(
