@@ -35,7 +35,9 @@ class Training:
         recipe = "none" if providers.fp8 is None else providers.fp8.recipe
         self.engine = build_engine(size.run_config(recipe), ctx, providers, initialise=False)
 
-        def read(name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
+        def read(
+            name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...], *, out: Tensor | None = None
+        ) -> Tensor:
             if kind != "weight":
                 return torch.zeros(extent)
             return weights.read(name)[tuple(slice(o, o + n) for o, n in zip(offset, extent))]
