@@ -26,6 +26,8 @@ CHUNK = 1 << 20
 """Elements handled at once by anything that goes through a whole file."""
 META_BYTES = 1 << 16
 """More than any sidecar has; nothing larger is read."""
+NAME_CHARACTERS = 1024
+"""Of a tokenizer's name or hash: more than a path component has."""
 LEAF_BYTES = 1 << 20
 """The smallest block of a .bin file that has a hash of its own."""
 MOST_BLOCKS = 1024
@@ -97,6 +99,8 @@ def read_meta(prefix: str | Path) -> CorpusMeta | None:
             number = CorpusMeta.__annotations__[name] == "int"
             if (type(value) is not int or not -1 <= value < 1 << 63) if number else type(value) is not str:
                 raise ValueError(f"{name} is {value!r:.60}")
+            if name.startswith("tokenizer") and len(value) > NAME_CHARACTERS:  # messages quote it
+                raise ValueError(f"{name} has {len(value)} characters, more than {NAME_CHARACTERS}")
         return CorpusMeta(**known)
     except FileNotFoundError:
         return None

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_port.data.format import read_meta, tokenizer_name
+from megatron_port.data.format import meta_path, read_meta, tokenizer_name
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import prepare
 from megatron_port.data.tokenizer import encode_array, get_tokenizer, gpt2_directory, identity
@@ -122,6 +122,18 @@ def test_a_sidecar_may_not_point_elsewhere(tmp_path, name):
     meta = replace(read_meta(tmp_path / "c"), tokenizer=name)
     with pytest.raises(DataError, match="not beside the corpus"):
         tokenizer_name(tmp_path / "c", meta)
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "tokenizer_hash"])
+def test_a_sidecar_s_names_are_short(tmp_path, field):
+    """Messages quote them: a damaged one made an error of 20,000 characters."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=get_tokenizer("byte"))
+    path = meta_path(tmp_path / "c")
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: "x" * 20_000}))
+    with pytest.raises(DataError, match=f"{field} has 20000 characters, more than 1024") as refused:
+        read_meta(tmp_path / "c")
+    assert len(str(refused.value)) < 500
 
 
 def test_which_piece_ends_a_document(tmp_path, bpe):
