@@ -355,7 +355,7 @@ class RankPool:
         world_size: int,
         fn: Callable[..., Any],
         *args: Any,
-        timeout: float = 120.0,
+        timeout: float = 240.0,
         fresh: bool = False,
         deepspeed: bool = False,
     ) -> list[Any]:

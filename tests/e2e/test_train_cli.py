@@ -26,7 +26,7 @@ from megatron_port import errors
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 50
 """Of the run that is not interrupted; enough that a signal sent at step 3 arrives before the end."""
-LIMIT_S = 150
+LIMIT_S = 300
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_")
 
 RUN_FILE = """

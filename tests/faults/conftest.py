@@ -24,7 +24,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """``ranks.run(world_size, fn, *args, timeout=120, fresh=False, deepspeed=False)`` → results by rank."""
+    """``ranks.run(world_size, fn, *args, timeout=240, fresh=False, deepspeed=False)`` → results by rank."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -158,7 +158,7 @@ class Cluster(Hosts):
         """The fields of ``scontrol show job``."""
         return parse_job(self.run(["scontrol", "show", "job", str(job)]).stdout)
 
-    def wait(self, job: int, timeout: float = 120.0) -> dict[str, str]:
+    def wait(self, job: int, timeout: float = 300.0) -> dict[str, str]:
         """The job's fields once it has ended; after a requeue that is the end of the last run."""
         return self.wait_state(job, ENDED, timeout)
 

@@ -64,7 +64,7 @@ def train_here(folder: Path, nproc: int, arguments: Sequence[str]) -> list[float
     done = subprocess.run(
         [sys.executable, "-m", "megatron_port", "train", "runs/quickstart", *arguments, "--set", "name=here",
          "--set", f"output_dir={folder}", "--nproc", str(nproc)],
-        cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=120,
+        cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return losses(folder / "here")

@@ -145,7 +145,7 @@ def spawn(argv: Sequence[str], log: str, directory: str) -> int:
         ).pid
 
 
-def wait_until(ready: Callable[[], bool], what: str, pid: int, timeout: float = 15.0) -> None:
+def wait_until(ready: Callable[[], bool], what: str, pid: int, timeout: float = 60.0) -> None:
     """Until daemon ``what`` is ready; raises as soon as it is gone."""
     deadline = time.monotonic() + timeout
     while not ready():

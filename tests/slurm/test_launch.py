@@ -44,12 +44,12 @@ class Runs:
         path = self.folder / "log.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, job: int, state: str, timeout: float = 120) -> dict[str, str]:
+    def wait(self, job: int, state: str, timeout: float = 300) -> dict[str, str]:
         record = self.cluster.wait(job, timeout=timeout)
         assert record["JobState"] == state, f"{record}\n{self.log()}"
         return record
 
-    def wait_for_step(self, job: int, step: int, timeout: float = 200) -> None:
+    def wait_for_step(self, job: int, step: int, timeout: float = 300) -> None:
         """Return when the run has done ``step`` steps."""
         deadline = time.monotonic() + timeout
         while steps(self.run_folder) < step:
@@ -121,7 +121,7 @@ def test_a_frontier_script_runs_as_it_is_with_command_line_options(runs: Runs, s
         # The faked nodes have no topology for --gpu-bind=closest to go by.
         env={"LMOD_PKG": str(lmod.parents[1]), "SBATCH_ACCOUNT": "abc123", "SRUN_OPTIONS": "--gpu-bind=single:1"},
     )
-    devices = runs.cluster.wait_for(lambda: visible_devices(runs.cluster, ranks=8), 60, "eight ranks")
+    devices = runs.cluster.wait_for(lambda: visible_devices(runs.cluster, ranks=8), 200, "eight ranks")
     runs.wait(job, "COMPLETED")
     assert devices == ["0"] * 4 + ["1"] * 4, devices
     log = runs.log()
@@ -149,7 +149,7 @@ def test_usr1_by_the_clock_of_the_time_limit(runs: Runs, tmp_path: Path) -> None
 
 def resumed_bit_for_bit(runs: Runs, job: int, change: list[str], here: Path) -> None:
     """The job was queued again after a save, went on, and has the very losses of a run that nothing stopped."""
-    record = runs.wait(job, "COMPLETED", timeout=200)
+    record = runs.wait(job, "COMPLETED", timeout=400)
     log = runs.log()
     assert int(record["Restarts"]) >= 1, log
     assert "USR1 received" in log and "saved at step" in log and "resumed from" in log, log
@@ -211,7 +211,7 @@ def test_a_lost_node_ends_the_job_or_requeues_it(
     runs.wait_for_step(job, 25)
     victim = runs.cluster.nodes[1]
     getattr(runs.cluster, fault)(victim)
-    runs.wait(job, "COMPLETED", timeout=150)
+    runs.wait(job, "COMPLETED", timeout=400)
     log = runs.log()
     assert "resumed from" in log and victim in log, log
     assert losses(runs.run_folder) == train_here(tmp_path, 3, change)
@@ -256,7 +256,7 @@ def test_a_sick_node_is_left_out_for_a_spare(runs: Runs, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_same_failure_three_times_stops_the_run(runs: Runs) -> None:
     job = runs.submit(["--nodes=2", "--ntasks-per-node=1"], settings(backend__device='"cuda"'))
-    record = runs.wait(job, "FAILED", timeout=150)
+    record = runs.wait(job, "FAILED", timeout=400)
     assert int(record["Restarts"]) == 2
     log = runs.log()
     assert "3 attempts in a row failed without getting past step 0" in log, log

@@ -84,7 +84,7 @@ def preflight(cluster: Cluster, name: str, *, network: bool = True) -> Outcome:
         "--nodes=4", "--ntasks-per-node=2", f"--output={folder}/log.out", folder / "job.sh", cwd=folder,
         env=environment(PYTHONPATH=str(ROOT), PATH=f"/tmp/tools:{environment()['PATH']}"),
     )
-    record = cluster.wait(job, timeout=150)
+    record = cluster.wait(job, timeout=400)
     log = (folder / "log.out").read_text()
     assert record["JobState"] == "COMPLETED", f"{record}\n{log}"
     return Outcome(log, folder / "out")
