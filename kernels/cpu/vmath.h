@@ -9,6 +9,18 @@
 
 namespace mp {
 
+// e^r of r = x - n ln(2), |r| ≤ ln(2)/2, for a whole n.
+inline float exp_rest(float x, float n) {
+  // ln(2) in two parts; n times the first, of 9 bits, is exact.
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.382074552e-3f;
+  p = p * r + 8.369248360e-3f;
+  p = p * r + 4.166828096e-2f;
+  p = p * r + 1.666651666e-1f;
+  p = p * r + 4.999999404e-1f;
+  return 1.0f + (r + r * r * p);
+}
+
 // e^x = 2^n e^r with |r| ≤ ln(2)/2. Subnormal results are kept: 2^n is applied in two factors.
 inline float exp_float(float x) {
   // Bounds beyond which the result is 0 or infinite anyhow; a NaN passes both comparisons.
@@ -17,14 +29,7 @@ inline float exp_float(float x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the low bits
   const float shifted = x * 1.44269504f + magic;
   const float n = shifted - magic;
-  // ln(2) in two parts; n times the first, of 9 bits, is exact.
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  float p = 1.382074552e-3f;
-  p = p * r + 8.369248360e-3f;
-  p = p * r + 4.166828096e-2f;
-  p = p * r + 1.666651666e-1f;
-  p = p * r + 4.999999404e-1f;
-  p = 1.0f + (r + r * r * p);
+  const float p = exp_rest(x, n);
   const int32_t whole = static_cast<int32_t>(bits_of_float(shifted)) - static_cast<int32_t>(0x4b400000);
   const int32_t half = whole >> 1;
   const float first = float_of_bits(static_cast<uint32_t>(half + 127) << 23);
@@ -38,13 +43,7 @@ inline float exp_of_negative(float x) {
   const float magic = 12582912.0f + 127.0f;  // n arrives with the exponent's bias
   const float shifted = x * 1.44269504f + magic;
   const float n = shifted - magic;
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  float p = 1.382074552e-3f;
-  p = p * r + 8.369248360e-3f;
-  p = p * r + 4.166828096e-2f;
-  p = p * r + 1.666651666e-1f;
-  p = p * r + 4.999999404e-1f;
-  p = 1.0f + (r + r * r * p);
+  const float p = exp_rest(x, n);
   return p * float_of_bits(bits_of_float(shifted) << 23);
 }
 
