@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from forked import ForkServer
 
 HEAD = """
 import torch
@@ -26,16 +24,26 @@ def refused(function, *words):
 """
 
 
-def run(code: str, path: Path = ROOT) -> str:
-    """Run a script in a fresh interpreter; its output, or fail with its error."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", HEAD + code], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[ForkServer]:
+    """Interpreters that have imported torch and the guard, and no compiler."""
+    server = ForkServer(HEAD, DS_ACCELERATOR="cpu")
+    yield server
+    server.close()
 
 
-def test_extensions_and_compile_are_refused_and_the_guard_comes_off() -> None:
-    run("""
+@pytest.fixture(scope="module")
+def prepared() -> Iterator[ForkServer]:
+    """Interpreters that have prepared DeepSpeed."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    server = ForkServer(HEAD + "prepare_deepspeed()", DS_ACCELERATOR="cpu")
+    yield server
+    server.close()
+
+
+def test_extensions_and_compile_are_refused_and_the_guard_comes_off(fresh: ForkServer) -> None:
+    fresh.run("""
 import torch.utils.cpp_extension as cpp
 before = (cpp.load, cpp.load_inline, cpp._jit_compile, cpp._run_ninja_build, torch.compile)
 early = cpp._jit_compile
@@ -55,9 +63,9 @@ assert before == (cpp.load, cpp.load_inline, cpp._jit_compile, cpp._run_ninja_bu
 """)
 
 
-def test_names_taken_before_the_guard_end_in_it() -> None:
+def test_names_taken_before_the_guard_end_in_it(fresh: ForkServer) -> None:
     """``from torch.utils.cpp_extension import load`` and dynamo's lookup of inductor by name."""
-    run("""
+    fresh.run("""
 from torch.utils.cpp_extension import load
 from torch._dynamo.backends.registry import lookup_backend
 import torch._inductor.cpp_builder as builder
@@ -68,8 +76,8 @@ refused(lambda: builder.CppBuilder.build(object()), "C++ kernel")
 """)
 
 
-def test_modules_that_come_later_are_closed_too_and_opened_again() -> None:
-    run("""
+def test_modules_that_come_later_are_closed_too_and_opened_again(fresh: ForkServer) -> None:
+    fresh.run("""
 import sys
 late = ("torch.utils.cpp_extension", "torch._inductor.cpp_builder", "torch._inductor.codecache")
 assert not [name for name in late if name in sys.modules], "nothing of it is imported by torch or by us"
@@ -95,8 +103,8 @@ except Exception:
 """)
 
 
-def test_the_switch_takes_all_of_it_off_and_guards_are_counted() -> None:
-    run("""
+def test_the_switch_takes_all_of_it_off_and_guards_are_counted(fresh: ForkServer) -> None:
+    fresh.run("""
 import sys
 import torch.utils.cpp_extension as cpp
 import torch._native.registry as native
@@ -114,9 +122,9 @@ assert before == (cpp.load, torch.compile, list(sys.meta_path))
 """)
 
 
-def test_what_torch_compiles_by_itself_is_taken_out_and_put_back() -> None:
+def test_what_torch_compiles_by_itself_is_taken_out_and_put_back(fresh: ForkServer) -> None:
     """TorchScript's fuser, the Triton and CuTe overrides of torch 2.13, the jiterator, NVRTC."""
-    run("""
+    fresh.run("""
 import sys, types
 import torch.cuda.jiterator as jiterator
 import torch.cuda._utils as cuda_utils
@@ -139,8 +147,8 @@ assert calls[1:] == [("back", {"enable_dsl_names": ["cutedsl", "triton"]})]
 """)
 
 
-def test_the_guard_is_in_a_forked_child() -> None:
-    run("""
+def test_the_guard_is_in_a_forked_child(fresh: ForkServer) -> None:
+    fresh.run("""
 import os
 import torch.utils.cpp_extension as cpp
 install_guard(False)
@@ -155,7 +163,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
 """)
 
 
-def test_an_extension_names_the_package_that_wants_it(tmp_path: Path) -> None:
+def test_an_extension_names_the_package_that_wants_it(fresh: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "fastops").mkdir()
     (tmp_path / "fastops/__init__.py").write_text(
         "from torch.utils.cpp_extension import load\ndef scan(): return load('scan_op', ['scan.cpp'])\n"
@@ -165,14 +173,14 @@ def test_an_extension_names_the_package_that_wants_it(tmp_path: Path) -> None:
     (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: fast-ops-dist\nVersion: 1.0\n")
     (meta / "RECORD").write_text("fastops/__init__.py,,\n")
     (meta / "top_level.txt").write_text("fastops\n")
-    run("""
+    fresh.run("""
 import fastops
 install_guard(False)
 refused(fastops.scan, "scan_op", "of fastops", "fast-ops-dist")
 """, tmp_path)
 
 
-def test_triton_is_refused(tmp_path: Path) -> None:
+def test_triton_is_refused(fresh: ForkServer, tmp_path: Path) -> None:
     """A stand-in with Triton's layout: its compiler, the launch of a kernel, the C compiler behind its driver."""
     for name in ("triton", "triton/compiler", "triton/runtime"):
         (tmp_path / name).mkdir()
@@ -186,7 +194,7 @@ def test_triton_is_refused(tmp_path: Path) -> None:
     (tmp_path / "triton/runtime/build.py").write_text(
         "def _build(name, *args): return 'built'\ndef compile_module_from_src(src, name): return _build(name)\n"
     )
-    run("""
+    fresh.run("""
 import types
 source = types.SimpleNamespace(fn=lambda: 0)
 source.fn.__name__ = "softmax_kernel"
@@ -208,10 +216,8 @@ assert triton.compile(source) == "built"
 """, tmp_path)
 
 
-def test_deepspeed_ops_load_if_prebuilt_and_are_refused_if_not() -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    out = run("""
-prepare_deepspeed()
+def test_deepspeed_ops_load_if_prebuilt_and_are_refused_if_not(prepared: ForkServer) -> None:
+    out = prepared.run("""
 import deepspeed
 assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
 install_guard(False)
@@ -229,7 +235,7 @@ for builder in (CPUAdamBuilder, CPULionBuilder, ShareMemCommBuilder):
     assert len(out.split()) >= 6
 
 
-def test_the_cute_dsl_is_closed(tmp_path: Path) -> None:
+def test_the_cute_dsl_is_closed(fresh: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "cutlass/base_dsl").mkdir(parents=True)
     (tmp_path / "cutlass/__init__.py").write_text(
         "def kernel():\n    from cutlass.base_dsl.compiler import Compiler\n    return Compiler().compile('module')\n"
@@ -237,7 +243,7 @@ def test_the_cute_dsl_is_closed(tmp_path: Path) -> None:
     (tmp_path / "cutlass/base_dsl/__init__.py").touch()
     (tmp_path / "cutlass/base_dsl/compiler.py").write_text("class Compiler:\n    def compile(self, module): return 1\n")
     (tmp_path / "newflash.py").write_text("import cutlass\ndef forward(): return cutlass.kernel()\n")
-    run("""
+    fresh.run("""
 import newflash
 undo = install_guard(False)
 refused(newflash.forward, "CuTe kernel of newflash", "nvidia-cutlass-dsl", "allow_jit")
@@ -246,13 +252,13 @@ assert newflash.forward() == 1
 """, tmp_path)
 
 
-def test_the_builder_in_rocm_apex_is_closed(tmp_path: Path) -> None:
+def test_the_builder_in_rocm_apex_is_closed(fresh: ForkServer, tmp_path: Path) -> None:
     """A stand-in with its layout: the module is there whether built or not, and its first use may compile."""
     (tmp_path / "apex/op_builder").mkdir(parents=True)
     (tmp_path / "apex/__init__.py").touch()
     (tmp_path / "apex/op_builder/__init__.py").touch()
     (tmp_path / "apex/op_builder/builder.py").write_text("class OpBuilder:\n    def jit_load(self): return 'built'\n")
-    run("""
+    fresh.run("""
 install_guard(False)
 from apex.op_builder.builder import OpBuilder
 class AmpC(OpBuilder):
@@ -261,11 +267,9 @@ refused(AmpC().jit_load, "apex op 'amp_C'", "APEX_BUILD_AMP_C=1", "--no-build-is
 """, tmp_path)
 
 
-def test_a_prebuild_command_keeps_the_ops_that_are_there() -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    run("""
+def test_a_prebuild_command_keeps_the_ops_that_are_there(prepared: ForkServer) -> None:
+    prepared.run("""
 from megatron_port.backend import jit_ways
-prepare_deepspeed()
 import deepspeed.git_version_info as built
 for op in built.installed_ops:
     built.installed_ops[op] = op in ("cpu_adam", "cpu_lion")
@@ -280,11 +284,9 @@ assert 'PYTORCH_ROCM_ARCH="gfx90a"' in jit_ways.prebuild_command("fused_adam", "
 """)
 
 
-def test_preparing_deepspeed_starts_no_compiler(tmp_path: Path) -> None:
+def test_preparing_deepspeed_starts_no_compiler(prepared: ForkServer, tmp_path: Path) -> None:
     """Asked which ops are compatible, DeepSpeed compiles test programs; we answer before it looks."""
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    run("""
-prepare_deepspeed()
+    prepared.run("""
 import deepspeed.ops, deepspeed.ops.op_builder.builder as builder
 def probe(*args, **kwargs): raise AssertionError("DeepSpeed probes the machine")
 builder.probe_is_compatible = probe
@@ -292,11 +294,9 @@ assert deepspeed.ops.__compatible_ops__["cpu_adam"] == prebuilt_deepspeed_ops()[
 """)
 
 
-def test_starting_deepspeed_imports_no_compiler() -> None:
+def test_starting_deepspeed_imports_no_compiler(prepared: ForkServer) -> None:
     """``deepspeed.initialize`` imports Muon, whose decorators import inductor: 3 s of processor time a rank."""
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    run("""
-prepare_deepspeed()
+    prepared.run("""
 import sys
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zero import utils
@@ -308,9 +308,10 @@ assert compiler.compile.__module__ == compiler.__name__  # put back
 """)
 
 
-def test_a_guard_before_the_import_still_stops_a_build() -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    run("""
+def test_a_guard_before_the_import_still_stops_a_build(fresh: ForkServer) -> None:
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    fresh.run("""
 install_guard(False)
 import deepspeed
 from deepspeed.ops.op_builder.cpu import CPULionBuilder
@@ -319,9 +320,8 @@ if not prebuilt_deepspeed_ops()["cpu_lion"]:
 """)
 
 
-def test_the_optimizer_follows_what_is_prebuilt() -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    run("""
+def test_the_optimizer_follows_what_is_prebuilt(prepared: ForkServer) -> None:
+    prepared.run("""
 from megatron_port.backend.device import choose_device
 from megatron_port.backend.choose import choose_providers
 from megatron_port.config.schema import BackendConfig
@@ -339,6 +339,6 @@ refused(lambda: provider("deepspeed"), "DS_BUILD_CPU_ADAM=1")
 """)
 
 
-def test_deepspeed_that_cannot_be_imported_is_explained(tmp_path: Path) -> None:
+def test_deepspeed_that_cannot_be_imported_is_explained(fresh: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "deepspeed.py").write_text("raise OSError('undefined symbol')\n")
-    run('refused(prepare_deepspeed, "OSError: undefined symbol", "native")', tmp_path)
+    fresh.run('refused(prepare_deepspeed, "OSError: undefined symbol", "native")', tmp_path)
