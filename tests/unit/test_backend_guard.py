@@ -295,7 +295,7 @@ assert deepspeed.ops.__compatible_ops__["cpu_adam"] == prebuilt_deepspeed_ops()[
 
 
 def test_starting_deepspeed_imports_no_compiler(prepared: ForkServer) -> None:
-    """``deepspeed.initialize`` imports Muon, whose decorators import inductor: 3 s of processor time a rank."""
+    """Muon's decorators import inductor, torch's optimizers dynamo: 3 and 1.5 s of processor time a rank."""
     prepared.run("""
 import sys
 from deepspeed.runtime import compiler
@@ -305,6 +305,13 @@ assert utils.is_zero_supported_optimizer(torch.optim.Adam([torch.nn.Parameter(to
 assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
 assert "torch._inductor.compile_fx" not in sys.modules
 assert compiler.compile.__module__ == compiler.__name__  # put back
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+adam = DeepSpeedCPUAdam if prebuilt_deepspeed_ops()["cpu_adam"] else torch.optim.SGD
+optimizer = adam([torch.nn.Parameter(torch.ones(2))])
+optimizer.load_state_dict(optimizer.state_dict())
+optimizer.zero_grad()
+assert "torch._dynamo" not in sys.modules
+assert torch.compile(lambda x: optimizer.zero_grad() or x + 1, backend="eager")(torch.zeros(1)) == 1
 """)
 
 
