@@ -1,7 +1,7 @@
 """Run the linters and the tests, and end with what was skipped and why.
 
-``make test`` calls it inside .venv: a worker a core, for tests that start ranks spend a third of their time waiting for
-one another. Which tests share a worker and what comes first, tests/conftest.py says. Arguments that are not its own go
+``make test`` calls it inside .venv: three workers for two cores, for tests that start ranks spend a quarter of their
+time waiting for one another. Which tests share a worker and what comes first, tests/conftest.py says. Arguments that are not its own go
 to pytest, which then runs in one process. The exit code is pytest's, or 1 when only a linter complains. SLOW=1 in the
 environment adds the tests marked slow.
 """
@@ -79,7 +79,8 @@ def folder(nodeid: str) -> str:
 
 def spread() -> list[str]:
     """pytest's arguments for the whole suite."""
-    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    cores = len(os.sched_getaffinity(0))
+    workers = min(cores + cores // 2, MOST_WORKERS)
     return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder"] if workers > 1 else []
 
 

@@ -34,7 +34,7 @@ def environment(**more: str) -> dict[str, str]:
     """What a user's shell exports to sbatch: this interpreter, and one thread a rank."""
     return {
         "PATH": os.environ["PATH"], "HOME": "/root", "USER": "root", "LANG": "C.UTF-8", "PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **more,
+        "OMP_NUM_THREADS": "1", **more,
     }
 
 
