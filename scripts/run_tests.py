@@ -1,9 +1,9 @@
 """Run the linters and the tests, and end with what was skipped and why.
 
 ``make test`` calls it inside .venv: three workers for two cores, for tests that start ranks spend a quarter of their
-time waiting for one another. Which tests share a worker and what comes first, tests/conftest.py says. Arguments that are not its own go
-to pytest, which then runs in one process. The exit code is pytest's, or 1 when only a linter complains. SLOW=1 in the
-environment adds the tests marked slow.
+time waiting for one another. Which tests share a worker and what comes first, tests/conftest.py says. Arguments that
+are not its own go to pytest, which then runs in one process. The exit code is pytest's, or 1 when only a linter
+complains. SLOW=1 in the environment adds the tests marked slow.
 """
 
 from __future__ import annotations
