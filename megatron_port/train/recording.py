@@ -78,7 +78,7 @@ def record_to(config: RunConfig, info: ProcessInfo, out: Path, *, steps: int, re
         def one(reordering: Reordering | None, folder: Path) -> None:
             engine = build_engine(c, ctx, session.providers)
             if reordering is not None:
-                cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
+                cut_sums(engine.stage, reordering)  # type: ignore[attr-defined]
 
             def batches(step: int) -> list[MicroBatch]:
                 mine = loaders.train.step(*schedule.step_plan(step))

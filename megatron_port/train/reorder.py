@@ -3,21 +3,21 @@
 bf16 and fp16 have no bound that suits every model. What a layout may differ by
 is measured instead: the same run on one process with its samples in another
 order, in micro-batches of another size, and with every linear's contraction
-cut in pieces that are rounded before they are added, as tensor parallelism
-cuts it.
+cut in random pieces that are rounded before they are added, as tensor
+parallelism cuts it in pieces of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron_port.model.layers import Head
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
+from megatron_port.parallel.products import PLAIN, Products
 
 
 @dataclass(frozen=True)
@@ -47,39 +47,56 @@ REORDERINGS = (
 """The eight that tolerances are measured with."""
 
 
-def _row(module: RowParallelLinear, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _pieces(size: int, reordering: Reordering, place: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """A random partition of ``range(size)`` into the reordering's pieces, another for every linear."""
+    generator = torch.Generator().manual_seed(1_000 * reordering.order_seed + place)
+    return torch.randperm(size, generator=generator).to(device).chunk(reordering.chunks)
+
+
+def _row(module: RowParallelLinear, reordering: Reordering, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    pieces = _pieces(module.weight.shape[1], reordering, place, module.weight.device)
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        pieces = zip(x.chunk(chunks, -1), module.weight.chunk(chunks, 1))
-        parts = [linear(a, w, products=module.products) for a, w in pieces]
+        parts = [linear(x[..., piece], module.weight[:, piece], products=module.products) for piece in pieces]
         y = sum(parts[1:], parts[0])
         return y if module.bias is None or module.skip_bias else y + module.bias
 
     return forward
 
 
-def _column(module: ColumnParallelLinear, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _columns(x: torch.Tensor, weight: torch.Tensor, pieces: Sequence[torch.Tensor], products: Products) -> torch.Tensor:
+    """x Wᵀ whose backward pass adds as many input gradients as there are pieces of W's rows."""
+    parts = [linear(x, weight[piece], products=products) for piece in pieces]
+    return torch.cat(parts, dim=-1)[..., torch.cat(tuple(pieces)).argsort()]
+
+
+def _column(module: ColumnParallelLinear, reordering: Reordering, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    pieces = _pieces(module.weight.shape[:-1].numel(), reordering, place, module.weight.device)
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        weight = module.weight.flatten(0, -2)
-        y = torch.cat([linear(x, w, products=module.products) for w in weight.chunk(chunks, 0)], dim=-1)
+        y = _columns(x, module.weight.flatten(0, -2), pieces, module.products)
         return y if module.bias is None or module.skip_bias else y + module.bias.flatten()
 
     return forward
 
 
-def _head(module: Head, chunks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        x = module.norm(x)
-        return torch.cat([F.linear(x, w) for w in module.weight.chunk(chunks, 0)], dim=-1)
-
-    return forward
+def _head(module: Head, reordering: Reordering, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    pieces = _pieces(module.weight.shape[0], reordering, place, module.weight.device)
+    return lambda x: _columns(module.norm(x), module.weight, pieces, PLAIN)
 
 
-def cut_sums(stage: nn.Module, chunks: int) -> None:
-    """Make every split linear (the head too) of a single-process model add ``chunks`` rounded partial sums."""
-    for module in stage.modules():
+def cut_sums(stage: nn.Module, reordering: Reordering) -> None:
+    """Make every split linear (the head too) of a single-process model add rounded partial sums of random pieces.
+
+    Random ones, because what rounding does to a run depends on where the sums are cut far more than on the order of
+    samples, and is the same at every step: runs that are all cut in the same place would be one measurement.
+    """
+    if reordering.chunks < 2:
+        return
+    for place, module in enumerate(stage.modules()):
         if isinstance(module, RowParallelLinear):
-            module.forward = _row(module, chunks)  # type: ignore[method-assign, assignment]
+            module.forward = _row(module, reordering, place)  # type: ignore[method-assign, assignment]
         elif isinstance(module, ColumnParallelLinear):
-            module.forward = _column(module, chunks)  # type: ignore[method-assign, assignment]
+            module.forward = _column(module, reordering, place)  # type: ignore[method-assign, assignment]
         elif isinstance(module, Head):
-            module.forward = _head(module, chunks)  # type: ignore[method-assign, assignment]
+            module.forward = _head(module, reordering, place)  # type: ignore[method-assign, assignment]

@@ -127,8 +127,8 @@ def run_case(
     )
     try:
         engine = build_engine(config, ctx, providers_of(config))
-        if reordering is not None and reordering.chunks > 1:
-            cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
+        if reordering is not None:
+            cut_sums(engine.stage, reordering)  # type: ignore[attr-defined]
         return record_run(
             engine, ctx, make_batches(config, ctx, reordering), steps=steps, lr=lambda step: LR, evaluate=True,
             # In half precision it would measure how Adam amplifies rounding (docs/parity.md).

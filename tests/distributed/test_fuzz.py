@@ -6,14 +6,15 @@ import pytest
 from fuzz import draw, failures, run_draws
 from pool import RankPool
 
-SEEDS = range(40)
+SEEDS = (*range(40), 50)
+"""50: rounding of tensor parallelism's partial sums showed in it that the reorderings were cut in too few places."""
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_random_layouts_equal_one_process(ranks: RankPool, part: int) -> None:
-    results = run_draws(ranks, [draw(s) for s in SEEDS if s % 2 == part])
+    results = run_draws(ranks, [draw(s) for s in SEEDS[part::2]])
     assert not failures(results), failures(results)
-    assert len(results) == len(SEEDS) // 2
+    assert len(results) == len(SEEDS[part::2])
 
 
 def test_the_draws_cover_what_they_should() -> None:

@@ -198,8 +198,8 @@ def reordered(config: RunConfig, folder: Path, reorderings: Sequence[Reordering 
             engine = build_engine(config, ctx, providers_of(config), initialise=False)
             checkpoint = open_checkpoint(folder / directory_name(SAVE_AT))
             engine.load_state(checkpoint.read, checkpoint.scalars)
-            if reordering is not None and reordering.chunks > 1:
-                cut_sums(engine.stage, reordering.chunks)  # type: ignore[attr-defined]
+            if reordering is not None:
+                cut_sums(engine.stage, reordering)  # type: ignore[attr-defined]
             out.append(_steps(engine, config, ctx, SAVE_AT, MORE, reordering))
         finally:
             ctx.close()
