@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_port.backend.fused import CausalSoftmax, torch_causal_softmax
+from megatron_port.backend.widened import product
 
 ProbsHook = Callable[[torch.Tensor], torch.Tensor]
 """Maps attention probabilities [b, heads, s, s] to the same shape (dropout)."""
@@ -61,7 +62,7 @@ def math_attention_with(softmax: CausalSoftmax) -> Attention:
         # The query heads of a group stand below one another, so one product serves them and k is never repeated.
         # Scaled before the product: half-precision scores overflow later then.
         grouped = (q * (1.0 / math.sqrt(size))).permute(1, 2, 0, 3).reshape(batch, groups, rep * seq, size)
-        scores = (grouped @ k.permute(1, 2, 3, 0)).view(batch, heads, seq, keys)
+        scores = product(grouped, k.permute(1, 2, 3, 0)).view(batch, heads, seq, keys)
         if causal:
             probs = softmax(scores, scale=1.0)
         else:
@@ -69,7 +70,7 @@ def math_attention_with(softmax: CausalSoftmax) -> Attention:
             probs = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
         if probs_hook is not None:
             probs = probs_hook(probs)
-        out = probs.view(batch, groups, rep * seq, keys) @ v.permute(1, 2, 0, 3)
+        out = product(probs.view(batch, groups, rep * seq, keys), v.permute(1, 2, 0, 3))
         return out.view(batch, heads, seq, size).permute(2, 0, 1, 3).reshape(seq, batch, heads * size)
 
     return attention

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_port.backend import widened
 from megatron_port.backend.fp8 import Fp8, Quantised, quantise, quantise_columns, scale_of
 from megatron_port.parallel.compat import widening_addmm
 
@@ -28,7 +28,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif total.dtype == torch.float32 and widening_addmm(a.device, a.dtype):
         addmm: Any = torch.addmm
         addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
-    elif a.device.type == "cpu":  # its half-precision products are slower than float32 ones
+    elif a.device.type == "cpu":  # no product to round, and none to add in a pass of its own
         total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
     else:
         total.add_(a.t().mm(b))
@@ -93,7 +93,7 @@ class PlainProducts:
 
     def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :class:`Products`."""
-        return F.linear(x, matrix, bias), None
+        return widened.linear(x, matrix, bias), None
 
     def gradient(self, rows: Tensor) -> Tensor:
         """See :class:`Products`."""
@@ -101,11 +101,11 @@ class PlainProducts:
 
     def input_gradient(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
         """See :class:`Products`."""
-        return rows.mm(matrix)
+        return widened.product(rows, matrix)
 
     def weight_gradient(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
         """See :class:`Products`."""
-        return rows.t().mm(x)
+        return widened.product(rows.t(), x)
 
     def add_weight_gradient(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
         """See :class:`Products`."""
@@ -187,7 +187,7 @@ class RowwiseProducts:
 
     def weight_gradient(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
         """See :class:`Products`."""
-        return rows.t().mm(x)
+        return widened.product(rows.t(), x)
 
     def add_weight_gradient(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
         """See :class:`Products`."""
