@@ -1,9 +1,11 @@
 #!/bin/bash
 # One archive that says what a cluster does with this project (docs/performance.md), as a job or by hand:
 # sbatch -N 2 --ntasks-per-node=1 --gpus-per-node=8 -t 2:00:00 launch/site_report.sh [--short] [--cluster clusters/NAME]
-# Every node is checked by srun; kernels, layouts and speed are measured on the first. PYTHON: the interpreter.
+# Every node and the network between nodes are checked by srun; kernels, layouts and speed are measured on the first. What
+# does not fit into the time of the job is left out. PYTHON: the interpreter.
 #SBATCH --job-name=site-report
 #SBATCH --output=%x-%j.out
+#SBATCH --signal=B:TERM@120
 set -euo pipefail
 
 root=${SLURM_SUBMIT_DIR:-}

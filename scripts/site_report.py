@@ -5,46 +5,41 @@
 
 Doctor, preflight, calibration, the tests of the kernels, layouts against one process (over NCCL, RCCL or gloo), the
 comparison with other trainers, a profile, and the planner's predictions beside what was measured. A part that fails,
-or does not end within its limit, is noted and the rest runs. Everything is text or JSON; README.md says what there is,
-and has the predictions beside the measurements. Names of user, home, hosts and what looks like a secret or an address
-are replaced before it is packed. Exit 1 if a part failed: the archive is there all the same.
+or does not end within its limit, is noted and the rest runs. In a job the limits shrink to the time that the job has
+left, and a TERM (``--signal=B:TERM@SECONDS``) ends the part at work, so that there is an archive in any case.
+Everything is text or JSON; README.md says what there is, and has the predictions beside the measurements. Names of
+user, home, hosts and what looks like a secret or an address are replaced before it is packed (``site_redact``). Exit 1
+if a part failed or did not run: the archive is there all the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import getpass
 import json
 import os
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tarfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SECRET = re.compile(r"(?i)\b([A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL)[A-Z0-9_]*\"?\s*[=:]\s*)\S+")
-ADDRESS = re.compile(
-    r"\b(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}\b"  # IPv4, not this machine itself
-    r"|(?<![\w:])(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}(?![\w:])"  # of a network card
-    r"|(?<![\w:])[23fF][0-9a-fA-F]{3}(?::[0-9a-fA-F]{1,4}){0,6}::[0-9a-fA-F:]*"  # IPv6, shortened
-    r"|(?<![\w:])(?:[0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}(?![\w:])"  # and whole
-    r"|[\w.+-]+@[\w-]+\.[\w.-]+"  # mail
-)
-PLACES = ("TMPDIR", "SCRATCH", "WORK", "PROJWORK", "MEMBERWORK", "WORLDWORK", "PROJECT", "STORE", "PSCRATCH")
-"""Variables that name folders of a user or a project."""
-ORDINARY = {"root", "user", "users", "gpu", "cpu", "node", "home", "work", "data", "test", "slurm", "torch", "python",
-            "localhost", "ubuntu", "debian", "admin", "build", "runner"}
-"""Names of users and hosts that say nothing, and stand in the texts for other things."""
-TIMED_OUT = 124
+sys.path.insert(0, str(ROOT))
+
+from scripts.site_overview import overview  # noqa: E402
+from scripts.site_redact import pack  # noqa: E402
+
+TIMED_OUT, ENDED, NOT_RUN = 124, 143, -1
+"""Exits of parts that were stopped at their limit or by a signal, and of those that never began."""
+PACKING_S = 90.0
+"""Kept of a job's time for the archive."""
+SMALLEST_S = 20.0
+"""A part with less time than this is not begun."""
 RUN = """# Layouts against one process: small, so that every machine can.
 name = "site"
 engine = "native"
@@ -75,6 +70,10 @@ class Part:
     limit_s: float
     says: str = ""
     """What its output shows."""
+    files: str = ""
+    """What else it leaves in the folder."""
+    least_s: float = 0.0
+    """What the parts before it leave it where time is short."""
 
 
 @dataclass
@@ -87,13 +86,22 @@ class Outcome:
     seconds: float
     limit_s: float
     says: str = ""
+    files: str = ""
 
     @property
     def state(self) -> str:
         """For people."""
         if self.exit == TIMED_OUT:
-            return f"stopped: not done after {self.limit_s:g} s, its limit"
+            return f"stopped: not done after {self.limit_s:.4g} s, its limit"
+        if self.exit == NOT_RUN:
+            return "not run: no time left"
+        if self.exit == ENDED:
+            return "stopped: the job was told to end"
         return "ok" if self.exit == 0 else f"failed (exit {self.exit})"
+
+
+class Told(Exception):
+    """A signal asked this process to end."""
 
 
 def clusters() -> dict[str, str]:
@@ -117,21 +125,27 @@ def layouts(ranks: int) -> list[str]:
     return found + [name for world, name in ((4, "tp2pp2dp1"), (8, "tp2pp2dp2")) if ranks >= world]
 
 
-def parts(folder: Path, gpus: int, device: str, *, short: bool, cluster: str) -> list[Part]:
-    """Everything, in order. ``short``: the smallest sizes, for a look at the whole in a few minutes."""
+def size_of(gpus: int, short: bool) -> list[str]:
+    """The size that compare (short) and profile take. On a GPU a dozen layers of GPT-2 XL: 9 GB of state."""
+    if not gpus:
+        return ["quickstart"]
+    return ["gpt2-xl", "--layers", "12", "--global-batch", "16"] if short else ["gpt2-xl"]
+
+
+def parts(folder: Path, gpus: int, device: str, *, short: bool, cluster: str, nodes: int = 1) -> list[Part]:
+    """Everything, in order. ``short``: small sizes, for a look at the whole in a few minutes. ``nodes``: of the job;
+    0: no job, or none in which srun can be used."""
     python, port = sys.executable, [sys.executable, "-m", "megatron_port"]
     cluster = cluster or next((c for name, c in clusters().items() if name in device),
                               "clusters/slurm" if gpus else "clusters/cpu")
     kind = "cuda" if gpus else "cpu"
-    ranks = max(gpus, 4)
-    (folder / "site.toml").write_text(RUN)
-    everywhere: list[str] = []
-    if os.environ.get("SLURM_JOB_NUM_NODES") and shutil.which("srun"):
-        everywhere = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+    ranks = gpus or 2
+    each = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--export=ALL",
+            "--kill-on-bad-exit=0"] if nodes else []
     compare = [python, "-m", "benchmarks.compare", "--out", str(folder / "compare.json"), "--device", kind]
-    size = "tiny" if short else "gpt2-xl" if gpus else "quickstart"
     if short:
-        compare += ["--sizes", "tiny", "--peers", "ours", "torch", "--repetitions", "3", "--steps", "4"]
+        compare += ["--sizes", *size_of(gpus, short), "--peers", "ours", "torch", "--repetitions", "3", "--steps", "2",
+                    "--warm-up", "1"]
     measured, preflight = folder / "calibrated.toml", str(folder / "preflight")
     # Compiling for the first time takes longer than any one test may.
     check = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=1800"]
@@ -141,149 +155,186 @@ def parts(folder: Path, gpus: int, device: str, *, short: bool, cluster: str) ->
     if gpus:  # builds for these GPUs, tests and times every op
         check = [python, "scripts/gpu_check.py"]
 
-    def part(name: str, command: list[str], says: str, limit_s: float, short_s: float) -> Part:
-        return Part(name, command, short_s if short else limit_s, says)
+    def part(name: str, command: list[str], says: str, limit_s: float, short_s: float, files: str = "") -> Part:
+        return Part(name, command, short_s if short else limit_s, says, files, min(short_s, 300.0))
 
+    between = []
+    if nodes > 1:
+        together = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * ranks}", f"--ntasks-per-node={ranks}",
+                    "--overcommit", "--export=ALL", "--kill-on-bad-exit=1"]
+        between = [part("preflight-nodes", [*together, *port, "preflight", "network", cluster, "--out",
+                                            f"{preflight}-nodes"],
+                        "collectives and pairs between the nodes: seconds, bytes/s", 900, 300,
+                        "preflight-nodes/network.json")]
     return [
         part("doctor", [*port, "doctor", "--json"], "versions, devices, which provider serves each op and why",
              300, 180),
-        part("preflight-node", [*everywhere, *port, "preflight", "node", cluster, "--out", preflight],
-             "each node: memory, disks, product and copy rates of each device", 900, 300),
-        part("preflight-network", [*port, "preflight", "network", cluster, "--out", preflight, "--nproc",
-                                   str(gpus or 2)],
-             "collectives and pairs between the ranks of this node: seconds, bytes/s", 900, 300),
+        part("preflight-node", [*each, *port, "preflight", "node", cluster, "--out", preflight],
+             "each node: memory, disks, product and copy rates of each device", 900, 300, "preflight/node-*.json"),
+        part("preflight-network", [*port, "preflight", "network", cluster, "--out", preflight, "--nproc", str(ranks)],
+             "collectives and pairs between the ranks of this node: seconds, bytes/s", 900, 300,
+             "preflight/network.json"),
         part("preflight-report", [*port, "preflight", "report", cluster, "--out", preflight],
-             "the verdict on nodes and network", 300, 60),
+             "the verdict on nodes and network", 300, 60, "preflight/preflight.json"),
+        *between,
         part("calibrate", [*port, "bench", "calibrate", cluster, "-o", str(measured),
                            *(["--seconds", "0.05"] if short else [])],
-             "rates that the planner takes for this machine (calibrated.toml)", 1200, 300),
-        part("kernels", check, "own kernels against fp64 and torch", 3600, 900),
-        part("layouts", [*port, "parity", str(folder / "site.toml"), "--layouts", *layouts(2 if short else ranks),
-                         "--out", str(folder / "layouts")],
-             "losses and gradients of parallel layouts against one process", 1800, 300),
-        part("compare", compare, "seconds a step of this project and of others, the same model", 4 * 3600, 600),
-        part("profile", [python, "-m", "benchmarks.compare.profile", "--size", size, "--device", kind, "--out",
-                         str(folder / "profile.json")], "where a step's time goes, beside its limits", 1800, 300),
+             "rates that the planner takes for this machine", 1200, 300, "calibrated.toml"),
+        part("kernels", check, "own kernels against fp64 and torch", 3600, 900,
+             "gpu-check-*.json" if gpus else ""),
+        part("layouts", [*port, "parity", str(folder / "site.toml"), "--layouts",
+                         *layouts(2 if short else max(gpus, 4)), "--out", str(folder / "layouts")],
+             "losses and gradients of parallel layouts against one process", 1800, 300, "layouts/*/rank-*.json"),
+        part("compare", compare, "seconds a step of this project and of others, the same model", 4 * 3600, 600,
+             "compare.json"),
+        part("profile", [python, "-m", "benchmarks.compare.profile", "--size", *size_of(gpus, short), "--device", kind,
+                         "--out", str(folder / "profile.json")],
+             "where a step's time goes, beside its limits", 1800, 300, "profile.json"),
         part("predict", [python, "-m", "benchmarks.compare.predict", str(folder / "compare.json"), str(measured),
                          "--out", str(folder / "predicted.json")],
-             "the planner's step time and memory beside those of compare", 300, 60),
+             "the planner's step time and memory beside those of compare", 300, 60, "predicted.json"),
     ]
 
 
-def run(part: Part, folder: Path) -> Outcome:
+def allowance(part: Part, later: Sequence[Part], left_s: float | None) -> float:
+    """Seconds that a part gets of ``left_s`` (None: no end in sight): its limit, but the parts after it get their
+    least, and where even that is not there, its own least."""
+    if left_s is None:
+        return part.limit_s
+    left = left_s - PACKING_S
+    spare = left - sum(p.least_s for p in later)
+    return min(part.limit_s, left, max(spare, part.least_s))
+
+
+def run(part: Part, folder: Path, limit_s: float | None = None) -> Outcome:
     """Run a part and what it starts; both streams into its file."""
+    limit = part.limit_s if limit_s is None else limit_s
     started = time.monotonic()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
-    with open(folder / f"{part.name}.txt", "wb") as out:
-        process = subprocess.Popen(part.command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=env,
-                                   stdin=subprocess.DEVNULL, start_new_session=True)
-        try:
-            code = process.wait(part.limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = TIMED_OUT
-            out.write(f"\n[site report] stopped: not done after {part.limit_s:g} s, the limit of this part\n".encode())
-    seconds = round(time.monotonic() - started, 1)
-    return Outcome(part.name, " ".join(part.command), code, seconds, part.limit_s, part.says)
-
-
-def replacements() -> list[tuple[str, str]]:
-    """What must not leave this machine, longest first, and what stands in its place."""
-    host = socket.gethostname()
-    known = {str(ROOT): "CHECKOUT", str(Path.home()): "HOME", sys.prefix: "ENVIRONMENT", sys.base_prefix: "PYTHON",
-             socket.getfqdn(): "HOST", host: "HOST", host.split(".")[0]: "HOST"}
-    for name in PLACES:
-        if os.environ.get(name, "").startswith("/"):
-            known.setdefault(os.environ[name].rstrip("/"), name)
-    with contextlib.suppress(KeyError, OSError):
-        known[getpass.getuser()] = "USER"
-    for name in ("SLURM_JOB_ACCOUNT", "SLURM_JOB_USER", "SLURM_SUBMIT_HOST", "SLURMD_NODENAME"):
-        if os.environ.get(name):
-            known[os.environ[name]] = name
-    # Names as ordinary as "root" or "/usr" stand in the texts for other things.
-    ordinary = ORDINARY | {"/", "/usr", "/usr/local", "/tmp", "/root"}
-    telling = {old: new for old, new in known.items() if len(old) > 1 and old not in ordinary}
-    return sorted(telling.items(), key=lambda pair: -len(pair[0]))
-
-
-def redact(text: str, names: Iterable[tuple[str, str]]) -> str:
-    """The text without names, addresses and secrets."""
-    for old, new in names:
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(old)}(?![A-Za-z0-9])", new, text)
-    return ADDRESS.sub("ADDRESS", SECRET.sub(r"\1REMOVED", text))
-
-
-def pack(folder: Path, archive: Path) -> None:
-    """Redact every file in place and put all into the archive, which is whole or not there."""
-    names = replacements()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
+    code = NOT_RUN
+    if limit >= min(SMALLEST_S, part.limit_s):
+        with open(folder / f"{part.name}.txt", "wb") as out:
+            process = subprocess.Popen(part.command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=env,
+                                       stdin=subprocess.DEVNULL, start_new_session=True)
+            why = ""
             try:
-                path.write_text(redact(path.read_text(encoding="utf-8"), names), encoding="utf-8")
-            except UnicodeDecodeError:
-                path.unlink()  # recorded gradients and the like: the tables hold what they say
-
-    def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        entry.uid = entry.gid = 0
-        entry.uname = entry.gname = ""
-        entry.name = redact(entry.name, names)
-        return entry
-
-    part = archive.with_name(f".{archive.name}.partial")
-    with tarfile.open(part, "w:gz") as tar:
-        tar.add(folder, arcname="site-report", filter=anonymous)
-    with open(part, "rb") as stream:
-        os.fsync(stream.fileno())
-    part.replace(archive)
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code, why = TIMED_OUT, f"not done after {limit:.4g} s, the limit of this part"
+            except Told as told:
+                code, why = ENDED, str(told)
+            if why:
+                end(process)
+                out.write(f"\n[site report] stopped: {why}\n".encode())
+    seconds = round(time.monotonic() - started, 1)
+    return Outcome(part.name, " ".join(part.command), code, seconds, limit, part.says, part.files)
 
 
-def overview(folder: Path, device: str, gpus: int, outcomes: Sequence[Outcome]) -> str:
-    """README.md of the archive: the parts, and the predictions beside the measurements."""
-    many = f"{gpus} × {device}" if gpus else "no GPU"
-    lines = ["# Site report", "", f"{many}; {os.cpu_count()} cores. Times are by the wall unless they say else.", "",
-             "| part | state | took, s | output | shows |", "|---|---|---|---|---|"]
-    lines += [f"| {o.name} | {o.state} | {o.seconds:.0f} | {o.name}.txt | {o.says} |" for o in outcomes]
-    compared, predicted = (_read(folder / name) for name in ("compare.json", "predicted.json"))
-    lines += ["", "## Predicted and measured", ""]
-    if predicted.get("rows"):
-        lines += ["One process. Predicted by the planner from the rates in calibrated.toml; measured by compare.", "",
-                  "| size | as | step predicted, ms | measured, ms | off by | memory predicted, MB | measured, MB |",
-                  "|---|---|---|---|---|---|---|"]
-        lines += [f"| {r['size']} | {r['peer']} | {r['predicted_seconds'] * 1e3:.4g} | "
-                  f"{r['measured_seconds'] * 1e3:.4g} | {r['time_error']:+.0%} | {r['predicted_bytes'] / 1e6:.4g} | "
-                  f"{r['measured_bytes'] / 1e6:.4g} |" for r in predicted["rows"]]
-    else:
-        lines.append("None: compare, calibrate or predict did not end well (see their states).")
-    lines += ["", "## Compared", ""]
-    for size in compared.get("sizes", []):
-        lines += _compared(size)
-    return "\n".join(lines) + "\n"
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a part and all that it started, in whatever session: a benchmark's workers would disturb the next part."""
+    import psutil
+
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        whole = psutil.Process(process.pid)
+        family = [*whole.children(recursive=True), whole]
+    process.terminate()  # srun passes it on to the nodes
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            member.kill()
+    process.wait()
+    for _ in range(100):  # until memory of a device is free again
+        with contextlib.suppress(psutil.Error):
+            family = [m for m in family if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
+        if not family:
+            break
+        time.sleep(0.1)
 
 
-def _compared(size: dict[str, Any]) -> list[str]:
-    lines = [f"{size['size']} ({size['about']}), {size['dtype']}, {size['tokens_per_step']} tokens a step:", "",
-             "| peer | state | step, ms (quartiles) | processor time, ms | tokens/s | MFU | peak memory, MB |",
-             "|---|---|---|---|---|---|---|"]
-    for r in size["peers"]:
-        if "seconds" not in r:
-            lines.append(f"| {r['peer']} | {r['state']}: {r.get('reason', '')} | | | | | |")
-            continue
-        middle, low, high = (f"{r['seconds'][k] * 1e3:.4g}" for k in ("median", "q1", "q3"))
-        mfu = f"{r['mfu']:.1%}" if "mfu" in r else "-"
-        lines.append(
-            f"| {r['peer']} | {r['state']} | {middle} ({low} to {high}) | {r['cpu_seconds']['median'] * 1e3:.4g} | "
-            f"{r['tokens_per_second']:.0f} | {mfu} | {r['peak_memory_bytes'] / 1e6:.4g} |"
-        )
-    return [*lines, ""]
+@contextlib.contextmanager
+def told_by_signals() -> Iterator[None]:
+    """Within it TERM and INT raise Told, once."""
 
+    def tell(number: int, _: object) -> None:
+        for each in caught:
+            signal.signal(each, signal.SIG_IGN)  # now the archive is made
+        raise Told(f"this process got {signal.Signals(number).name}")
 
-def _read(path: Path) -> dict[str, Any]:
+    caught = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, tell) for number in caught}
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    except (OSError, ValueError):
-        return {}
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_all(wanted: Sequence[Part], folder: Path, ends: float | None) -> list[Outcome]:
+    """Every part in turn, until ``ends`` (of time.monotonic)."""
+    outcomes: list[Outcome] = []
+    with told_by_signals():
+        for index, part in enumerate(wanted):
+            try:
+                left = None if ends is None else ends - time.monotonic()
+                told = any(o.exit == ENDED for o in outcomes)
+                outcomes.append(run(part, folder, 0.0 if told else allowance(part, wanted[index + 1 :], left)))
+            except Told:  # between two parts
+                outcomes.append(Outcome(part.name, " ".join(part.command), ENDED, 0.0, 0.0, part.says, part.files))
+            print(f"{part.name:<18} {outcomes[-1].seconds:5.0f} s  {outcomes[-1].state}", flush=True)
+    return outcomes
+
+
+def job_seconds_left() -> float | None:
+    """Of the SLURM job around this process; None: there is none, or it has no end."""
+    from megatron_port.runtime.job import clock_seconds, current_job, run_tool
+
+    job = current_job()
+    if job is None:
+        return None
+    code, text = run_tool(["scontrol", "show", "job", job.id])
+    words = dict(word.partition("=")[::2] for word in text.split()) if code == 0 else {}
+    ran, limit = clock_seconds(words.get("RunTime", "")), clock_seconds(words.get("TimeLimit", ""))
+    return None if ran is None or limit is None else float(limit - ran)
+
+
+def job_nodes() -> int:
+    """Nodes of the SLURM job in which srun can be used; 0: none."""
+    text = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    return int(text) if text.isdigit() and shutil.which("srun") else 0
+
+
+def made_with(device: str, gpus: int, nodes: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """What a reader must know of how the report was made."""
+    import torch
+
+    import megatron_port
+
+    commit = "not known (no git checkout)"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, text=True,
+                              capture_output=True, timeout=30)
+        commit = done.stdout.strip() if done.returncode == 0 else commit
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "machine": f"{nodes or 1} node{'s' if nodes > 1 else ''}; of this one {cores} cores usable, "
+                   + (f"{gpus} × {device}" if gpus else "no GPU"),
+        "made": " ".join([time.strftime("%Y-%m-%d %H:%M UTC by scripts/site_report.py", time.gmtime()), *arguments]),
+        "project": f"megatron_port {megatron_port.__version__}, commit {commit}",
+        "torch": torch.__version__,
+    }
+
+
+def clear(folder: Path) -> str:
+    """Make the folder, without what an earlier report left there; why not, if something else is in it."""
+    if folder.exists():
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / "site.toml").is_file()):
+            return f"{folder} is no folder of an earlier report; give --out one that is empty or not there"
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / "site.toml").write_text(RUN)
+    return ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -291,34 +342,46 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "site-report",
                         help="folder; the archive lies beside")
-    parser.add_argument("--short", action="store_true", help="the smallest sizes, a few minutes on a CPU")
+    parser.add_argument("--short", action="store_true", help="small sizes and two peers, a few minutes on a CPU")
     parser.add_argument("--only", nargs="+", metavar="PART", default=[], help="some parts only")
     parser.add_argument("--cluster", default="", help="description to calibrate, e.g. clusters/frontier")
+    parser.add_argument("--minutes", type=float, default=0.0,
+                        help="all of it; default: what the SLURM job has left, else as long as it takes")
     args = parser.parse_args(argv)
-    folder = args.out.resolve()
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    gpus, device = devices()
-    wanted = parts(folder, gpus, device, short=args.short, cluster=args.cluster)
+    try:
+        gpus, device = devices()
+    except ImportError as error:
+        print(f"error: {sys.executable} cannot import torch ({error}); make setup, or set PYTHON to an interpreter "
+              "that has it", file=sys.stderr)
+        return 3
+    started = time.monotonic()
+    left = args.minutes * 60 if args.minutes > 0 else job_seconds_left()
+    folder, nodes = args.out.resolve(), job_nodes()
+    wanted = parts(folder, gpus, device, short=args.short, cluster=args.cluster, nodes=nodes)
     unknown = set(args.only) - {p.name for p in wanted}
     if unknown:
         known = ", ".join(p.name for p in wanted)
         print(f"error: no part {', '.join(sorted(unknown))}; parts: {known}", file=sys.stderr)
         return 2
-    outcomes = []
-    for part in wanted:
-        if args.only and part.name not in args.only:
-            continue
-        outcomes.append(run(part, folder))
-        if part.name == "kernels" and gpus:
-            for path in (ROOT / "benchmarks" / "results").glob("gpu-check-*.json"):
-                shutil.copy(path, folder)
-        print(f"{part.name:<18} {outcomes[-1].seconds:5.0f} s  {outcomes[-1].state}", flush=True)
-    summary = {"gpus": gpus, "device": device or "cpu",
+    wrong = clear(folder)
+    if wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+    if left is not None:
+        print(f"at most {left / 60:.4g} minutes; what does not fit is left out", flush=True)
+    load = os.getloadavg()[0]
+    outcomes = run_all([p for p in wanted if not args.only or p.name in args.only], folder,
+                       None if left is None else started + left)
+    for path in (ROOT / "benchmarks" / "results").glob("gpu-check-*.json"):
+        if gpus and path.stat().st_mtime > time.time() - (time.monotonic() - started):  # of this run
+            shutil.copy(path, folder)
+    about = made_with(device, gpus, nodes, sys.argv[1:] if argv is None else argv)
+    about["took"] = (f"{(time.monotonic() - started) / 60:.1f} minutes; load average {load:.1f} before, "
+                     f"{os.getloadavg()[0]:.1f} after")
+    summary = {**about, "gpus": gpus, "device": device or "cpu", "nodes": nodes,
                "parts": [{**asdict(o), "state": o.state} for o in outcomes]}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (folder / "README.md").write_text(overview(folder, device, gpus, outcomes))
+    (folder / "README.md").write_text(overview(folder, about, outcomes))
     archive = folder.with_name(folder.name + ".tar.gz")
     pack(folder, archive)
     print(f"archive: {archive} ({archive.stat().st_size / 1024:.0f} KiB); look into it before you send it")

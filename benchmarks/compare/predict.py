@@ -44,7 +44,8 @@ def predict(found: dict[str, Any], machine_file: Path) -> list[dict[str, Any]]:
         seconds = best["seconds"]["median"]
         rows.append({
             "size": size.name, "peer": best["peer"], "predicted_seconds": plan.seconds, "measured_seconds": seconds,
-            "time_error": plan.seconds / seconds - 1, "predicted_bytes": memory.allocated,
+            "measured_cpu_seconds": best["cpu_seconds"]["median"], "time_error": plan.seconds / seconds - 1,
+            "predicted_bytes": memory.allocated,
             "measured_bytes": best["peak_memory_bytes"], "predicted_parts": plan.split.parts(),
         })
     return rows
