@@ -5,7 +5,7 @@
 # does not fit into the time of the job is left out. PYTHON: the interpreter.
 #SBATCH --job-name=site-report
 #SBATCH --output=%x-%j.out
-#SBATCH --signal=B:TERM@120
+#SBATCH --signal=B:TERM@30
 set -euo pipefail
 
 root=${SLURM_SUBMIT_DIR:-}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.compare.hf_layers import ACTIVATIONS, Layers
 from benchmarks.compare.peer import About, Unable, need
 from benchmarks.compare.plain import decay_groups
 from benchmarks.compare.sizes import OPTIMIZER, Size
@@ -40,6 +41,9 @@ def model_of(size: Size, weights: Weights, family: str) -> torch.nn.Module:
     made.pop("torch_dtype")
     config = transformers.AutoConfig.for_model(made.pop("model_type"), **made, attn_implementation="sdpa")
     config.use_cache = False
+    for name in ("activation_function", "hidden_act"):  # of the same formula the one in a single operation
+        if size.model.activation in ACTIVATIONS and hasattr(config, name):
+            setattr(config, name, ACTIVATIONS[size.model.activation])
     with weights.device:
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     theirs = dict(model.named_parameters())
@@ -79,7 +83,11 @@ class Training:
                        "data_types": {"grad_accum_dtype": "fp32"}}
         optimizer = self._optimizer(decay_groups(model), device)
         self.about.settings |= {"zero": str(config["zero_optimization"]["stage"]), "deepspeed": deepspeed.__version__}
+        tables = {name: table.clone() for name, table in model.named_buffers() if table.is_floating_point()}
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        for name, table in tables.items():  # transformers keeps rotary frequencies in fp32, bf16 would turn them
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, table)
         if compile:
             self.engine.compile()
 
@@ -112,10 +120,10 @@ class Training:
         return total, self.engine.get_global_grad_norm()
 
 
-def build(size: Size, weights: Weights, device: torch.device, *, compile: bool) -> Training:
+def build(size: Size, weights: Weights, device: torch.device, *, compile: bool) -> Training | Layers:
     """See ``peer.build``."""
     if size.layers_only:
-        raise Unable("transformers has no layer of a tensor-parallel rank's shape; whole models only")
+        return Layers(size, weights, compile)
     try:
         family = family_for(size.model)
     except CheckpointError as error:

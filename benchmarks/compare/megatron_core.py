@@ -1,5 +1,5 @@
-"""Megatron-core's GPTModel with its distributed data parallel wrapper and optimizer. At its best it uses Transformer
-Engine (its own recommendation); without it the local layers run and the peer is handicapped."""
+"""Megatron-core's GPTModel with its distributed data parallel wrapper and optimizer, or its layers alone. At its best
+it uses Transformer Engine (its own recommendation); without it the local layers run and the peer is handicapped."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.compare.hf_deepspeed import alone
-from benchmarks.compare.peer import About, Unable, autocast_dtype, need
+from benchmarks.compare.peer import About, Unable, autocast_dtype, gradient_norm, need
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
 
+ENGINE = "transformer_engine"
 
-def _transformer_config(size: Size) -> Any:
+
+def _transformer_config(size: Size, about: About) -> Any:
+    """As its documentation and Megatron-LM's defaults have it, with all fusions that run here."""
     config = need("megatron.core.transformer.transformer_config")
+    engine = about.settings["layers"] == ENGINE
     m, low = size.model, size.dtype == "bf16"
     if m.activation not in ("gelu", "gelu_tanh", "swiglu"):
         raise Unable(f"no activation {m.activation}")
     activation = torch.nn.functional.silu if m.activation == "swiglu" else torch.nn.functional.gelu
-    if m.activation == "gelu_tanh":
+    # What it fuses with a bias under the name of GeLU is the tanh form; exact GeLU it has only unfused.
+    fused = m.activation == "swiglu" or (m.activation == "gelu_tanh" and m.add_bias)
+    if m.activation == "gelu_tanh" and not fused:
         activation = _gelu_tanh
     wanted: dict[str, Any] = {
         "num_layers": m.num_layers, "hidden_size": m.hidden_size, "num_attention_heads": m.num_attention_heads,
@@ -33,9 +39,12 @@ def _transformer_config(size: Size) -> Any:
         "gated_linear_unit": m.activation == "swiglu", "activation_func": activation,
         "normalization": "RMSNorm" if m.normalization == "rmsnorm" else "LayerNorm", "attention_softmax_in_fp32": True,
         "bias_dropout_fusion": True, "masked_softmax_fusion": torch.cuda.is_available(),
-        "bias_activation_fusion": m.activation == "swiglu",
+        "bias_activation_fusion": fused,
         "use_cpu_initialization": not torch.cuda.is_available(), "perform_initialization": False,
-        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": low,  # its gradient is rounded to bf16 whatever the logits are
+        "apply_rope_fusion": engine and m.position_embedding == "rope",
+        # Of layers alone nobody sums gradients.
+        "gradient_accumulation_fusion": engine and not size.layers_only,
     }
     return config.TransformerConfig(**wanted)
 
@@ -50,10 +59,10 @@ def _spec(size: Size, about: About) -> Any:
     try:
         need("transformer_engine.pytorch")
     except Unable as error:
-        about.handicap += f"without Transformer Engine ({str(error)[:100]})"
+        about.handicap = "; ".join(filter(None, [about.handicap, f"without Transformer Engine ({str(error)[:100]})"]))
         about.settings["layers"] = "local"
         return specs.get_gpt_layer_local_spec(**({"normalization": norm} if norm else {}))
-    about.settings["layers"] = "transformer_engine"
+    about.settings["layers"] = ENGINE
     return specs.get_gpt_layer_with_transformer_engine_spec()
 
 
@@ -67,38 +76,103 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _start(device: torch.device, about: About) -> None:
+    """Its process groups and random streams."""
+    state = need("megatron.core.parallel_state")
+    if device.type == "cpu":
+        # It allocates on "the current CUDA device" by name. In this process, which serves it alone, that is the
+        # CPU, so that what runs on a GPU can be checked here; its time on a CPU says nothing.
+        torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]
+        _OnCpu().__enter__()
+        about.handicap = "Megatron-core is made for GPUs"
+    alone(device)
+    if not state.model_parallel_is_initialized():
+        state.initialize_model_parallel()
+    random = need("megatron.core.tensor_parallel.random")
+    if device.type == "cuda":
+        random.model_parallel_cuda_manual_seed(1)
+    else:  # nothing is dropped, so no stream is needed
+        random.get_cuda_rng_tracker().fork = nullcontext
+
+
+def _mask(about: About, s: int, device: torch.device) -> Tensor | None:
+    """Of what is hidden; Transformer Engine knows by itself that attention is causal."""
+    if about.settings["layers"] == ENGINE:
+        return None
+    return torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)
+
+
+class Layers:
+    """Forward and backward of its TransformerBlock in its own dtype: a rank's heads and MLP as those of a model of one
+    rank, without communication."""
+
+    def __init__(self, size: Size, weights: Weights, device: torch.device) -> None:
+        self.about = About({"optimizer": "not used"})
+        m = size.model
+        _start(device, self.about)
+        block = need("megatron.core.transformer.transformer_block")
+        spec = _spec(size, self.about)
+        config = _transformer_config(size, self.about)
+        self.stack = block.TransformerBlock(config, spec, post_layer_norm=False).to(device)
+        left = dict(self.stack.named_parameters())
+        _fill_layers(left, weights, "")
+        _none_left(left)
+        self.mask, self.seq, self.rope = _mask(self.about, m.seq_length, device), m.seq_length, None
+        if m.position_embedding == "rope":
+            rotary = need("megatron.core.models.common.embeddings.rotary_pos_embedding")
+            self.rope = rotary.RotaryEmbedding(
+                kv_channels=m.head_size, rotary_percent=m.rotary_percent, rotary_base=int(m.rope_theta),
+                use_cpu_initialization=device.type == "cpu",
+            )
+
+    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        """See ``peer.Step``."""
+        self.stack.zero_grad(set_to_none=True)
+        x = inputs.detach().requires_grad_()
+        out = self.stack(x, self.mask, rotary_pos_emb=None if self.rope is None else self.rope(self.seq))
+        out.backward(targets)
+        return out, x.grad
+
+    def gradient_norm(self) -> Tensor:
+        """See ``peer.LayerStep``."""
+        return gradient_norm(self.stack)
+
+
 class Training:
     """Whole optimizer steps: no-pipelining schedule, gradients in fp32 buckets, fp32 masters under bf16."""
 
     def __init__(self, size: Size, weights: Weights, device: torch.device) -> None:
-        self.size, self.device, self.about = size, device, About({"attention": "local or TE"})
+        self.size, self.device, self.about = size, device, About({"optimizer": "Megatron-core's, fp32 masters"})
         m = size.model
-        if device.type == "cpu":
-            # It allocates on "the current CUDA device" by name. In this process, which serves it alone, that is the
-            # CPU, so that what runs on a GPU can be checked here; its time on a CPU says nothing.
-            torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]
-            _OnCpu().__enter__()
-            self.about.handicap = "Megatron-core is made for GPUs; "
-        alone(device)
-        need("megatron.core.parallel_state").initialize_model_parallel()
-        random = need("megatron.core.tensor_parallel.random")
-        if device.type == "cuda":
-            random.model_parallel_cuda_manual_seed(1)
-        else:  # nothing is dropped, so no stream is needed
-            random.get_cuda_rng_tracker().fork = nullcontext
-        config = _transformer_config(size)
-        gpt = need("megatron.core.models.gpt")
-        learned = m.position_embedding == "learned"
-        self.model = gpt.GPTModel(
-            config=config, transformer_layer_spec=_spec(size, self.about), vocab_size=m.vocab_size,
-            max_sequence_length=m.seq_length, position_embedding_type="learned_absolute" if learned else "rope",
-            rotary_base=int(m.rope_theta), share_embeddings_and_output_weights=m.tie_embeddings, parallel_output=True,
-        ).to(device)
+        _start(device, self.about)
+        spec = _spec(size, self.about)
+        config = _transformer_config(size, self.about)
+        self.model = self._model(config, spec).to(device)
         fill(self.model, weights)
         self.wrapped, self.optimizer = self._optimizer(config)
         s = m.seq_length
         self.positions = torch.arange(s, device=device)[None].expand(size.micro_batch, s)
-        self.mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).triu(1)
+        self.mask = _mask(self.about, s, device)
+
+    def _model(self, config: Any, spec: Any) -> torch.nn.Module:
+        """Transformer Engine adds up gradients within its products by itself; the head needs an extension of apex for
+        that, and goes without where there is none."""
+        m, layers = self.size.model, need("megatron.core.tensor_parallel.layers")
+        learned, extension = m.position_embedding == "learned", layers._grad_accum_fusion_available
+        layers._grad_accum_fusion_available = True
+        try:
+            model: Any = need("megatron.core.models.gpt").GPTModel(
+                config=config, transformer_layer_spec=spec, vocab_size=m.vocab_size, max_sequence_length=m.seq_length,
+                position_embedding_type="learned_absolute" if learned else "rope", rotary_base=int(m.rope_theta),
+                share_embeddings_and_output_weights=m.tie_embeddings, parallel_output=True,
+            )
+        finally:
+            layers._grad_accum_fusion_available = extension
+        if not extension:
+            model.output_layer.gradient_accumulation_fusion = False
+        where = "in the products" if config.gradient_accumulation_fusion else "apart"
+        self.about.settings["gradient sums"] = where + ("" if extension else "; the head's apart: no apex")
+        return model  # type: ignore[no-any-return]
 
     def _optimizer(self, config: Any) -> tuple[Any, Any]:
         """Its wrapper and optimizer."""
@@ -145,46 +219,57 @@ class Training:
         return norm
 
 
+def _put(left: dict[str, Tensor], target: str, weights: Weights, name: str) -> None:
+    p = left.pop(target)
+    p.copy_(weights.read(name).reshape(p.shape))
+
+
 @torch.no_grad()
-def fill(model: torch.nn.Module, weights: Weights) -> None:
-    """Take the common weights; its packed projection has our order of rows."""
+def _fill_layers(left: dict[str, Tensor], weights: Weights, prefix: str) -> None:
+    """Take the layers' weights; its packed projection has our order of rows. ``left``: parameters not yet filled."""
     inside = {"attention.qkv": "self_attention.linear_qkv", "attention.output": "self_attention.linear_proj",
               "mlp.up": "mlp.linear_fc1", "mlp.down": "mlp.linear_fc2"}
-    left = dict(model.named_parameters())
-
-    def put(target: str, name: str) -> None:
-        p = left.pop(target)
-        p.copy_(weights.read(name).reshape(p.shape))
-
-    put("embedding.word_embeddings.weight", "embedding.word.weight")
-    if "embedding.position_embeddings.weight" in left:
-        put("embedding.position_embeddings.weight", "embedding.position.weight")
-    if "output_layer.weight" in left:
-        put("output_layer.weight", "head.weight")
     for name in weights.shapes:
-        module, _, kind = name.rpartition(".")
-        if module == "final_norm":
-            put(f"decoder.final_layernorm.{kind}", name)
         if not name.startswith("layers."):
             continue
+        module, _, kind = name.rpartition(".")
         _, index, part = module.split(".", 2)
-        layer = f"decoder.layers.{index}."
+        layer = f"{prefix}layers.{index}."
         if part in inside:
-            put(f"{layer}{inside[part]}.{kind}", name)
+            _put(left, f"{layer}{inside[part]}.{kind}", weights, name)
             continue
         # Transformer Engine's layers keep a norm with the product that follows it.
         fused = {"norm1": f"self_attention.linear_qkv.layer_norm_{kind}", "norm2": f"mlp.linear_fc1.layer_norm_{kind}"}
         own = {"norm1": f"input_layernorm.{kind}", "norm2": f"pre_mlp_layernorm.{kind}"}
-        put(layer + (own[part] if layer + own[part] in left else fused[part]), name)
+        _put(left, layer + (own[part] if layer + own[part] in left else fused[part]), weights, name)
+
+
+def _none_left(left: dict[str, Tensor]) -> None:
     if left:
         raise Unable(f"parameters without a counterpart: {', '.join(list(left)[:4])}")
 
 
-def build(size: Size, weights: Weights, device: torch.device) -> Training:
+@torch.no_grad()
+def fill(model: torch.nn.Module, weights: Weights) -> None:
+    """Take the common weights of a whole model."""
+    left: dict[str, Tensor] = dict(model.named_parameters())
+    _put(left, "embedding.word_embeddings.weight", weights, "embedding.word.weight")
+    for target, name in (("embedding.position_embeddings.weight", "embedding.position.weight"),
+                         ("output_layer.weight", "head.weight")):
+        if target in left:
+            _put(left, target, weights, name)
+    for kind in ("weight", "bias"):
+        if f"final_norm.{kind}" in weights.shapes:
+            _put(left, f"decoder.final_layernorm.{kind}", weights, f"final_norm.{kind}")
+    _fill_layers(left, weights, "decoder.")
+    _none_left(left)
+
+
+def build(size: Size, weights: Weights, device: torch.device) -> Training | Layers:
     """See ``peer.build``."""
-    if size.layers_only:
-        raise Unable("its layers alone are not set up here; whole models only")
     need("megatron.core")
+    if size.layers_only:
+        return Layers(size, weights, device)
     if device.type == "cpu" and size.dtype != "fp32":
         raise Unable("Megatron-core's optimizer for bf16 weights takes CUDA tensors only")
     return Training(size, weights, device)

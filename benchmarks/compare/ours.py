@@ -90,6 +90,11 @@ class Layers:
             out.backward(targets)
         return out, x.grad
 
+    def gradient_norm(self) -> Tensor:
+        """See ``peer.LayerStep``; to be asked after the first step, since sums go on."""
+        found = [getattr(p, "main_grad", p.grad) for p in self.stack.parameters()]
+        return torch.nn.utils.get_total_norm([g.float() for g in found if g is not None])
+
 
 def build(
     size: Size, weights: Weights, device: torch.device, *, own_kernels: bool, fp8: str = "none"

@@ -40,6 +40,13 @@ class Step(Protocol):
         scalars on the device. Of a stack of layers: (output, gradient of the input). Waits for nothing if it can."""
 
 
+class LayerStep(Step, Protocol):
+    """A built stack of layers."""
+
+    def gradient_norm(self) -> Tensor:
+        """Of all weights' gradients of the first step: they were computed, and are the right ones."""
+
+
 @dataclass(frozen=True)
 class Peer:
     """A row of the table: module and the options that ``build(size, weights, device, **options)`` gets."""
@@ -84,6 +91,12 @@ def build(name: str, size: Size, device: torch.device) -> Step:
 def autocast_dtype(size: Size) -> torch.dtype:
     """Of products."""
     return torch.bfloat16 if size.dtype == "bf16" else torch.float32
+
+
+def gradient_norm(module: torch.nn.Module) -> Tensor:
+    """Of the gradients that a module's parameters hold; those without one count as 0."""
+    found = [p.grad.float() for p in module.parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(found)
 
 
 def need(module: str, why: str = "") -> Any:

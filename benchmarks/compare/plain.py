@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.compare.peer import About, autocast_dtype
+from benchmarks.compare.peer import About, autocast_dtype, gradient_norm
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
 from megatron_port.config.schema import ModelConfig
@@ -191,10 +191,15 @@ class Layers:
         out.backward(targets.transpose(0, 1))
         return out.transpose(0, 1), x.grad.transpose(0, 1)  # type: ignore[union-attr]
 
+    def gradient_norm(self) -> Tensor:
+        """See ``peer.LayerStep``."""
+        return gradient_norm(self.stack)
+
 
 def build(size: Size, weights: Weights, device: torch.device, *, compile: str) -> Training | Layers:
     """See ``peer.build``."""
-    about = About({"compile": compile or "off", "attention": "sdpa", "optimizer": "AdamW fused"})
+    about = About({"compile": compile or "off", "attention": "sdpa",
+                   "optimizer": "not used" if size.layers_only else "AdamW fused"})
     if size.dtype != "fp32":
         about.settings["precision"] = "weights in bf16" if size.layers_only else "fp32 weights, autocast bf16"
     kind = Layers if size.layers_only else Training

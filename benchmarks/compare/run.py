@@ -14,8 +14,8 @@ CHECKED_STEPS = 3
 TOLERANCE = {"fp32": (2e-6, 2e-5), "bf16": (1e-3, 1e-2), "fp8": (5e-3, 5e-2)}
 """Relative, by precision (fp8: of a peer whose layers are in 8 bits): of the first step's loss (the same weights); of
 the further losses and of all gradient norms (which clip and optimizer enter)."""
-LAYER_TOLERANCE = {"fp32": 1e-4, "bf16": 8e-2, "fp8": 0.5}
-"""Of elements of a stack's output and input gradient, over their rms."""
+LAYER_TOLERANCE = {"fp32": 1e-5, "bf16": 8e-2, "fp8": 0.5}
+"""Of elements of a stack's output and input gradient over their rms, and of the norm of all weights' gradients."""
 
 
 @dataclass
@@ -71,7 +71,9 @@ def differences(
     precision = precision or size.dtype
     if size.layers_only:
         bound = LAYER_TOLERANCE[precision]
-        return max(abs(a - b) / bound for a, b in zip(mine["probes"], reference["probes"]))
+        off = [abs(a - b) / bound for a, b in zip(mine["probes"], reference["probes"])]
+        off += [abs(a / b - 1) / bound for a, b in zip(mine["grad_norms"], reference["grad_norms"])]
+        return max(x if x == x else float("inf") for x in off)
     first, later = TOLERANCE[precision]
     pairs = [
         (kind, i, a, b)

@@ -16,13 +16,14 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from benchmarks.compare.peer import Step, Unable, build
+from benchmarks.compare.peer import LayerStep, Step, Unable, build
 from benchmarks.compare.sizes import Size, sizes
 from benchmarks.compare.weights import batch, probes
 from megatron_port.bench.clock import seconds_of
@@ -104,11 +105,10 @@ class Worker:
         return found
 
     def check(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Losses and gradient norms of the first steps, or elements of a stack's output and input gradient."""
-        steps = [self._step() for _ in range(request["steps"])]
-        if self.size.layers_only:
-            return {"probes": probes(*steps[0])}
-        return {"losses": [float(a) for a, _ in steps], "grad_norms": [float(b) for _, b in steps if b is not None]}
+        """See :func:`numbers_of`."""
+        assert self.peer is not None
+        self.at = request["steps"]
+        return numbers_of(self.peer, self.size, self.batches[: request["steps"]])
 
     def time(self, request: dict[str, Any]) -> dict[str, Any]:
         """Seconds of each step of a window: the device is waited for at its two ends only.
@@ -132,6 +132,16 @@ class Worker:
         if self.device.type == "cuda":  # this process stays beside the peers
             torch.cuda.empty_cache()
         return found
+
+
+def numbers_of(peer: Step, size: Size, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, list[float]]:
+    """Losses and gradient norms of a new peer's first steps; of a stack of layers elements of output and input gradient
+    and the norm of all weights' gradients, all of the first batch."""
+    if size.layers_only:
+        out, dx = peer.step(*batches[0])
+        return {"probes": probes(out, dx), "grad_norms": [float(cast(LayerStep, peer).gradient_norm())]}
+    steps = [peer.step(*batch) for batch in batches]
+    return {"losses": [float(a) for a, _ in steps], "grad_norms": [float(b) for _, b in steps if b is not None]}
 
 
 def rates(device: torch.device, dtype: str) -> dict[str, float]:

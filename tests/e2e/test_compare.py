@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.compare.__main__ import main
@@ -13,24 +14,37 @@ from benchmarks.compare.peer import Unable, build
 from benchmarks.compare.results import quartiles, summary
 from benchmarks.compare.run import Outcome, Plan, differences, judge
 from benchmarks.compare.sizes import Size, sizes
-from benchmarks.compare.weights import batch, probes
+from benchmarks.compare.weights import batch
+from benchmarks.compare.worker import numbers_of
 
 CPU = torch.device("cpu")
 
 
 def numbers(name: str, size: Size) -> dict[str, list[float]]:
     """What the worker answers to ``check``, without a process."""
-    peer = build(name, size, CPU)
-    found = [peer.step(*batch(size, i, CPU)) for i in range(3)]
-    if size.layers_only:
-        return {"probes": probes(*found[0])}
-    return {"losses": [float(a) for a, _ in found], "grad_norms": [float(b) for _, b in found]}
+    return numbers_of(build(name, size, CPU), size, [batch(size, i, CPU) for i in range(3)])
 
 
 def test_this_project_and_plain_torch_compute_the_same() -> None:
-    for name in ("tiny", "tiny-llama", "tiny-layers"):
+    for name in ("tiny", "tiny-gpt2", "tiny-llama", "tiny-layers", "tiny-llama-layers"):
         size = sizes()[name]
         assert differences(size, numbers("ours-no-kernels", size), numbers("torch", size)) < 1.0, name
+
+
+@pytest.mark.parametrize("name", ["tiny-layers", "tiny-llama-layers"])
+def test_layers_of_transformers_compute_the_same(name: str) -> None:
+    pytest.importorskip("transformers")
+    size = sizes()[name]
+    assert differences(size, numbers("hf-deepspeed", size), numbers("torch", size)) < 1.0
+
+
+def test_layers_without_weight_gradients_are_refused() -> None:
+    size = sizes()["tiny-layers"]
+    whole = numbers("torch", size)
+    peer = build("torch", size, CPU)
+    peer.stack.layers[0].up.weight.requires_grad_(False)  # type: ignore[attr-defined]
+    part = numbers_of(peer, size, [batch(size, 0, CPU)])
+    assert part["probes"] == whole["probes"] and differences(size, part, whole) > 1.0
 
 
 def test_a_peer_that_computes_something_else_is_refused() -> None:
