@@ -4,8 +4,9 @@
     python -m benchmarks.compare.profile --size gpt2-xl --peer torch-compile --out profile.json
 
 Prints time by group beside the two limits by count (``limits``: FLOPs over the product rate, bytes over the copy rate,
-both measured in this run), then the kernels that make up the slowest third of the step. On a GPU also the launch gaps
-(the share of a step's span in which no kernel runs) and the calls that made the host wait inside a step.
+both measured in this run), then the kernels that make up the slowest third of the step, and where a step brings a
+value to the host (``waits``). On a GPU also the launch gaps: the share of a step in which no kernel ran, by the
+kernels' times and the step's time without the profiler, which slows the host; and where CUDA was made to wait.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from benchmarks.compare.limits import group_of, limits
 from benchmarks.compare.peer import PEERS, Unable, build
 from benchmarks.compare.results import hardware, write
 from benchmarks.compare.sizes import Size, sizes
+from benchmarks.compare.waits import device_syncs, host_reads
 from benchmarks.compare.weights import batch
 from benchmarks.compare.worker import rates, settled
 
@@ -47,10 +49,14 @@ class Kernel:
 class Gaps:
     """Of the device, over whole steps."""
 
-    launch_gaps: float
-    """Share of the time between the first and the last kernel in which none ran."""
+    profiled_gaps: float
+    """Share of the time between the first and the last kernel in which none ran, under the profiler."""
     waits: dict[str, float]
     """Calls with which the host waited, a step; the end of the step counts as one."""
+    busy: float = 0.0
+    """Seconds of a step in which a kernel ran."""
+    launch_gaps: float = 0.0
+    """Share of a step without the profiler in which no kernel ran."""
 
 
 def kernels_of(prof: profile, steps: int, cuda: bool) -> list[Kernel]:
@@ -75,18 +81,20 @@ def gaps_of(intervals: Sequence[tuple[float, float]], waits: dict[str, float]) -
         busy += max(0.0, end - start)
         reached = end if reached is None else max(reached, end)
     span = (reached or 0.0) - ordered[0][0] if ordered else 0.0
-    return Gaps(1.0 - busy / span if span > 0 else 0.0, waits)
+    return Gaps(1.0 - busy / span if span > 0 else 0.0, waits, busy)
 
 
-def device_gaps(prof: profile, steps: int) -> Gaps:
-    """Of a profile on a GPU."""
+def device_gaps(prof: profile, steps: int, seconds: float) -> Gaps:
+    """Of a profile of some steps on a GPU; ``seconds``: of a step without it."""
     intervals, waits = [], dict.fromkeys(WAITS, 0.0)
     for event in prof.events() or ():
         if str(event.device_type).endswith("CUDA"):
             intervals.append((event.time_range.start, event.time_range.end))
         elif event.name in waits:
             waits[event.name] += 1 / steps
-    return gaps_of(intervals, {name: count for name, count in waits.items() if count})
+    found = gaps_of(intervals, {name: count for name, count in waits.items() if count})
+    busy = found.busy / 1e6 / steps
+    return replace(found, busy=busy, launch_gaps=max(0.0, 1.0 - busy / seconds))
 
 
 def slowest_third(kernels: Sequence[Kernel]) -> list[Kernel]:
@@ -139,7 +147,9 @@ def measure(size: Size, peer: str, device: torch.device, steps: int, warm_up: in
         "slowest_third": [asdict(k) for k in slowest_third(kernels)],
     }
     if cuda:
-        result["device"] = asdict(device_gaps(prof, steps))
+        result["device"] = asdict(device_gaps(prof, steps, seconds))
+        result["device_syncs"] = [asdict(w) for w in device_syncs(lambda: made.step(*batches[0]))]
+    result["host_reads"] = [asdict(w) for w in host_reads(lambda: made.step(*batches[0]))]
     return result
 
 
@@ -161,8 +171,17 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"  {k['seconds'] * 1e3:>9.3f} ms {k['calls']:>7.1f} calls  {k['group']:<12} {k['name'][:70]}")
     if "device" in found:
         waits = ", ".join(f"{n} {c:g}" for n, c in found["device"]["waits"].items()) or "none"
-        lines.append(f"launch gaps {found['device']['launch_gaps']:.1%} of the step; host waits a step: {waits}")
+        gaps = found["device"]
+        lines.append(f"launch gaps {gaps['launch_gaps']:.1%} of the step (a kernel ran {gaps['busy'] * 1e3:.2f} ms of "
+                     f"it; under the profiler {gaps['profiled_gaps']:.1%}); host waits a step: {waits}")
+        lines.append(f"CUDA was made to wait in a step: {places(found['device_syncs'])}")
+    lines.append(f"values brought to the host in a step: {places(found['host_reads'])}")
     return "\n".join(lines)
+
+
+def places(waits: Sequence[dict[str, Any]]) -> str:
+    """Where, for people."""
+    return "; ".join(f"{w['calls']} × {w['what']} at {w['where']}" for w in waits) or "none"
 
 
 def main(argv: list[str] | None = None) -> int:

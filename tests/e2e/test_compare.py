@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from benchmarks.compare.peer import Unable, build
 from benchmarks.compare.results import quartiles, summary
 from benchmarks.compare.run import Outcome, Plan, differences, judge
 from benchmarks.compare.sizes import Size, sizes
+from benchmarks.compare.waits import host_reads
 from benchmarks.compare.weights import batch
 from benchmarks.compare.worker import numbers_of
 
@@ -45,6 +47,43 @@ def test_layers_without_weight_gradients_are_refused() -> None:
     peer.stack.layers[0].up.weight.requires_grad_(False)  # type: ignore[attr-defined]
     part = numbers_of(peer, size, [batch(size, 0, CPU)])
     assert part["probes"] == whole["probes"] and differences(size, part, whole) > 1.0
+
+
+def test_a_step_brings_values_to_the_host_once_whatever_its_length() -> None:
+    """What costs a wait on a GPU: none by layer or micro-batch, and all at one place, after the update."""
+    found = []
+    for layers, passes in ((2, 2), (4, 2), (2, 4)):
+        tiny = sizes()["tiny"]
+        size = replace(tiny, model=replace(tiny.model, num_layers=layers), global_batch=passes * tiny.micro_batch)
+        made = build("ours", size, CPU)
+        made.step(*batch(size, 0, CPU))
+        found.append(host_reads(lambda made=made, size=size: made.step(*batch(size, 1, CPU))))  # type: ignore[misc]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 1, found
+    (read,) = found[0]
+    assert read.calls == 1 and read.where.startswith("megatron_port/engine/"), read
+
+
+def test_reads_of_values_are_seen_where_they_are() -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return g if bool(g.sum() > 0) else -g
+
+    def step() -> None:
+        y = Reads.apply(x)
+        y[y > 1].sum().backward()
+        for _ in range(2):
+            y.sum().item()
+
+    seen = {(w.what, w.calls) for w in host_reads(step)}
+    assert {("item", 2), ("index", 1), ("_local_scalar_dense", 1)} == seen, seen
+    assert host_reads(lambda: x * 2 + torch.ones(3)) == []
 
 
 def test_a_peer_that_computes_something_else_is_refused() -> None:
