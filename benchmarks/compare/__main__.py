@@ -67,6 +67,11 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.sizes or (CPU_SIZES if device == "cpu" else GPU_SIZES):
         changes = {key: getattr(args, key) for key in ("layers", "micro_batch", "global_batch", "seq")}
         size = settled(sizes()[name], changes)
+        if memory and not changes["layers"] and not size.layers_only:
+            changes["layers"] = size.layers_in(memory)
+            if changes["layers"] < size.model.num_layers:
+                print(f"{name}: {changes['layers']} of its {size.model.num_layers} layers fit", flush=True)
+            size = settled(size, changes)
         together = 2 * size.state_bytes * len(args.peers)
         keep = args.processes == "keep" or (args.processes == "auto" and (not memory or together < memory))
         plan = Plan(device, threads, args.repetitions, args.steps, args.warm_up, keep, args.timeout, changes)

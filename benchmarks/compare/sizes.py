@@ -52,6 +52,21 @@ class Size:
             return 6 * parameter_count(self.model)
         return parameter_count(self.model) * (16 if self.dtype == "fp32" else 18)
 
+    @property
+    def step_bytes(self) -> float:
+        """About what a step needs in all: state, activations without recompute (34 bytes an element of a layer's input
+        in bf16, Korthikanti et al., attention's scores not kept), logits and their gradient."""
+        m, rows = self.model, self.micro_batch * self.model.seq_length
+        wide = 1 if self.dtype == "bf16" else 2
+        kept = 34.0 * wide * rows * m.hidden_size * m.num_layers
+        return self.state_bytes + kept + (0.0 if self.layers_only else 8.0 * rows * m.vocab_size)
+
+    def layers_in(self, memory: int) -> int:
+        """As many of its layers as fit into so many bytes, 5 % of which are left to the libraries; at least 1."""
+        counts = range(self.model.num_layers, 1, -1)
+        return next((n for n in counts if replace(self, model=replace(self.model, num_layers=n)).step_bytes
+                     <= 0.95 * memory), 1)
+
     def run_config(self, fp8: str = "none") -> RunConfig:
         """As this project is given it."""
         from megatron_port.config.schema import BatchConfig, LayoutConfig, PrecisionConfig
@@ -114,7 +129,7 @@ def sizes() -> dict[str, Size]:
              2, 2, "fp32", True, "for tests"),
         Size("quickstart", quick, 8, 32, "fp32", about="what make quickstart trains"),
         Size("gpt2-xl", _shipped("gpt2-1558m"), 8, 64, "bf16", about="GPT-2 XL, 1.5B"),
-        Size("6.7b", gpt3, 2, 32, "bf16", about="GPT-3 6.7B; --layers N where the whole does not fit"),
+        Size("6.7b", gpt3, 2, 32, "bf16", about="GPT-3 6.7B, or as many layers as fit"),
         Size("llama-8b", replace(_shipped("llama-8b"), num_layers=8), 1, 8, "bf16",
              about="8 layers of Llama-3-8B with its vocabulary; --layers 32 where the whole fits"),
     ]

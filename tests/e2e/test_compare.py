@@ -137,6 +137,14 @@ def test_flops_of_a_rank_are_a_share_of_the_layers() -> None:
     assert quartiles([3.0, 1.0, 2.0])["median"] == 2.0
 
 
+def test_what_does_not_fit_is_run_with_fewer_layers() -> None:
+    size = sizes()["6.7b"]
+    assert size.layers_in(150_000_000_000) == 32 and sizes()["gpt2-xl"].layers_in(64_000_000_000) == 48
+    fewer = size.layers_in(64_000_000_000)
+    assert 10 < fewer < 16
+    assert replace(size, model=replace(size.model, num_layers=fewer)).step_bytes <= 0.95 * 64_000_000_000
+
+
 def test_one_command_writes_the_table(tmp_path: Path) -> None:
     out = tmp_path / "made.json"
     command = ["--sizes", "tiny", "--peers", "ours-no-kernels", "torch", "--repetitions", "1", "--steps", "1",
