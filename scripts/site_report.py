@@ -141,7 +141,8 @@ def parts(folder: Path, gpus: int, device: str, *, short: bool, cluster: str, no
                               "clusters/slurm" if gpus else "clusters/cpu")
     kind = "cuda" if gpus else "cpu"
     ranks = gpus or 2
-    each = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--export=ALL",
+    # --overlap: the report itself may run in a step of the job that holds all of its resources.
+    each = ["srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--export=ALL",
             "--kill-on-bad-exit=0"] if nodes else []
     compare = [python, "-m", "benchmarks.compare", "--out", str(folder / "compare.json"), "--device", kind]
     if short:
@@ -161,7 +162,7 @@ def parts(folder: Path, gpus: int, device: str, *, short: bool, cluster: str, no
 
     between = []
     if nodes > 1:
-        together = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * ranks}", f"--ntasks-per-node={ranks}",
+        together = ["srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes * ranks}", f"--ntasks-per-node={ranks}",
                     "--overcommit", "--export=ALL", "--kill-on-bad-exit=1"]
         between = [part("preflight-nodes", [*together, *port, "preflight", "network", cluster, "--out",
                                             f"{preflight}-nodes"],
@@ -349,6 +350,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=0.0,
                         help="all of it; default: what the SLURM job has left, else as long as it takes")
     args = parser.parse_args(argv)
+    if os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURMD_NODENAME"):
+        print("error: a job is allocated, but this shell is not on one of its nodes; first: srun -N1 -n1 --pty "
+              "bash, or submit launch/site_report.sh with sbatch", file=sys.stderr)
+        return 3
     try:
         gpus, device = devices()
     except ImportError as error:

@@ -145,6 +145,15 @@ def test_a_signal_ends_the_part_at_work_and_the_rest_is_not_begun(tmp_path: Path
     assert "got SIGTERM" in (tmp_path / "first.txt").read_text() and found[0].seconds < 40
 
 
+def test_the_shell_of_salloc_on_a_login_node_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    assert site_report.main(["--out", str(tmp_path / "x")]) == 3
+    assert "not on one of its nodes" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
 def test_a_folder_of_somebody_else_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     assert "no folder of an earlier report" in site_report.clear(tmp_path) and (tmp_path / "thesis.tex").exists()
