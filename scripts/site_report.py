@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from scripts.site_overview import overview  # noqa: E402
-from scripts.site_redact import pack  # noqa: E402
+import site_redact  # noqa: E402
+from site_overview import overview  # noqa: E402
 
 TIMED_OUT, ENDED, NOT_RUN = 124, 143, -1
 """Exits of parts that were stopped at their limit or by a signal, and of those that never began."""
@@ -389,7 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "README.md").write_text(overview(folder, about, outcomes))
     archive = folder.with_name(folder.name + ".tar.gz")
-    pack(folder, archive)
+    site_redact.pack(folder, archive)
     print(f"archive: {archive} ({archive.stat().st_size / 1024:.0f} KiB); look into it before you send it")
     return int(any(o.exit for o in outcomes))
 
