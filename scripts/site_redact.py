@@ -70,7 +70,7 @@ def redact(text: str, names: Iterable[tuple[str, str]]) -> str:
     """The text without secrets, names and addresses."""
     text = without_secrets(text)
     for old, new in names:
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(old)}(?![A-Za-z0-9])", lambda _, new=new: new, text)
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(old)}(?![A-Za-z0-9])", new, text)
     return ADDRESS.sub("ADDRESS", text)
 
 
