@@ -52,6 +52,9 @@ def replacements() -> list[tuple[str, str]]:
     """Names that must not leave this machine, longest first, and what stands in their place."""
     known = {str(ROOT): "CHECKOUT", str(Path.home()): "HOME", sys.prefix: "ENVIRONMENT", sys.base_prefix: "PYTHON",
              **host_names()}
+    for name in ("SLURM_SUBMIT_DIR", "PWD"):  # the same folders by way of links
+        known.setdefault(os.environ.get(name, ""), "CHECKOUT")
+    known.setdefault(str(Path(sys.prefix).resolve()), "ENVIRONMENT")
     for name in PLACES:
         if os.environ.get(name, "").startswith("/"):
             known.setdefault(os.environ[name].rstrip("/"), name)
@@ -103,9 +106,10 @@ def redact_file(path: Path, names: list[tuple[str, str]]) -> None:
     path.write_text(redact(text, names), encoding="utf-8")
 
 
-def pack(folder: Path, archive: Path) -> None:
-    """Redact every file in place and put all into the archive, which is whole or not there."""
-    names = replacements()
+def pack(folder: Path, archive: Path, given: Iterable[tuple[str, str]] = ()) -> None:
+    """Redact every file in place and put all into the archive, which is whole or not there. ``given``: further names
+    and what stands for them."""
+    names = [*given, *replacements()]
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             path.unlink()  # what it names lies elsewhere

@@ -389,7 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / "README.md").write_text(overview(folder, about, outcomes))
     archive = folder.with_name(folder.name + ".tar.gz")
-    site_redact.pack(folder, archive)
+    site_redact.pack(folder, archive, [(str(path), "REPORT") for path in (folder, args.out) if path.is_absolute()])
     print(f"archive: {archive} ({archive.stat().st_size / 1024:.0f} KiB); look into it before you send it")
     return int(any(o.exit for o in outcomes))
 

@@ -58,16 +58,16 @@ def test_every_node_of_the_job_has_a_name_of_its_own(monkeypatch: pytest.MonkeyP
 def test_the_archive_holds_redacted_text_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "made"
     (folder / "inside").mkdir(parents=True)
-    (folder / "a.txt").write_text("from secretive")
+    (folder / "a.txt").write_text(f"from secretive, in {folder}/inside")
     (folder / "inside" / "node-secretive.json").write_text("{}")
     (folder / "weights.bin").write_bytes(b"\xff\xfe\x00")
     monkeypatch.setattr(site_redact, "replacements", lambda: [("secretive", "HOST")])
     archive = tmp_path / "made.tar.gz"
-    site_redact.pack(folder, archive)
+    site_redact.pack(folder, archive, [(str(folder), "REPORT")])
     with tarfile.open(archive) as tar:
         names = tar.getnames()
         inside = tar.extractfile("site-report/a.txt")
-        assert inside is not None and inside.read() == b"from HOST"
+        assert inside is not None and inside.read() == b"from HOST, in REPORT/inside"
         assert all(entry.uname == "" and entry.uid == 0 for entry in tar.getmembers())
     assert "site-report/inside/node-HOST.json" in names and not any("weights" in n for n in names)
 
