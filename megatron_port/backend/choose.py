@@ -6,6 +6,7 @@ provider that was asked for by name and cannot serve is an error.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from megatron_port.backend.choose_attention import AttentionNeeds, OwnAttention,
 from megatron_port.backend.choose_fp8 import choose_fp8
 from megatron_port.backend.cross_entropy import torch_cross_entropy
 from megatron_port.backend.device import DeviceInfo
-from megatron_port.backend.fp8 import Fp8
+from megatron_port.backend.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
@@ -128,6 +129,12 @@ class Chooser:
         """Statistics and gradient of the vocabulary-parallel loss."""
         return self.pick("cross_entropy", [
             self.own(_own_cross_entropy), Candidate("torch", "", lambda: torch_cross_entropy)
+        ])
+
+    def quantise(self) -> tuple[Quantiser, ProviderRow]:
+        """Casts under precision.fp8."""
+        return self.pick("quantise", [
+            self.own(lambda: own_quantiser), Candidate("torch", "", lambda: torch_quantiser)
         ])
 
     def optimizer(self) -> tuple[str, ProviderRow]:
@@ -308,7 +315,9 @@ def choose_providers(
     products: Fp8 | None = None
     if fp8 != "none":
         products, row = choose_fp8(config, fp8, device)
-        rows.append(row)
+        quantiser, quantise_row = chooser.quantise()
+        products = dataclasses.replace(products, quantiser=quantiser)
+        rows += [quantise_row, row]
     return Providers(
         attention=attention, layer_norm=layer_norm, rms_norm=rms_norm, bias_gelu=bias_gelu, swiglu=swiglu,
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,

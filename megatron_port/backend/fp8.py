@@ -1,4 +1,4 @@
-"""Products of 8-bit matrices with scales (Micikevicius et al., arXiv 2209.05433): formats, quantisation, two providers.
+"""Products of 8-bit matrices with scales (Micikevicius et al., arXiv 2209.05433): formats, casts, products, providers.
 
 A matrix is multiplied by a scale and rounded to 8 bits; the product's fp32 sums are divided by the scale. It is the
 largest power of two that brings the operand's own largest element (of the tensor, or of each row) within the format's
@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from megatron_port.backend.ops import quantise as own
 
 _EXPONENT_BITS = 0x7F80_0000
 """Of a float32."""
@@ -67,14 +70,27 @@ ScaledMM = Callable[[Quantised, Quantised, Tensor | None, torch.dtype, bool], Te
 ``fast``: Hopper's tensor cores may keep their own sums, of fewer bits than fp32."""
 
 
-@dataclass(frozen=True)
-class Fp8:
-    """How a run multiplies in 8 bits."""
+class Quantiser(Protocol):
+    """Casts of x [rows, columns], float32 or bf16, to an 8-bit dtype: the same bits by every provider (of a NaN, not
+    its sign; beside one, e4m3fn's largest number is NaN in torch 2.11).
 
-    recipe: str
-    """tensorwise | rowwise"""
-    formats: Formats
-    product: ScaledMM
+    ``inverse``: that of an earlier cast of the same x, whose largest element is then not searched for.
+    """
+
+    def tensor(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
+        """x with one scale."""
+
+    def transposed(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
+        """xᵀ with one scale."""
+
+    def both(self, x: Tensor, dtype: torch.dtype) -> tuple[Quantised, Quantised]:
+        """x and xᵀ with one scale."""
+
+    def rows(self, x: Tensor, dtype: torch.dtype) -> Quantised:
+        """x with a scale for each row."""
+
+    def columns(self, x: Tensor, dtype: torch.dtype) -> Quantised:
+        """xᵀ with a scale for each of its rows."""
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
@@ -84,7 +100,8 @@ def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
     does not hide.
     """
     largest = torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=True, dtype=torch.float32)
-    wanted = torch.finfo(dtype).max / largest.clamp_min_(_SMALLEST)
+    # A number over a tensor would be multiplied by the tensor's reciprocal, which is subnormal above 2^126.
+    wanted = torch.tensor(torch.finfo(dtype).max, dtype=torch.float32) / largest.clamp_min_(_SMALLEST)
     return wanted.view(torch.int32).bitwise_and_(_EXPONENT_BITS).view(torch.float32)  # 2^floor(log2 wanted)
 
 
@@ -105,6 +122,73 @@ def quantise_columns(x: Tensor, dtype: torch.dtype) -> Quantised:
     """xᵀ with a scale for each of its rows, from x [rows, columns]; transposed once it has 8 bits."""
     scale = scale_of(x, dtype, 0)
     return Quantised(_cast(x, scale, dtype).t().contiguous(), scale.reciprocal().reshape(-1, 1), True)
+
+
+class TorchQuantiser:
+    """By torch's ops, one pass over memory each. See :class:`Quantiser`."""
+
+    def tensor(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
+        """See :class:`Quantiser`."""
+        return quantise(x, dtype, scale=None if inverse is None else inverse.reciprocal())
+
+    def transposed(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
+        """See :class:`Quantiser`."""
+        return self.tensor(x, dtype, inverse).transposed()
+
+    def both(self, x: Tensor, dtype: torch.dtype) -> tuple[Quantised, Quantised]:
+        """See :class:`Quantiser`."""
+        found = self.tensor(x, dtype)
+        return found, found.transposed()
+
+    def rows(self, x: Tensor, dtype: torch.dtype) -> Quantised:
+        """See :class:`Quantiser`."""
+        return quantise(x, dtype, rowwise=True)
+
+    def columns(self, x: Tensor, dtype: torch.dtype) -> Quantised:
+        """See :class:`Quantiser`."""
+        return quantise_columns(x, dtype)
+
+
+class OwnQuantiser:
+    """By ``backend.ops``, both copies from one read; ``kernels.load`` must have run. See :class:`Quantiser`."""
+
+    def tensor(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
+        """See :class:`Quantiser`."""
+        values, _, found = own.tensor(x.contiguous(), dtype, known=inverse)
+        return Quantised(values, found if inverse is None else inverse, False)
+
+    def transposed(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
+        """See :class:`Quantiser`."""
+        _, turned, found = own.tensor(x.contiguous(), dtype, known=inverse, values=False, transposed=True)
+        return Quantised(turned, found if inverse is None else inverse, False)
+
+    def both(self, x: Tensor, dtype: torch.dtype) -> tuple[Quantised, Quantised]:
+        """See :class:`Quantiser`."""
+        values, turned, inverse = own.tensor(x.contiguous(), dtype, transposed=True)
+        return Quantised(values, inverse, False), Quantised(turned, inverse, False)
+
+    def rows(self, x: Tensor, dtype: torch.dtype) -> Quantised:
+        """See :class:`Quantiser`."""
+        return Quantised(*own.rows(x.contiguous(), dtype), True)
+
+    def columns(self, x: Tensor, dtype: torch.dtype) -> Quantised:
+        """See :class:`Quantiser`."""
+        return Quantised(*own.columns(x.contiguous(), dtype), True)
+
+
+torch_quantiser: Quantiser = TorchQuantiser()
+own_quantiser: Quantiser = OwnQuantiser()
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How a run multiplies in 8 bits."""
+
+    recipe: str
+    """tensorwise | rowwise"""
+    formats: Formats
+    product: ScaledMM
+    quantiser: Quantiser = torch_quantiser
 
 
 def torch_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:

@@ -153,6 +153,7 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[Finding]:
         "optimizer": lambda: chooser.optimizer()[1],
     }
     if config.precision.fp8 != "none" and visible:
+        picks["quantise"] = lambda: chooser.quantise()[1]
         picks["scaled_mm"] = lambda: choose_fp8(config.backend, config.precision.fp8, device)[1]
     for op, pick in picks.items():
         try:

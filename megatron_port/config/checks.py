@@ -44,6 +44,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "backend.dropout": ("auto", "own", "torch"),
     "backend.softmax": ("auto", "own", "torch"),
     "backend.cross_entropy": ("auto", "own", "torch"),
+    "backend.quantise": ("auto", "own", "torch"),
     "backend.scaled_mm": ("auto", "torch", "reference"),
     "backend.optimizer": ("auto", "own", "deepspeed", "apex", "torch"),
     "telemetry.wandb": ("off", "offline", "online"),

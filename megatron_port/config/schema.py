@@ -299,6 +299,8 @@ class BackendConfig:
     """auto | own | torch: the causal softmax of ``math`` attention"""
     cross_entropy: str = "auto"
     """auto | own | torch"""
+    quantise: str = "auto"
+    """auto | own | torch: casts to 8 bits under precision.fp8; both give the same bits"""
     scaled_mm: str = "auto"
     """auto | torch | reference (of 8-bit values in fp32, for tests): products under precision.fp8"""
     optimizer: str = "auto"

@@ -250,7 +250,7 @@ class DeepSpeedEngine:
         self.stream.enabled = False
         self._loss_factor = 1.0
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        with self.weight_copies.kept():
+        with self.weight_copies.kept(backward=False):
             self.engine.eval_batch(
                 self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False,
                 num_micro_batches=len(micro_batches),

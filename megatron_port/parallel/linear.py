@@ -109,21 +109,22 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, matrix.shape[0])
         gathered = start_all_gather(x, ctx.group) if ctx.sequence and ctx.needs_input_grad[1] else None
         dx = None
-        left = products.gradient(rows)
+        for_input, for_weight = products.gradient(rows)
         if ctx.needs_input_grad[0]:
-            wide = products.input_gradient(left, ctx.weight, matrix).view(*grad.shape[:-1], matrix.shape[1])
+            wide = products.input_gradient(for_input, ctx.weight, matrix).view(*grad.shape[:-1], matrix.shape[1])
             dx = start_reduce_scatter(wide, ctx.group) if ctx.sequence else start_all_reduce(wide, ctx.group)
+        del for_input  # the weight's gradient may be held back, and holds what it takes itself
         dw = None
         if ctx.needs_input_grad[1]:
             whole = (gathered.take() if gathered is not None else x).reshape(-1, matrix.shape[1])
             if ctx.gradients is not None:
                 ctx.gradients.add(
-                    ctx.weight, lambda total: products.add_weight_gradient(total, left, whole, known)
+                    ctx.weight, lambda total: products.add_weight_gradient(total, for_weight, whole, known)
                 )
             elif ctx.main_grad is not None:
-                products.add_weight_gradient(ctx.main_grad.view(matrix.shape), left, whole, known)
+                products.add_weight_gradient(ctx.main_grad.view(matrix.shape), for_weight, whole, known)
             else:
-                dw = products.weight_gradient(left, whole, known).view(weight.shape)
+                dw = products.weight_gradient(for_weight, whole, known).view(weight.shape)
         db = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         return None if dx is None else dx.take(), dw, db, None, None, None, None, None
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_port.backend import widened
-from megatron_port.backend.fp8 import Fp8, Quantised, quantise, quantise_columns, scale_of
+from megatron_port.backend.fp8 import Fp8, Quantised
 from megatron_port.parallel.compat import widening_addmm
 
 
@@ -42,11 +43,12 @@ class WeightCopies:
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, str], Quantised] | None = None
+        self._backward = False
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep copies from here on, and drop them at the end."""
-        self._made = {}
+    def kept(self, *, backward: bool = True) -> Iterator[None]:
+        """Keep copies from here on, and drop them at the end. ``backward``: input gradients will be asked for."""
+        self._made, self._backward = {}, backward
         try:
             yield
         finally:
@@ -61,22 +63,29 @@ class WeightCopies:
             self._made[key] = make()
         return self._made[key]
 
+    def pair(
+        self, weight: Tensor, which: str, one: Callable[[], Quantised], both: Callable[[], tuple[Quantised, Quantised]]
+    ) -> Quantised:
+        """``which`` of a weight's "rows" and "columns": made together where both are going to be used."""
+        if self._made is None or not self._backward:
+            return self.get(weight, which, one)
+        if (id(weight), which) not in self._made:
+            self._made[id(weight), "rows"], self._made[id(weight), "columns"] = both()
+        return self._made[id(weight), which]
+
     def bytes_held(self) -> int:
         """Of all copies, without their scales."""
         return sum(copy.values.numel() for copy in (self._made or {}).values())
 
 
 class Products(Protocol):
-    """The products of one linear. ``matrix`` [out, in]; ``weight``: the parameter that it is a view of.
-
-    What ``gradient`` makes of the output's gradient goes to both products of the backward pass.
-    """
+    """The products of one linear. ``matrix`` [out, in]; ``weight``: the parameter that it is a view of."""
 
     def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., in] → (x Wᵀ + b [..., out], what the weight's gradient needs to know of x)."""
 
-    def gradient(self, rows: Tensor) -> Any:
-        """Prepare the output's gradient [tokens, out]."""
+    def gradient(self, rows: Tensor) -> tuple[Any, Any]:
+        """Of the output's gradient [tokens, out]: what the input's gradient takes, and what the weight's takes."""
 
     def input_gradient(self, rows: Any, weight: Tensor, matrix: Tensor) -> Tensor:
         """[tokens, in]."""
@@ -95,9 +104,9 @@ class PlainProducts:
         """See :class:`Products`."""
         return widened.linear(x, matrix, bias), None
 
-    def gradient(self, rows: Tensor) -> Tensor:
+    def gradient(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`Products`."""
-        return rows
+        return rows, rows
 
     def input_gradient(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
         """See :class:`Products`."""
@@ -128,37 +137,36 @@ class TensorwiseProducts:
 
     def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :class:`Products`."""
-        rows = x.reshape(-1, x.shape[-1])
-        scale = scale_of(rows, self.fp8.formats.precise)
-        left = quantise(rows, self.fp8.formats.precise, scale=scale)
-        y = self.fp8.product(left, self._weight(weight, matrix), bias, x.dtype, True)
-        return y.view(*x.shape[:-1], matrix.shape[0]), scale
+        left = self.fp8.quantiser.tensor(x.reshape(-1, x.shape[-1]), self.fp8.formats.precise)
+        y = self.fp8.product(left, self._weight(weight, matrix, "rows"), bias, x.dtype, True)
+        return y.view(*x.shape[:-1], matrix.shape[0]), left.inverse
 
-    def _weight(self, weight: Tensor, matrix: Tensor) -> Quantised:
-        return _copy(weight, "rows", lambda: quantise(matrix, self.fp8.formats.precise))
+    def _weight(self, weight: Tensor, matrix: Tensor, which: str) -> Quantised:
+        q, dtype = self.fp8.quantiser, self.fp8.formats.precise
+        one = partial(q.tensor if which == "rows" else q.transposed, matrix, dtype)
+        copies: WeightCopies | None = getattr(weight, "weight_copies", None)
+        return one() if copies is None else copies.pair(weight, which, one, partial(q.both, matrix, dtype))
 
-    def gradient(self, rows: Tensor) -> tuple[Quantised, torch.dtype]:
+    def gradient(self, rows: Tensor) -> tuple[tuple[Quantised, torch.dtype], Quantised]:
         """See :class:`Products`."""
-        return quantise(rows, self.fp8.formats.wide), rows.dtype
+        straight, transposed = self.fp8.quantiser.both(rows, self.fp8.formats.wide)
+        return (straight, rows.dtype), transposed
 
     def input_gradient(self, rows: tuple[Quantised, torch.dtype], weight: Tensor, matrix: Tensor) -> Tensor:
         """See :class:`Products`."""
-        right = _copy(weight, "columns", lambda: self._weight(weight, matrix).transposed())
-        return self.fp8.product(rows[0], right, None, rows[1], False)
+        return self.fp8.product(rows[0], self._weight(weight, matrix, "columns"), None, rows[1], False)
 
-    def _gradient(self, rows: Quantised, x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        right = quantise(x, self.fp8.formats.precise, scale=scale)
-        return self.fp8.product(rows.transposed(), right.transposed(), None, dtype, False)
+    def _gradient(self, rows: Quantised, x: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
+        right = self.fp8.quantiser.transposed(x, self.fp8.formats.precise, inverse)
+        return self.fp8.product(rows, right, None, dtype, False)
 
-    def weight_gradient(self, rows: tuple[Quantised, torch.dtype], x: Tensor, known: Tensor | None) -> Tensor:
+    def weight_gradient(self, rows: Quantised, x: Tensor, known: Tensor | None) -> Tensor:
         """See :class:`Products`."""
-        return self._gradient(rows[0], x, known, x.dtype)
+        return self._gradient(rows, x, known, x.dtype)
 
-    def add_weight_gradient(
-        self, total: Tensor, rows: tuple[Quantised, torch.dtype], x: Tensor, known: Tensor | None
-    ) -> None:
+    def add_weight_gradient(self, total: Tensor, rows: Quantised, x: Tensor, known: Tensor | None) -> None:
         """See :class:`Products`."""
-        total.add_(self._gradient(rows[0], x, known, torch.float32))
+        total.add_(self._gradient(rows, x, known, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -169,21 +177,21 @@ class RowwiseProducts:
 
     def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :class:`Products`."""
-        dtype = self.fp8.formats.precise
-        left = quantise(x.reshape(-1, x.shape[-1]), dtype, rowwise=True)
-        right = _copy(weight, "rows", lambda: quantise(matrix, dtype, rowwise=True))
+        q, dtype = self.fp8.quantiser, self.fp8.formats.precise
+        left = q.rows(x.reshape(-1, x.shape[-1]), dtype)
+        right = _copy(weight, "rows", lambda: q.rows(matrix, dtype))
         y = self.fp8.product(left, right, bias, x.dtype, True)
         return y.view(*x.shape[:-1], matrix.shape[0]), None
 
-    def gradient(self, rows: Tensor) -> Tensor:
+    def gradient(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`Products`."""
-        return rows
+        return rows, rows
 
     def input_gradient(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
         """See :class:`Products`."""
-        dtype = self.fp8.formats.precise
-        right = _copy(weight, "columns", lambda: quantise_columns(matrix, dtype))
-        return self.fp8.product(quantise(rows, dtype, rowwise=True), right, None, rows.dtype, True)
+        q, dtype = self.fp8.quantiser, self.fp8.formats.precise
+        right = _copy(weight, "columns", lambda: q.columns(matrix, dtype))
+        return self.fp8.product(q.rows(rows, dtype), right, None, rows.dtype, True)
 
     def weight_gradient(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
         """See :class:`Products`."""

@@ -22,6 +22,7 @@ from megatron_port.backend.fp8 import (
     quantise_columns,
     reference_scaled_mm,
     scale_of,
+    torch_quantiser,
     torch_scaled_mm,
 )
 from megatron_port.backend.providers import torch_providers
@@ -360,8 +361,15 @@ def test_the_table_has_a_row() -> None:
     chosen = choose_providers(
         BackendConfig(own_kernels="off", scaled_mm="reference"), CPU, torch.bfloat16, engine="native", fp8="rowwise"
     )
-    assert chosen.table[-1].op == "scaled_mm" and chosen.fp8 is not None and chosen.fp8.recipe == "rowwise"
+    assert [row.op for row in chosen.table[-2:]] == ["quantise", "scaled_mm"]
+    assert chosen.fp8 is not None and chosen.fp8.recipe == "rowwise" and chosen.fp8.quantiser is torch_quantiser
     assert choose_providers(BackendConfig(own_kernels="off"), CPU, torch.bfloat16, engine="native").fp8 is None
+
+
+def test_own_casts_that_cannot_serve_are_an_error() -> None:
+    backend = BackendConfig(own_kernels="off", scaled_mm="reference", quantise="own")
+    with pytest.raises(EnvironmentFault, match="backend.quantise.*own_kernels is off"):
+        choose_providers(backend, CPU, torch.bfloat16, engine="native", fp8="rowwise")
 
 
 def changed(run: RunConfig, **parts: dict) -> RunConfig:
