@@ -108,6 +108,8 @@ class Case:
     """fp32 | bf16 | fp16 | fp64 | fp8 (products in fp8, all else as in bf16)"""
     fp8: str = "none"
     """This program's recipe (precision.fp8) where ``dtype`` is fp8; none: another's, with casts counted as fused."""
+    quantise: str = "own"
+    """Whose casts under ``fp8``: own | torch."""
     flash: bool = True
     """Attention is one fused kernel that stores no scores."""
     kernels: str = "fused"
@@ -235,6 +237,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
             f"{batch.micro_batch_size} × data_parallel_size {dp} = {unit}; --fractional plans it with "
             f"{math.ceil(batch.global_batch_size / unit)} micro-batches a replica"
         )
+    kernels = "torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own"
     case = Case(
         model=config.model, engine=ENGINES[config.engine], tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
         sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage,
@@ -244,7 +247,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,
         flash=config.backend.attention != "math" and config.model.attention_dropout == 0
         and config.precision.dtype in ("fp16", "bf16"),
-        kernels="torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own",
+        kernels=kernels, quantise="torch" if config.backend.quantise == "torch" else kernels,
         split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple, bucket=layout.reduce_bucket_size,
     )
     if not case.split:

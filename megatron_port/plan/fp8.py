@@ -1,24 +1,38 @@
 """What this program's 8-bit products (precision.fp8) add to a plan: passes over memory, and copies of the weights.
 
-The casts are torch's ops, one after the other: an operand is read for its largest element (2 bytes an element),
+torch's casts are its ops, one after the other: an operand is read for its largest element (2 bytes an element),
 multiplied (2 + 2) and rounded (2 + 1); for a product that sums over its other dimension it is transposed in 8 bits
-(1 + 1).
+(1 + 1). Own casts read it for its largest element (2), and once more for the values and, in the same pass, their
+transpose (2 + 1 + 1); rows stay in registers in between (2 + 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_port.plan.case import Case
 from megatron_port.plan.rates import Rates
 
-QUANTISE = 9.0
-"""Bytes an element."""
-WITH_SCALE = 7.0
-"""Bytes an element whose scale is known."""
-TRANSPOSE = 2.0
-LAUNCHES = 8
-"""Of quantising an operand: three passes and the scale's arithmetic."""
+
+@dataclass(frozen=True)
+class Casts:
+    """A provider's casts of a bf16 operand, each (bytes an element, kernels launched)."""
+
+    tensor: tuple[float, int]
+    """With one scale."""
+    both: tuple[float, int]
+    """With one scale, and transposed."""
+    again: tuple[float, int]
+    """Transposed alone, its scale known."""
+    rows: tuple[float, int]
+    """With a scale for each row."""
+    columns: tuple[float, int]
+    """Transposed, with a scale for each column."""
+
+
+TORCH = Casts(tensor=(9.0, 7), both=(11.0, 8), again=(9.0, 4), rows=(9.0, 8), columns=(11.0, 9))
+OWN = Casts(tensor=(5.0, 2), both=(6.0, 2), again=(3.0, 1), rows=(3.0, 1), columns=(5.0, 3))
 WIDE_SUM = 16.0
 """Bytes an element of a weight gradient: an fp32 product is written, read and added to the sum in a pass of its own."""
 
@@ -31,16 +45,24 @@ def cast_seconds(case: Case, rates: Rates, products: Products) -> tuple[float, f
 
     The weights', made once a step, are shared among its micro-batches. Without the sum of ``WIDE_SUM``.
     """
-    inputs = sum(r * k for r, _, k in products)
-    gradients = sum(r * c for r, c, _ in products)
-    weights = sum(c * k for _, c, k in products) / case.micro_batches
-    count = len(products)
-    forward = rates.stream(QUANTISE * (inputs + weights), LAUNCHES * count)
+    casts = OWN if case.quantise == "own" else TORCH
+    count, share = len(products), 1 / case.micro_batches
+    inputs, gradients = sum(r * k for r, _, k in products), sum(r * c for r, c, _ in products)
+    weights = sum(c * k for _, c, k in products)
+
+    def seconds(*made: tuple[tuple[float, int], float, float]) -> float:
+        """Of (cast, elements, share of them that a micro-batch pays for)."""
+        return sum(part * rates.stream(cast[0] * elements, cast[1] * count) for cast, elements, part in made)
+
     if case.fp8 == "rowwise":
-        moved = QUANTISE * gradients + (QUANTISE + TRANSPOSE) * weights
-        return forward, rates.stream(moved, LAUNCHES * count)
-    moved = (QUANTISE + TRANSPOSE) * gradients + (WITH_SCALE + TRANSPOSE) * inputs + TRANSPOSE * weights
-    return forward, rates.stream(moved, 2 * LAUNCHES * count)
+        return (
+            seconds((casts.rows, inputs, 1.0), (casts.rows, weights, share)),
+            seconds((casts.rows, gradients, 1.0), (casts.columns, weights, share)),
+        )
+    return (
+        seconds((casts.tensor, inputs, 1.0), (casts.both, weights, share)),
+        seconds((casts.both, gradients, 1.0), (casts.again, inputs, 1.0)),
+    )
 
 
 def copy_bytes(case: Case, stage: int) -> float:

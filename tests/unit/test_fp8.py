@@ -452,6 +452,14 @@ def test_the_plan_is_faster_and_counts_the_copies() -> None:
     assert one * 16 > tensorwise * 1.02  # with one micro-batch nobody shares the weights' casts
 
 
+def test_own_casts_are_planned_faster() -> None:
+    """The 6.7B shape on one H200, by bytes: what docs/performance.md says."""
+    bf16, _ = planned("none")
+    gains = [bf16 / planned(recipe, f"backend.quantise={q}")[0] for recipe in RECIPES for q in ("torch", "own")]
+    assert [round(gain, 2) for gain in gains] == [1.21, 1.33, 1.16, 1.25]
+    assert planned("tensorwise", "backend.own_kernels=off") == planned("tensorwise", "backend.quantise=torch")
+
+
 def test_no_plan_for_a_cluster_without_fp8() -> None:
     run = changed(load("clusters/frontier").config, precision={"fp8": "rowwise"})
     with pytest.raises(ConfigError, match=r'precision.fp8 "rowwise": .* has no 8-bit products .*fp8 = "none"'):
