@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_port.backend import fused, kernels
+from megatron_port.backend.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
 from megatron_port.backend.ops import activation, cross_entropy, dropout, norm, optimizer, rotary, softmax
 from megatron_port.backend.providers import optional_import
 
@@ -287,6 +289,31 @@ def optimizer_cases(parameters: int) -> list[Case]:
     ]
 
 
+def quantise_cases(tokens: int, width: int) -> list[Case]:
+    """Casts of an operand to 8 bits: as a linear's passes ask for them.
+
+    The least: x once, and once more where a scale is needed before the first element can be written; rows fit a block.
+    """
+    formats = FNUZ if torch.version.hip and "gfx942" in torch.cuda.get_device_properties(0).gcnArchName else OCP
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+    inverse = torch_quantiser.tensor(x, formats.precise).inverse
+    passes: dict[str, tuple[float, Callable[[Any, Tensor], Any]]] = {
+        "quantise tensor": (5.0, lambda q, x: q.tensor(x, formats.precise)),
+        "quantise both": (6.0, lambda q, x: q.both(x, formats.wide)),
+        "quantise transposed, known": (3.0, lambda q, x: q.transposed(x, formats.precise, inverse)),
+        "quantise rows": (3.0, lambda q, x: q.rows(x, formats.precise)),
+        "quantise columns": (5.0, lambda q, x: q.columns(x, formats.precise)),
+    }
+    out = []
+    for name, (size, cast) in passes.items():
+        variants: dict[str, Callable[..., Any]] = {
+            "own": partial(cast, own_quantiser), "eager": partial(cast, torch_quantiser),
+            "compile": torch.compile(partial(cast, torch_quantiser)),
+        }
+        out.append(Case(name, f"{tokens}x{width}", (x,), variants, size * x.numel()))
+    return out
+
+
 def attention_table() -> list[dict[str, Any]]:
     """TFLOP/s of SDPA's kernels, forward and forward + backward, causal counted in full."""
     out = []
@@ -319,6 +346,7 @@ def cases() -> list[Callable[[], list[Case]]]:
         lambda: norm_cases(8192, 12288), lambda: activation_cases(16384, 6400), lambda: activation_cases(16384, 14336),
         lambda: attention_side_cases(4096, 4, 32, 1, 128), lambda: attention_side_cases(4096, 4, 8, 4, 128),
         lambda: [loss_case(8192, 50304)], lambda: [loss_case(8192, 128256)], lambda: optimizer_cases(768_000_000),
+        lambda: quantise_cases(4096, 4096), lambda: quantise_cases(16384, 16384),
     ]
 
 
