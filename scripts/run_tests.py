@@ -81,7 +81,7 @@ def spread() -> list[str]:
     """pytest's arguments for the whole suite."""
     cores = len(os.sched_getaffinity(0))
     workers = min(cores + cores // 2, MOST_WORKERS)
-    return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder"] if workers > 1 else []
+    return ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"] if workers > 1 else []
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,15 +36,27 @@ TOGETHER = ("slurm", "kernels")
 """Folders whose files share what is dear to make: a cluster, the emulated libraries."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     for marker, reason_of in (("gpu", _no_gpu), ("slurm", _no_slurm), ("slow", _not_slow)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = reason_of() if marked else ""
         for item in marked if reason else []:
             item.add_marker(pytest.mark.skip(reason=reason))
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.stem))
     places = {folder: place for place, folder in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path.parent.name, len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole files, or folders of ``TOGETHER``, so that no fixture of theirs is made twice.
+
+    Not by the marks of ``--dist loadgroup``: pytest-xdist 3.8 writes them where pytest 9.2 does not look.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Whole(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.split("::", 1)[0])
+            return file.parent.name if file.parent.name in TOGETHER else str(file)
+
+    return Whole(config, log) if config.getvalue("dist") == "loadscope" else None
