@@ -1,0 +1,53 @@
+"""Several workers of ``make test``: none shares a file with another, whatever the releases of pytest and xdist."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEST = """
+import os, pathlib, time, pytest
+@pytest.mark.parametrize("i", range(4))
+def test_where(i):
+    time.sleep(0.05)  # so that the other worker could take the next one
+    with open(pathlib.Path(__file__).with_suffix(".txt"), "a") as out:
+        out.write(os.environ["PYTEST_XDIST_WORKER"] + "\\n")
+"""
+
+
+def arguments() -> list[str]:
+    """What scripts/run_tests.py adds for the whole suite, for two workers."""
+    spec = importlib.util.spec_from_file_location("run_tests", ROOT / "scripts" / "run_tests.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    spread: list[str] = module.spread()
+    if not spread:
+        pytest.skip("one core: one worker")
+    return ["-n", "2", *spread[2:]]
+
+
+def test_a_file_stays_with_one_worker(tmp_path: Path) -> None:
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    files = [tmp_path / folder / f"test_{name}.py" for folder, name in
+             (("unit", "a"), ("unit", "b"), ("kernels", "c"), ("kernels", "d"))]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(TEST)
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments()], cwd=tmp_path, env=env,
+        capture_output=True, text=True, timeout=200, check=False,
+    )
+    assert done.returncode == 0 and "16 passed" in done.stdout, done.stdout + done.stderr
+    workers = [set(file.with_suffix(".txt").read_text().split()) for file in files]
+    assert [len(w) for w in workers] == [1, 1, 1, 1] and workers[2] == workers[3], workers
+    assert len(set.union(*workers)) == 2, "one worker did everything"
