@@ -1,9 +1,8 @@
 """Run the linters and the tests, and end with what was skipped and why.
 
-``make test`` calls it inside .venv: three workers for two cores, for tests that start ranks spend a quarter of their
-time waiting for one another. Which tests share a worker and what comes first, tests/conftest.py says. Arguments that
-are not its own go to pytest, which then runs in one process. The exit code is pytest's, or 1 when only a linter
-complains. SLOW=1 in the environment adds the tests marked slow.
+``make test`` calls it inside .venv: a worker a core. Which tests share a worker and what comes first, tests/conftest.py
+says. Arguments that are not its own go to pytest, which then runs in one process. The exit code is pytest's, or 1 when
+only a linter complains. SLOW=1 in the environment adds the tests marked slow.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ def folder(nodeid: str) -> str:
 
 def spread() -> list[str]:
     """pytest's arguments for the whole suite."""
-    cores = len(os.sched_getaffinity(0))
-    workers = min(cores + cores // 2, MOST_WORKERS)
+    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     return ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"] if workers > 1 else []
 
 

@@ -7,10 +7,12 @@ convert element by element. Both ways sum in float32 and round the sum once, so 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _INSTRUCTIONS = {
     torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
@@ -30,13 +32,37 @@ def widens(x: Tensor) -> bool:
     return x.dtype in _INSTRUCTIONS and x.device.type == "cpu" and not _has_instructions(x.dtype)
 
 
+class _Product(torch.autograd.Function):
+    """Keeps its operands for the backward pass as they came, not as float32."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return (a.float() @ b.float()).to(a.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        wide = grad.float()
+        da = (wide @ b.float().mT).to(a.dtype) if ctx.needs_input_grad[0] else None
+        db = (a.float().mT @ wide).to(b.dtype) if ctx.needs_input_grad[1] else None
+        return da, db
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the dtype of both, summed in float32 or wider: [..., m, k], [..., k, n] → [..., m, n]."""
-    return (a.float() @ b.float()).to(a.dtype) if widens(a) else a @ b
+    """a @ b in the dtype of both, summed in float32 or wider: [..., m, k], [..., k, n] → [..., m, n].
+
+    The leading dimensions must be the same.
+    """
+    return _Product.apply(a, b) if widens(a) else a @ b  # type: ignore[no-any-return]
 
 
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b likewise, rounded after the bias is added: [..., in], [out, in], [out] → [..., out]."""
+    """x Wᵀ + b likewise, rounded after the bias is added: [..., in], [out, in], [out] → [..., out].
+
+    For a pass of its own without autograd, which would keep float32 copies where it widens.
+    """
     if not widens(x):
         return F.linear(x, matrix, bias)
     return F.linear(x.float(), matrix.float(), None if bias is None else bias.float()).to(x.dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from megatron_port.backend.widened import widens
 from megatron_port.parallel.collectives import (
     Group,
     all_gather_first,
@@ -148,7 +149,8 @@ def linear(
     main_grad, gradients = (
         getattr(weight, name, None) if weight.requires_grad else None for name in ("main_grad", "weight_gradients")
     )
-    if products is PLAIN and main_grad is None and gradients is None and group is None:
+    alone = main_grad is None and gradients is None and group is None
+    if products is PLAIN and alone and not widens(x):
         return PLAIN.forward(x, weight, weight.flatten(0, -2), bias)[0]
     return _Linear.apply(
         x, weight, bias, main_grad, gradients, group, sequence_parallel and group is not None, products
