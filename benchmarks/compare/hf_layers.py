@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.compare.peer import About, Unable, autocast_dtype, gradient_norm, need
+from benchmarks.compare.peer import About, StackStep, Unable, autocast_dtype, need
 from benchmarks.compare.sizes import Size
 from benchmarks.compare.weights import Weights
 from megatron_port.config.schema import ModelConfig
@@ -114,7 +114,7 @@ class Stack(nn.Module):
         return x
 
 
-class Layers:
+class Layers(StackStep):
     """Forward and backward of a stack in its own dtype."""
 
     def __init__(self, size: Size, weights: Weights, compile: bool) -> None:
@@ -126,15 +126,3 @@ class Layers:
             self.about.settings["precision"] = "weights in bf16"
         self.stack = Stack(size, weights)
         self.run: Any = torch.compile(self.stack) if compile else self.stack
-
-    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
-        """See ``peer.Step``."""
-        self.stack.zero_grad(set_to_none=True)
-        x = inputs.transpose(0, 1).contiguous().requires_grad_()
-        out = self.run(x)
-        out.backward(targets.transpose(0, 1))
-        return out.transpose(0, 1), x.grad.transpose(0, 1)  # type: ignore[union-attr]
-
-    def gradient_norm(self) -> Tensor:
-        """See ``peer.LayerStep``."""
-        return gradient_norm(self.stack)

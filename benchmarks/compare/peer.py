@@ -105,3 +105,23 @@ def need(module: str, why: str = "") -> Any:
         return importlib.import_module(module)
     except Exception as error:  # a package built for another torch raises almost anything
         raise Unable(f"import {module}: {type(error).__name__}: {str(error)[:200]}{why}") from error
+
+
+class StackStep:
+    """The ``LayerStep`` of a stack of layers [batch, seq, hidden] → the same: forward and backward, its own dtype."""
+
+    stack: torch.nn.Module
+    run: Any
+    """The stack, or what compiling made of it."""
+
+    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        """See :class:`Step`."""
+        self.stack.zero_grad(set_to_none=True)
+        x = inputs.transpose(0, 1).contiguous().requires_grad_()
+        out = self.run(x)
+        out.backward(targets.transpose(0, 1))
+        return out.transpose(0, 1), x.grad.transpose(0, 1)  # type: ignore[union-attr]
+
+    def gradient_norm(self) -> Tensor:
+        """See :class:`LayerStep`."""
+        return gradient_norm(self.stack)

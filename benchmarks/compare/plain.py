@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.compare.peer import About, autocast_dtype, gradient_norm
+from benchmarks.compare.peer import About, StackStep, autocast_dtype
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
 from megatron_port.config.schema import ModelConfig
@@ -172,7 +172,7 @@ class Training:
         return total, norm
 
 
-class Layers:
+class Layers(StackStep):
     """Forward and backward of a stack in its own dtype."""
 
     def __init__(self, size: Size, weights: Weights, device: torch.device, compiled: str, about: About) -> None:
@@ -182,18 +182,6 @@ class Layers:
         for i, block in enumerate(self.stack.layers):
             fill_block(block, weights, f"layers.{i}")  # type: ignore[arg-type]
         self.run: Any = torch.compile(self.stack, mode=compiled) if compiled else self.stack
-
-    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
-        """See ``peer.Step``."""
-        self.stack.zero_grad(set_to_none=True)
-        x = inputs.transpose(0, 1).contiguous().requires_grad_()
-        out = self.run(x)
-        out.backward(targets.transpose(0, 1))
-        return out.transpose(0, 1), x.grad.transpose(0, 1)  # type: ignore[union-attr]
-
-    def gradient_norm(self) -> Tensor:
-        """See ``peer.LayerStep``."""
-        return gradient_norm(self.stack)
 
 
 def build(size: Size, weights: Weights, device: torch.device, *, compile: str) -> Training | Layers:
