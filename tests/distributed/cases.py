@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
@@ -24,12 +26,15 @@ from megatron_port.engine.api import MicroBatch
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.train.assemble import DTYPES, build_engine
-from megatron_port.train.parity import Run
+from megatron_port.train.parity import FP32, Deviation, Run, compare, spread
 from megatron_port.train.reorder import REORDERINGS, Reordering, cut_sums
 from megatron_port.train.trace import RankTrace, record_run
 
 LR = 1e-2
-__all__ = ["LR", "REORDERINGS", "Reordering", "make_batches", "make_config", "run_case", "run_cases", "single_run"]
+__all__ = [
+    "LR", "REORDERINGS", "Reordering", "make_batches", "make_config", "run_case", "run_cases", "single_run",
+    "within_rounding",
+]
 
 
 def make_config(
@@ -117,6 +122,22 @@ def providers_of(config: RunConfig) -> Providers:
     )
 
 
+def release_deepspeed(engine: Any) -> None:
+    """Undo what keeps a DeepSpeed engine alive for ever: hooks on its parameters, a module global, its groups.
+
+    Each gloo group has a thread that polls, and DeepSpeed makes nine a run: forty cases on the same ranks would slow
+    each other down. A run of our own ends with its process.
+    """
+    from deepspeed.runtime.pipe import p2p
+    from torch.distributed.distributed_c10d import _world
+
+    if engine is not None:
+        engine.engine.destroy()
+    p2p._grid = None
+    for group in [g for g in _world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
 def run_case(
     config: RunConfig, topology: Topology, steps: int, gradient_steps: int = 1, reordering: Reordering | None = None
 ) -> RankTrace:
@@ -125,6 +146,7 @@ def run_case(
     ctx = ParallelContext.create(
         dataclasses.replace(topology, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v"), "cpu"
     )
+    engine = None
     try:
         engine = build_engine(config, ctx, providers_of(config))
         if reordering is not None:
@@ -135,8 +157,11 @@ def run_case(
             evaluate_after=config.precision.dtype in ("fp32", "fp64"), gradient_steps=gradient_steps,
         )
     finally:
-        # Each gloo group has a thread that polls: a hundred cases on the same ranks would slow each other down.
         ctx.close()
+        if config.engine == "deepspeed":
+            release_deepspeed(engine)
+            del engine
+            gc.collect()
 
 
 def run_cases(cases: Sequence[tuple[RunConfig, Topology, int, int]]) -> list[RankTrace]:
@@ -158,3 +183,21 @@ def single_run(
         return Run.of([run_case(config, Topology(), steps, gradient_steps, reordering)])
     finally:
         torch.set_num_threads(threads)
+
+
+def within_rounding(config: RunConfig, other: Run, single: Callable[[Reordering | None], Run]) -> list[Deviation]:
+    """Compare ``other`` with one process by twice what reordering its sums changes, at least twice fp32's bound.
+
+    single: the run on one process, in a reordering. The bound is the largest deviation among the runs measured, so it
+    only grows with each; once nothing is over it the verdict is that of all eight, and the others are not run.
+    """
+    cut_first = sorted(REORDERINGS, key=lambda r: -r.chunks)
+    reference = single(None)
+    runs, deviations = [reference], []
+    for measured in (0, 2, 4, len(REORDERINGS)):
+        runs += [single(r) for r in cut_first[len(runs) - 1 : measured]]
+        bound = spread(runs, config.model, name=config.precision.dtype, floor=FP32).scaled(2.0)
+        deviations = compare(reference, other, bound, config.model)
+        if all(d.ok for d in deviations):
+            break
+    return deviations

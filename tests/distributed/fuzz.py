@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import random
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cases import REORDERINGS, Reordering, make_config, run_cases, single_run
+from cases import Reordering, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
 from megatron_port.config.schema import LayoutConfig, RunConfig
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.parity import FP32, FP64, Deviation, Run, Tolerance, compare, spread
+from megatron_port.train.parity import FP32, FP64, Deviation, Run, compare
 from megatron_port.train.trace import RankTrace
 
 STEPS = 3
@@ -127,7 +127,7 @@ def plain(config: RunConfig) -> RunConfig:
     )
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def reference_run(config: RunConfig, reordering: Reordering | None = None) -> Run:
     """The single-process run of a plain configuration."""
     return single_run(config, steps=STEPS, reordering=reordering)
@@ -135,17 +135,12 @@ def reference_run(config: RunConfig, reordering: Reordering | None = None) -> Ru
 
 def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
     """Compare with the single process: gradients by name, norms, losses, copies."""
-    config = plain(one.config)
-    reference = reference_run(config)
+    config, run = plain(one.config), Run.of(traces)
     dtype = config.precision.dtype
-    if dtype == "fp64":
-        tolerance: Tolerance = FP64
-    elif dtype == "fp32":
-        tolerance = FP32
-    else:
-        runs = [reference, *(reference_run(config, r) for r in REORDERINGS)]
-        tolerance = spread(runs, config.model, name=dtype, floor=FP32).scaled(2.0)
-    return compare(reference, Run.of(traces), tolerance, config.model, lr=1e-2 if dtype == "fp64" else 0.0)
+    if dtype in ("bf16", "fp16"):
+        return within_rounding(config, run, functools.partial(reference_run, config))
+    exact = dtype == "fp64"
+    return compare(reference_run(config), run, FP64 if exact else FP32, config.model, lr=1e-2 if exact else 0.0)
 
 
 def run_draws(ranks: RankPool, draws: Sequence[Draw]) -> list[tuple[Draw, list[Deviation]]]:
