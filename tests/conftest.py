@@ -1,14 +1,45 @@
-"""Skips what this machine cannot run, with the reason, and orders the rest for several workers."""
+"""Skips what this machine cannot run, with the reason, and orders the rest for several workers.
+
+Also the two servers that tests fork processes from, one of each for all folders: each imports torch once.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / "distributed")]
+
+if TYPE_CHECKING:
+    from commands import Commands
+    from pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """``commands.start("train", …)`` forks a ``megatron-port`` command from a process that has imported torch."""
+    from commands import Commands
+
+    with Commands(tmp_path_factory.mktemp("commands")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """``ranks.run(world_size, fn, *args, timeout=240, fresh=False, deepspeed=False)`` → results by rank."""
+    from pool import RankPool
+
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 def _no_gpu() -> str:

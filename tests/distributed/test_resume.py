@@ -139,10 +139,10 @@ def straight_and_resumed(config: RunConfig, topology: Topology, folder: Path) ->
     return out
 
 
-def config_of(engine: str, dtype: str, **changes: object) -> RunConfig:
+def config_of(engine: str, dtype: str, num_layers: int = 4, **changes: object) -> RunConfig:
     """Dropout on, an odd vocabulary, clipping active, a schedule whose rate differs at every step."""
     layout = {"sequence_parallel": True, "vocab_padding_multiple": 8, **changes}
-    model = {"num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    model = {"num_layers": num_layers, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     config = make_config(
         engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=1, global_batch_size=4
     )
@@ -166,7 +166,7 @@ def config_of(engine: str, dtype: str, **changes: object) -> RunConfig:
 )
 def test_resume_is_bit_exact(ranks: RankPool, tmp_path: Path, engine: str, dtype: str, topology: Topology) -> None:
     """Loss, gradient norm, weights, masters, moments, dropout, data order, loss scale and its counters."""
-    config = config_of(engine, dtype)
+    config = config_of(engine, dtype, num_layers=2)
     results = ranks.run(4, straight_and_resumed, config, topology, tmp_path, deepspeed=engine == "deepspeed")
     for rank, said in enumerate(results):
         for what in (f"from {k}" for k in SAVES):

@@ -1,7 +1,7 @@
 """The commands as a user types them: train, stop, go on, verify, generate; exit codes, messages, nothing left behind.
 
 One tiny model on two ranks and synthetic tokens. Each command is a process of its own, in a session of its own, so
-that a rank that outlives it is found.
+that a rank that outlives it is found. Some are fresh interpreters; most are forked from one that has imported torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
+from commands import Commands
 
 from megatron_port import errors
 
@@ -98,17 +99,33 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def port(*command: str, code: int = 0) -> str:
-    """Run ``megatron-port COMMAND``; its output. Asserts the exit code, and that no traceback is shown."""
-    return python("-m", "megatron_port", *command, code=code)
-
-
-def python(*command: str, code: int = 0) -> str:
+def python(*command: str) -> str:
+    """Run ``python COMMAND`` in a fresh interpreter; its output."""
     with started(*command) as process:
         output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == code, f"exit {process.returncode}, expected {code}:\n{output}"
-    assert "Traceback" not in output, output
+    assert process.returncode == 0 and "Traceback" not in output, f"exit {process.returncode}:\n{output}"
     return output
+
+
+class Port(Protocol):
+    """Runs ``megatron-port COMMAND`` and returns its output, once its exit code is ``code`` and it left no process."""
+
+    def __call__(self, *command: str, code: int = 0) -> str: ...
+
+
+@pytest.fixture(scope="module")
+def port(commands: Commands) -> Port:
+    def run(*words: str, code: int = 0) -> str:
+        command = commands.start(*words)
+        try:
+            ended, output = command.wait(LIMIT_S), command.output()
+            assert ended == code, f"exit {ended}, expected {code}:\n{output}"
+            assert "Traceback" not in output and not command.living(), output
+        finally:
+            command.end()
+        return output
+
+    return run
 
 
 def stopped_by(number: signal.Signals, *command: str) -> tuple[int, str]:
@@ -141,7 +158,7 @@ def train_command(home: Path, name: str, *sets: str, steps: int = STEPS, nproc: 
 @pytest.fixture(scope="module")
 def finished(home: Path) -> tuple[Path, str]:
     """(folder of a run that was never interrupted, its output)."""
-    return home / "runs" / "whole", port(*train_command(home, "whole"))
+    return home / "runs" / "whole", python("-m", "megatron_port", *train_command(home, "whole"))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -152,7 +169,7 @@ def checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}"
 
 
-def test_a_run_trains_and_says_so_once(finished: tuple[Path, str]) -> None:
+def test_a_run_trains_and_says_so_once(finished: tuple[Path, str], port: Port) -> None:
     folder, output = finished
     rows = metrics(folder)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -168,7 +185,9 @@ def test_a_run_trains_and_says_so_once(finished: tuple[Path, str]) -> None:
     assert f"{checkpoint(folder, STEPS).name}: whole: 2 files" in whole and "every hash matches" in whole
 
 
-def test_ctrl_c_saves_and_the_run_goes_on_as_if_nothing_had_happened(home: Path, finished: tuple[Path, str]) -> None:
+def test_ctrl_c_saves_and_the_run_goes_on_as_if_nothing_had_happened(
+    home: Path, finished: tuple[Path, str], port: Port
+) -> None:
     """SIGINT to the parent alone. Every loss, weight and moment is that of the run that was not interrupted."""
     command = train_command(home, "interrupted")
     code, output = stopped_by(signal.SIGINT, *command)
@@ -191,7 +210,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_as_if_nothing_had_happened(home: Path,
     assert "max |a - b|" in differ
 
 
-def test_usr1_asks_to_be_queued_again_and_another_engine_goes_on(home: Path) -> None:
+def test_usr1_asks_to_be_queued_again_and_another_engine_goes_on(home: Path, port: Port) -> None:
     """DeepSpeed on two stages is told to leave; native takes over on the same file with tensor parallelism."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
@@ -210,13 +229,15 @@ def test_usr1_asks_to_be_queued_again_and_another_engine_goes_on(home: Path) -> 
     assert [row["step"] for row in after] == list(range(1, done + 3)) and after[:done] == rows
 
 
-def test_a_layout_that_does_not_fit_the_ranks(home: Path) -> None:
+def test_a_layout_that_does_not_fit_the_ranks(home: Path, port: Port) -> None:
     output = port(*train_command(home, "misfit", nproc=3), code=errors.EXIT_CONFIG)
     assert output.startswith("error: ") and "3 ranks" in output and "tensor_parallel_size 2" in output, output
     assert not (home / "runs" / "misfit").exists()
 
 
-def test_a_flipped_byte_is_found_and_named_once(home: Path, finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_flipped_byte_is_found_and_named_once(
+    home: Path, finished: tuple[Path, str], tmp_path: Path, port: Port
+) -> None:
     """The file of rank 1, in the middle of the weights: every rank stops, nothing was trained."""
     damaged = tmp_path / checkpoint(finished[0], STEPS).name
     shutil.copytree(checkpoint(finished[0], STEPS), damaged)
@@ -232,7 +253,7 @@ def test_a_flipped_byte_is_found_and_named_once(home: Path, finished: tuple[Path
     assert "DAMAGED" in port("checkpoint", "verify", str(damaged), code=errors.EXIT_CHECKPOINT)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(home: Path, finished: tuple[Path, str]) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over(home: Path, finished: tuple[Path, str], port: Port) -> None:
     """Only rank 1 meets the flipped bit; both ranks fall back, rank 0 says so, and every loss is the unbroken run's."""
     saves = ("checkpoint.save_interval=3",)
     assert port(*train_command(home, "fallback", *saves, steps=6)).count("saved ") == 2
@@ -249,7 +270,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(home: Path, finished: tuple[
     port("checkpoint", "verify", str(folder))  # step 6 was saved again
 
 
-def test_generation_is_the_same_on_one_rank_and_on_two(finished: tuple[Path, str]) -> None:
+def test_generation_is_the_same_on_one_rank_and_on_two(finished: tuple[Path, str], port: Port) -> None:
     command = ("generate", str(finished[0]), "--prompt", "abcdefgh", "--temperature", "0", "--tokens", "24")
     one = port(*command)
     assert one.startswith("abcdefgh") and len(one) > len("abcdefgh\n")
@@ -260,7 +281,7 @@ def test_generation_is_the_same_on_one_rank_and_on_two(finished: tuple[Path, str
 
 
 def test_torchrun_starts_the_same_run_and_more_steps_go_on_from_its_end(
-    home: Path, finished: tuple[Path, str]
+    home: Path, finished: tuple[Path, str], port: Port
 ) -> None:
     """Two fresh interpreters, then two forks, then nothing left to do: the same losses, to the bit, each once."""
     python(

@@ -22,8 +22,12 @@ def isa() -> ModuleType:
     return module
 
 
-def _built(build_script: ModuleType, target: str, arch: str) -> tuple[Path, list[Path]]:
-    """(library of one architecture, compiler logs of its objects); skips where the compiler is missing."""
+Built = tuple[Path, list[Path]]
+"""(library of one architecture, compiler logs of its objects)"""
+
+
+def _built(build_script: ModuleType, target: str, arch: str) -> Built:
+    """Skips where the compiler is missing."""
     try:
         library = build_script.plan(target, (arch,))[0]
         library.name = f"libmp_{target}-{arch}.so"
@@ -34,12 +38,22 @@ def _built(build_script: ModuleType, target: str, arch: str) -> tuple[Path, list
     return path, sorted((build_script.BUILD / library.name).glob("*.log"))
 
 
+@pytest.fixture(scope="module")
+def sm_90(build_script: ModuleType) -> Built:
+    return _built(build_script, "cuda", "sm_90")
+
+
+@pytest.fixture(scope="module")
+def gfx90a(build_script: ModuleType) -> Built:
+    return _built(build_script, "rocm", "gfx90a")
+
+
 def _sources() -> set[str]:
     return {path.stem for path in (ROOT / "kernels" / "device").glob("*.cu")} - {"library"}
 
 
-def test_nvcc_makes_sm_90_without_spills(build_script: ModuleType, isa: ModuleType) -> None:
-    path, logs = _built(build_script, "cuda", "sm_90")
+def test_nvcc_makes_sm_90_without_spills(sm_90: Built, isa: ModuleType) -> None:
+    path, logs = sm_90
     assert isa.cuda_architectures(path) == {"sm_90"}
     kernels = [k for log in logs for k in isa.ptxas_kernels(log.read_text())]
     assert {k.arch for k in kernels} == {"sm_90"}
@@ -47,8 +61,8 @@ def test_nvcc_makes_sm_90_without_spills(build_script: ModuleType, isa: ModuleTy
     assert not [k for k in kernels if k.spilled], isa.summary(kernels)
 
 
-def test_hipcc_makes_gfx90a_with_waves_of_64_without_spills(build_script: ModuleType, isa: ModuleType) -> None:
-    path, _ = _built(build_script, "rocm", "gfx90a")
+def test_hipcc_makes_gfx90a_with_waves_of_64_without_spills(gfx90a: Built, isa: ModuleType) -> None:
+    path, _ = gfx90a
     assert {arch for arch, _ in isa.rocm_code_objects(path)} == {"gfx90a"}
     readelf = isa.readelf_path()
     if readelf is None:
@@ -58,9 +72,8 @@ def test_hipcc_makes_gfx90a_with_waves_of_64_without_spills(build_script: Module
     assert not [k for k in kernels if k.spilled], isa.summary(kernels)
 
 
-def test_both_compilers_see_the_same_kernels(build_script: ModuleType, isa: ModuleType) -> None:
-    _, logs = _built(build_script, "cuda", "sm_90")
-    path, _ = _built(build_script, "rocm", "gfx90a")
+def test_both_compilers_see_the_same_kernels(sm_90: Built, gfx90a: Built, isa: ModuleType) -> None:
+    logs, path = sm_90[1], gfx90a[0]
     readelf = isa.readelf_path()
     if readelf is None:
         pytest.skip("no llvm-readelf here (apt-get install llvm-15)")

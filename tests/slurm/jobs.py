@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,12 +60,14 @@ def losses(run_folder: Path) -> list[float]:
     return [r["loss"] for r in found]
 
 
-def train_here(folder: Path, nproc: int, arguments: Sequence[str]) -> list[float]:
-    """The same run without SLURM, on this host; its losses."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_port", "train", "runs/quickstart", *arguments, "--set", "name=here",
-         "--set", f"output_dir={folder}", "--nproc", str(nproc)],
-        cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return losses(folder / "here")
+@functools.cache
+def train_here(nproc: int, *arguments: str) -> list[float]:
+    """The same run without SLURM and without a stop, on this host; its losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_port", "train", "runs/quickstart", *arguments, "--set", "name=here",
+             "--set", f"output_dir={folder}", "--nproc", str(nproc)],
+            cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return losses(Path(folder) / "here")

@@ -35,11 +35,11 @@ cd {root}
 port=$((20000 + SLURM_JOB_ID))
 preflight() {{ {python} -m megatron_port preflight "$@"; }}
 common=({run} --out {out})
-srun --nodes=4 --ntasks=4 --ntasks-per-node=1 --export=ALL {python} -m megatron_port preflight node "${{common[@]}}"
+srun --ntasks={nodes} --ntasks-per-node=1 --export=ALL {python} -m megatron_port preflight node "${{common[@]}}"
 preflight report "${{common[@]}}" --nodes "$SLURM_JOB_NODELIST"; echo "report: $?"
 preflight report "${{common[@]}}" --nodes "$SLURM_JOB_NODELIST" --select 3; echo "select: $?"
 if {network}; then
-  srun --nodes=4 --ntasks=8 --ntasks-per-node=2 --export=ALL \\
+  srun --ntasks=8 --ntasks-per-node=2 --export=ALL \\
     {python} -m megatron_port preflight network "${{common[@]}}" \\
     --master-addr {master} --master-port "$port"; echo "network: $?"
   preflight report "${{common[@]}}" --nodes "$SLURM_JOB_NODELIST" --select 3; echo "again: $?"
@@ -70,18 +70,19 @@ class Outcome:
         return "; ".join(f"{r['what']}: {r['text']}" for n in nodes if n["node"] == node for r in n["reasons"])
 
 
-def preflight(cluster: Cluster, name: str, *, network: bool = True) -> Outcome:
-    """All of preflight in one job over the four nodes."""
+def preflight(cluster: Cluster, name: str, *, network: bool = True, nodes: str = "n[1-4]", number: int = 4) -> Outcome:
+    """All of preflight in one job over the four nodes, or ``number`` of them."""
     folder = cluster.shared / f"preflight-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "run.toml").write_text(RUN)
     (folder / "job.sh").write_text(SCRIPT.format(
         root=ROOT, python=shlex.quote(sys.executable), run=folder / "run.toml", out=folder / "out",
-        network="true" if network else "false", master=cluster.addresses[cluster.nodes[0]],
+        network="true" if network else "false", nodes=number, master=cluster.addresses[cluster.nodes[0]],
     ))
     job = cluster.sbatch(
-        "--nodes=4", "--ntasks-per-node=2", f"--output={folder}/log.out", folder / "job.sh", cwd=folder,
+        f"--nodelist={nodes}", f"--nodes={number}", "--ntasks-per-node=2", f"--output={folder}/log.out",
+        folder / "job.sh", cwd=folder,
         env=environment(PYTHONPATH=str(ROOT), PATH=f"/tmp/tools:{environment()['PATH']}"),
     )
     record = cluster.wait(job, timeout=400)
@@ -130,7 +131,7 @@ def test_a_throttled_node_is_named(cluster: Cluster) -> None:
 
 
 def test_a_missing_device_is_named(eight_devices: Cluster) -> None:
-    found = preflight(eight_devices, "missing", network=False)
+    found = preflight(eight_devices, "missing", network=False, nodes="n[2-3]", number=2)
     assert found.code("report") == 3 and found.hosts("bad") == "n3", found.log
     assert "7 of 8 devices answer (rocm-smi)" in found.reasons("n3"), found.log
 

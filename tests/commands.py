@@ -11,6 +11,7 @@ real command does, so that ``train --nproc`` forks its ranks from there:
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "megatron_port.cli.main", "megatron_port.cli.train",
            "megatron_port.cli.checkpoint", "megatron_port.runtime.local", "megatron_port.train.loop")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_")
@@ -221,6 +222,8 @@ def _command(argv: list[str], log: str) -> NoReturn:
 def _serve() -> None:
     for name in PRELOAD:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a child's collector must not touch, and so copy, what all share
     tasks = len(os.listdir("/proc/self/task"))
     _say({"ready": True} if tasks == 1 else {"error": f"{tasks} threads after the imports; forks could deadlock"})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
