@@ -73,6 +73,8 @@ class Phase:
     about: str
     inputs: dict[str, object]
     run: Callable[[], None]
+    made: tuple[Path, ...] = ()
+    """What it leaves outside .venv: gone after a ``git clean`` that keeps .venv."""
     key: str = field(default="")
 
 
@@ -160,7 +162,10 @@ class Setup:
                                if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".py")],
                    "archs": os.environ.get("TORCH_CUDA_ARCH_LIST", "") if self.device == "cuda" else "",
                    "cpu": platform.machine()},
-                  self.build_kernels),
+                  self.build_kernels,
+                  tuple(ROOT / "megatron_port" / "_kernels" / name
+                        for name in ("manifest.json", "libmp_binding.so",
+                                     *(f"libmp_{d}.so" for d in ("cuda", "rocm") if d == self.device)))),
         ]
         before = ""
         for phase in chain:
@@ -276,9 +281,10 @@ class Setup:
     # ---- driving them
 
     def done(self, phase: Phase) -> bool:
-        """Whether the phase's stamp is of these inputs."""
+        """Whether the phase's stamp is of these inputs, and what it made is still there."""
         try:
-            return bool(json.loads((self.stamps / f"{phase.name}.json").read_text())["key"] == phase.key)
+            stamp = json.loads((self.stamps / f"{phase.name}.json").read_text())
+            return bool(stamp["key"] == phase.key) and all(path.exists() for path in phase.made)
         except (OSError, ValueError, KeyError):
             return False
 
