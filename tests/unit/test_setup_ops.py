@@ -204,18 +204,3 @@ def test_the_first_phases_need_no_sources(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "kernels" / "a.cpp").write_text("int a;\n")
     make().all()
     assert ran[5:] == ["kernels"]
-
-
-def test_a_phase_whose_files_are_gone_is_done_again(tmp_path: Path) -> None:
-    """As after ``git clean -xdf -e .venv``: the stamp lies in .venv, the kernels do not."""
-    one = setup.Setup(device="cpu", torch_version="0", torch_index="")
-    one.stamps = tmp_path / "stamps"
-    made = tmp_path / "library.so"
-    made.touch()
-    phase = setup.Phase("kernels", "", "", {}, lambda: None, (made,), key="of these inputs")
-    assert not one.done(phase)
-    one.finish(phase, 1.0)
-    assert one.done(phase)
-    made.unlink()
-    assert not one.done(phase)
-    assert [p.name for p in one.phases() if p.made] == ["kernels"]
