@@ -20,6 +20,6 @@ site_setup() {
   export FI_CXI_RDZV_GET_MIN=0
   export FI_CXI_DEFAULT_TX_SIZE=2048
   export FI_CXI_RX_MATCH_MODE=hybrid
-  export MIOPEN_USER_DB_PATH=/tmp/miopen-"$port_user"-"$SLURM_JOB_ID"
-  export MIOPEN_CUSTOM_CACHE_DIR=/tmp/miopen-"$port_user"-"$SLURM_JOB_ID"
+  export MIOPEN_USER_DB_PATH="$site_local_disk"/miopen-"$SLURM_JOB_ID"
+  export MIOPEN_CUSTOM_CACHE_DIR="$site_local_disk"/miopen-"$SLURM_JOB_ID"
 }

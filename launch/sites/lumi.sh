@@ -16,6 +16,6 @@ site_setup() {
   export FI_CXI_DISABLE_CQ_HUGETLB=1
   export FI_CXI_DEFAULT_CQ_SIZE=131072
   export HSA_FORCE_FINE_GRAIN_PCIE=1
-  export MIOPEN_USER_DB_PATH=/tmp/miopen-"$port_user"-"$SLURM_JOB_ID"
-  export MIOPEN_CUSTOM_CACHE_DIR=/tmp/miopen-"$port_user"-"$SLURM_JOB_ID"
+  export MIOPEN_USER_DB_PATH="$site_local_disk"/miopen-"$SLURM_JOB_ID"
+  export MIOPEN_CUSTOM_CACHE_DIR="$site_local_disk"/miopen-"$SLURM_JOB_ID"
 }
