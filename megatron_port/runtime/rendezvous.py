@@ -389,13 +389,19 @@ def ranges(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(text) + (" …" if len(pieces) > SHOWN else "")
 
 
+def _arrived(store: Store) -> int:
+    """Processes that have left a fingerprint, also those that have no rank of their own."""
+    kinds = [f"kind/{k}" for k in range(1, store.add("kinds", 0) + 1)]
+    return sum(store.add(f"like/{store.get(kind).decode()}", 0) for kind in kinds if store.check([kind]))
+
+
 def _part(info: ProcessInfo, store: Store, wait_s: float = 10.0) -> None:
-    """Rank 0, which serves the store, stays until those who reported have read the verdict (``wait_s`` at most)."""
+    """Rank 0, which serves the store, stays until those who have come have read the verdict (``wait_s`` at most)."""
     told = store.add("told", 1)
     if info.rank != 0 or info.agent_store:
         return
     until = time.monotonic() + wait_s
-    while told < store.add("here", 0) and time.monotonic() < until:
+    while told < _arrived(store) and time.monotonic() < until:
         time.sleep(0.05)
         told = store.add("told", 0)
 

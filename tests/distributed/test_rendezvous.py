@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -29,6 +30,7 @@ from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.fingerprint import Fingerprint
 from megatron_port.runtime.peers import CONSEQUENCE, explain_peer_failure
 from megatron_port.runtime.process_group import StartedGroup, start, stop
+from megatron_port.runtime.rendezvous import meet
 
 VICTIM = 2
 
@@ -73,6 +75,48 @@ def _meet_as(port: int, claims: list[tuple[int, int, str]]) -> str:
 def test_all_ranks_say_the_same(ranks: RankPool, claims: list[tuple[int, int, str]], says: str) -> None:
     said = ranks.run(3, _meet_as, _free_port(), claims, fresh=True)
     assert set(said) == {said[0]} and said[0].startswith(says), said
+
+
+class _Held:
+    """A store on which one process is held up between its claim of a rank and its report."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.release = store, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def add(self, key: str, value: int) -> int:
+        if key == "here":
+            assert self.release.wait(30)
+        return self.store.add(key, value)
+
+
+def _meet(info: ProcessInfo, store: Any, said: dict[str, str]) -> None:
+    try:
+        meet(info, store, timeout_s=20, fingerprint=Fingerprint.of(2))
+    except EnvironmentFault as error:
+        said[info.hostname] = str(error)
+
+
+def test_rank_0_stays_until_a_late_one_has_read_why() -> None:
+    """It serves the store. The second process of a rank does not count as one that has reported."""
+    store, said = dist.HashStore(), {}
+    held = _Held(store)
+    late = threading.Thread(target=_meet, args=(_info(1, 2, 1), held, said))
+    late.start()
+    while not store.check(["here/1"]):
+        time.sleep(0.01)
+    _meet(replace(_info(1, 2, 1), hostname="twin"), store, said)
+    master = threading.Thread(target=_meet, args=(_info(1, 2, 0), store, said))
+    master.start()
+    master.join(0.5)
+    assert master.is_alive() and set(said) == {"twin"}
+    held.release.set()
+    for thread in (master, late):
+        thread.join(20)
+    assert set(said) == {"twin", "h0", "h1"} and len(set(said.values())) == 1
+    assert said["h0"].startswith("two processes claim rank 1 of 2: process ")
 
 
 def _lose(folder: str, how: str, port: int) -> None:
