@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SPREAD = "spread"
 """Folder of the single process under reordered sums, for the tolerance of half precisions."""
+PLACES = "places-"
+"""Folder of the single process that rounds where a layout rounds, before the layout's name."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -28,8 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "parity", help="compare layouts with one process, gradient by gradient",
         description="Train a few steps with each layout and compare losses, gradient norms and every gradient by name "
-        "with the first one given. On one machine the ranks are started here; under srun or torchrun every layout must "
-        "have as many ranks as were started. Exit 6 when a layout differs.",
+        "with the first one given; in bf16 and fp16 with one process that rounds where the layout does. On one machine "
+        "the ranks are started here; under srun or torchrun every layout must have as many ranks as were started. Exit "
+        "6 when a layout differs.",
         epilog="A layout is written tp2pp2dp2, with sp for sequence parallelism: tp2pp1dp1sp. "
         "Tolerances: docs/parity.md.",
     )
@@ -40,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--master-addr", help="under srun: host of rank 0")
     parser.add_argument("--master-port", type=int, help="under srun: its port")
     parser.add_argument("--record", metavar="LAYOUT", help=argparse.SUPPRESS)
-    parser.add_argument("--reorderings", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--single", choices=(SPREAD, PLACES), help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -99,32 +102,60 @@ def run(args: argparse.Namespace) -> int:
         for layout in args.layouts:
             _spawn(args, layout, out / layout)
         if config.precision.dtype in ("bf16", "fp16"):
-            _spawn(args, "tp1pp1dp1", out / SPREAD)
+            for layout in args.layouts:
+                _spawn(args, layout, out / f"{PLACES}{layout}", single=PLACES)
+            _spawn(args, "tp1pp1dp1", out / SPREAD, single=SPREAD)
         return _report(config, args.layouts, out)
 
 
-def _spawn(args: argparse.Namespace, layout: str, out: Path) -> None:
-    """Record one layout in a process of its own (DeepSpeed keeps module globals, so one layout a process)."""
+_SAYS = {
+    None: "{}", PLACES: "one process that rounds where {} does",
+    SPREAD: "one process with its sums in eight other orders",
+}
+
+
+def _spawn(args: argparse.Namespace, layout: str, out: Path, single: str | None = None) -> None:
+    """Record one layout in a process of its own (DeepSpeed keeps module globals, so one layout a process).
+
+    ``single``: one process in its place, for what is its comparison or its bound.
+    """
     sets = [x for text in args.overrides for x in ("--set", text)]
     command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "megatron_port", "parity", args.run_file, *sets,
                "--steps", str(args.steps), "--record", layout, "--out", str(out)]
-    reordered = out.name == SPREAD
-    command += ["--reorderings"] if reordered else []
-    print(f"running {layout}" + (" with its sums in eight other orders" if reordered else ""), flush=True)
+    command += ["--single", single] if single else []
+    print("running " + _SAYS[single].format(layout), flush=True)
     done = subprocess.run(command, check=False)
     if done.returncode:
         raise EnvironmentFault(f"layout {layout} ended with exit code {done.returncode}; its message is above")
 
 
+def _single(config: RunConfig, kind: str, info: ProcessInfo, out: Path, steps: int) -> int:
+    """Record one process, engine native, in place of a layout."""
+    from megatron_port.parallel.topology import Topology
+    from megatron_port.train.places import Places
+    from megatron_port.train.recording import record_to
+
+    layout = config.layout
+    topology = Topology(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
+    places = Places.of(config, topology) if kind == PLACES else None
+    alone = replace(
+        parse_layout("tp1pp1dp1", layout), zero_stage=0, recompute="none", pipeline_schedule="1f1b",
+        virtual_pipeline_size=1,
+    )
+    provider = "auto" if config.backend.optimizer == "deepspeed" else config.backend.optimizer
+    config = replace(config, engine="native", layout=alone, backend=replace(config.backend, optimizer=provider))
+    record_to(config, info, out, steps=steps, reorderings=kind == SPREAD, places=places)
+    return EXIT_OK
+
+
 def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
     world = world_of(config.layout)
-    if world == 1:
+    if world == 1 or args.single:
         from megatron_port.runtime.discovery import discover
 
-        if args.reorderings:
-            layout = replace(config.layout, zero_stage=0, recompute="none")
-            config = replace(config, engine="native", layout=layout)
-        return _record(config, discover({}), args.out, args.steps, reorderings=args.reorderings)
+        if args.single:
+            return _single(config, args.single, discover({}), args.out, args.steps)
+        return _record(config, discover({}), args.out, args.steps)
     from megatron_port.runtime.local import run_local
 
     modules = ["torch", "torch._dynamo", "megatron_port.train.recording"]
@@ -133,10 +164,10 @@ def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
     return run_local(world, lambda info: _record(config, info, args.out, args.steps), preload=modules)
 
 
-def _record(config: RunConfig, info: ProcessInfo, out: Path, steps: int, *, reorderings: bool = False) -> int:
+def _record(config: RunConfig, info: ProcessInfo, out: Path, steps: int) -> int:
     from megatron_port.train.recording import record_to
 
-    record_to(config, info, out, steps=steps, reorderings=reorderings)
+    record_to(config, info, out, steps=steps)
     return EXIT_OK
 
 
@@ -171,11 +202,15 @@ def _report(config: RunConfig, layouts: list[str], out: Path) -> int:
     if tolerance is None:
         runs = [read_recorded(p) for p in sorted(out.glob(f"{SPREAD}*"))]
         tolerance = spread(runs, config.model, name=f"{dtype} spread", floor=FP32).scaled(2.0)
+    half = dtype in ("bf16", "fp16")
     reference = read_recorded(out / layouts[0])
     worst = EXIT_OK
-    print(f"\nreference {layouts[0]}, {dtype}, tolerances {tolerance.name}; losses "
+    against = "one process that rounds where the layout does" if half else layouts[0]
+    print(f"\nreference {against}, {dtype}, tolerances {tolerance.name}; losses of {layouts[0]} "
           + ", ".join(f"{x:.6f}" for x in reference.losses))
-    for layout in layouts[1:]:
+    for layout in layouts if half else layouts[1:]:
+        if half:
+            reference = read_recorded(out / f"{PLACES}{layout}")
         deviations = compare(reference, read_recorded(out / layout), tolerance, config.model)
         bad = [d for d in deviations if not d.ok]
         print(f"\n{layout}: {'EQUAL within tolerance' if not bad else 'DIFFERS'}")

@@ -17,6 +17,7 @@ from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.train.assemble import build_engine
 from megatron_port.train.parity import Run
+from megatron_port.train.places import Places
 from megatron_port.train.reorder import REORDERINGS, Reordering, cut_sums
 from megatron_port.train.session import open_session
 from megatron_port.train.trace import RankTrace, Slice, record_run
@@ -62,10 +63,14 @@ def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBat
     return out
 
 
-def record_to(config: RunConfig, info: ProcessInfo, out: Path, *, steps: int, reorderings: bool = False) -> None:
+def record_to(
+    config: RunConfig, info: ProcessInfo, out: Path, *, steps: int, reorderings: bool = False,
+    places: Places | None = None,
+) -> None:
     """Train ``steps`` steps from the initial weights and write this rank's trace into ``out``.
 
-    ``reorderings``: on one process, also under each of the committed reorderings, into ``out``-reordered0, 1, …
+    ``places``: on one process, rounding there. ``reorderings``: on one process, also under each of the committed
+    reorderings, into ``out``-reordered0, 1, …
     """
     with open_session(config, info, quiet=True) as session:
         ctx, c = session.ctx, session.config
@@ -79,6 +84,8 @@ def record_to(config: RunConfig, info: ProcessInfo, out: Path, *, steps: int, re
             engine = build_engine(c, ctx, session.providers)
             if reordering is not None:
                 cut_sums(engine.stage, reordering)  # type: ignore[attr-defined]
+            elif places is not None:
+                places.round_there(engine.stage)  # type: ignore[attr-defined]
 
             def batches(step: int) -> list[MicroBatch]:
                 mine = loaders.train.step(*schedule.step_plan(step))

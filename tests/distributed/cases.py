@@ -27,13 +27,16 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.train.assemble import DTYPES, build_engine
 from megatron_port.train.parity import FP32, Deviation, Run, compare, spread
+from megatron_port.train.places import Places
 from megatron_port.train.reorder import REORDERINGS, Reordering, cut_sums
 from megatron_port.train.trace import RankTrace, record_run
 
 LR = 1e-2
+Order = Reordering | Places | None
+"""Of the sums of one process: another, a layout's, its own."""
 __all__ = [
-    "LR", "REORDERINGS", "Reordering", "make_batches", "make_config", "run_case", "run_cases", "single_run",
-    "within_rounding",
+    "LR", "REORDERINGS", "Order", "Places", "Reordering", "make_batches", "make_config", "run_case", "run_cases",
+    "single_run", "within_rounding",
 ]
 
 
@@ -139,7 +142,7 @@ def release_deepspeed(engine: Any) -> None:
 
 
 def run_case(
-    config: RunConfig, topology: Topology, steps: int, gradient_steps: int = 1, reordering: Reordering | None = None
+    config: RunConfig, topology: Topology, steps: int, gradient_steps: int = 1, order: Order = None
 ) -> RankTrace:
     """Train on this rank and record; the function that ranks are sent."""
     layout = config.layout
@@ -149,10 +152,13 @@ def run_case(
     engine = None
     try:
         engine = build_engine(config, ctx, providers_of(config))
-        if reordering is not None:
-            cut_sums(engine.stage, reordering)  # type: ignore[attr-defined]
+        if isinstance(order, Places):
+            order.round_there(engine.stage)  # type: ignore[attr-defined]
+        elif order is not None:
+            cut_sums(engine.stage, order)  # type: ignore[attr-defined]
+        batches = make_batches(config, ctx, order if isinstance(order, Reordering) else None)
         return record_run(
-            engine, ctx, make_batches(config, ctx, reordering), steps=steps, lr=lambda step: LR, evaluate=True,
+            engine, ctx, batches, steps=steps, lr=lambda step: LR, evaluate=True,
             # In half precision it would measure how Adam amplifies rounding (docs/parity.md).
             evaluate_after=config.precision.dtype in ("fp32", "fp64"), gradient_steps=gradient_steps,
         )
@@ -169,9 +175,7 @@ def run_cases(cases: Sequence[tuple[RunConfig, Topology, int, int]]) -> list[Ran
     return [run_case(*case) for case in cases]
 
 
-def single_run(
-    config: RunConfig, *, steps: int, gradient_steps: int = 1, reordering: Reordering | None = None
-) -> Run:
+def single_run(config: RunConfig, *, steps: int, gradient_steps: int = 1, order: Order = None) -> Run:
     """The reference: one process, the native engine, in this very process, one thread."""
     config = dataclasses.replace(
         config, engine="native", backend=dataclasses.replace(config.backend, optimizer="auto"),
@@ -180,24 +184,41 @@ def single_run(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return Run.of([run_case(config, Topology(), steps, gradient_steps, reordering)])
+        return Run.of([run_case(config, Topology(), steps, gradient_steps, order)])
     finally:
         torch.set_num_threads(threads)
 
 
-def within_rounding(config: RunConfig, other: Run, single: Callable[[Reordering | None], Run]) -> list[Deviation]:
-    """Compare ``other`` with one process by twice what reordering its sums changes, at least twice fp32's bound.
+FIRST_STEP = dataclasses.replace(FP32, name="first step", gradient=1e-2)
+"""Of half precision, from one process that rounds in the same places: no free-running steps, so fp32's bounds, but for
+single elements of gradients, of which a sum's last bit may decide how they are rounded (fp16: 4e-3 in 450 draws)."""
 
-    single: the run on one process, in a reordering. The bound is the largest deviation among the runs measured, so it
-    only grows with each; once nothing is over it the verdict is that of all eight, and the others are not run.
+
+def within_rounding(
+    config: RunConfig, topology: Topology, other: Run, single: Callable[[Order], Run]
+) -> list[Deviation]:
+    """Compare ``other`` with one process that rounds where its layout does, by twice what reordering sums changes.
+
+    single: the run on one process, in an order. The bound is the largest deviation among the runs measured, at least
+    fp32's bound; it only grows with each, so once nothing is over it the verdict is that of all eight, and the others
+    are not run. The first step has bounds of its own, but for products in 8 bits.
     """
-    cut_first = sorted(REORDERINGS, key=lambda r: -r.chunks)
-    reference = single(None)
-    runs, deviations = [reference], []
-    for measured in (0, 2, 4, len(REORDERINGS)):
-        runs += [single(r) for r in cut_first[len(runs) - 1 : measured]]
+    orders: list[Order] = [None, *sorted(REORDERINGS, key=lambda r: -r.chunks)]
+    reference, deviations = single(Places.of(config, topology)), []
+    runs: list[Run] = []
+    for measured in (0, 3, 5, len(orders)):
+        runs += [single(order) for order in orders[len(runs) : measured]]
         bound = spread(runs, config.model, name=config.precision.dtype, floor=FP32).scaled(2.0)
         deviations = compare(reference, other, bound, config.model)
         if all(d.ok for d in deviations):
             break
+    if config.precision.fp8 == "none":
+        deviations += compare(first_step(reference), first_step(other), FIRST_STEP, config.model)
     return deviations
+
+
+def first_step(run: Run) -> Run:
+    """A run that ends after its first step."""
+    return dataclasses.replace(
+        run, losses=run.losses[:1], grad_norms=run.grad_norms[:1], final_eval_loss=None, gradients=run.gradients[:1]
+    )

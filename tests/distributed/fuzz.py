@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cases import Reordering, make_config, run_cases, single_run, within_rounding
+from cases import Order, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
 from megatron_port.config.schema import LayoutConfig, RunConfig
@@ -128,9 +128,9 @@ def plain(config: RunConfig) -> RunConfig:
 
 
 @functools.lru_cache(maxsize=256)
-def reference_run(config: RunConfig, reordering: Reordering | None = None) -> Run:
+def reference_run(config: RunConfig, order: Order = None) -> Run:
     """The single-process run of a plain configuration."""
-    return single_run(config, steps=STEPS, reordering=reordering)
+    return single_run(config, steps=STEPS, order=order)
 
 
 def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
@@ -138,7 +138,7 @@ def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
     config, run = plain(one.config), Run.of(traces)
     dtype = config.precision.dtype
     if dtype in ("bf16", "fp16"):
-        return within_rounding(config, run, functools.partial(reference_run, config))
+        return within_rounding(one.config, one.topology, run, functools.partial(reference_run, config))
     exact = dtype == "fp64"
     return compare(reference_run(config), run, FP64 if exact else FP32, config.model, lr=1e-2 if exact else 0.0)
 

@@ -138,6 +138,7 @@ def _same(steps: list[Steps], reference: list[Steps]) -> None:
 def test_tied_gradients_are_summed_in_fp16(ranks: RankPool) -> None:
     """fp16, ZeRO-1, fp32 accumulation, two stages, tied: DeepSpeed by itself never sums the two gradients."""
     config = _config("deepspeed")
-    traces = ranks.run(2, _record, config, Topology(1, 2, 1), deepspeed=True)
-    deviations = within_rounding(config, Run.of(traces), lambda r: single_run(config, steps=3, reordering=r))
+    topology = Topology(1, 2, 1)
+    run = Run.of(ranks.run(2, _record, config, topology, deepspeed=True))
+    deviations = within_rounding(config, topology, run, lambda order: single_run(config, steps=3, order=order))
     assert all(d.ok for d in deviations), "\n".join(map(str, deviations))

@@ -14,7 +14,7 @@ LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, 
 @pytest.mark.parametrize("reordering", [REORDERINGS[3], REORDERINGS[6], REORDERINGS[7]], ids=str)
 def test_a_reordering_changes_nothing_but_rounding(model: dict, reordering: Reordering) -> None:
     config = make_config(dtype="fp64", model=model)
-    plain, other = single_run(config, steps=2), single_run(config, steps=2, reordering=reordering)
+    plain, other = single_run(config, steps=2), single_run(config, steps=2, order=reordering)
     assert other.losses == pytest.approx(plain.losses, rel=1e-12)
     assert other.grad_norms == pytest.approx(plain.grad_norms, rel=1e-10)
     for name, gradient in plain.gradients[0].items():
@@ -24,6 +24,6 @@ def test_a_reordering_changes_nothing_but_rounding(model: dict, reordering: Reor
 def test_sums_are_cut_in_other_places_by_every_seed() -> None:
     """One sample a step and one micro-batch size, so that only the places can differ."""
     config = make_config(dtype="bf16", global_batch_size=2)
-    norms = {single_run(config, steps=1, reordering=Reordering(2, seed, 2)).grad_norms for seed in (1, 2, 3)}
-    again = single_run(config, steps=1, reordering=Reordering(2, 3, 2)).grad_norms
+    norms = {single_run(config, steps=1, order=Reordering(2, seed, 2)).grad_norms for seed in (1, 2, 3)}
+    again = single_run(config, steps=1, order=Reordering(2, 3, 2)).grad_norms
     assert len(norms) == 3 and again in norms

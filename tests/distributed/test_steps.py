@@ -35,9 +35,10 @@ def test_twenty_steps_in_fp64(ranks: RankPool) -> None:
 def test_twenty_steps_in_fp32_on_deepspeed(ranks: RankPool) -> None:
     """Free-running: the larger of the fp32 bound and twice what reordering changes."""
     config = make_config(engine="deepspeed", model=MODEL)
-    results = ranks.run(8, run_cases, [(config, Topology(2, 2, 2), 20, 1)], deepspeed=True, timeout=200)
+    topology = Topology(2, 2, 2)
+    results = ranks.run(8, run_cases, [(config, topology, 20, 1)], deepspeed=True, timeout=200)
     run = Run.of([r[0] for r in results])
-    deviations = within_rounding(config, run, lambda r: single_run(config, steps=20, reordering=r))
+    deviations = within_rounding(config, topology, run, lambda order: single_run(config, steps=20, order=order))
     assert all(d.ok for d in deviations), "\n".join(map(str, deviations))
 
 

@@ -1,0 +1,100 @@
+"""One process that rounds where a layout rounds: the same function, and the layout's own numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Places, make_config, run_cases, single_run
+from pool import RankPool
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.parallel.topology import Topology
+from megatron_port.train.parity import FP32, Run, compare
+from megatron_port.train.places import ring_sum
+
+LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 4,
+         "position_embedding": "rope"}
+GPT = {"tie_embeddings": True, "hidden_dropout": 0.1}
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("places", [
+    Places(2, 8, sequence_parallel=True), Places(4, rounded_weight_gradients=True),
+    Places(rounded_weight_gradients=True, tied_in_the_dtype=True),
+], ids=str)
+def test_places_change_nothing_but_rounding(model: dict[str, Any], places: Places) -> None:
+    config = make_config(dtype="fp64", model=model)
+    plain, other = single_run(config, steps=2), single_run(config, steps=2, order=places)
+    assert other.losses == pytest.approx(plain.losses, rel=1e-12)
+    assert other.grad_norms == pytest.approx(plain.grad_norms, rel=1e-10)
+    for name, gradient in plain.gradients[0].items():
+        assert float((other.gradients[0][name] - gradient).abs().max()) <= 1e-10 * float(gradient.abs().max()) + 1e-15
+
+
+def test_places_of_a_run() -> None:
+    sp = {"sequence_parallel": True, "vocab_padding_multiple": 8}
+    assert Places.of(make_config(dtype="bf16", layout=sp), Topology(1, 2, 2)) is None
+    assert Places.of(make_config(dtype="bf16", layout=sp), Topology(2, 2, 1)) == Places(2, 8, sequence_parallel=True)
+    assert Places.of(make_config(engine="deepspeed", dtype="bf16", layout=sp), Topology(1, 1, 2)) == Places(
+        rounded_weight_gradients=True, tied_in_the_dtype=True
+    )
+    assert Places.of(make_config(dtype="bf16", fp8="rowwise"), Topology(2, 1, 1)) is None
+
+
+def _part(elements: int, rank: int) -> torch.Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+def _gloo_sums(sizes: list[int]) -> list[torch.Tensor]:
+    out = []
+    for size in sizes:
+        total = _part(size, dist.get_rank())
+        dist.all_reduce(total)
+        out.append(total)
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_ring_is_gloos(ranks: RankPool, world: int) -> None:
+    """Bit by bit, in bf16, where almost every other order gives another sum."""
+    sizes = [1, 7, 64, 1000, 4097, 1_000_001]
+    for size, found in zip(sizes, ranks.run(world, _gloo_sums, sizes)[0]):
+        parts = [_part(size, rank) for rank in range(world)]
+        assert torch.equal(ring_sum(parts), found), size
+        if world > 2 and size >= 1000:
+            assert not torch.equal(sum(parts[1:], parts[0]), found)
+
+
+def _case(engine: str, dtype: str, model: dict[str, Any], own: str, **layout: Any) -> RunConfig:
+    return make_config(engine=engine, dtype=dtype, model=model, layout=layout, own_kernels=own)
+
+
+CASES = [
+    (_case("native", "bf16", GPT, "on", sequence_parallel=True), Topology(2, 1, 1)),
+    (_case("native", "fp16", GPT, "on"), Topology(2, 1, 1)),
+    (_case("native", "bf16", LLAMA, "off", sequence_parallel=True), Topology(4, 1, 1)),
+    (_case("native", "bf16", GPT, "off", pipeline_schedule="zb-h1"), Topology(2, 2, 1)),
+    (_case("deepspeed", "bf16", GPT, "off", sequence_parallel=True), Topology(2, 1, 2)),
+    (_case("deepspeed", "bf16", LLAMA, "on"), Topology(2, 2, 1)),
+    (_case("deepspeed", "bf16", GPT, "on"), Topology(1, 2, 2)),
+]
+
+
+@pytest.mark.parametrize("deepspeed", [False, True], ids=["native", "deepspeed"])
+def test_the_first_step_of_a_layout_in_half_precision_is_within_the_bounds_of_fp32(
+    ranks: RankPool, deepspeed: bool
+) -> None:
+    """Loss, gradient norm and every gradient by name; from one process that rounds elsewhere they are far off."""
+    cases = [(c, t) for c, t in CASES if (c.engine == "deepspeed") == deepspeed]
+    for world in sorted({t.world_size for _, t in cases}):
+        members = [(c, t) for c, t in cases if t.world_size == world]
+        results = ranks.run(world, run_cases, [(c, t, 1, 1) for c, t in members], deepspeed=deepspeed)
+        for i, (config, topology) in enumerate(members):
+            run = Run.of([r[i] for r in results])
+            near = compare(single_run(config, steps=1, order=Places.of(config, topology)), run, FP32, config.model)
+            assert all(d.ok for d in near), "\n".join([str(topology), *map(str, near)])
+            far = compare(single_run(config, steps=1), run, FP32, config.model)
+            assert max(d.value for d in far if d.quantity == "gradient") > 1e-3
