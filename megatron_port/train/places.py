@@ -83,9 +83,9 @@ class Places:
     def _cut_head(self, head: Head) -> None:
         vocab, tp = record_of(head.weight).shape[0], self.tensor_parallel_size
         share = padded_vocab_size(vocab, tp=tp, multiple=self.vocab_padding_multiple) // tp
-        pieces = tuple(slice(start, min(start + share, vocab)) for start in range(0, vocab, share))
+        pieces = tuple(slice(min(i * share, vocab), min((i + 1) * share, vocab)) for i in range(tp))
         products, providers = self._products(outputs=pieces), head.build.providers
-        losses = _CutCrossEntropy(providers.cross_entropy, pieces)
+        losses = _CutCrossEntropy(providers.cross_entropy, tuple(p for p in pieces if p.start < p.stop))
         head.build = dataclasses.replace(head.build, providers=dataclasses.replace(providers, cross_entropy=losses))
 
         def forward(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ GPT = {"tie_embeddings": True, "hidden_dropout": 0.1}
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("places", [
-    Places(2, 8, sequence_parallel=True), Places(4, rounded_weight_gradients=True),
+    Places(2, 8, sequence_parallel=True), Places(4, 16, rounded_weight_gradients=True),  # 16, 16, 16 and 5 of 53 ids
     Places(rounded_weight_gradients=True, tied_in_the_dtype=True),
 ], ids=str)
 def test_places_change_nothing_but_rounding(model: dict[str, Any], places: Places) -> None:
@@ -75,7 +75,8 @@ def _case(engine: str, dtype: str, model: dict[str, Any], own: str, **layout: An
 CASES = [
     (_case("native", "bf16", GPT, "on", sequence_parallel=True), Topology(2, 1, 1)),
     (_case("native", "fp16", GPT, "on"), Topology(2, 1, 1)),
-    (_case("native", "bf16", LLAMA, "off", sequence_parallel=True), Topology(4, 1, 1)),
+    # 32 and 21 of the 53 ids, and none on two ranks.
+    (_case("native", "bf16", LLAMA, "off", sequence_parallel=True, vocab_padding_multiple=32), Topology(4, 1, 1)),
     (_case("native", "bf16", GPT, "off", pipeline_schedule="zb-h1"), Topology(2, 2, 1)),
     (_case("deepspeed", "bf16", GPT, "off", sequence_parallel=True), Topology(2, 1, 2)),
     (_case("deepspeed", "bf16", LLAMA, "on"), Topology(2, 2, 1)),
