@@ -1,20 +1,28 @@
-"""The reorderings that half precision is judged by: the same function, rounded elsewhere."""
+"""The orders of sums that half precision is judged by: the same function, rounded elsewhere."""
 
 from __future__ import annotations
 
 import pytest
-from cases import REORDERINGS, make_config, single_run
+from cases import REORDERINGS, Order, Places, make_config, single_run
 
 from megatron_port.train.reorder import Reordering
 
-LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 2}
+GPT = {"tie_embeddings": True, "hidden_dropout": 0.1}
+LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 2,
+         "position_embedding": "rope"}
+ORDERS = [
+    REORDERINGS[3], REORDERINGS[6], REORDERINGS[7],
+    Places(2, 8, sequence_parallel=True), Places(4, 16, rounded_weight_gradients=True),  # 16, 16, 16 and 5 of 53 ids
+    Places(rounded_weight_gradients=True, tied_in_the_dtype=True),
+]
 
 
-@pytest.mark.parametrize("model", [{}, {**LLAMA, "tie_embeddings": True}], ids=["gpt", "llama"])
-@pytest.mark.parametrize("reordering", [REORDERINGS[3], REORDERINGS[6], REORDERINGS[7]], ids=str)
-def test_a_reordering_changes_nothing_but_rounding(model: dict, reordering: Reordering) -> None:
+@pytest.mark.parametrize("model", [{}, GPT, LLAMA, {**LLAMA, "tie_embeddings": True}],
+                         ids=["untied", "gpt", "llama", "tied llama"])
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_an_order_changes_nothing_but_rounding(model: dict, order: Order) -> None:
     config = make_config(dtype="fp64", model=model)
-    plain, other = single_run(config, steps=2), single_run(config, steps=2, order=reordering)
+    plain, other = single_run(config, steps=2), single_run(config, steps=2, order=order)
     assert other.losses == pytest.approx(plain.losses, rel=1e-12)
     assert other.grad_norms == pytest.approx(plain.grad_norms, rel=1e-10)
     for name, gradient in plain.gradients[0].items():
