@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Print the steps of a Dockerfile as a shell script, or run them in a folder that holds a root file system.
 
-For machines without a container engine: `docker_steps.py docker/cpu.Dockerfile --root /var/tmp/clean` stands in for
-`docker build` after `debootstrap` has made the folder, which takes the place of FROM. Every RUN is a chroot of its own
+For machines without a container engine: `docker_steps.py docker/cpu.Dockerfile --root FOLDER` stands in for
+`docker build` after `debootstrap` has made FOLDER, which takes the place of FROM. Every RUN is a chroot of its own
 (root, a mount namespace that ends with it) with the environment that the Dockerfile gives so far and nothing else.
 COPY honours .dockerignore. Layers, users, ports and health checks are not modelled: an instruction that is none of
 FROM, ARG, ENV, RUN, WORKDIR, COPY, CMD is an error.

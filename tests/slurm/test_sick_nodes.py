@@ -83,7 +83,7 @@ def preflight(cluster: Cluster, name: str, *, network: bool = True, nodes: str =
     job = cluster.sbatch(
         f"--nodelist={nodes}", f"--nodes={number}", "--ntasks-per-node=2", f"--output={folder}/log.out",
         folder / "job.sh", cwd=folder,
-        env=environment(PYTHONPATH=str(ROOT), PATH=f"/tmp/tools:{environment()['PATH']}"),
+        env=environment(PYTHONPATH=str(ROOT), PATH=f"{tools(cluster)}:{environment()['PATH']}"),
     )
     record = cluster.wait(job, timeout=400)
     log = (folder / "log.out").read_text()
@@ -91,13 +91,19 @@ def preflight(cluster: Cluster, name: str, *, network: bool = True, nodes: str =
     return Outcome(log, folder / "out")
 
 
+def tools(cluster: Cluster) -> str:
+    """A folder of every node's own, for commands that only that node has."""
+    return f"{cluster.local}/tools"
+
+
 def fake_devices(cluster: Cluster, numbers: dict[str, int]) -> None:
-    """A rocm-smi on each node's own /tmp that lists so many devices."""
+    """A rocm-smi on each node's own disk that lists so many devices."""
+    folder = tools(cluster)
     for node, number in numbers.items():
         cards = {f"card{i}": {"Device Name": "AMD INSTINCT MI250X"} for i in range(number)}
         tool = f"#!/bin/sh\ncat <<'END'\n{json.dumps(cards)}\nEND\n"
-        install = "mkdir -p /tmp/tools && cat > /tmp/tools/rocm-smi && chmod +x /tmp/tools/rocm-smi"
-        cluster.on_node(node, ["sh", "-c", install], stdin=tool)
+        install = 'mkdir -p "$0" && cat > "$0/rocm-smi" && chmod +x "$0/rocm-smi"'
+        cluster.on_node(node, ["sh", "-c", install, folder], stdin=tool)
 
 
 @pytest.fixture
@@ -106,7 +112,7 @@ def eight_devices(cluster: Cluster) -> Cluster:
     fake_devices(cluster, {name: 7 if name == "n3" else 8 for name in cluster.nodes})
     yield cluster
     for name in cluster.nodes:
-        cluster.on_node(name, ["rm", "-rf", "/tmp/tools"])
+        cluster.on_node(name, ["rm", "-rf", tools(cluster)])
 
 
 def test_healthy_nodes_raise_no_alarm(cluster: Cluster) -> None:
