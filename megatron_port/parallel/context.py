@@ -3,11 +3,16 @@
 An object, handed down; two contexts can live in one process. A group of one rank
 is None, and everything that takes a group treats None as "nothing to do".
 
-**Communicators.** One for each group that is used, made by the backend at the first
-collective on it; none for a pair of ranks. NCCL would make one for each pair of
-stages if sends and receives were issued one by one (torch: "in lazy initialization
-mode ... a new 2-rank NCCL communicator"); ``pipeline.transfer`` therefore issues
-them batched, which keeps them on the group's own communicator. All operations of a
+**Communicators.** One for each group, none for a pair of ranks. NCCL makes a group's communicator at the first
+operation on it, in a call that blocks until all ranks of the group have come. If two ranks first use two groups in
+different orders, both wait for ever: with 1F1B, stage 0 first opens the queue of gradients, the other stages that of
+activations. :meth:`ParallelContext.create` therefore uses every group once, in the order of ``ALL`` on all ranks
+(``_warm_up``). The default group must not be bound to a device (``init_process_group(device_id=)``): every rank
+would then have to take part in the creation of every group, its own or not.
+
+NCCL would also make a communicator for each pair of stages if sends and receives were issued one by one (torch: "in
+lazy initialization mode ... a new 2-rank NCCL communicator"); ``pipeline.transfer`` issues them
+batched, which keeps them on the group's own communicator. All operations of a
 communicator run in order, so gradients travel on one of their own
 (``pp_reverse_group``), and both queues follow one order of all messages that every
 stage knows (``pipeline.messages``): otherwise two neighbours that each send before
@@ -28,10 +33,15 @@ import torch.distributed as dist
 
 from megatron_port.errors import EnvironmentFault
 from megatron_port.parallel.topology import Coordinates, Topology
+from megatron_port.runtime.pulse import START, Pulse
+from megatron_port.runtime.rendezvous import ranges
 
 AXES = ("tp", "dp", "pp")
 """The fixed order in which every rank creates the groups."""
 ALL = (*AXES, "embedding", "pp_reverse")
+"""The order in which every rank makes the communicators of the groups that it is in."""
+STAGES = ("pp", "pp_reverse")
+"""Groups whose ranks also send to one another, each to its two neighbours in the ring of stages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +77,11 @@ class ParallelContext:
         *,
         timeout_s: float | None = None,
         two_way: bool = True,
+        progress: Pulse | None = None,
     ) -> ParallelContext:
-        """The context of this rank. Collective: every rank of the default group calls it with the same topology.
+        """Return the context of this rank, with every communicator made.
+
+        Collective: every rank of the default group calls it with the same topology.
 
         Only members of a group connect; for the others its creation is local and takes 11 microseconds, so all
         ranks walk the same list, which keeps the groups' automatic names equal without a word between the ranks:
@@ -80,10 +93,11 @@ class ParallelContext:
             backend: of the new groups (``nccl`` | ``gloo``); None: the default group's.
             timeout_s: of a collective in them (seconds; None: torch's default).
             two_way: under nccl, a second group of the stages for gradients; only the native engine's pipeline uses it.
+            progress: told which communicator is being made, so that the watch can name one that hangs.
 
         Raises:
-            EnvironmentFault: the world has another size than the topology, or there is no default group
-                and the topology needs more than one rank.
+            EnvironmentFault: the world has another size than the topology, there is no default group
+                and the topology needs more than one rank, or a communicator could not be made.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != topology.world_size:
@@ -99,13 +113,42 @@ class ParallelContext:
         mine: dict[str, dist.ProcessGroup | None] = dict.fromkeys(ALL)
         kind = backend or dist.get_backend()
         for axis, members in group_list(topology, two_way=two_way and kind == "nccl"):
-            group = dist.new_group(list(members), backend=backend, timeout=timeout)
+            group = dist.new_group(list(members), backend=backend, timeout=timeout, group_desc=axis)
             if rank in members:
                 mine[axis] = group
-        return cls(
+        ctx = cls(
             topology, rank, torch.device(device), topology.coordinates(rank),
             mine["tp"], mine["dp"], mine["pp"], mine["embedding"], mine["pp_reverse"],
         )
+        for axis in ALL:
+            ctx._warm_up(axis, progress or Pulse())
+        return ctx
+
+    def _warm_up(self, axis: str, progress: Pulse) -> None:
+        """Make the communicator of a group by using it, and in a ring of stages the connections between neighbours.
+
+        Every rank is in at most one group of an axis and comes to the axes in one order, so a group only waits
+        for ranks that are still at an earlier axis: no cycle. All messages of the ring are one batch, because NCCL
+        also blocks at the first message between two ranks.
+        """
+        group = self.group(axis)
+        if group is None:
+            return
+        members = dist.get_process_group_ranks(group)
+        what = f"communicator {axis} ({ranges(members)})"
+        progress.at(START, what)
+        # gloo carries no GPU tensors in point-to-point messages.
+        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.device
+        try:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            if axis in STAGES:
+                _greet_neighbours(group, members, self.rank, device)
+        except (dist.DistError, RuntimeError) as error:
+            raise EnvironmentFault(
+                f"rank {self.rank} ({self.coords}): {what} could not be made: {str(error).splitlines()[0]}. A rank of "
+                "it ended or hangs, or its network interface cannot be reached: `megatron-port preflight network` "
+                "tests each link"
+            ) from error
 
     @property
     def is_first_stage(self) -> bool:
@@ -130,6 +173,18 @@ class ParallelContext:
                 # If a peer died, the error that told so must not be hidden by another.
                 with suppress(dist.DistError, RuntimeError):
                     dist.destroy_process_group(group)
+
+
+def _greet_neighbours(group: dist.ProcessGroup, members: list[int], rank: int, device: torch.device) -> None:
+    """Exchange one number with the next and the previous rank of the ring, so that both connections are made."""
+    at, count = members.index(rank), len(members)
+    peers = {members[(at + 1) % count], members[(at - 1) % count]}
+    ops = []
+    for peer in sorted(peers):
+        ops.append(dist.P2POp(dist.isend, torch.zeros(1, device=device), peer, group))
+        ops.append(dist.P2POp(dist.irecv, torch.zeros(1, device=device), peer, group))
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
 
 
 def _along(topology: Topology, axis: str) -> Iterator[tuple[int, ...]]:
