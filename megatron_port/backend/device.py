@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from megatron_port.errors import EnvironmentFault
+from megatron_port.runtime.process_group import SHARE_DEVICES
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class DeviceInfo:
     why: str
     """What led to this choice."""
     identity: str = ""
-    """A GPU's unique name on its host; ``runtime.process_group.start`` takes it to see whether ranks share one."""
+    """UUID and PCI address of a GPU, unique on its host; ``runtime.process_group.start`` compares them."""
 
     @property
     def is_gpu(self) -> bool:
@@ -43,12 +44,26 @@ class Accelerators:
     count: int
     """Visible devices."""
     describe: Callable[[int], tuple[str, int, str]]
-    """Name, memory (bytes) and unique name of a device by index."""
+    """Name, memory (bytes) and identity of a device by index."""
+
+
+def identity_of(properties: object) -> str:
+    """Return what tells a GPU from the others of its host: ``UUID at DOMAIN:BUS:DEVICE``; empty if torch knows neither.
+
+    A UUID alone does not: virtual GPUs and some drivers report one UUID for all (zeros, for instance), and ranks on
+    different GPUs would be taken for ranks that share one. Partitions of a GPU have one address and different UUIDs.
+    """
+    uuid = str(getattr(properties, "uuid", "") or "")
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in address:
+        return uuid
+    domain, bus, device = (int(part) for part in address)  # type: ignore[arg-type]
+    return f"{uuid} at {domain:04x}:{bus:02x}:{device:02x}".strip()
 
 
 def _describe(index: int) -> tuple[str, int, str]:
     properties = torch.cuda.get_device_properties(index)
-    return properties.name, int(properties.total_memory), str(getattr(properties, "uuid", ""))
+    return properties.name, int(properties.total_memory), identity_of(properties)
 
 
 def installed_accelerators() -> Accelerators:
@@ -70,21 +85,25 @@ def _absent(asked: str, gpus: Accelerators) -> str | None:
 
 
 def choose_device(
-    device: str, *, local_rank: int = 0, local_world_size: int = 1, gpus: Accelerators | None = None
+    device: str, *, local_rank: int = 0, local_world_size: int = 1, gpus: Accelerators | None = None,
+    share: bool = False,
 ) -> DeviceInfo:
-    """The device of a local rank: ``local_rank`` modulo the visible devices.
+    """Return the device of a local rank: ``local_rank`` modulo the visible devices.
 
     A launcher may show each rank one device (``--gpus-per-task=1``) or all of the node; the modulus serves
-    both. NCCL refuses two ranks on one GPU, so ranks that share one use gloo. Seen here only where several
-    devices are visible and fewer than the local ranks; a process that sees one device cannot tell whether its
-    neighbours see the same, and ``runtime.process_group.start`` settles it by :attr:`DeviceInfo.identity`.
+    both. NCCL refuses two ranks on one GPU: ranks that share one use gloo, and only where that was asked for. Seen
+    here only where several devices are visible and fewer than the local ranks; a process that sees one device cannot
+    tell whether its neighbours see the same, and ``runtime.process_group.start`` settles it by
+    :attr:`DeviceInfo.identity`.
 
     Args:
         device: ``auto`` (a GPU if there is one) | ``cpu`` | ``cuda`` | ``rocm``.
         gpus: what is installed; None: ask torch.
+        share: ``backend.share_devices``.
 
     Raises:
-        EnvironmentFault: a GPU was asked for and cannot be used; the message says why.
+        EnvironmentFault: a GPU was asked for and cannot be used, or ranks would have to share one; the message says
+            why and what to change.
     """
     gpus = gpus or installed_accelerators()
     if device not in ("auto", "cpu", "cuda", "rocm"):
@@ -97,6 +116,11 @@ def choose_device(
     reason = _absent(kind, gpus)
     if reason:
         raise EnvironmentFault(f"backend.device = \"{device}\", but {reason}")
+    if 1 < gpus.count < local_world_size and not share:
+        raise EnvironmentFault(
+            f"{local_world_size} ranks were started on a node of {gpus.count} GPUs; start at most {gpus.count} there, "
+            f"or {SHARE_DEVICES}"
+        )
     index = local_rank % gpus.count
     name, memory, identity = gpus.describe(index)
     why = "asked for" if device == kind else f"auto: {gpus.count} visible"
@@ -105,3 +129,15 @@ def choose_device(
         why += f"; {local_world_size} local ranks share {gpus.count} devices, so gloo"
     library = "gloo" if shared else "nccl"
     return DeviceInfo(kind, torch.device("cuda", index), library, name, memory, why, identity)
+
+
+def describe_device(device: DeviceInfo, backend: str, world_size: int) -> str:
+    """Return the log line that says what rank zero computes on and what carries the collectives (``backend``)."""
+    where = f"{device.torch_device} {device.name}" if device.is_gpu else "the CPU"
+    if world_size == 1:
+        carried = "none (1 process)"
+    elif backend == "nccl":
+        carried = f"{'RCCL' if device.kind == 'rocm' else 'NCCL'} (GPU tensors), gloo (CPU tensors)"
+    else:
+        carried = "gloo, through host memory: ranks share a GPU" if device.is_gpu else "gloo"
+    return f"device: {where} ({device.why}); collectives: {carried}"

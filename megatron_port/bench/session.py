@@ -45,7 +45,8 @@ def calibrate(
     device = None
     try:
         device = choose_device(
-            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size
+            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
+            share=config.backend.share_devices,
         )
         if device.is_gpu:
             torch.cuda.set_device(device.torch_device)
@@ -58,7 +59,8 @@ def calibrate(
         group = process_group.start(
             info, backend=device.comm_backend if device else "gloo", timeout_s=config.launch.rendezvous_timeout,
             group_timeout_s=config.launch.collective_timeout,
-            device_identity=device.identity if device and device.is_gpu else "", fault=fault,
+            device_identity=device.identity if device and device.is_gpu else "",
+            share_devices=config.backend.share_devices, fault=fault,
         )
     assert device is not None  # start raised the fault
     failed = True

@@ -283,6 +283,9 @@ class BackendConfig:
 
     device: str = "auto"
     """auto | cpu | cuda | rocm"""
+    share_devices: bool = False
+    """Let several ranks compute on one GPU. Their collectives then go over gloo, through host memory: slow, for trying
+    layouts. false: ranks that find themselves on one GPU stop."""
     own_kernels: str = "auto"
     """auto (where they are built and serve) | on (or stop) | off: what ``auto`` means for the ops below."""
     attention: str = "auto"

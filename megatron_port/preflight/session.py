@@ -45,7 +45,8 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     wait = min(LONGEST_WAIT_S, config.launch.collective_timeout)
     group = process_group.start(
         info, backend=device.comm_backend if device else "gloo", timeout_s=config.launch.rendezvous_timeout,
-        group_timeout_s=wait, device_identity=device.identity if device and device.is_gpu else "", fault=fault,
+        group_timeout_s=wait, device_identity=device.identity if device and device.is_gpu else "",
+        share_devices=config.backend.share_devices, fault=fault,
     )
     assert device is not None  # start raised the fault
     failed = True
@@ -71,7 +72,8 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
 def _device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
     try:
         device = choose_device(
-            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size
+            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
+            share=config.backend.share_devices,
         )
     except PortError as error:
         return None, error

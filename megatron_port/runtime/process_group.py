@@ -20,7 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megatron_port.errors import EnvironmentFault, PortError
 from megatron_port.runtime.discovery import ProcessInfo, is_loopback, resolve_host
 from megatron_port.runtime.fingerprint import Fingerprint
-from megatron_port.runtime.rendezvous import abandon, connect, leave, meet, within
+from megatron_port.runtime.rendezvous import abandon, connect, leave, meet, ranges, within
+
+SHARE_DEVICES = "set backend.share_devices = true (collectives then go over gloo, through host memory: slow)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +52,25 @@ def _interface(info: ProcessInfo) -> str | None:
     return None if is_loopback(own) or not names else names[0]
 
 
-def _shares_device(info: ProcessInfo, store: Store, identity: str) -> bool:
-    """True on all ranks if any two ranks hold the same device. Three small store operations a rank."""
-    if store.add(f"device/{info.hostname}/{identity}", 1) > 1:
-        store.set("device/shared", "yes")
+def _shared_device(info: ProcessInfo, store: Store, identity: str) -> str:
+    """Return, on all ranks alike, which ranks hold one GPU (the first such GPU found); empty if each has its own.
+
+    Collective. A few small store operations per rank.
+    """
+    key = f"device/{info.hostname}/{identity}"
+    count = store.add(key, 1)
+    store.set(f"{key}/{count}", str(info.rank))
+    if count > 1:
+        store.compare_set("device/shared", "", key)
     if store.add("device/count", 1) == info.world_size:
         store.set("device/all", "yes")
     store.wait(["device/all"])
-    return bool(store.check(["device/shared"]))
+    if not store.check(["device/shared"]):
+        return ""
+    key = store.get("device/shared").decode()
+    holders = sorted(int(store.get(f"{key}/{i + 1}")) for i in range(store.add(key, 0)))
+    _, host, gpu = key.split("/", 2)
+    return f"{ranges(holders)} on {host} hold the same GPU ({gpu})"
 
 
 def start(
@@ -67,6 +80,7 @@ def start(
     timeout_s: float = 300.0,
     group_timeout_s: float = 1800.0,
     device_identity: str = "",
+    share_devices: bool = False,
     fault: PortError | None = None,
     fingerprint: Fingerprint | None = None,
 ) -> StartedGroup:
@@ -81,14 +95,15 @@ def start(
         backend: ``gloo`` | ``nccl``.
         timeout_s: for the master to answer, and from then on for all ranks to report (seconds).
         group_timeout_s: of a collective (seconds).
-        device_identity: a GPU's unique name; where two ranks hold the same one, gloo replaces nccl,
-            which would refuse. Empty: not checked.
+        device_identity: what tells a GPU from the others of its host (``DeviceInfo.identity``). Empty: not checked.
+        share_devices: ranks may hold the same GPU; gloo then replaces nccl, which would refuse.
         fault: what went wrong on this rank before (no GPU, say); every rank then raises it.
         fingerprint: what all ranks must have alike (None: versions and world size only).
 
     Raises:
         EnvironmentFault: the port is taken, the master cannot be reached, ranks are missing or differ (one message,
-            on all ranks), a rank brought a fault, or the collective library does not start.
+            on all ranks), a rank brought a fault, ranks share a GPU and may not, or the collective library does not
+            start.
     """
     if dist.is_initialized():
         raise EnvironmentFault("torch.distributed is running already in this process; start() must be first to use it")
@@ -98,8 +113,16 @@ def start(
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store = connect(info, timeout_s)
     meet(info, store, timeout_s=timeout_s, fingerprint=fingerprint or Fingerprint.of(info.world_size), fault=fault)
-    if backend == "nccl" and device_identity and _shares_device(info, store, device_identity):
-        backend = "gloo"
+    if backend == "nccl" and device_identity:
+        shared = _shared_device(info, store, device_identity)
+        if shared and not share_devices:
+            leave(info, store, timeout_s)  # rank 0 serves the store until all have read it
+            raise EnvironmentFault(
+                f"{shared}, and NCCL takes one rank per GPU. Start one rank per GPU, or show each rank its own "
+                f"(srun --gpus-per-task=1), or {SHARE_DEVICES}"
+            )
+        if shared:
+            backend = "gloo"
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",

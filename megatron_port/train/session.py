@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import DeviceInfo, choose_device
+from megatron_port.backend.device import DeviceInfo, choose_device, describe_device
 from megatron_port.backend.jit_guard import install_guard
 from megatron_port.backend.providers import Providers
 from megatron_port.config.checks import problems, resolve
@@ -138,8 +138,11 @@ def open_session(
         logger.log(info.describe())
     group = process_group.start(
         info, backend=device.comm_backend, device_identity=device.identity if device.is_gpu else "",
+        share_devices=config.backend.share_devices,
         timeout_s=meeting_s, group_timeout_s=collective_s, fingerprint=fingerprint,
     )
+    if not quiet:
+        logger.log(describe_device(device, group.backend, info.world_size))
     failed = True
     try:
         met = time.perf_counter()
@@ -162,7 +165,8 @@ def _choose_device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | N
     """This rank's device, or what is wrong with it, to be told to all."""
     try:
         device = choose_device(
-            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size
+            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
+            share=config.backend.share_devices,
         )
         _refuse(config, device)
     except PortError as error:
@@ -175,9 +179,10 @@ def _assemble(
 ) -> Session:
     """Groups and providers, on ranks that have met."""
     topology = topology_of(config)
+    progress = Pulse()
     ctx = ParallelContext.create(
         topology, device.torch_device, backend, timeout_s=config.launch.collective_timeout,
-        two_way=config.engine == "native",
+        two_way=config.engine == "native", progress=progress,
     )
     failure: PortError | None = None
     providers: Providers | None = None
@@ -193,4 +198,4 @@ def _assemble(
         failure = error
     agree(failure, where=str(ctx.coords))
     assert providers is not None
-    return Session(config, info, device, ctx, providers, logger)
+    return Session(config, info, device, ctx, providers, logger, progress)

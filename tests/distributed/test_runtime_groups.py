@@ -75,6 +75,20 @@ def _twice() -> str:
     return "started"
 
 
+def _same_device(port: int, identities: list[str], share: bool) -> str:
+    """Start with NCCL on ranks whose GPUs have these identities."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    try:
+        group = start(_info(port, len(identities), rank), backend="nccl", timeout_s=20,
+                      device_identity=identities[rank], share_devices=share)
+    except EnvironmentFault as error:
+        return str(error)
+    dist.all_reduce(torch.ones(1))
+    stop(group)
+    return group.backend
+
+
 def _agree(bad: list[int], kind: str) -> tuple[str, int, str]:
     rank = dist.get_rank()
     kinds = {"checkpoint": CheckpointError, "bug": ZeroDivisionError}
@@ -151,6 +165,31 @@ def test_a_taken_port_is_named(ranks: RankPool) -> None:
 
 def test_one_process_takes_any_port_and_stops(ranks: RankPool) -> None:
     assert ranks.run(1, _single_any_port, fresh=True) == [True]
+
+
+def test_ranks_on_one_gpu_stop_unless_that_was_asked_for(ranks: RankPool) -> None:
+    """They changed from NCCL to gloo without a word."""
+    said = ranks.run(3, _same_device, _free_port(), ["a at 0000:1b:00", "a at 0000:43:00", "a at 0000:1b:00"], False,
+                     fresh=True)
+    assert said == [said[0]] * 3
+    assert said[0].startswith("ranks 0, 2 on here hold the same GPU (a at 0000:1b:00), and NCCL takes one rank per GPU")
+    assert "backend.share_devices = true" in said[0]
+    assert ranks.run(2, _same_device, _free_port(), ["a", "a"], True, fresh=True) == ["gloo"] * 2
+
+
+def _devices(port: int, identities: list[str]) -> str:
+    from megatron_port.runtime.process_group import _shared_device
+    from megatron_port.runtime.rendezvous import connect, leave
+
+    info = _info(port, len(identities), dist.get_rank())
+    store = connect(info, 20.0)
+    found = _shared_device(info, store, identities[info.rank])
+    leave(info, store, 10.0)
+    return found
+
+
+def test_gpus_of_one_uuid_at_two_addresses_are_two(ranks: RankPool) -> None:
+    assert ranks.run(2, _devices, _free_port(), ["a at 0000:1b:00", "a at 0000:43:00"], fresh=True) == ["", ""]
 
 
 def test_a_second_start_is_refused(ranks: RankPool) -> None:

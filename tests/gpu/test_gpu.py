@@ -56,6 +56,8 @@ steps = 10
 [data]
 synthetic = true
 tokenizer = "byte"
+[backend]
+share_devices = true
 """
 
 

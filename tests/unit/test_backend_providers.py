@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_port.backend import kernels
 from megatron_port.backend.attention import flash_attention, gpu_kernels, math_attention, sdpa_attention
 from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device
+from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
 from megatron_port.backend.fused import torch_layer_norm, torch_rms_norm
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import BackendConfig
@@ -136,8 +136,32 @@ def test_the_device_is_the_local_rank_modulo_the_visible() -> None:
     one = choose_device("auto", local_rank=5, local_world_size=8, gpus=gpus(1, "rocm"))
     assert one.torch_device.index == 0 and one.kind == "rocm" and one.comm_backend == "nccl"
     assert one.identity == "uuid-0"
-    shared = choose_device("cuda", local_rank=3, local_world_size=4, gpus=gpus(2))
+    shared = choose_device("cuda", local_rank=3, local_world_size=4, gpus=gpus(2), share=True)
     assert shared.torch_device.index == 1 and shared.comm_backend == "gloo" and "share 2 devices" in shared.why
+    with pytest.raises(EnvironmentFault, match=r"4 ranks .* node of 2 GPUs; start at most 2 .*share_devices = true"):
+        choose_device("cuda", local_rank=3, local_world_size=4, gpus=gpus(2))
+
+
+def test_a_gpu_is_told_from_others_by_uuid_and_address() -> None:
+    """GPUs of one UUID were taken for one GPU, and their ranks silently changed from NCCL to gloo."""
+    zeros = "00000000-0000-0000-0000-000000000000"
+    gpu = [SimpleNamespace(uuid=zeros, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in (0x1B, 0x43)]
+    assert identity_of(gpu[0]) == f"{zeros} at 0000:1b:00" != identity_of(gpu[1])
+    half = [SimpleNamespace(uuid=uuid, pci_domain_id=0, pci_bus_id=1, pci_device_id=0) for uuid in ("MIG-1", "MIG-2")]
+    assert identity_of(half[0]) != identity_of(half[1])
+    assert identity_of(SimpleNamespace(uuid="abc")) == "abc" and identity_of(SimpleNamespace()) == ""
+
+
+@pytest.mark.parametrize(("kind", "backend", "world", "says"), [
+    ("cuda", "nccl", 4, "cuda:0 H100 (auto); collectives: NCCL (GPU tensors), gloo (CPU tensors)"),
+    ("rocm", "nccl", 4, "cuda:0 H100 (auto); collectives: RCCL (GPU tensors), gloo (CPU tensors)"),
+    ("cuda", "gloo", 4, "cuda:0 H100 (auto); collectives: gloo, through host memory: ranks share a GPU"),
+    ("cpu", "gloo", 2, "the CPU (auto); collectives: gloo"),
+    ("cpu", "gloo", 1, "the CPU (auto); collectives: none (1 process)"),
+])
+def test_the_log_says_what_carries_the_collectives(kind: str, backend: str, world: int, says: str) -> None:
+    device = DeviceInfo(kind, torch.device("cuda", 0), backend, "H100", 1, "auto")
+    assert describe_device(device, backend, world) == f"device: {says}"
 
 
 def test_without_a_gpu_auto_is_the_cpu_and_says_why() -> None:
