@@ -16,7 +16,7 @@ APT := sudo apt-get install -y git make g++ python3-dev python3-venv
 export SMALL DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak kernels lint gpu-check compare site-report lock clean
+.PHONY: help setup quickstart test soak kernels lint gpu-check ghost-check compare site-report lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ lint: setup  ## ruff and mypy
 
 gpu-check: setup  ## build the kernels, the tests marked gpu, times and rates of every op (DEVICE=cuda or rocm)
 	@$(VENV) scripts/gpu_check.py
+
+ghost-check: setup  ## the CUDA build of torch and NCCL's process group without a GPU: layouts, resume (3 GB to download)
+	@$(VENV) tests/ghost/check.py $(ARGS)
 
 compare: setup  ## the same GPT through this project and what people would use instead (ARGS='--sizes tiny --peers ours torch')
 	@$(VENV) -m benchmarks.compare $(ARGS)

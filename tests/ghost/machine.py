@@ -1,0 +1,80 @@
+"""Run ``megatron-port`` on the ghost machine and read back what its ranks asked of their GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call. ``stream`` is a handle; "0" is the default stream."""
+
+    kind: str
+    stream: str
+    detail: str
+
+
+@dataclass
+class RankLog:
+    """The calls of one rank, in order."""
+
+    rank: int
+    events: list[Event] = field(default_factory=list)
+
+    def counts(self) -> Counter[str]:
+        """Calls by kind."""
+        return Counter(event.kind for event in self.events)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node of GPUs that do not exist. ``python`` has the CUDA build of torch, ``built`` the two libraries."""
+
+    python: Path
+    built: Path
+    scratch: Path
+    devices: int = 8
+
+    def run(
+        self, *argv: str, settings: dict[str, str] | None = None, tree: Path = ROOT, seconds: float = 300.0
+    ) -> tuple[int, str, list[RankLog]]:
+        """Exit code, output and logs of ``megatron-port ARGV``; code 124 after ``seconds``."""
+        logs, meeting = self.scratch / "logs", self.scratch / "meeting"
+        for folder in (logs, meeting):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        environment = {
+            **os.environ, "LD_PRELOAD": str(self.built / "libghost.so"), "LD_LIBRARY_PATH": str(self.built),
+            "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "GHOST_DEVICES": str(self.devices),
+            "GHOST_LOG": str(logs / "process"), "GHOST_MEETING": str(meeting), **(settings or {}),
+        }
+        command = [str(self.python), "-W", "ignore", "-m", "megatron_port", *argv]
+        process = subprocess.Popen(
+            command, cwd=self.scratch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=seconds)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            output, code = process.communicate()[0], 124
+        return code, output, read_logs(logs)
+
+
+def read_logs(folder: Path) -> list[RankLog]:
+    """Logs of the processes that used a GPU, by device: the rank on a node of one rank per GPU."""
+    found = []
+    for path in folder.iterdir():
+        events = [Event(*line.split("\t", 2)) for line in path.read_text(errors="replace").splitlines()]
+        devices = [int(event.detail) for event in events if event.kind == "device"]
+        if any(event.kind in ("kernel", "communicator begins") for event in events):
+            found.append(RankLog(devices[0] if devices else 0, events))
+    return sorted(found, key=lambda log: log.rank)
