@@ -1,11 +1,11 @@
 """Asynchronous saves: the step pays for a copy, a thread on every rank does the rest.
 
 1. At a step's end all ranks call :meth:`BackgroundSave.start`: each copies its pieces into its host buffer, and
-   training goes on. The first time rank 0 also removes what a killed run left and makes ``step-N.tmp``, and one
+   training goes on. The first time rank 0 also removes what a killed run left and makes ``step-N.eE.tmp``, and one
    all-reduce says whether it went well everywhere; later no rank waits for another's copy.
-2. Rank 0's thread makes ``step-N.tmp``; the others' wait until they see it. Every rank's thread writes, hashes, fsyncs
-   and reads back its file, then its list. Rank 0's waits until all lists are there, in the shared directory, and
-   commits as ``writer`` does. Threads use no collective, so nothing can interleave with training's, and a rank that
+2. Rank 0's thread makes ``step-N.eE.tmp``; the others' wait until they see it. Every rank's thread writes, hashes,
+   fsyncs and reads back its file, then its list. Rank 0's waits until all lists are there, in the shared directory,
+   and commits as ``writer`` does. Threads use no collective, so nothing can interleave with training's, and a rank that
    hangs in training does not keep a written checkpoint from its commit.
 3. While a save is in flight all ranks call :meth:`BackgroundSave.poll` at each step's end: one all-reduce of three
    integers tells them alike whether it is still running, was committed, or failed and why.
@@ -26,7 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_port.checkpoint.format import TEMPORARY, SavedState, directory_name, shard_name
+from megatron_port.checkpoint.format import SavedState, directory_name, shard_name
+from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Peers, failure_text, together
 from megatron_port.checkpoint.shard import ShardPlan, plan_shard
 from megatron_port.checkpoint.snapshot import HostBuffer
@@ -37,6 +38,7 @@ from megatron_port.checkpoint.writer import (
     listing_name,
     prepare,
     tidy,
+    work_folder,
     write_part,
 )
 from megatron_port.engine.api import StatePiece
@@ -101,6 +103,7 @@ class BackgroundSave:
         verify: read every file back before the commit.
         note: called on rank 0, from its thread, with things worth a line.
         visible_seconds: how long a file may take to appear to another rank.
+        committer: of the run, as in ``writer.save_checkpoint``.
     """
 
     def __init__(
@@ -112,7 +115,9 @@ class BackgroundSave:
         verify: bool = True,
         note: Note | None = None,
         visible_seconds: float = VISIBLE_SECONDS,
+        committer: Committer | None = None,
     ) -> None:
+        self._committer = committer or Committer()
         self._peers, self._directory, self._keep, self._verify = peers, directory, keep, verify
         self._note, self._visible = note, visible_seconds
         self._buffer = HostBuffer()
@@ -152,7 +157,7 @@ class BackgroundSave:
             raise ValueError(f"the save of step {self.in_flight} is in flight; finish() it first")
         began = time.perf_counter()
         final = self._directory / directory_name(state.step)
-        job = _Job(state, expected, final.with_name(final.name + TEMPORARY), final, began)
+        job = _Job(state, expected, work_folder(final, self._committer), final, began)
         if self._clean:
             try:
                 self._copy(job, pieces)
@@ -177,7 +182,7 @@ class BackgroundSave:
         def begin() -> None:
             self._copy(job, pieces)
             if self._peers.rank == 0:
-                prepare(self._directory, job.work, job.state)
+                prepare(self._directory, job.work, job.state, self._committer)
 
         try:
             together(self._peers, begin)
@@ -244,8 +249,8 @@ class BackgroundSave:
             )
             if self._peers.rank == 0:
                 self._await_parts(job)
-                commit(job.work, job.final, job.state, self._peers.world_size, job.expected)
-                tidy(self._directory, job.final, self._keep, self._note)
+                commit(job.work, job.final, job.state, self._peers.world_size, job.expected, self._committer)
+                tidy(self._directory, job.final, self._keep, self._note, self._committer)
         except _Cancelled:
             job.failed = True
         except Exception as error:  # whatever it is, it must come up in every rank's main thread
@@ -254,7 +259,7 @@ class BackgroundSave:
     def _open_work(self, job: _Job) -> None:
         """Rank 0 makes the directory, the others wait until they see it."""
         if self._peers.rank == 0:
-            prepare(self._directory, job.work, job.state)
+            prepare(self._directory, job.work, job.state, self._committer)
             return
         nap, deadline = 0.002, float("inf")
         while not job.work.is_dir():

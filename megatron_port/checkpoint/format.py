@@ -30,6 +30,7 @@ from typing import Any
 import xxhash
 
 from megatron_port.checkpoint.boxes import FlatRange, cover_fault, stacked
+from megatron_port.checkpoint.lineage import Lineage, order, parse_lineage
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 SCHEMA = "megatron_port.checkpoint"
@@ -38,7 +39,6 @@ READABLE = (1, 2)
 MAX_BLOCK = 1 << 26
 MANIFEST = "manifest.json"
 LATEST = "latest"
-TEMPORARY = ".tmp"
 REPLACED = ".old"
 DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 """Name in the manifest → (safetensors code, bytes an element)."""
@@ -122,10 +122,17 @@ class Manifest:
 
     state: SavedState
     saved_at: float
-    """Seconds since 1970 at the commit; orders checkpoints of one folder."""
+    """Seconds since 1970 at the commit, by the clock of rank 0's node; for people."""
     versions: Mapping[str, str]
     files: Mapping[str, FileEntry]
     pieces: tuple[PieceEntry, ...]
+    lineage: Lineage = field(default_factory=Lineage)
+    """The run, and the place in the order of commits."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: larger is newer."""
+        return order(self.lineage, self.state.step)
 
 
 def directory_name(step: int) -> str:
@@ -195,6 +202,7 @@ def encode_manifest(manifest: Manifest) -> str:
         "samples": state.samples,
         "tokens": state.tokens,
         "saved_at": manifest.saved_at,
+        "lineage": manifest.lineage.body(),
         "layout": plain(state.layout),
         "config": plain(state.config),
         "scalars": plain(state.scalars),
@@ -392,7 +400,13 @@ class _Parser:
             **(self.context(body) if self.version > 1 else {}),
         )
         versions = {str(k): str(v) for k, v in self.mapping(body.get("versions"), "versions").items()}
-        return Manifest(state=state, saved_at=float(saved_at), versions=versions, files=files, pieces=pieces)
+        try:
+            lineage = parse_lineage(body.get("lineage"))
+        except ValueError as error:
+            raise self.fail(str(error)) from None
+        return Manifest(
+            state=state, saved_at=float(saved_at), versions=versions, files=files, pieces=pieces, lineage=lineage
+        )
 
     def context(self, body: dict[str, Any]) -> dict[str, Any]:
         """What version 2 added to the state."""

@@ -57,17 +57,16 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 def checkpoints_in(
     directory: Path | str, note: Callable[[str], None] | None = None
 ) -> list[tuple[Path, Manifest]]:
-    """Whole checkpoints of a folder, newest commit first. Broken ones are passed over with a note.
+    """Whole checkpoints of a folder, newest commit first (``Manifest.order``). Broken ones are passed over with a note.
 
     Manifests and file sizes are checked, contents are not (see :meth:`Checkpoint.verify`).
     """
-    found: list[tuple[float, int, Path, Manifest]] = []
+    found: list[tuple[Path, Manifest]] = []
     folder = Path(directory)
     if not folder.is_dir():
         return []
     for path in folder.iterdir():
-        step = step_of(path.name)
-        if step is None or not path.is_dir():
+        if step_of(path.name) is None or not path.is_dir():
             continue
         try:
             manifest = open_checkpoint(path).manifest
@@ -75,9 +74,8 @@ def checkpoints_in(
             if note is not None:
                 note(f"passing over {path.name}: {error}")
             continue
-        found.append((manifest.saved_at, step, path, manifest))
-    found.sort(key=lambda f: (f[0], f[1]), reverse=True)
-    return [(path, manifest) for _, _, path, manifest in found]
+        found.append((path, manifest))
+    return sorted(found, key=lambda f: f[1].order, reverse=True)
 
 
 def find_latest(directory: Path | str, note: Callable[[str], None] | None = None) -> Path | None:

@@ -1,23 +1,27 @@
 """Saving: every rank writes its own file, rank 0 commits, and a crash at any moment loses no whole checkpoint.
 
-1. Rank 0 removes leftovers and makes ``step-N.tmp``.
+1. Rank 0 removes leftovers and makes ``step-N.eE.tmp`` (E: the epoch of this attempt's lease).
 2. Every rank writes ``rank-K.safetensors`` (hashed while written, fsynced, read back and compared) and ``rank-K.json``,
    its list of pieces.
 3. Rank 0 reads the lists, proves that the pieces tile every tensor, writes the manifest, fsyncs, and renames the
    directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``.
 
-After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on all of them.
+Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over
+(``runtime.lease``). After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on
+all of them.
 ``background`` runs the same stages beside training.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +34,6 @@ from megatron_port.checkpoint.format import (
     LATEST,
     MANIFEST,
     REPLACED,
-    TEMPORARY,
     FileEntry,
     Manifest,
     PieceEntry,
@@ -43,10 +46,12 @@ from megatron_port.checkpoint.format import (
     shard_name,
     step_of,
 )
+from megatron_port.checkpoint.lineage import Committer, epoch_of_temporary, temporary_name
 from megatron_port.checkpoint.peers import Alone, GroupPeers, Peers, together
 from megatron_port.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
 from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
+from megatron_port.runtime.lease import LeaseLost
 
 Note = Callable[[str], None]
 _PACKAGES = ("megatron_port", "torch", "deepspeed", "numpy", "safetensors", "xxhash")
@@ -64,6 +69,7 @@ def save_checkpoint(
     expected: Mapping[str, tuple[int, ...]] | None = None,
     note: Note | None = None,
     verify: bool = True,
+    committer: Committer | None = None,
 ) -> Path:
     """Commit ``directory/step-N``. Collective over ``group``.
 
@@ -78,6 +84,7 @@ def save_checkpoint(
         note: called on rank 0 with things worth a line that are no failure.
         verify: read every file back before the commit. It comes from the page cache as a rule: that proves what the
             file system was given, not what the platter holds.
+        committer: of the run, where there is one; the same object for all of its saves. On every rank the same epoch.
 
     Returns:
         The committed directory.
@@ -86,7 +93,9 @@ def save_checkpoint(
         CheckpointError: on every rank, if any rank failed. Earlier checkpoints are untouched.
     """
     peers: Peers = Alone() if group is None else GroupPeers(group)
-    return save_among(peers, directory, state, pieces, keep=keep, expected=expected, note=note, verify=verify)
+    return save_among(
+        peers, directory, state, pieces, keep=keep, expected=expected, note=note, verify=verify, committer=committer
+    )
 
 
 def save_among(
@@ -100,46 +109,68 @@ def save_among(
     note: Note | None = None,
     verify: bool = True,
     visible_seconds: float = VISIBLE_SECONDS,
+    committer: Committer | None = None,
 ) -> Path:
     """:func:`save_checkpoint` over any :class:`Peers`. ``visible_seconds``: see ``VISIBLE_SECONDS``."""
+    committer = committer or Committer()
     final = directory / directory_name(state.step)
-    work = final.with_name(final.name + TEMPORARY)
+    work = work_folder(final, committer)
     lead = peers.rank == 0
     try:
-        together(peers, lambda: prepare(directory, work, state) if lead else None)
+        together(peers, lambda: prepare(directory, work, state, committer) if lead else None)
         together(peers, lambda: _write_rank(peers.rank, work, pieces, verify, visible_seconds))
-        together(peers, lambda: commit(work, final, state, peers.world_size, expected) if lead else None)
+        together(peers, lambda: commit(work, final, state, peers.world_size, expected, committer) if lead else None)
     except BaseException:
         if lead:
             shutil.rmtree(work, ignore_errors=True)
         raise
     if lead:
-        tidy(directory, final, keep, note)
+        tidy(directory, final, keep, note, committer)
     return final
 
 
-def prepare(directory: Path, work: Path, state: SavedState) -> None:
-    """Rank 0: an empty ``work`` in ``directory``. Raises CheckpointError."""
+def work_folder(final: Path, committer: Committer) -> Path:
+    """Where a checkpoint is written before it is committed as ``final``."""
+    return final.with_name(temporary_name(final.name, committer.fence.epoch))
+
+
+def prepare(directory: Path, work: Path, state: SavedState, committer: Committer | None = None) -> None:
+    """Rank 0: an empty ``work`` in ``directory``. Raises CheckpointError; LeaseLost: it is another attempt's by now."""
     # Found now, before gigabytes are written: state that a manifest cannot hold.
     for part in vars(state).values():
         plain(part)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(directory)
+        remove_leftovers(directory, committer or Committer())
         work.mkdir()  # durable with the commit; until then it is of no use
     except OSError as error:
         raise disk_error(error, work) from error
 
 
-def _remove_leftovers(directory: Path) -> None:
-    """Delete what an interrupted save left: ``step-*.tmp``, and ``step-*.old`` whose replacement is there."""
+def remove_leftovers(directory: Path, committer: Committer) -> None:
+    """Delete what interrupted saves left: temporaries of this attempt and of those before it, and ``step-*.old`` whose
+    replacement is there. Those of a later attempt are in use. Raises OSError, LeaseLost.
+    """
+    committer.fence.check()
     for path in directory.iterdir():
-        stem = path.name.removesuffix(TEMPORARY)
-        if stem != path.name and step_of(stem) is not None:
-            shutil.rmtree(path)
+        epoch = epoch_of_temporary(path.name)
+        if epoch is not None and epoch <= committer.fence.epoch:
+            _remove(path)
         stem = path.name.removesuffix(REPLACED)
         if stem != path.name and step_of(stem) is not None and (directory / stem / MANIFEST).is_file():
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: Path, tries: int = 3) -> None:
+    """Delete a directory in which ranks of a dead attempt, on nodes that nobody can reach, may still write."""
+    for left in reversed(range(tries)):
+        try:
+            return shutil.rmtree(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or not left:
+                raise
 
 
 def _write_rank(
@@ -195,23 +226,45 @@ def listing_name(rank: int) -> str:
 
 
 def commit(
-    work: Path, final: Path, state: SavedState, world_size: int, expected: Mapping[str, tuple[int, ...]] | None
+    work: Path, final: Path, state: SavedState, world_size: int, expected: Mapping[str, tuple[int, ...]] | None,
+    committer: Committer | None = None,
 ) -> None:
-    """Rank 0, when every rank has written its part: manifest, fsync, rename. Raises CheckpointError."""
+    """Rank 0, when every rank has written its part: manifest, fsync, rename.
+
+    Raises:
+        CheckpointError: something is missing, or the file system refused.
+        LeaseLost: the folder is another attempt's by now; nothing was renamed.
+    """
+    committer = committer or Committer()
     files, pieces = _gather(work, world_size)
     where = f"step {state.step} was not saved"
     check_cover(pieces, where)
     _check_complete(pieces, expected, where)
-    manifest = Manifest(state=state, saved_at=time.time(), versions=_versions(), files=files, pieces=pieces)
+    lineage = committer.lineage(0 if committer.counting else _highest_commit(final.parent))
+    manifest = Manifest(
+        state=state, saved_at=time.time(), versions=_versions(), files=files, pieces=pieces, lineage=lineage
+    )
     write_text(work / MANIFEST, encode_manifest(manifest))
     try:
         for rank in range(world_size):
             (work / listing_name(rank)).unlink()
         fsync_directory(work)
+        committer.fence.check()
         _move_into_place(work, final)
+        committer.committed(lineage, state.step)
         fsync_directory(final.parent)
     except OSError as error:
         raise disk_error(error, final) from error
+
+
+def _highest_commit(directory: Path) -> int:
+    """The highest commit number in a folder; 0 without any that can be read."""
+    highest = 0
+    for path in directory.iterdir():
+        if step_of(path.name) is not None:
+            with suppress(CheckpointError):
+                highest = max(highest, read_manifest(path).lineage.commit)
+    return highest
 
 
 def _gather(work: Path, world_size: int) -> tuple[dict[str, FileEntry], tuple[PieceEntry, ...]]:
@@ -289,42 +342,47 @@ def _move_into_place(work: Path, final: Path) -> None:
     os.rename(work, final)
 
 
-def tidy(directory: Path, final: Path, keep: int, note: Note | None) -> None:
+def tidy(
+    directory: Path, final: Path, keep: int, note: Note | None, committer: Committer | None = None
+) -> None:
     """Rank 0, after the commit: ``latest``, leftovers, retention. Trouble here is worth a line, not the run."""
     try:
-        _tidy(directory, final, keep)
-    except OSError as error:
+        _tidy(directory, final, keep, committer or Committer())
+    except (OSError, LeaseLost) as error:
         if note is not None:
             note(f"{final.name} is saved, but cleaning up after it failed: {error}")
 
 
-def _tidy(directory: Path, final: Path, keep: int) -> None:
+def _tidy(directory: Path, final: Path, keep: int, committer: Committer) -> None:
     hint = directory / (LATEST + ".part")
     with open(hint, "w", encoding="utf-8") as stream:
         stream.write(final.name + "\n")
         stream.flush()
         os.fsync(stream.fileno())
+    committer.fence.check()
     os.replace(hint, directory / LATEST)
-    _remove_leftovers(directory)
+    remove_leftovers(directory, committer)
     if keep > 0:
-        for path in _beyond(directory, final, keep):
+        for path in _beyond(directory, final, keep, committer):
             # Renamed first: a half-deleted directory must not look like a checkpoint.
-            doomed = path.with_name(path.name + TEMPORARY)
+            doomed = work_folder(path, committer)
+            committer.fence.check()
             os.rename(path, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
 
 
-def _beyond(directory: Path, final: Path, keep: int) -> list[Path]:
-    """Committed checkpoints other than the ``keep`` newest. ``final`` is the newest whatever its step."""
-    ranked: list[tuple[float, int, Path]] = []
+def _beyond(directory: Path, final: Path, keep: int, committer: Committer) -> list[Path]:
+    """Committed checkpoints of this run other than the ``keep`` newest. ``final`` is the newest whatever its step."""
+    ranked: list[tuple[tuple[int, int, int], Path]] = []
     for path in directory.iterdir():
-        step = step_of(path.name)
-        if step is None or path == final or not (path / MANIFEST).is_file():
+        if step_of(path.name) is None or path == final or not (path / MANIFEST).is_file():
             continue
         try:
-            ranked.append((read_manifest(path).saved_at, step, path))
+            manifest = read_manifest(path)
         except CheckpointError:
             # Damaged: not worth a place among the kept, but not ours to delete either.
             continue
+        if committer.owns(manifest.lineage):
+            ranked.append((manifest.order, path))
     ranked.sort(reverse=True)
-    return [path for _, _, path in ranked[keep - 1 :]]
+    return [path for _, path in ranked[keep - 1 :]]

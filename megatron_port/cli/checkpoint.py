@@ -82,7 +82,7 @@ def _ls(directory: Path) -> int:
             whole.append((path, open_checkpoint(path).manifest))
         except CheckpointError as error:
             broken.append((path, error))
-    whole.sort(key=lambda w: w[1].saved_at, reverse=True)
+    whole.sort(key=lambda w: w[1].order, reverse=True)
     print(
         f"{'name':<20} {'samples':>12} {'tokens':>15} {'parameters':>15} {'files':>6} {'size':>10}  {'age':>8}  "
         f"{'saved':<19}  {'state':<6}  layout"

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_port.runtime.slurm import FIRST_RESERVED_STEP
+
 LOCAL = "local"
 """Attempt of a run that no job scheduler started."""
 SERIES = "MEGATRON_PORT_SERIES"
@@ -24,6 +26,14 @@ class Job:
     """Id of the first job of a chain; failures are counted over a series."""
     node_list: str
     """SLURM's compressed list."""
+    step: str = ""
+    """``JOB.STEP`` that srun started this process in; empty: none."""
+    cluster: str = ""
+    """SLURM's name of it; job ids repeat over clusters."""
+    array_job: str = ""
+    """Id of the job array; empty: none."""
+    array_task: str = ""
+    """Index in it."""
 
     @property
     def attempt(self) -> str:
@@ -40,8 +50,15 @@ def current_job(env: Mapping[str, str] | None = None) -> Job | None:
     restart = env.get("SLURM_RESTART_COUNT", "")
     return Job(
         number, int(restart) if restart.isdigit() else 0, env.get(SERIES, "") or number,
-        env.get("SLURM_JOB_NODELIST", ""),
+        env.get("SLURM_JOB_NODELIST", ""), step=_step(number, env.get("SLURM_STEP_ID", "")),
+        cluster=env.get("SLURM_CLUSTER_NAME", ""), array_job=env.get("SLURM_ARRAY_JOB_ID", ""),
+        array_task=env.get("SLURM_ARRAY_TASK_ID", ""),
     )
+
+
+def _step(job: str, step: str) -> str:
+    numbered = step.isdigit() and int(step) < FIRST_RESERVED_STEP
+    return f"{job}.{step}" if numbered else ""
 
 
 def attempt_name(env: Mapping[str, str] | None = None) -> str:
@@ -62,6 +79,32 @@ def run_tool(command: Sequence[str], *, timeout_s: float = 60.0) -> tuple[int, s
     except subprocess.TimeoutExpired:
         return 124, f"{command[0]} did not answer within {timeout_s:g} s"
     return done.returncode, done.stdout.strip()
+
+
+ACTIVE = ("RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+"""States of a job whose processes may still run."""
+
+
+def job_state(job: str, step: str = "") -> str | None:
+    """State of a job that may still have processes; empty: SLURM has none; None: SLURM does not answer.
+
+    ``step``: a step of it (``JOB.STEP``); once that has ended the job counts as ended, whatever else runs in it.
+    A job that waits in the queue (it was queued again) has no processes.
+    """
+    code, text = run_tool(["squeue", "--noheader", "--jobs", job, "--format", "%T"], timeout_s=30.0)
+    if code:
+        return "" if "invalid job id" in text.lower() else None
+    states = [word for word in text.split() if word in ACTIVE]
+    if not states or not step or states[0] == "COMPLETING":
+        return states[0] if states else ""
+    code, text = run_tool(["squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i"], timeout_s=30.0)
+    return "" if code == 0 and step not in text.split() else states[0]
+
+
+def one_task_at_a_time(array_job: str, task: str) -> bool:
+    """The tasks of an array run one after another (``--array=…%1``), as far as SLURM tells."""
+    code, text = run_tool(["scontrol", "show", "job", f"{array_job}_{task}"], timeout_s=30.0)
+    return code == 0 and "ArrayTaskThrottle=1" in text.split()
 
 
 def nodes_down(node_list: str) -> list[str]:

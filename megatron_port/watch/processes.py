@@ -8,15 +8,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-
-def born(pid: int) -> int:
-    """Start of a process in clock ticks since boot; 0: there is no such process, or this system does not tell."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
+from megatron_port.runtime.processes import born
 
 
 def kill(processes: Iterable[tuple[int, int]]) -> None:
