@@ -116,7 +116,7 @@ class Run:
         return found[0][1].state.step
 
     def saving(self, since: float = 0.0) -> int:
-        """The step whose save is under way: ``step-N.tmp`` newer than every committed one; 0: none.
+        """The step whose save is under way: ``step-N.eE.tmp`` newer than every committed one; 0: none.
 
         Retention renames what it deletes to ``.tmp`` too, but those are older. ``since``: seconds since 1970; what has
         not changed after it is a leftover of an earlier save that was broken.
@@ -126,7 +126,7 @@ class Run:
         except OSError:
             return 0
         whole = [int(m.group(1)) for n in names if (m := re.fullmatch(r"step-(\d+)", n))]
-        under_way = [int(m.group(1)) for n in names if (m := re.fullmatch(r"step-(\d+)\.tmp", n))]
+        under_way = [int(m.group(1)) for n in names if (m := re.fullmatch(r"step-(\d+)(?:\.e\d+)?\.tmp", n))]
         return max((n for n in under_way if n > max(whole, default=-1)), default=0)
 
 
