@@ -141,6 +141,7 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
     from megatron_port.launch.outcome import record_failure
     from megatron_port.runtime.discovery import discover
     from megatron_port.runtime.job import attempt_name
+    from megatron_port.train.leasing import leased_session
     from megatron_port.train.loop import Trainer
     from megatron_port.train.provenance import record_failure_event
     from megatron_port.train.state import run_folder
@@ -151,7 +152,7 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
         warning = mind_memory(config, info.world_size)
         if warning and info.rank == 0:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        with open_session(config, info) as session, watched_session(session):
+        with open_session(config, info) as opened, watched_session(opened), leased_session(opened) as session:
             try:
                 return Trainer(session).run()
             except Exception as error:

@@ -14,6 +14,7 @@ from megatron_port.errors import EnvironmentFault
 from megatron_port.launch import attempts
 from megatron_port.launch.continuation import continue_job
 from megatron_port.runtime.job import Job, current_job, limit_reached, nodes_down
+from megatron_port.runtime.lease import refuse_array_in_one_folder, refuse_if_held
 
 
 def add_actions(actions: Any) -> None:
@@ -53,6 +54,8 @@ def run_before(args: argparse.Namespace) -> int:
     """Print the run's folder on stdout; the rest goes to stderr."""
     job, config = _job(), load_run(args).config
     check(config)
+    refuse_array_in_one_folder(_folder(config))
+    refuse_if_held(_folder(config))
     for line in attempts.before(_folder(config), job, config.launch, nodes_down=nodes_down):
         print(f"launch: {line}", file=sys.stderr)
     print(_folder(config))

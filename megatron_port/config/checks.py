@@ -129,6 +129,7 @@ _RANGES: dict[str, _Rule] = {
     "checkpoint.save_interval": _ZERO,
     "checkpoint.keep": _ZERO,
     "checkpoint.max_failures": _ZERO,
+    "checkpoint.lease_seconds": _POSITIVE,
     "checkpoint.resume": _FILLED,
     "cluster.peak_tflops": _ZERO,
     "cluster.memory_gb": _ZERO,

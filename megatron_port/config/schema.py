@@ -272,6 +272,10 @@ class CheckpointConfig:
     """auto (newest whole checkpoint of the run folder, if any) | never | a path (of a checkpoint, or of a folder of
     them). Where a newer one turns out damaged, the one before it is taken, with a line that says so; not so for the
     path of one checkpoint."""
+    lease_seconds: float = 60.0
+    """A run folder is one attempt's at a time. The next may take it over from an attempt that ended without a word on a
+    host that cannot be asked once its heartbeat has stood still for so long; at once where its process or its SLURM job
+    is known to be gone."""
     initial_weights: str = ""
     """Where a run that has nothing to resume takes its weights from (fine-tuning): a Hugging Face folder
     (safetensors), a run folder, or a checkpoint. Weights only; moments and counters start fresh."""

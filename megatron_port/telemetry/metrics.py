@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -109,22 +109,25 @@ class MetricsWriter:
         resumed_step: steps done by the state that this run starts from (0: a fresh start; also then evaluations
             at step 0 of an earlier attempt go). Lines of later steps, which will be run again, and torn lines are
             removed, by rewriting the file under a temporary name.
+        guard: called before each change of the file; what it raises passes, and nothing is changed.
 
     Raises:
         OSError: the file system refused.
     """
 
-    def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        self.path = path
+    def __init__(self, path: Path, resumed_step: int = 0, guard: Callable[[], None] = lambda: None) -> None:
+        self.path, self._guard = path, guard
         path.parent.mkdir(parents=True, exist_ok=True)
+        guard()
         if path.exists():
-            _truncate(path, resumed_step)
+            _truncate(path, resumed_step, guard)
         self._stream: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         self._torn = False
 
     def write(self, record: Record) -> None:
         """Append one line. Raises ValueError for a bad record, OSError if the file system refused."""
         line = (encode(record) + "\n").encode()
+        self._guard()
         if self._torn:
             line = b"\n" + line
         # Unknown until the write came back: a part of the line may be on disk.
@@ -143,7 +146,7 @@ class MetricsWriter:
                 self._stream.close()
 
 
-def _truncate(path: Path, resumed_step: int) -> None:
+def _truncate(path: Path, resumed_step: int, guard: Callable[[], None]) -> None:
     """Keep whole lines of steps up to ``resumed_step``, one step line and one evaluation each."""
     part = path.with_name(path.name + ".part")
     seen: set[tuple[int, bool]] = set()
@@ -158,4 +161,5 @@ def _truncate(path: Path, resumed_step: int) -> None:
                 new.write(line if line.endswith("\n") else line + "\n")
         new.flush()
         os.fsync(new.fileno())
+    guard()
     os.replace(part, path)

@@ -21,6 +21,10 @@ except ImportError:  # Python 3.10
 
 FIELDS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds", "model_tflops_per_device",
           "hardware_tflops_per_device", "mfu", "hfu", "memory_bytes", "loss_scale")
+IDENTITY = "run.json"
+"""Which run the folder is of."""
+PREVIOUS = "previous"
+"""Where the records of runs go that were in the folder before; each is a folder of a run."""
 LINE_BYTES = 1 << 20
 MOST_EVENTS = 10_000
 SAMPLE = 20_001
@@ -58,7 +62,7 @@ def read_run(folder: str | Path) -> RunData:
     run.environment, run.outcome = _json(folder / "environment.json"), _json(folder / "outcome.json")
     if not isinstance(run.environment.get("versions", {}), dict):
         del run.environment["versions"]
-    run.events = list(_lines(folder / "events.jsonl"))
+    run.events = _events(folder)
     run.spread = [line for line in _lines(folder / "ranks.jsonl") if isinstance(line.get("median"), (int, float))]
     try:
         run.config_text = (folder / "config.toml").read_text(encoding="utf-8")
@@ -67,6 +71,21 @@ def read_run(folder: str | Path) -> RunData:
         pass
     _read_metrics(run, path)
     return run
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    """Those of this run. An attempt with other settings that failed before it trained was never a part of it."""
+    identity = _json(folder / IDENTITY)
+    known, digest = identity.get("id"), identity.get("config_hash")
+
+    def ours(event: Mapping[str, Any]) -> bool:
+        if not known:
+            return True
+        if event.get("run"):
+            return bool(event["run"] == known)
+        return "config_hash" not in event or bool(event["config_hash"] == digest)
+
+    return [event for event in _lines(folder / "events.jsonl") if ours(event)]
 
 
 def _read_metrics(run: RunData, path: Path) -> None:

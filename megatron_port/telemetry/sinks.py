@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from megatron_port.runtime.lease import LeaseLost
 from megatron_port.telemetry.console import make_console
 from megatron_port.telemetry.metrics import FILE_NAME, MetricsWriter, Record, encode
 from megatron_port.telemetry.trackers import tracker
@@ -30,10 +31,14 @@ class Sink(Protocol):
 
 
 class MetricsSink:
-    """metrics.jsonl. Lines that the disk refused are kept and tried again with the next one."""
+    """metrics.jsonl. Lines that the disk refused are kept and tried again with the next one. Once the run's folder is
+    another attempt's, nothing is written any more; the loop says why, and ends.
+    """
 
-    def __init__(self, path: Path, resumed_step: int, warn: Callable[[str], None]) -> None:
-        self._path, self._resumed, self._warn = path, resumed_step, warn
+    def __init__(
+        self, path: Path, resumed_step: int, warn: Callable[[str], None], guard: Callable[[], None] = lambda: None
+    ) -> None:
+        self._path, self._resumed, self._warn, self._guard = path, resumed_step, warn, guard
         self._writer: MetricsWriter | None = None
         self._waiting: deque[Record] = deque(maxlen=_BACKLOG)
         self._failing = False
@@ -57,10 +62,12 @@ class MetricsSink:
     def _flush(self) -> None:
         try:
             if self._writer is None:
-                self._writer = MetricsWriter(self._path, self._resumed)
+                self._writer = MetricsWriter(self._path, self._resumed, self._guard)
             while self._waiting:
                 self._writer.write(self._waiting[0])
                 self._waiting.popleft()
+        except LeaseLost:
+            self._waiting.clear()
         except OSError as error:
             if not self._failing:
                 self._warn(f"{self._path}: {error}; training goes on, the lines are kept in memory and tried again")
@@ -89,6 +96,7 @@ class Telemetry:
         name: title of the live table.
         stream: where the console writes; None: standard output.
         warn: takes a line about a sink that failed.
+        guard: called before each change of metrics.jsonl; raises LeaseLost when the folder is another attempt's.
     """
 
     def __init__(
@@ -106,6 +114,7 @@ class Telemetry:
         name: str = "run",
         stream: TextIO | None = None,
         warn: Callable[[str], None] | None = None,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self._warn = warn if warn is not None else logging.getLogger(__name__).warning
         self._sinks: list[Sink] = []
@@ -113,7 +122,7 @@ class Telemetry:
         if not speaker:
             return
         self.metrics_path = run_dir / FILE_NAME
-        self._add("metrics", lambda: MetricsSink(self.metrics_path, resumed_step, self._warn))
+        self._add("metrics", lambda: MetricsSink(self.metrics_path, resumed_step, self._warn, guard))
         self._add(
             "console",
             lambda: make_console(total_steps=total_steps, log_interval=log_interval, stream=stream, name=name),

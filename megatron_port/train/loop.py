@@ -6,14 +6,20 @@ import resource
 import statistics
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from megatron_port.checkpoint.disk import disk_error
+from megatron_port.checkpoint.format import Manifest
+from megatron_port.checkpoint.lineage import Committer
+from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.dump import leaves, to_toml
 from megatron_port.config.flops import hardware_flops, model_flops, parameter_count
 from megatron_port.config.schema import RunConfig
+from megatron_port.data.files import write_bytes
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
 from megatron_port.errors import EXIT_OK, EXIT_REQUEUE, NumericsError, PortError
@@ -22,19 +28,25 @@ from megatron_port.launch.outcome import Outcome as Ending
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.job import attempt_name
+from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.pulse import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
 from megatron_port.runtime.signals import StopRequest, hold
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.train.assemble import build_engine
+from megatron_port.train.changes import changes_since, check_batch
+from megatron_port.train.identity import settle
 from megatron_port.train.numerics import NumericsGuard
 from megatron_port.train.pinned import check_pins
 from megatron_port.train.provenance import record_event, record_start
 from megatron_port.train.replicas import check_replicas
 from megatron_port.train.saving import Saving
 from megatron_port.train.session import Session
-from megatron_port.train.state import Position, changes_since, find_checkpoints, load_first_whole, run_folder
+from megatron_port.train.state import Position, find_checkpoints, load_first_whole, run_folder
 from megatron_port.train.weights import load_initial
+
+FENCED = 3
+"""A wish that is above those of all signals: stop without saving."""
 
 
 @dataclass
@@ -93,6 +105,7 @@ class Trainer:
         self.progress = Progress()
         self.numerics = NumericsGuard(self.config)
         self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
+        self.committer = Committer(session.fence)
         self.loaders = self._load_data()
         started = time.perf_counter()
         checkpoints = find_checkpoints(session)
@@ -102,19 +115,28 @@ class Trainer:
         )
         if fresh and initial:
             session.logger.log(load_initial(self.engine, session))
+        manifest: Manifest | None = None
         if checkpoints:
             loaded = load_first_whole(self.engine, checkpoints, session)
-            state = loaded.manifest.state
-            self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
-            self.numerics.load(state.extra.get("numerics", {}))
-            session.logger.log(f"resumed from {loaded.path} at step {state.step}, {state.samples} samples")
-            for line in [
-                *changes_since(loaded, self.config, self.loaders.tokenizer_name),
-                *check_pins(loaded, self.config, self.loaders),
-            ]:
-                session.logger.log(line)
+            manifest = loaded.manifest
+            self._resume(loaded)
             loaded.close()
-        self._announce(time.perf_counter() - started)
+        self._announce(time.perf_counter() - started, manifest)
+
+    def _resume(self, loaded: Checkpoint) -> None:
+        """Counters of a checkpoint that the engine holds already, and lines on what differs."""
+        state, log = loaded.manifest.state, self.session.logger.log
+        self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
+        self.numerics.load(state.extra.get("numerics", {}))
+        self.committer.resumed(loaded.manifest.lineage, state.step)
+        log(f"resumed from {loaded.path} at step {state.step}, {state.samples} samples")
+        # An older one than the newest may have been taken.
+        check_batch(loaded.manifest, self.config, self.ctx.topology.dp, str(loaded.path))
+        for line in [
+            *changes_since(loaded.manifest, self.config, self.loaders.tokenizer_name, loaded.path.name),
+            *check_pins(loaded, self.config, self.loaders),
+        ]:
+            log(line)
 
     def _load_data(self) -> Loaders:
         failure: PortError | None = None
@@ -131,7 +153,7 @@ class Trainer:
         assert loaders is not None
         return loaders
 
-    def _announce(self, seconds: float) -> None:
+    def _announce(self, seconds: float, begun_at: Manifest | None) -> None:
         c, t, log = self.config, self.ctx.topology, self.session.logger.log
         log(self.session.providers.describe())
         log(
@@ -140,18 +162,25 @@ class Trainer:
             f"recompute {c.layout.recompute}, {c.precision.dtype}, engine {c.engine}; "
             f"model built in {seconds:.1f} s"
         )
+        failure: PortError | None = None
         if self.session.speaker:
-            folder = run_folder(c)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(to_toml(c))
-            record_start(self.session, self.progress.step)
+            try:
+                settle(run_folder(c), c, begun_at, self.session.fence)
+                write_bytes(run_folder(c) / "config.toml", to_toml(c).encode())
+            except PortError as error:
+                failure = error
+            except OSError as error:
+                failure = disk_error(error, run_folder(c))
+            if failure is None:
+                record_start(self.session, self.progress.step)
+        agree(failure)
 
     def run(self) -> Outcome:
         """Train to ``training.steps``; on a signal save and return early."""
         c, p = self.config, self.progress
         telemetry = self._telemetry()
         validation: float | None = None
-        saving = Saving(self.engine, self.session, saved_step=p.step)
+        saving = Saving(self.engine, self.session, saved_step=p.step, committer=self.committer)
         try:
             with StopRequest() as stop:
                 level = self._agreed(stop.level)  # a signal may have come while the run started
@@ -180,9 +209,11 @@ class Trainer:
                 unfinished = bool(level) and p.step < c.training.steps
                 with self.session.pulse.enter(SAVE, "checkpoint"):
                     saving.finish()
+                    self._check_lease()
                     if c.checkpoint.save_final or unfinished:
                         saving.final(self._position())
                 hold()  # what comes now comes too late to matter, and must not kill a rank that has saved
+                self._check_lease()
                 if self.session.speaker:
                     signal_name = {0: "", 1: "SIGTERM", 2: "SIGUSR1"}[level] if unfinished else ""
                     status = SAVED if unfinished else FINISHED
@@ -205,21 +236,36 @@ class Trainer:
             run_folder(c), speaker=self.session.speaker, total_steps=c.training.steps,
             log_interval=c.training.log_interval, resumed_step=self.progress.step, tensorboard=c.telemetry.tensorboard,
             trackers={"wandb": c.telemetry.wandb, "mlflow": c.telemetry.mlflow}, project=c.telemetry.project,
-            config=dict(leaves(c)), name=c.name, warn=self.session.logger.log,
+            config=dict(leaves(c)), name=c.name, warn=self.session.logger.log, guard=self.session.fence.check,
         )
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.progress.step % interval == 0
 
     def _agreed(self, level: int) -> int:
-        """The highest wish of any rank: a signal may reach one rank and not another."""
-        if self.session.info.world_size == 1:
-            return level
-        self.session.pulse.at(REDUCE, "signals, agreed by all ranks")
-        wish = torch.tensor([level])
-        dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.session.cpu_group)
-        self.session.pulse.at(IDLE)
-        return int(wish)
+        """The highest wish of any rank: a signal may reach one rank and not another.
+
+        Raises:
+            LeaseLost: on every rank: another attempt holds the run's folder by now.
+        """
+        if self.session.fence.lost:
+            level = FENCED
+        if self.session.info.world_size > 1:
+            self.session.pulse.at(REDUCE, "signals, agreed by all ranks")
+            wish = torch.tensor([level])
+            dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.session.cpu_group)
+            self.session.pulse.at(IDLE)
+            level = int(wish)
+        if level == FENCED:
+            self.session.fence.check()  # rank 0 knows who it is
+            raise LeaseLost(f"{run_folder(self.config)} was taken over by another attempt; rank 0 says by which")
+        return level
+
+    def _check_lease(self) -> None:
+        """All ranks stop with LeaseLost if the folder is another attempt's now; each step's lines see to that else."""
+        with suppress(LeaseLost, OSError):
+            self.session.fence.check()
+        self._agreed(0)
 
     def _step(self, telemetry: Telemetry) -> Anomaly | None:
         c, p = self.config, self.progress
@@ -279,6 +325,7 @@ class Trainer:
         state = loaded.manifest.state
         p.step, p.samples, p.skipped = state.step, state.samples, int(state.extra.get("skipped_total", 0))
         self.numerics.load(state.extra.get("numerics", {}), medians_only=True)
+        self.committer.resumed(loaded.manifest.lineage, p.step)
         loaded.close()
         left = ""
         if anomaly.verdict == REPRODUCIBLE:

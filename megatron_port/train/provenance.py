@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port import __version__
+from megatron_port.config.dump import config_hash
 from megatron_port.data.files import write_bytes
 from megatron_port.runtime.job import attempt_name
+from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.redact import redact
 from megatron_port.train.session import Session
 from megatron_port.train.state import run_folder
@@ -77,12 +79,21 @@ def record_start(session: Session, step: int) -> None:
 
 
 def record_event(session: Session, event: str, step: int, **more: object) -> None:
-    """A line in ``events.jsonl``, by rank 0."""
-    if session.speaker:
-        add_event(run_folder(session.config), {"event": event, "step": step, **more})
+    """A line in ``events.jsonl``, by rank 0, with the run's id; nothing once the folder is another attempt's."""
+    if not session.speaker:
+        return
+    fence = session.fence
+    with contextlib.suppress(LeaseLost, OSError):
+        fence.check()
+        of = {"run": fence.run} if fence.run else {"config_hash": config_hash(session.config)}
+        add_event(run_folder(session.config), {"event": event, "step": step, **of, **more})
 
 
 def record_failure_event(session: Session, error: BaseException) -> None:
-    """The ``failed`` event: what ended this attempt, as rank 0 saw it."""
+    """The ``failed`` event: what ended this attempt, as rank 0 saw it.
+
+    One that failed before it was known to be of the folder's run says which settings it had; a report shows it only
+    if the run has the same.
+    """
     text = redact(f"{type(error).__name__}: {error}")
     record_event(session, "failed", session.pulse.step, message=text[:MESSAGE_CHARACTERS])

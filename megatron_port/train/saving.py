@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 from megatron_port.checkpoint.background import BackgroundSave, Finished
+from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Alone, GroupPeers
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError
@@ -26,10 +27,13 @@ class Saving:
 
     Args:
         saved_step: the step that is safe already (the one resumed from, or 0).
+        committer: of the run.
     """
 
-    def __init__(self, engine: Engine, session: Session, *, saved_step: int = 0) -> None:
-        self._engine, self._session = engine, session
+    def __init__(
+        self, engine: Engine, session: Session, *, saved_step: int = 0, committer: Committer | None = None
+    ) -> None:
+        self._engine, self._session, self._committer = engine, session, committer or Committer()
         self.saved_step = saved_step
         """Newest step that was committed."""
         self._failures = 0
@@ -40,6 +44,7 @@ class Saving:
             self._background = BackgroundSave(
                 Alone() if group is None else GroupPeers(group), run_folder(session.config) / FOLDER,
                 keep=checkpoint.keep, verify=checkpoint.verify_saves, note=session.logger.log,
+                committer=self._committer,
             )
 
     def save(self, at: Position) -> None:
@@ -52,7 +57,7 @@ class Saving:
         try:
             if self._background is None:
                 started = time.perf_counter()
-                path = save_state(self._engine, self._session, at)
+                path = save_state(self._engine, self._session, at, self._committer)
                 self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
             else:
                 config = self._session.config
@@ -82,7 +87,7 @@ class Saving:
         self.finish()
         if self.saved_step != at.step:
             started = time.perf_counter()
-            path = save_state(self._engine, self._session, at)
+            path = save_state(self._engine, self._session, at, self._committer)
             self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
 
     def leave(self, seconds: float = 5.0) -> None:
@@ -128,6 +133,8 @@ class Saving:
                 f"step {step} was not saved: {why}\n{self._failures} saves in a row have failed, as many as "
                 f"checkpoint.max_failures allows; the last checkpoint is {safe}"
             )
+        if self._committer.fence.lost:
+            return  # the loop says so, and ends, at the end of the step
         allowed = f" of at most {checkpoint.max_failures}" if checkpoint.max_failures else ""
         self._session.logger.log(
             f"step {step} was not saved (failure {self._failures}{allowed} in a row): {why}\n"

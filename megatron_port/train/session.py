@@ -24,6 +24,7 @@ from megatron_port.runtime import process_group
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.fingerprint import Fingerprint
+from megatron_port.runtime.lease import Fence
 from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.peers import explain_peer_failure
 from megatron_port.runtime.pulse import Pulse
@@ -45,6 +46,8 @@ class Session:
     """What this rank is doing; engines, loop and checkpoints write it."""
     store: Store | None = None
     """In which the ranks met."""
+    fence: Fence = field(default_factory=Fence)
+    """Asked before anything in the run's folder is changed; a lease of it on rank 0 of a run."""
 
     @property
     def cpu_group(self) -> dist.ProcessGroup | None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_port.checkpoint.format import SavedState, step_of
+from megatron_port.checkpoint.format import Manifest, SavedState, read_manifest, step_of
+from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint, checkpoints_in, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict, config_hash
@@ -21,6 +22,8 @@ from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import learning_rate
 from megatron_port.runtime.agreement import agree, text_of_rank_zero
+from megatron_port.train.changes import check_batch, check_seed
+from megatron_port.train.identity import own_checkpoints
 from megatron_port.train.session import Session
 
 FOLDER = "checkpoints"
@@ -42,17 +45,25 @@ def find_checkpoints(session: Session) -> list[Path]:
     """The checkpoints to start from, as ``checkpoint.resume`` says, best first; empty: start afresh.
 
     Rank 0 looks, all use what it found. The newest commit comes first; those after it are what to fall back on if
-    its contents turn out damaged. The path of one checkpoint has no second choice.
+    its contents turn out damaged. The path of one checkpoint has no second choice. What can be said against going on
+    from the newest is said here, before the model is built.
 
     Raises:
-        CheckpointError: on every rank: a path was given and nothing whole is there, or there are checkpoints and
-            every one is damaged (a run never starts over without being told to).
+        CheckpointError: on every rank: a path was given and nothing whole is there, there are checkpoints and every
+            one is damaged (a run never starts over without being told to), or all are of another run.
+        ConfigError: on every rank: the batch schedule or the seed is not that of the newest.
     """
     found: list[Path] = []
     failure: PortError | None = None
     if session.speaker and session.config.checkpoint.resume != "never":
         try:
-            found = _look(session.config, session.logger.log)
+            whole = _look(session.config, session.logger.log)
+            if whole:
+                path, manifest = whole[0]
+                check_same_model(manifest, session.config, path)
+                check_batch(manifest, session.config, session.ctx.topology.dp, str(path))
+                check_seed(manifest, session.config, str(path))
+            found = [path for path, _ in whole]
         except PortError as error:
             failure = error
     agree(failure)
@@ -65,18 +76,18 @@ def find_checkpoint(session: Session) -> Path | None:
     return found[0] if found else None
 
 
-def _look(config: RunConfig, note: Any) -> list[Path]:
-    asked = Path(config.checkpoint.resume)
-    if config.checkpoint.resume == "auto":
+def _look(config: RunConfig, note: Any) -> list[tuple[Path, Manifest]]:
+    asked, automatic = Path(config.checkpoint.resume), config.checkpoint.resume == "auto"
+    if automatic:
         places = [run_folder(config) / FOLDER]
     elif (asked / "manifest.json").is_file():
-        return [asked]
+        return [(asked, read_manifest(asked))]
     else:
         places = [asked, asked / FOLDER]
     for place in places:
-        found = [path for path, _ in checkpoints_in(place, note)]
+        found = checkpoints_in(place, note)
         if found:
-            return found
+            return own_checkpoints(run_folder(config), config, found, note) if automatic else found
     damaged = [p for place in places if place.is_dir() for p in place.iterdir() if step_of(p.name) is not None]
     if damaged:
         raise CheckpointError(
@@ -92,9 +103,9 @@ def _look(config: RunConfig, note: Any) -> list[Path]:
     return []
 
 
-def check_same_model(checkpoint: Checkpoint, config: RunConfig) -> None:
+def check_same_model(manifest: Manifest, config: RunConfig, path: Path) -> None:
     """Raise CheckpointError naming the model fields that differ; a layout may differ, a model may not."""
-    saved = checkpoint.manifest.state.config
+    saved = manifest.state.config
     mine = as_dict(config)["model"]
     theirs = saved.get("model", {}) if isinstance(saved, dict) else {}
     if not theirs:
@@ -107,7 +118,7 @@ def check_same_model(checkpoint: Checkpoint, config: RunConfig) -> None:
         if key not in free and saved_values[key] != value
     ]
     if different:
-        raise CheckpointError(f"{checkpoint.path} holds another model: " + "; ".join(different))
+        raise CheckpointError(f"{path} holds another model: " + "; ".join(different))
 
 
 def load_into(engine: Engine, path: Path, session: Session, *, weights_only: bool = False) -> Checkpoint:
@@ -122,7 +133,7 @@ def load_into(engine: Engine, path: Path, session: Session, *, weights_only: boo
     checkpoint: Checkpoint | None = None
     try:
         checkpoint = open_checkpoint(path)
-        check_same_model(checkpoint, session.config)
+        check_same_model(checkpoint.manifest, session.config, checkpoint.path)
         if weights_only or "exp_avg" not in checkpoint.kinds():  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
@@ -214,38 +225,12 @@ def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
     )
 
 
-def changes_since(checkpoint: Checkpoint, config: RunConfig, tokenizer: str | None) -> list[str]:
-    """What of this run determines training and was otherwise when the checkpoint was saved; for a line each."""
-    state = checkpoint.manifest.state
-    out = []
-    if state.config_hash and state.config_hash != config_hash(config):
-        saved = state.config if isinstance(state.config, dict) else {}
-        mine = as_dict(config)
-        different = [
-            f"{room}.{key} {theirs[key]!r} -> {value!r}"
-            for room in ("batch", "precision", "optimizer", "data")
-            for theirs in [saved.get(room, {})]
-            for key, value in mine[room].items()
-            if key in theirs and theirs[key] != value and key != "micro_batch_size"
-        ]
-        if saved.get("seed", config.seed) != config.seed:
-            different.append(f"seed {saved['seed']} -> {config.seed}")
-        what = ", ".join(different) or f"config hash {state.config_hash} -> {config_hash(config)}"
-        out.append(f"note: other settings than when {checkpoint.path.name} was saved: {what}")
-    if state.tokenizer and tokenizer in NAMES and state.tokenizer.get("hash") != identity(tokenizer)["hash"]:
-        out.append(
-            f"note: {checkpoint.path.name} was trained with tokenizer {state.tokenizer.get('name')}, this run's data "
-            f"are of {tokenizer}: its ids mean other text"
-        )
-    return out
-
-
-def save_state(engine: Engine, session: Session, at: Position) -> Path:
+def save_state(engine: Engine, session: Session, at: Position, committer: Committer | None = None) -> Path:
     """Commit a checkpoint of the whole run, synchronously. Collective."""
     config = session.config
     expected = parameter_shapes(config.model) if session.speaker else None
     return save_checkpoint(
         run_folder(config) / FOLDER, state_of(engine, config, at), engine.state_pieces(), keep=config.checkpoint.keep,
         group=session.cpu_group if session.info.world_size > 1 else None, expected=expected, note=session.logger.log,
-        verify=config.checkpoint.verify_saves,
+        verify=config.checkpoint.verify_saves, committer=committer,
     )
