@@ -16,8 +16,8 @@ from megatron_port.optim.schedules import BatchSchedule, learning_rate
 JUMP = 1.5
 """A learning rate that changes at the resume by more than this factor, up or down, is announced as a jump."""
 _SECTIONS = ("model", "batch", "precision", "optimizer", "data")
-_NEUTRAL = {("batch", "micro_batch_size"), ("model", "name"), ("data", "pinned"), ("data", "index_cache")}
-"""Changing these changes no number of the run."""
+_NEUTRAL = {("batch", "micro_batch_size"), ("model", "name")}
+"""Not in ``config_hash``: changing these changes no number of the run."""
 
 
 def check_batch(manifest: Manifest, config: RunConfig, dp: int, where: str) -> None:

@@ -125,7 +125,8 @@ def test_a_disk_that_fills_up_while_training(small_disk: Path) -> None:
     assert process.returncode == 0 and "Traceback" not in output, output[-3000:]
     failed = [line for line in lines if "was not saved" in line]
     assert len(failed) >= 2 and all("No space left on device" in line for line in failed), failed
-    assert all(re.search(r"checkpoints/step-\d+\.e\d+\.tmp/?\S*: .*needed \d+ bytes, free \d+ bytes", x) for x in failed)
+    told = r"checkpoints/step-\d+\.e\d+\.tmp/?\S*: .*needed \d+ bytes, free \d+ bytes"
+    assert all(re.search(told, line) for line in failed), failed
     assert output.count("training goes on, and the next save") == len(failed)
     # The one that was whole when the disk filled up is whole, and no half one took its place.
     assert len([name for name in at_full if not name.endswith(".tmp")]) == 1, at_full
