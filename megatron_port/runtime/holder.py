@@ -50,6 +50,8 @@ class Holder:
     since: float = 0.0
     """Seconds since 1970 on its host; for people."""
     heartbeat: int = 0
+    silence: float = 0.0
+    """Seconds without a heartbeat that this holder asks to be granted; it beats several times in them."""
     released: bool = False
     """It has ended and said so."""
 
@@ -63,7 +65,7 @@ class Holder:
         if not isinstance(values, Mapping):
             return None
         known = {f.name: type(f.default) for f in fields(Holder)}
-        taken = {
+        taken: dict[str, Any] = {
             name: value for name, value in values.items()
             if name in known and (type(value) is known[name] or (known[name] is float and type(value) is int))
         }
@@ -154,11 +156,13 @@ def judge(
 
     Args:
         reread: the holder as its file says now, and a mark that changes with each heartbeat.
-        silence_seconds: a holder whose heartbeat has not moved for this long, seen from here, has ended, unless its
-            process or its job is known to run. One whose process or job is gone is not waited for.
+        silence_seconds: a holder whose heartbeat has not moved for this long (or for its own ``silence``, if that is
+            longer), seen from here, has ended, unless its process or its job is known to run. One whose process or job
+            is gone is not waited for.
         note: takes a line before a longer wait.
     """
     holder, mark = reread()
+    silence_seconds = max(silence_seconds, holder.silence)
     begun = asked = time.monotonic()
     judgement = look(holder, mine)
     first = True

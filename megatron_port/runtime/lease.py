@@ -257,7 +257,7 @@ def acquire(
                     raise _refusal(run_folder, holder, judgement, mine)
                 if not holder.released:
                     before = f"taking {run_folder} over from {holder.describe()}: {judgement.reason}"
-            claimed = replace(mine, epoch=newest + 1, since=time.time())
+            claimed = replace(mine, epoch=newest + 1, since=time.time(), silence=silence_seconds)
             if _claim(run_folder, claimed) and newest_epoch(run_folder) == claimed.epoch:
                 _forget(run_folder, claimed.epoch)
                 return Lease(run_folder, claimed, silence_seconds, before)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.checkpoint.format import Manifest
-from megatron_port.checkpoint.lineage import Lineage, Parent
+from megatron_port.checkpoint.lineage import Parent
 from megatron_port.config.dump import config_hash
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.files import write_bytes
@@ -96,20 +96,24 @@ def _name_in(manifest: Manifest) -> str:
     return name if isinstance(name, str) else ""
 
 
-def settle(run_folder: Path, config: RunConfig, begun_at: Manifest | None, fence: Fence) -> Identity:
+def settle(
+    run_folder: Path, config: RunConfig, begun_at: Manifest | None, fence: Fence, *, path: Path | None = None
+) -> Identity:
     """Decide which run this attempt is of, write ``run.json``, and hand the id to the fence.
 
     Records of a run that was in the folder before are moved to ``previous/ID``.
 
     Args:
         begun_at: manifest of the checkpoint that was loaded; None: training begins at step 0.
+        path: of that checkpoint, where ``checkpoint.resume`` may have named it.
 
     Raises:
         LeaseLost: the folder is another attempt's by now.
         OSError: the file system refused.
     """
     known = read_identity(run_folder)
-    found = _decide(known, config, begun_at)
+    inside = path is not None and path.resolve().is_relative_to(run_folder.resolve())
+    found = _decide(known, config, begun_at, inside=inside)
     fence.check()
     if known is not None and known.id != found.id:
         _put_aside(run_folder, known.id)
@@ -120,20 +124,22 @@ def settle(run_folder: Path, config: RunConfig, begun_at: Manifest | None, fence
     return found
 
 
-def _decide(known: Identity | None, config: RunConfig, begun_at: Manifest | None) -> Identity:
-    digest = config_hash(config)
-    lineage = begun_at.lineage if begun_at is not None else Lineage()
-    again = replace(known, name=config.name, config_hash=digest) if known is not None else None
+def _decide(known: Identity | None, config: RunConfig, begun_at: Manifest | None, *, inside: bool) -> Identity:
+    """``inside``: the checkpoint lies in the run's own folder."""
+    digest, resume = config_hash(config), config.checkpoint.resume
     new = Identity(id=secrets.token_hex(8), name=config.name, config_hash=digest, begun=time.time())
-    resume = config.checkpoint.resume
+    again = replace(known, name=config.name, config_hash=digest) if known is not None else None
+    unchanged = again == known
     if begun_at is None:
         # An attempt that ended before its first checkpoint is tried again; other settings make another run.
-        same = again is not None and known is not None and known.origin is None and known.config_hash == digest
-        return again if same and again is not None and resume != "never" else new
-    if resume == "auto" or (known is not None and lineage.run == known.id):
+        fresh = again is not None and again.origin is None and resume != "never"
+        return again if again is not None and fresh and unchanged else new
+    lineage = begun_at.lineage
+    own = resume == "auto" or (inside and not lineage.run) or (again is not None and lineage.run == again.id)
+    if own:
         return again or replace(new, id=lineage.run or new.id)
     origin = asdict(Parent(run=lineage.run, commit=lineage.commit, step=begun_at.state.step))
-    if known is not None and again is not None and known.origin == origin and known.config_hash == digest:
+    if again is not None and again.origin == origin and unchanged:
         return again
     return replace(new, origin=origin)
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.checkpoint.disk import disk_error
-from megatron_port.checkpoint.format import Manifest
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.dump import leaves, to_toml
@@ -115,13 +114,12 @@ class Trainer:
         )
         if fresh and initial:
             session.logger.log(load_initial(self.engine, session))
-        manifest: Manifest | None = None
+        loaded: Checkpoint | None = None
         if checkpoints:
             loaded = load_first_whole(self.engine, checkpoints, session)
-            manifest = loaded.manifest
             self._resume(loaded)
             loaded.close()
-        self._announce(time.perf_counter() - started, manifest)
+        self._announce(time.perf_counter() - started, loaded)
 
     def _resume(self, loaded: Checkpoint) -> None:
         """Counters of a checkpoint that the engine holds already, and lines on what differs."""
@@ -153,7 +151,7 @@ class Trainer:
         assert loaders is not None
         return loaders
 
-    def _announce(self, seconds: float, begun_at: Manifest | None) -> None:
+    def _announce(self, seconds: float, begun_at: Checkpoint | None) -> None:
         c, t, log = self.config, self.ctx.topology, self.session.logger.log
         log(self.session.providers.describe())
         log(
@@ -165,7 +163,8 @@ class Trainer:
         failure: PortError | None = None
         if self.session.speaker:
             try:
-                settle(run_folder(c), c, begun_at, self.session.fence)
+                manifest, path = (begun_at.manifest, begun_at.path) if begun_at is not None else (None, None)
+                settle(run_folder(c), c, manifest, self.session.fence, path=path)
                 write_bytes(run_folder(c) / "config.toml", to_toml(c).encode())
             except PortError as error:
                 failure = error

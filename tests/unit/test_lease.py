@@ -212,6 +212,14 @@ def test_a_heartbeat_that_stands_still_is_waited_for(tmp_path: Path, mtime: floa
     lease.release()
 
 
+def test_a_holder_that_beats_slowly_is_given_its_own_time(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    elsewhere(folder, silence=1.5)
+    begun = time.monotonic()
+    acquire(folder, silence_seconds=0.3).release()
+    assert time.monotonic() - begun >= 1.5 and read_holder(folder, 2)[0].silence == 0.3
+
+
 def test_a_torn_file_names_nobody_and_is_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     elsewhere(folder)

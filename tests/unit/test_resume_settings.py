@@ -186,7 +186,7 @@ def train(config: RunConfig, step: int, notes: list[str] | None = None) -> tuple
     session = session_in(config, [] if notes is None else notes)
     found = find_checkpoints(session)
     begun = read_manifest(found[0]) if found else None
-    made = settle(run_folder(config), config, begun, session.fence)
+    made = settle(run_folder(config), config, begun, session.fence, path=found[0] if found else None)
     engine: Any = SimpleNamespace(scalar_state=dict)
     committer = Committer(session.fence)
     if begun is not None:
@@ -265,6 +265,9 @@ def test_checkpoints_of_versions_without_ids_are_the_folders(tmp_path: Path) -> 
     run, _ = train(config, 20)
     identity = read_identity(run_folder(config))
     assert identity is not None and identity.id == run and identity.origin is None
+    for step in (10, 20):  # named, they are this run's too: it goes back
+        at = run_folder(config) / FOLDER / f"step-{step:08d}"
+        assert train(replace(config, checkpoint=CheckpointConfig(resume=str(at))), 30)[0] == run
 
 
 def test_failed_attempts_with_other_settings_are_not_in_the_report(tmp_path: Path) -> None:
