@@ -58,11 +58,11 @@ def test_a_second_start_is_refused_and_the_first_loses_nothing(commands: Command
         whole = trajectory(run.steps_done())
 
         os.kill(first.pid, signal.SIGKILL)
-        begun, done = time.monotonic(), run.committed()
+        done = run.committed()
         last = Run(tmp_path, "run", Layout(dp=2), *SETS, steps=max(whole) + 4)
         code, output = commands.run(*last.command())
         assert code == 0 and (resumed_at(output) or 0) >= done, output
-        assert f"process {holder.pid} is gone" in output and time.monotonic() - begun < 60
+        assert f"process {holder.pid} is gone" in output and "watching its heartbeat" not in output
         assert steps(last) == list(range(1, last.steps + 1))
         ours = trajectory(last.steps_done())
         assert all(ours[step] == whole[step] for step in whole)
@@ -84,7 +84,7 @@ def test_a_run_that_was_taken_over_stops_and_writes_nothing_more(commands: Comma
         part.write_text(json.dumps(holder.to_json()))
         os.link(part, lease_file(run.folder, 2))
         rows, there = len(run.rows()), sorted(p.name for p in run.checkpoints.glob("step-*"))
-        assert command.wait(30) == EXIT_CONFIG
+        assert command.wait(90) == EXIT_CONFIG
     finally:
         command.end()
     output = command.output()

@@ -54,14 +54,14 @@ def test_tasks_of_a_job_array(runs: Runs) -> None:  # noqa: F811
     change = settings(training__steps=6, **SHORT, batch__micro_batch_size=3)
     options = ["--nodes=1", "--ntasks-per-node=1", "--open-mode=append"]
     job = runs.submit([*options, "--array=1-2"], change)
-    runs.cluster.wait_for(lambda: len(errors_in(runs.log())) == 2, 120, "two refusals")
+    runs.cluster.wait_for(lambda: len(errors_in(runs.log())) == 2, 300, "two refusals")
     log = runs.log()
     for task in (1, 2):
         assert f"task {task} of the job array {job} would share" in log and "-$SLURM_ARRAY_TASK_ID" in log, log
     assert not steps(runs.run_folder)
 
     runs.submit([*options, "--array=1-2%1"], change)
-    runs.cluster.wait_for(lambda: not runs.cluster.run(["squeue", "--noheader"]).stdout.strip(), 200, "both tasks")
+    runs.cluster.wait_for(lambda: not runs.cluster.run(["squeue", "--noheader"]).stdout.strip(), 300, "both tasks")
     assert len(errors_in(runs.log())) == 2 and newest_epoch(runs.run_folder) == 2, runs.log()
     assert f"resumed from {runs.run_folder}/checkpoints/step-00000006 at step 6" in runs.log(), runs.log()
     assert losses(runs.run_folder) == train_here(1, *change)

@@ -138,7 +138,7 @@ def test_a_killed_holder_is_replaced_at_once(tmp_path: Path, forks: Callable, st
     os.kill(pid, signal.SIGKILL)  # not reaped: a zombie is dead
     begun = time.monotonic()
     lease = acquire(folder)
-    assert time.monotonic() - begun < 1.5
+    assert time.monotonic() - begun < 20  # of the 60 s that a silent one would get
     assert lease.epoch == 2 and f"process {pid} is gone" in lease.taken_from
     lease.check()
     lease.release()
@@ -153,7 +153,7 @@ def test_of_many_that_start_at_once_one_gets_it(tmp_path: Path, forks: Callable)
     """Twelve children take the folder from a dead holder; who holds it makes a file that must not be there."""
     folder = tmp_path / "run"
     os.kill(held_by_a_child(folder, forks), signal.SIGKILL)
-    go, inside = tmp_path / "go", tmp_path / "inside"
+    go, inside, leave = tmp_path / "go", tmp_path / "inside", tmp_path / "leave"
 
     def start() -> None:
         while not go.exists():
@@ -163,12 +163,23 @@ def test_of_many_that_start_at_once_one_gets_it(tmp_path: Path, forks: Callable)
         except FolderInUse:
             os._exit(7)
         os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
-        time.sleep(4.0)  # longer than the others wait for a process that is about to end
+        while not leave.exists():
+            time.sleep(0.01)
         lease.check()
 
-    children = [forks(start) for _ in range(12)]
+    children = {forks(start) for _ in range(12)}
     go.touch()
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    codes = []
+    until = time.monotonic() + 50
+    while children:
+        for pid in list(children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                children.remove(pid)
+                codes.append(os.waitstatus_to_exitcode(status))
+        if len(codes) == 11 or time.monotonic() > until:
+            leave.touch()
+        time.sleep(0.01)
     assert sorted(codes) == [0] + [7] * 11, codes
     assert newest_epoch(folder) == 2
 
@@ -185,8 +196,10 @@ def test_a_heartbeat_that_moves_is_alive_whatever_the_clocks_say(tmp_path: Path)
         for n in range(1, 1000):
             if stop.wait(0.1):
                 return
-            lease_file(folder, 1).write_text(json.dumps(replace(holder, heartbeat=n).to_json()))
-            os.utime(lease_file(folder, 1), (100.0 - n, 100.0 - n))  # a clock that runs backwards
+            part = folder / "part"
+            part.write_text(json.dumps(replace(holder, heartbeat=n).to_json()))
+            os.utime(part, (10000.0 - n, 10000.0 - n))  # a clock that runs backwards
+            os.replace(part, lease_file(folder, 1))
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -207,7 +220,7 @@ def test_a_heartbeat_that_stands_still_is_waited_for(tmp_path: Path, mtime: floa
     begun, notes = time.monotonic(), []
     lease = acquire(folder, silence_seconds=QUICK, note=notes.append)
     waited = time.monotonic() - begun
-    assert QUICK <= waited < QUICK + 2.0
+    assert QUICK <= waited < 20
     assert lease.epoch == 2 and "its heartbeat has stood still" in lease.taken_from and "node7" in notes[0]
     lease.release()
 
@@ -258,7 +271,7 @@ def test_squeue_is_asked_before_a_job_is_called_dead(
             acquire(folder, silence_seconds=QUICK)
     else:
         lease = acquire(folder, silence_seconds=60.0)
-        assert lease.epoch == 2 and time.monotonic() - begun < 5
+        assert lease.epoch == 2 and time.monotonic() - begun < 30
         lease.release()
     assert "--jobs 12" in calls.read_text()
 
