@@ -65,7 +65,12 @@ def check_messages(schedule: Schedule) -> int:
                 if turn.receive is not None:
                     if turn.receive not in done[s]:
                         break
-                    unused[s] -= 1
+                under_way = [m for m in turn.settled if m not in done[m.target]]
+                if under_way and schedule.forward_only:  # it waits for them
+                    break
+                if under_way:
+                    raise ValueError(f"{schedule.name}, stage {s}: {under_way[0]} is not taken before {turn.action}")
+                unused[s] -= turn.receive is not None
                 if turn.send is not None:
                     queues[s, turn.send.downstream].append(turn.send)
                     sent[turn.send] += 1

@@ -14,7 +14,7 @@ import torch
 from megatron_port.pipeline.messages import Message, turns
 from megatron_port.pipeline.schedules import Action, Kind, Schedule
 from megatron_port.pipeline.simulate import Span
-from megatron_port.pipeline.transfer import Arrival, StageLink
+from megatron_port.pipeline.transfer import Arrival, Departure, StageLink
 from megatron_port.runtime.pulse import TRANSFER, Pulse
 
 
@@ -45,6 +45,7 @@ class Runner:
             shape_of: shape of what passes between stages for a micro-batch (activation and gradient alike).
         """
         arriving: dict[Message, Arrival] = {}
+        leaving: dict[Message, Departure] = {}
         kept: dict[Action, torch.Tensor] = {}
         at, self.spans = self.pulse.at, []
         for turn in turns(schedule, self.stage):
@@ -60,6 +61,8 @@ class Runner:
                 received = arriving.pop(turn.receive).take()
             elif turn.action.kind is not Kind.WEIGHT:
                 received = kept.pop(turn.action, None)
+            for message in turn.settled:
+                leaving.pop(message).finish()
             started = time.perf_counter() if self.record else 0.0
             result = worker.run(turn.action, received)
             if self.record:
@@ -70,6 +73,8 @@ class Runner:
                 if turn.keep is not None:
                     kept[turn.keep] = result.detach()
                 if turn.send is not None:
-                    self.link.send(result, self.link.peer(turn.send.target), downstream=turn.send.downstream)
+                    leaving[turn.send] = self.link.send(
+                        result, self.link.peer(turn.send.target), downstream=turn.send.downstream
+                    )
         at(TRANSFER, "last sends")
         self.link.drain()

@@ -72,6 +72,11 @@ class Schedule:
         """Weight gradients have passes of their own."""
         return any(a.kind is Kind.WEIGHT for a in self.plans[0])
 
+    @property
+    def forward_only(self) -> bool:
+        """An evaluation: no backward passes."""
+        return all(action.kind is Kind.FORWARD for action in self.plans[0])
+
     def before(self, stage: int, action: Action) -> tuple[int, Action] | None:
         """(stage, action) whose result comes to ``action`` from another chunk of the model; None: from none."""
         if action.kind is Kind.WEIGHT:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 import torch.distributed as dist
 
@@ -21,10 +23,32 @@ class Arrival:
         return self._tensor.to(self._device)
 
 
+class Departure:
+    """A tensor that is being sent, alive until the send has ended."""
+
+    def __init__(self, works: list[dist.Work], payload: torch.Tensor) -> None:
+        self._works = works
+        self._payload: torch.Tensor | None = payload
+
+    def finish(self) -> None:
+        """Wait for the receiver to have it (a GPU's stream waits, not the host) and free it."""
+        for work in self._works:
+            work.wait()
+        self._works, self._payload = [], None
+
+    def free_if_done(self) -> bool:
+        """Free the payload if the send has ended, without waiting. gloo's work says that it has only after a wait."""
+        if self._payload is not None and all(work.is_completed() for work in self._works):
+            self.finish()
+        return self._payload is None
+
+
 class StageLink:
     """Sends to and receives from other stages with the same dp and tp coordinates.
 
-    Sends do not block; ``drain`` waits for those still under way. gloo cannot
+    Sends do not block. Their payloads are freed as they end: each send first frees those before it that the backend
+    reports as done (NCCL: an event is queried), the caller ``finish``es those that the schedule knows to be taken
+    (``pipeline.messages``), and ``drain`` waits for the rest. gloo cannot
     send a tensor that lives on a GPU, so there the transfer goes through host memory.
 
     Under NCCL every transfer is a batch of one: it then runs on its group's communicator, instead of one for
@@ -37,7 +61,8 @@ class StageLink:
         rank, stage, stages = ctx.rank, ctx.coords.pp, ctx.topology.pp
         self.previous = ctx.topology.stage_peer(rank, stage - 1) if stage > 0 else None
         self.next = ctx.topology.stage_peer(rank, stage + 1) if stage < stages - 1 else None
-        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._pending: dict[bool, deque[Departure]] = {True: deque(), False: deque()}
+        """Of each queue, in the order in which they were started and end."""
         group = ctx.pp_group
         self._batched = group is not None and dist.get_backend(group) == "nccl"
         self._via_host = (
@@ -54,8 +79,11 @@ class StageLink:
             return self.ctx.pp_group, 0
         return self.ctx.pp_reverse_group or self.ctx.pp_group, 1
 
-    def send(self, tensor: torch.Tensor, to: int, *, downstream: bool = True) -> None:
-        """Start sending; the tensor is kept alive until ``drain``."""
+    def send(self, tensor: torch.Tensor, to: int, *, downstream: bool = True) -> Departure:
+        """Start sending; the tensor is kept alive until the send has ended."""
+        for queue in self._pending.values():
+            while queue and queue[0].free_if_done():
+                queue.popleft()
         payload = tensor.detach().contiguous()
         if self._via_host:
             payload = payload.cpu()
@@ -65,9 +93,9 @@ class StageLink:
         else:
             work = dist.isend(payload, to, group=group, tag=tag)
             works = [] if work is None else [work]
-        self._pending += [(work, payload) for work in works]
-        if len(self._pending) > 64:
-            self._pending = [(w, t) for w, t in self._pending if not w.is_completed()]
+        departure = Departure(works, payload)
+        self._pending[downstream].append(departure)
+        return departure
 
     def start_receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int, *, downstream: bool = True
@@ -91,6 +119,6 @@ class StageLink:
 
     def drain(self) -> None:
         """Wait until every send has been taken."""
-        for work, _ in self._pending:
-            work.wait()
-        self._pending.clear()
+        for queue in self._pending.values():
+            while queue:
+                queue.popleft().finish()
