@@ -62,9 +62,8 @@ def check_messages(schedule: Schedule) -> int:
                         received[message] += 1
                         unused[s] += 1
                     posted[s], most = True, max(most, unused[s])
-                if turn.receive is not None:
-                    if turn.receive not in done[s]:
-                        break
+                if turn.receive is not None and turn.receive not in done[s]:
+                    break
                 under_way = [m for m in turn.settled if m not in done[m.target]]
                 if under_way and schedule.forward_only:  # it waits for them
                     break

@@ -8,8 +8,8 @@ where a communicator runs its operations strictly one after the other and a send
 
 Receives are started ahead of the pass that needs them, at most ``AHEAD`` of each queue beyond what the order asks for.
 
-A send's payload can be freed as soon as its receiver has it, and the schedule says when that is known: what arrives from
-a stage was made after that stage took its earlier inputs. Waiting for such a send costs nothing, under gloo (which
+A send's payload can be freed as soon as its receiver has it, and the schedule says when that is known: what arrives
+from a stage was made after that stage took its earlier inputs. Waiting for such a send costs nothing, under gloo (which
 reports no completion before a wait) as on a GPU's stream, and memory does not depend on how the ranks' times fall.
 """
 
