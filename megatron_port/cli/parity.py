@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
@@ -17,13 +18,13 @@ from megatron_port.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, Environmen
 if TYPE_CHECKING:
     from megatron_port.config.schema import LayoutConfig, RunConfig
     from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.train.parity import Deviation, Run
     from megatron_port.train.places import Places
 
 
-SPREAD = "spread"
-"""Folder of the single process under reordered sums, for the tolerance of half precisions."""
-PLACES = "places-"
-"""Folder of the single process that rounds where a layout rounds, before the layout's name."""
+PLAIN, WIDE, ORDERED, PLACES = "one-process", "one-process-fp32", "one-process-reordered", "one-process-as-"
+"""Folders of the runs of a single process that half precision is judged by: as it is; in fp32; with its sums in eight
+other orders; and, before a layout's name, rounding where that layout does."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -44,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--master-addr", help="under srun: host of rank 0")
     parser.add_argument("--master-port", type=int, help="under srun: its port")
     parser.add_argument("--record", metavar="LAYOUT", help=argparse.SUPPRESS)
-    parser.add_argument("--single", choices=(SPREAD, PLACES), help=argparse.SUPPRESS)
+    parser.add_argument("--single", nargs="+", metavar="RUN", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -81,13 +82,15 @@ def config_for(config: RunConfig, layout: str) -> RunConfig:
 
 def run(args: argparse.Namespace) -> int:
     """Record every layout, compare, print; 0 or 6."""
-    if len(args.layouts) < 2 and not args.record:
+    if len(args.layouts) < 2 and not (args.record or args.single):
         raise ConfigError("--layouts needs two or more layouts; the first is the reference")
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: at least 1")
     config = load_run(args).config
     if args.record:
         return _record_local(args, config_for(config, args.record))
+    if args.single:
+        return _record_single(args, config)
     from megatron_port.runtime.discovery import discover
 
     info = discover(master_addr=args.master_addr, master_port=args.master_port)
@@ -101,34 +104,21 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         out = args.out or Path(scratch)
         for layout in args.layouts:
-            _spawn(args, layout, out / layout)
+            _spawn(args, f"running {layout}", "--record", layout, "--out", str(out / layout))
         if config.precision.dtype in ("bf16", "fp16"):
-            for layout in args.layouts:
-                if (folder := _stand_in(config, layout)) != SPREAD:
-                    _spawn(args, layout, out / folder, single=PLACES)
-            _spawn(args, "tp1pp1dp1", out / SPREAD, single=SPREAD)
+            return _report_half(args, config, out)
         return _report(config, args.layouts, out)
 
 
-_SAYS = {
-    None: "{}", PLACES: "one process that rounds where {} does",
-    SPREAD: "one process with its sums in eight other orders",
-}
-
-
-def _spawn(args: argparse.Namespace, layout: str, out: Path, single: str | None = None) -> None:
-    """Record one layout in a process of its own (DeepSpeed keeps module globals, so one layout a process).
-
-    ``single``: one process in its place, for what is its comparison or its bound.
-    """
+def _spawn(args: argparse.Namespace, message: str, *what: str) -> None:
+    """Record in a process of its own (DeepSpeed keeps module globals, so one layout a process)."""
     sets = [x for text in args.overrides for x in ("--set", text)]
     command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "megatron_port", "parity", args.run_file, *sets,
-               "--steps", str(args.steps), "--record", layout, "--out", str(out)]
-    command += ["--single", single] if single else []
-    print("running " + _SAYS[single].format(layout), flush=True)
+               "--steps", str(args.steps), *what]
+    print(message, flush=True)
     done = subprocess.run(command, check=False)
     if done.returncode:
-        raise EnvironmentFault(f"layout {layout} ended with exit code {done.returncode}; its message is above")
+        raise EnvironmentFault(f"{message} ended with exit code {done.returncode}; what it said is above")
 
 
 def _places(config: RunConfig) -> Places | None:
@@ -143,34 +133,46 @@ def _places(config: RunConfig) -> Places | None:
 
 def _stand_in(config: RunConfig, layout: str) -> str:
     """Folder of the one process that a layout is compared with in half precision. Where the layout rounds nowhere else,
-    in the same micro-batches, that is the first of those that the spread is measured with."""
+    in the same micro-batches, that is the plain one."""
     changed = config_for(config, layout)
     plain = _places(changed) is None and changed.batch == config_for(config, "tp1pp1dp1").batch
-    return SPREAD if plain else f"{PLACES}{layout}"
+    return PLAIN if plain else f"{PLACES}{layout}"
 
 
-def _single(config: RunConfig, kind: str, info: ProcessInfo, out: Path, steps: int) -> int:
-    """Record one process, engine native, in place of a layout."""
-    from megatron_port.train.recording import record_to
+def _record_single(args: argparse.Namespace, config: RunConfig) -> int:
+    """Record the named runs of one process, engine native, under ``--out``."""
+    from megatron_port.runtime.discovery import discover
+    from megatron_port.train.recording import record_orders
+    from megatron_port.train.reorder import ORDERS
 
-    places = _places(config) if kind == PLACES else None
     alone = replace(
         parse_layout("tp1pp1dp1", config.layout), zero_stage=0, recompute="none", pipeline_schedule="1f1b",
         virtual_pipeline_size=1,
     )
     provider = "auto" if config.backend.optimizer == "deepspeed" else config.backend.optimizer
-    config = replace(config, engine="native", layout=alone, backend=replace(config.backend, optimizer=provider))
-    record_to(config, info, out, steps=steps, reorderings=kind == SPREAD, places=places)
+    for name in args.single:
+        changed = config_for(config, name.removeprefix(PLACES) if name.startswith(PLACES) else "tp1pp1dp1")
+        steps, out = args.steps, args.out / name
+        orders = [(_places(changed) if name.startswith(PLACES) else None, out)]
+        changed = replace(
+            changed, engine="native", layout=alone, backend=replace(changed.backend, optimizer=provider)
+        )
+        if name == WIDE:  # torch's ops: an error of a kernel is not to be in both
+            steps, changed = 1, replace(
+                changed, precision=replace(changed.precision, dtype="fp32"),
+                backend=replace(changed.backend, own_kernels="off", attention="math"),
+            )
+        if name == ORDERED:
+            orders = [(order, out / str(i)) for i, order in enumerate(ORDERS) if order is not None]
+        record_orders(changed, discover({}), orders, steps=steps)
     return EXIT_OK
 
 
 def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
     world = world_of(config.layout)
-    if world == 1 or args.single:
+    if world == 1:
         from megatron_port.runtime.discovery import discover
 
-        if args.single:
-            return _single(config, args.single, discover({}), args.out, args.steps)
         return _record(config, discover({}), args.out, args.steps)
     from megatron_port.runtime.local import run_local
 
@@ -191,8 +193,8 @@ def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessIn
     """Every layout on the ranks that srun or torchrun started, one after the other."""
     if config.precision.dtype in ("bf16", "fp16"):
         raise ConfigError(
-            f'precision.dtype "{config.precision.dtype}" is held to what reordering the sums of one process changes, '
-            'which needs a single process; under srun or torchrun use --set precision.dtype=fp32'
+            f'precision.dtype "{config.precision.dtype}" is compared with one process that rounds where layouts do, '
+            'which needs a single process; run parity without a launcher, or use --set precision.dtype=fp32'
         )
     if args.out is None:
         raise ConfigError("under srun or torchrun give --out FOLDER, a folder that every node sees")
@@ -210,33 +212,65 @@ def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessIn
 
 
 def _report(config: RunConfig, layouts: list[str], out: Path) -> int:
-    from megatron_port.train.parity import FP32, FP64, compare, spread
+    """fp64 and fp32: every layout against the first."""
+    from megatron_port.train.parity import FP32, FP64, compare
     from megatron_port.train.recording import read_recorded
 
-    dtype = config.precision.dtype
-    tolerance = {"fp64": FP64, "fp32": FP32}.get(dtype)
-    if tolerance is None:
-        runs = [read_recorded(p) for p in sorted(out.glob(f"{SPREAD}*"))]
-        tolerance = spread(runs, config.model, name=f"{dtype} spread", floor=FP32).scaled(2.0)
-    half = dtype in ("bf16", "fp16")
+    tolerance = {"fp64": FP64, "fp32": FP32}[config.precision.dtype]
     reference = read_recorded(out / layouts[0])
+    print(f"\nreference {layouts[0]}, losses " + ", ".join(f"{x:.6f}" for x in reference.losses))
+    return max(
+        _verdict(layout, compare(reference, read_recorded(out / layout), tolerance, config.model))
+        for layout in layouts[1:]
+    )
+
+
+def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
+    """bf16 and fp16: every layout against one process that rounds where it does, and that process against the plain
+    one and fp32."""
+    from megatron_port.errors import NumericsError
+    from megatron_port.train.recording import read_recorded
+    from megatron_port.train.reorder import ORDERS
+    from megatron_port.train.rounding import SingleRuns, within_rounding
+
+    singles = list(dict.fromkeys([PLAIN, *(_stand_in(config, layout) for layout in args.layouts)]))
+    narrow = config.precision.fp8 != "none"  # of products in 8 bits ranks scale their pieces by themselves
+    _spawn(args, "running one process" + ("" if narrow else " that rounds where the layouts do, and in fp32"),
+           "--single", *singles, *([] if narrow else [WIDE]), "--out", str(out))
+
+    def ordered(count: int) -> list[Run]:
+        if not count:
+            return []
+        if not (out / ORDERED).exists():
+            _spawn(args, f"running one process with its sums in {len(ORDERS) - 1} other orders", "--single", ORDERED,
+                   "--out", str(out))
+        folders = [out / PLAIN if order is None else out / ORDERED / str(i) for i, order in enumerate(ORDERS[:count])]
+        return [read_recorded(folder) for folder in folders]
+
     worst = EXIT_OK
-    against = layouts[0]
-    if half:  # of products in 8 bits ranks scale their pieces by themselves: train.places has no such places
-        against = "one process" + (" that rounds where the layout does" if config.precision.fp8 == "none" else "")
-    print(f"\nreference {against}, {dtype}, tolerances {tolerance.name}; losses of {layouts[0]} "
-          + ", ".join(f"{x:.6f}" for x in reference.losses))
-    for layout in layouts if half else layouts[1:]:
-        if half:
-            reference = read_recorded(out / _stand_in(config, layout))
-        deviations = compare(reference, read_recorded(out / layout), tolerance, config.model)
-        bad = [d for d in deviations if not d.ok]
-        print(f"\n{layout}: {'EQUAL within tolerance' if not bad else 'DIFFERS'}")
-        for d in deviations:
-            print(f"  {d}")
-        if bad:
-            worst = EXIT_NUMERICS
-            print(f"  the first to differ: {bad[0].quantity} at {bad[0].where}")
+    print("\nreference: one process" + ("" if narrow else " that rounds where the layout does"))
+    for layout in args.layouts:
+        there = read_recorded(out / _stand_in(config, layout))
+        if all(norm is None for norm in there.grad_norms):
+            raise NumericsError(f"no step of {args.steps} had finite gradients: give more --steps, or a smaller "
+                                f"precision.initial_loss_scale than {config.precision.initial_loss_scale:g}")
+        single = SingleRuns(
+            there, ordered, lambda: read_recorded(out / PLAIN), lambda: read_recorded(out / WIDE)
+        )
+        worst = max(worst, _verdict(layout, within_rounding(config, read_recorded(out / layout), single)))
     return worst
 
 
+def _verdict(layout: str, deviations: list[Deviation]) -> int:
+    """Print a layout's deviations, by rule; 0 or 6."""
+    bad = [d for d in deviations if not d.ok]
+    print(f"\n{layout}: {'EQUAL within tolerance' if not bad else 'DIFFERS'}")
+    for rule, members in itertools.groupby(deviations, lambda d: d.rule):
+        print(f" {rule}")
+        for d in members:
+            print(f"  {d}")
+    if bad:
+        named = dict.fromkeys(d.where for d in bad if d.quantity == "gradient")
+        print(f"  the first to differ: {bad[0].quantity} at {bad[0].where}"
+              + (f"; of the gradients, most: {', '.join(named)}" if named else ""))
+    return EXIT_NUMERICS if bad else EXIT_OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.train.assemble import build_engine
 from megatron_port.train.parity import Run
 from megatron_port.train.places import Places
-from megatron_port.train.reorder import REORDERINGS, Reordering, cut_sums
+from megatron_port.train.reorder import Reordering, cut_sums
 from megatron_port.train.session import open_session
 from megatron_port.train.trace import RankTrace, Slice, record_run
 
@@ -63,15 +64,15 @@ def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBat
     return out
 
 
-def record_to(
-    config: RunConfig, info: ProcessInfo, out: Path, *, steps: int, reorderings: bool = False,
-    places: Places | None = None,
-) -> None:
-    """Train ``steps`` steps from the initial weights and write this rank's trace into ``out``.
+def record_to(config: RunConfig, info: ProcessInfo, out: Path, *, steps: int) -> None:
+    """Train ``steps`` steps from the initial weights and write this rank's trace into ``out``."""
+    record_orders(config, info, [(None, out)], steps=steps)
 
-    ``places``: on one process, rounding there. ``reorderings``: on one process, also under each of the committed
-    reorderings, into ``out``-reordered0, 1, …
-    """
+
+def record_orders(
+    config: RunConfig, info: ProcessInfo, orders: Sequence[tuple[Reordering | Places | None, Path]], *, steps: int
+) -> None:
+    """The same run in several orders of its sums, each into its folder: on one process another one, or a layout's."""
     with open_session(config, info, quiet=True) as session:
         ctx, c = session.ctx, session.config
         schedule = BatchSchedule(c.batch, ctx.topology.dp)
@@ -79,26 +80,21 @@ def record_to(
             c, dp_rank=ctx.coords.dp, dp_size=ctx.topology.dp, need_tokens=ctx.is_first_stage,
             need_labels=ctx.is_last_stage, train_samples=schedule.samples_before(steps),
         )
-
-        def one(reordering: Reordering | None, folder: Path) -> None:
+        for order, folder in orders:
             engine = build_engine(c, ctx, session.providers)
-            if reordering is not None:
-                cut_sums(engine.stage, reordering)  # type: ignore[attr-defined]
-            elif places is not None:
-                places.round_there(engine.stage)  # type: ignore[attr-defined]
+            if isinstance(order, Reordering):
+                cut_sums(engine.stage, order)  # type: ignore[attr-defined]
+            elif order is not None:
+                order.round_there(engine.stage)  # type: ignore[attr-defined]
 
-            def batches(step: int) -> list[MicroBatch]:
+            def batches(step: int, order: Reordering | Places | None = order) -> list[MicroBatch]:
                 mine = loaders.train.step(*schedule.step_plan(step))
-                return mine if reordering is None else _regroup(mine, reordering)
+                return _regroup(mine, order) if isinstance(order, Reordering) else mine
 
             trace = record_run(
                 engine, ctx, batches, steps=steps, lr=lambda step: learning_rate(c.optimizer, step, c.training.steps)
             )
             _write(trace, info, folder)
-
-        one(None, out)
-        for index, reordering in enumerate(REORDERINGS if reorderings else ()):
-            one(reordering, out.with_name(f"{out.name}-reordered{index}"))
 
 
 def read_recorded(folder: Path) -> Run:

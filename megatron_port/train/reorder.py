@@ -45,6 +45,8 @@ REORDERINGS = (
     Reordering(4, 4, 2), Reordering(2, 5, 2), Reordering(8, 6, 2), Reordering(4, 7, 4),
 )
 """The eight that tolerances are measured with."""
+ORDERS: tuple[Reordering | None, ...] = (None, *sorted(REORDERINGS, key=lambda r: -r.chunks))
+"""One process in its own order and in the eight, those first that change most."""
 
 
 def _pieces(size: int, reordering: Reordering, place: int, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -48,8 +48,8 @@ def record_run(
 ) -> RankTrace:
     """Train ``steps`` steps and keep what a comparison needs.
 
-    ``batches(step)``: this replica's micro-batches. Gradients of the first ``gradient_steps`` steps are kept by the
-    ranks whose copy counts (dp rank 0, one of the replicated copies), unclipped.
+    ``batches(step)``: this replica's micro-batches. Gradients of the first ``gradient_steps`` steps that are not
+    skipped (fp16) are kept by the ranks whose copy counts (dp rank 0, one of the replicated copies), unclipped.
     """
     trace = RankTrace()
     keep = ctx.coords.dp == 0
@@ -61,8 +61,11 @@ def record_run(
         # From the initial state: after training in half precision it would measure how steps amplify rounding.
         trace.eval_loss = engine.eval_step(batches(0)).loss
     for step in range(steps):
-        engine.on_gradients = on_gradients if step < gradient_steps else None  # type: ignore[attr-defined]
+        engine.on_gradients = on_gradients if len(trace.gradients) < gradient_steps else None  # type: ignore
+        recorded = len(trace.gradients)
         result = engine.train_step(batches(step), step=step, lr=lr(step))
+        if result.grad_norm is None:
+            del trace.gradients[recorded:]
         trace.losses.append(result.loss)
         trace.grad_norms.append(result.grad_norm)
     engine.on_gradients = None  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +26,11 @@ from megatron_port.config.schema import (
 from megatron_port.engine.api import MicroBatch
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
+from megatron_port.train import rounding
 from megatron_port.train.assemble import DTYPES, build_engine
-from megatron_port.train.parity import FP32, Deviation, Run, compare, spread
+from megatron_port.train.parity import Deviation, Run
 from megatron_port.train.places import Places
-from megatron_port.train.reorder import REORDERINGS, Reordering, cut_sums
+from megatron_port.train.reorder import ORDERS, REORDERINGS, Reordering, cut_sums
 from megatron_port.train.trace import RankTrace, record_run
 
 LR = 1e-2
@@ -189,36 +191,27 @@ def single_run(config: RunConfig, *, steps: int, gradient_steps: int = 1, order:
         torch.set_num_threads(threads)
 
 
-FIRST_STEP = dataclasses.replace(FP32, name="first step", gradient=1e-2)
-"""Of half precision, from one process that rounds in the same places: no free-running steps, so fp32's bounds, but for
-single elements of gradients, of which a sum's last bit may decide how they are rounded (fp16: 4e-3 in 450 draws)."""
-
-
 def within_rounding(
     config: RunConfig, topology: Topology, other: Run, single: Callable[[Order], Run]
 ) -> list[Deviation]:
-    """Compare ``other`` with one process that rounds where its layout does, by twice what reordering sums changes.
+    """Compare ``other`` with one process that rounds where its layout does (``train.rounding``).
 
-    single: the run on one process, in an order. The bound is the largest deviation among the runs measured, at least
-    fp32's bound; it only grows with each, so once nothing is over it the verdict is that of all eight, and the others
-    are not run. The first step has bounds of its own, but for products in 8 bits.
+    single: the run on one process, in an order.
     """
-    orders: list[Order] = [None, *sorted(REORDERINGS, key=lambda r: -r.chunks)]
-    reference, deviations = single(Places.of(config, topology)), []
-    runs: list[Run] = []
-    for measured in (0, 3, 5, len(orders)):
-        runs += [single(order) for order in orders[len(runs) : measured]]
-        bound = spread(runs, config.model, name=config.precision.dtype, floor=FP32).scaled(2.0)
-        deviations = compare(reference, other, bound, config.model)
-        if all(d.ok for d in deviations):
-            break
-    if config.precision.fp8 == "none":
-        deviations += compare(first_step(reference), first_step(other), FIRST_STEP, config.model)
-    return deviations
+    return rounding.within_rounding(config, other, rounding.SingleRuns(
+        rounding_there=single(Places.of(config, topology)), ordered=lambda count: [single(o) for o in ORDERS[:count]],
+        plain=lambda: _first_step(config), fp32=lambda: _first_step(_in_fp32(config)),
+    ))
 
 
-def first_step(run: Run) -> Run:
-    """A run that ends after its first step."""
+def _in_fp32(config: RunConfig) -> RunConfig:
+    """On torch's ops."""
+    backend = dataclasses.replace(config.backend, own_kernels="off", attention="math")
     return dataclasses.replace(
-        run, losses=run.losses[:1], grad_norms=run.grad_norms[:1], final_eval_loss=None, gradients=run.gradients[:1]
+        config, backend=backend, precision=dataclasses.replace(config.precision, dtype="fp32", fp8="none")
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _first_step(config: RunConfig) -> Run:
+    return single_run(config, steps=1)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Places, make_config, run_cases, single_run
+from cases import Order, Places, make_config, run_case, run_cases, single_run, within_rounding
 from pool import RankPool
 
 from megatron_port.config.schema import RunConfig
+from megatron_port.parallel import linear
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.parity import FP32, Run, compare
-from megatron_port.train.places import ring_sum
+from megatron_port.train.parity import FIRST_STEP, FP32, Run, compare
+from megatron_port.train.places import CutProducts, ring_sum
+from megatron_port.train.trace import RankTrace
 
 LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 4,
          "position_embedding": "rope"}
@@ -81,7 +85,56 @@ def test_the_first_step_of_a_layout_in_half_precision_is_within_the_bounds_of_fp
         results = ranks.run(world, run_cases, [(c, t, 1, 1) for c, t in members], deepspeed=deepspeed)
         for i, (config, topology) in enumerate(members):
             run = Run.of([r[i] for r in results])
-            near = compare(single_run(config, steps=1, order=Places.of(config, topology)), run, FP32, config.model)
+            one = single_run(config, steps=1, order=Places.of(config, topology))
+            near = compare(one, run, replace(FP32, key_bias=FIRST_STEP[config.precision.dtype].key_bias), config.model)
             assert all(d.ok for d in near), "\n".join([str(topology), *map(str, near)])
             far = compare(single_run(config, steps=1), run, FP32, config.model)
             assert max(d.value for d in far if d.quantity == "gradient") > 1e-3
+
+
+_reduce = linear.reduce_from_tp
+
+
+class _Scaled(torch.autograd.Function):
+    """The forward pass alone is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, factor: float) -> torch.Tensor:
+        return y * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def _too_large(factor: float, case: tuple[RunConfig, Topology, int, int]) -> RankTrace:
+    """A case whose outputs of row-parallel linears are too large where tp > 1."""
+    def reduce(y: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        return _Scaled.apply(_reduce(y, group), 1.0 if group is None else factor)
+
+    with mock.patch.object(linear, "reduce_from_tp", reduce):
+        return run_case(*case)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("fp16", 1.01), ("bf16", 1.1)])
+def test_an_error_common_to_a_layout_and_the_process_in_its_place_is_found(
+    ranks: RankPool, dtype: str, factor: float
+) -> None:
+    """Each is the other's to the bit; that both are too far from the plain process and from fp32 is what shows it."""
+    config, topology = _case("native", dtype, {"tie_embeddings": True}, "off"), Topology(2, 1, 1)
+    both = Run.of(ranks.run(2, _too_large, factor, (config, topology, 1, 1)))
+    cut = CutProducts.forward
+
+    def forward(self: CutProducts, *args: Any) -> Any:
+        y, saved = cut(self, *args)
+        return (y * factor if self.inputs else y), saved
+
+    def single(order: Order) -> Run:
+        with mock.patch.object(CutProducts, "forward", forward):
+            return single_run(config, steps=1, order=order)
+
+    right = single_run(config, steps=1, order=Places.of(config, topology))
+    assert all(d.ok for d in within_rounding(config, topology, right, lambda order: right))
+    found = [d for d in within_rounding(config, topology, both, single) if not d.ok]
+    assert found and {d.rule for d in found} == {
+        "the reference, from the plain process", "the reference, from fp32"}, "\n".join(map(str, found))

@@ -36,7 +36,7 @@ from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.train.assemble import build_engine
-from megatron_port.train.parity import FP32, FP64, Deviation, Run, Tolerance, compare, spread
+from megatron_port.train.parity import FP32, FP64, SPREAD_FACTOR, Deviation, Run, Tolerance, compare, spread
 from megatron_port.train.reorder import cut_sums
 
 SAVE_AT = 3
@@ -251,7 +251,7 @@ def loss_deviations(target: Side, source: Numbers | None, resumed: Numbers, sing
     if dtype == "fp64":
         wide: Tolerance = FP64
     else:
-        wide = spread([_run(n) for n in singles], model, name=dtype, floor=FP32.scaled(0.5)).scaled(2.0)
+        wide = spread([_run(n) for n in singles], model, name=dtype, floor=FP32.scaled(0.5)).scaled(SPREAD_FACTOR)
     others = [singles[0], *([source] if source is not None else [])]
     out = [d for other in others for d in compare(_run(other), _run(resumed), wide, model)]
     if dtype == "fp32":  # the first step is taken from identical state
