@@ -177,12 +177,17 @@ def run_cases(cases: Sequence[tuple[RunConfig, Topology, int, int]]) -> list[Ran
     return [run_case(*case) for case in cases]
 
 
-def single_run(config: RunConfig, *, steps: int, gradient_steps: int = 1, order: Order = None) -> Run:
-    """The reference: one process, the native engine, in this very process, one thread."""
-    config = dataclasses.replace(
+def _alone(config: RunConfig) -> RunConfig:
+    """On one process, engine native."""
+    return dataclasses.replace(
         config, engine="native", backend=dataclasses.replace(config.backend, optimizer="auto"),
         layout=LayoutConfig(vocab_padding_multiple=1, pipeline_schedule="1f1b"),
     )
+
+
+def single_run(config: RunConfig, *, steps: int, gradient_steps: int = 1, order: Order = None) -> Run:
+    """The reference: one process, the native engine, in this very process, one thread."""
+    config = _alone(config)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -200,7 +205,7 @@ def within_rounding(
     """
     return rounding.within_rounding(config, other, rounding.SingleRuns(
         rounding_there=single(Places.of(config, topology)), ordered=lambda count: [single(o) for o in ORDERS[:count]],
-        plain=lambda: _first_step(config), fp32=lambda: _first_step(_in_fp32(config)),
+        plain=lambda: _first_step(_alone(config)), fp32=lambda: _first_step(_alone(_in_fp32(config))),
     ))
 
 

@@ -114,7 +114,6 @@ def test_gathering_again_doubles_the_heads_backward() -> None:
     assert layer_cost(case, rates, links, group).forward_tensor > 0
 
 
-@pytest.mark.slow  # importing DeepSpeed takes longer than the rest
 def test_deepspeeds_gradients_and_weights_are_those_of_the_plan() -> None:
     """Its ZeRO-1: an all-reduce of fp32 gradients, an all-gather of weights, on groups of its own."""
     config = run(GPT, tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
