@@ -270,7 +270,7 @@ def _verdict(layout: str, deviations: list[Deviation]) -> int:
         for d in members:
             print(f"  {d}")
     if bad:
-        named = dict.fromkeys(d.where for d in bad if d.quantity == "gradient")
+        named = dict.fromkeys(d.where for d in bad if d.quantity in ("gradient", "grad moved", "grad scale"))
         print(f"  the first to differ: {bad[0].quantity} at {bad[0].where}"
               + (f"; of the gradients, most: {', '.join(named)}" if named else ""))
     return EXIT_NUMERICS if bad else EXIT_OK

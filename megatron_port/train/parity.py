@@ -260,9 +260,9 @@ def distances(reference: Run, other: Run, dtype: str, model: ModelConfig, *, rul
         moved.append((float(delta.norm()) / norm, name))
         scaled.append((abs(float((delta * ga).sum())) / norm**2, name))
     found = [
-        ("loss", (_relative(a.losses[-1], b.losses[-1]), ""), DISTANCE.loss),
-        ("grad norm", (_norm_deviation(a.grad_norms[-1], b.grad_norms[-1]), ""), DISTANCE.grad_norm),
-        ("gradient", _worst(moved), DISTANCE.gradient), ("its scale", _worst(scaled), DISTANCE.scale),
+        ("loss moved", (_relative(a.losses[-1], b.losses[-1]), ""), DISTANCE.loss),
+        ("norm moved", (_norm_deviation(a.grad_norms[-1], b.grad_norms[-1]), ""), DISTANCE.grad_norm),
+        ("grad moved", _worst(moved), DISTANCE.gradient), ("grad scale", _worst(scaled), DISTANCE.scale),
     ]
     return [
         Deviation(what, ", ".join(filter(None, ("first step", name))), value, bound * u, rule)

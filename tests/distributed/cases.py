@@ -203,9 +203,12 @@ def within_rounding(
 
     single: the run on one process, in an order.
     """
+    places = Places.of(config, topology)
+    there = single(places)
     return rounding.within_rounding(config, other, rounding.SingleRuns(
-        rounding_there=single(Places.of(config, topology)), ordered=lambda count: [single(o) for o in ORDERS[:count]],
-        plain=lambda: _first_step(_alone(config)), fp32=lambda: _first_step(_alone(_in_fp32(config))),
+        rounding_there=there, ordered=lambda count: [single(order) for order in ORDERS[:count]],
+        plain=lambda: there if places is None else _first_step(_alone(config)),
+        fp32=lambda: _first_step(_alone(_in_fp32(config))),
     ))
 
 

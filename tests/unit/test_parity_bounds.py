@@ -79,5 +79,5 @@ def test_a_distance_tells_a_factor_from_noise() -> None:
     one = replace(_run((1.0,), (1.0,)), gradients=({"a": gradient},))
     for other, scale in ((gradient + noise, False), (gradient * 1.04, True)):
         found = distances(one, replace(one, gradients=({"a": other},)), "bf16", MODEL, rule="")
-        assert {d.quantity for d in found if not d.ok} == ({"its scale"} if scale else set())
-        assert next(d for d in found if d.quantity == "gradient").value == pytest.approx(0.04, rel=0.05)
+        assert {d.quantity for d in found if not d.ok} == ({"grad scale"} if scale else set())
+        assert next(d for d in found if d.quantity == "grad moved").value == pytest.approx(0.04, rel=0.05)
