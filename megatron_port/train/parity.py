@@ -76,7 +76,7 @@ class Distance:
     """|Δ · gradient| ÷ ‖gradient‖², by name."""
 
 
-DISTANCE = Distance(loss=0.05, grad_norm=1.25, gradient=12.0, scale=8.0)
+DISTANCE = Distance(loss=0.2, grad_norm=1.25, gradient=12.0, scale=8.0)
 """Of the process that rounds where a layout does, from the plain one and from fp32."""
 
 
