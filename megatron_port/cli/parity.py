@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_port.runtime.discovery import ProcessInfo
     from megatron_port.train.parity import Deviation, Run
     from megatron_port.train.places import Places
+    from megatron_port.train.reorder import Reordering
 
 
 PLAIN, WIDE, ORDERED, PLACES = "one-process", "one-process-fp32", "one-process-reordered", "one-process-as-"
@@ -153,7 +154,9 @@ def _record_single(args: argparse.Namespace, config: RunConfig) -> int:
     for name in args.single:
         changed = config_for(config, name.removeprefix(PLACES) if name.startswith(PLACES) else "tp1pp1dp1")
         steps, out = args.steps, args.out / name
-        orders = [(_places(changed) if name.startswith(PLACES) else None, out)]
+        orders: list[tuple[Reordering | Places | None, Path]] = [
+            (_places(changed) if name.startswith(PLACES) else None, out)
+        ]
         changed = replace(
             changed, engine="native", layout=alone, backend=replace(changed.backend, optimizer=provider)
         )

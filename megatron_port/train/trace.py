@@ -61,8 +61,8 @@ def record_run(
         # From the initial state: after training in half precision it would measure how steps amplify rounding.
         trace.eval_loss = engine.eval_step(batches(0)).loss
     for step in range(steps):
-        engine.on_gradients = on_gradients if len(trace.gradients) < gradient_steps else None  # type: ignore
         recorded = len(trace.gradients)
+        engine.on_gradients = on_gradients if recorded < gradient_steps else None  # type: ignore[attr-defined]
         result = engine.train_step(batches(step), step=step, lr=lr(step))
         if result.grad_norm is None:
             del trace.gradients[recorded:]

@@ -27,7 +27,9 @@ def _most_payloads(config: RunConfig, stages: int) -> tuple[int, int, int]:
     topology = Topology(pp=stages, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v")
     ctx = ParallelContext.create(topology, "cpu")
     engine: Any = build_engine(config, ctx, providers_of(config))
-    link, sent, most = engine.runner.link, [], [0, 0]
+    link, most = engine.runner.link, [0, 0]
+    sent: list[StorageWeakRef] = []
+    evaluating = False
     start = link.send
 
     def send(tensor: torch.Tensor, to: int, *, downstream: bool = True) -> Any:
@@ -39,7 +41,6 @@ def _most_payloads(config: RunConfig, stages: int) -> tuple[int, int, int]:
     link.send = send
     try:
         batches = make_batches(config, ctx)(0)
-        evaluating = False
         engine.train_step(batches, step=0, lr=LR)
         count = len(sent)
         assert all(ref.expired() for ref in sent)
