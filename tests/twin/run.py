@@ -1,0 +1,151 @@
+"""The loop: schedule, batches, AdamW in float64, evaluations, and a line for each of metrics.jsonl.
+
+``python -m twin.run RUN.json`` (in tests/) prints the lines; the file has the tables and keys of a run file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twin import data, streams
+from twin.model import Drop, Shape, Weights, decays, initial, no_dropout, operations, parameters_of, token_losses
+
+
+def learning_rate(optimizer: dict[str, Any], step: int) -> float:
+    """Of the update number ``step``, from 0: a line up to ``lr`` at step ``warmup_steps``, then half a cosine."""
+    warmup, end, low, high = (optimizer[k] for k in ("warmup_steps", "decay_steps", "min_lr", "lr"))
+    if step < warmup:
+        return high * (step + 1) / (warmup + 1)
+    turn = min(1.0, (step - warmup) / (end - warmup))
+    return low + (high - low) * (1 + math.cos(math.pi * turn)) / 2
+
+
+def batch_size(batch: dict[str, Any], consumed: int) -> int:
+    """Samples of the step that begins after ``consumed`` of them."""
+    first, last, ramp = batch["rampup_start"], batch["global_batch_size"], batch["rampup_samples"]
+    stages = (last - first) // batch["rampup_increment"]
+    return last if consumed >= ramp else first + batch["rampup_increment"] * (consumed * stages // ramp)
+
+
+@dataclass
+class Adam:
+    """AdamW with decoupled decay; moments of every weight."""
+
+    settings: dict[str, Any]
+    first: Weights = field(default_factory=dict)
+    second: Weights = field(default_factory=dict)
+    updates: int = 0
+
+    def step(self, weights: Weights, gradients: Weights, lr: float) -> None:
+        """Change ``weights`` in place."""
+        s = self.settings
+        self.updates += 1
+        for name, g in gradients.items():
+            m = self.first.setdefault(name, torch.zeros_like(g))
+            v = self.second.setdefault(name, torch.zeros_like(g))
+            m.mul_(s["beta1"]).add_((1 - s["beta1"]) * g)
+            v.mul_(s["beta2"]).add_((1 - s["beta2"]) * g * g)
+            unbiased = m / (1 - s["beta1"] ** self.updates)
+            size = torch.sqrt(v / (1 - s["beta2"] ** self.updates)) + s["eps"]
+            w = weights[name]
+            if decays(name):
+                w.mul_(1 - lr * s["weight_decay"])
+            w.sub_(lr * unbiased / size)
+
+
+def clip(gradients: Weights, limit: float) -> float:
+    """The global norm before clipping; gradients are scaled down in place where it is above ``limit``."""
+    norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients.values()))
+    if 0 < limit < norm:
+        for g in gradients.values():
+            g.mul_(limit / (norm + 1e-6))
+    return norm
+
+
+class Twin:
+    """A run, from the tables of its run file."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.seed = config, config["seed"]
+        self.model: Shape = parameters_of(config["model"])
+        d = config["data"]
+        self.train, self.valid = data.datasets(d["train"], d["weights"], d["split"], self.model.seq_length)
+        self.eod = 256 if d["mask_eod_loss"] else None  # of the byte tokenizer
+        self.weights = {k: v.double() for k, v in initial(self.model, self.seed).items()}
+        self.adam = Adam(config["optimizer"])
+        self.lines: list[dict[str, float]] = []
+
+    def losses(self, rows: list[np.ndarray], drop: Drop = no_dropout) -> tuple[Tensor, float]:
+        """(sum of the token losses that count, how many count)."""
+        both = np.stack(rows)
+        mask = data.loss_mask(both[:, :-1], self.eod)
+        tokens, labels = torch.from_numpy(both[:, :-1].copy()), torch.from_numpy(both[:, 1:].copy())
+        losses = token_losses(tokens, labels, self.weights, self.model, drop)
+        return (losses * torch.from_numpy(mask)).sum(), float(mask.sum())
+
+    def gradients(self, step: int, samples: list[int]) -> tuple[float, Weights]:
+        """(mean loss, its gradient by name) of a training step."""
+        def drop(x: Tensor, op: str, p: float) -> Tensor:
+            if p == 0.0:
+                return x
+            return x * streams.dropout_factors(self.seed, step, samples, op, tuple(x.shape[1:]), p).to(x.dtype)
+
+        for w in self.weights.values():
+            w.requires_grad_()
+        total, count = self.losses([self.train.drawn(self.seed, k) for k in samples], drop)
+        mean = total / count
+        found = torch.autograd.grad(mean, list(self.weights.values()))
+        for w in self.weights.values():
+            w.requires_grad_(False)
+        return float(mean.detach()), {name: g.clone() for name, g in zip(self.weights, found)}
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> None:
+        """Add an evaluation's line: the same samples each time, in stored order, every token weighs the same."""
+        size = self.config["batch"]["global_batch_size"]
+        batches = min(self.config["training"]["eval_batches"], max(1, self.valid.size // size))
+        total, count = self.losses([self.valid.stored(k % self.valid.size) for k in range(batches * size)])
+        self.lines.append({"step": step, "validation_loss": float(total) / count})
+
+    def run(self) -> list[dict[str, float]]:
+        """Every line of metrics.jsonl, with operations and tokens of the step in place of what is per second."""
+        c, m, training = self.config, self.model, self.config["training"]
+        consumed = 0
+        self.evaluate(0)
+        for step in range(training["steps"]):
+            size = batch_size(c["batch"], consumed)
+            lr = learning_rate(c["optimizer"], step)
+            loss, gradients = self.gradients(step, list(range(consumed, consumed + size)))
+            norm = clip(gradients, c["optimizer"]["clip_grad"])
+            self.adam.step(self.weights, gradients, lr)
+            consumed += size
+            again = {"none": 0, "full": operations(m) - 2 * m.seq_length * m.vocab_size * m.hidden_size}
+            self.lines.append({
+                "step": step + 1, "loss": loss, "learning_rate": lr, "grad_norm": norm, "loss_scale": 1.0,
+                "skipped": False, "skipped_total": 0, "anomalies_total": 0, "samples": consumed,
+                "tokens": consumed * m.seq_length, "step_tokens": size * m.seq_length,
+                "model_operations": 3 * operations(m) * size,
+                "hardware_operations": (3 * operations(m) + again[c["layout"]["recompute"]]) * size,
+            })
+            if (step + 1) % training["eval_interval"] == 0 or step + 1 == training["steps"]:
+                self.evaluate(step + 1)
+        return self.lines
+
+
+def main() -> None:
+    """Print a run's lines."""
+    for line in Twin(json.loads(Path(sys.argv[1]).read_text())).run():
+        print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
