@@ -16,7 +16,7 @@ APT := sudo apt-get install -y git make g++ python3-dev python3-venv
 export SMALL DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak kernels lint gpu-check ghost-check compare site-report lock clean
+.PHONY: help setup quickstart test mutations soak kernels lint gpu-check ghost-check compare site-report lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SM
 
 test: setup  ## every test that this machine can run
 	@$(VENV) scripts/run_tests.py $(ARGS)
+
+mutations: setup  ## are silent faults caught? each of tests/mutants.toml in a copy of the tree (ARGS='--only rope')
+	@$(VENV) tests/mutants.py $(ARGS)
 
 soak: setup  ## the long fault tests, resumable: benchmarks/results/soak-*.jsonl (ARGS='--part kills --seconds 600')
 	@$(VENV) scripts/soak.py $(ARGS)

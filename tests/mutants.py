@@ -1,0 +1,239 @@
+"""Does the suite see silent faults? Applies each of ``tests/mutants.toml`` to a copy of the tree and runs its tests.
+
+    make mutations                                  all that the record lacks, or that has changed since
+    make mutations ARGS='--only rope --again'       those whose name has the word, also where recorded
+    make mutations ARGS=--report                    the record as a table
+
+A fault is *caught* when each of the named tests, run by itself, fails; *survived* when one of them passes. A copy that
+does not even import, or a test that hangs, proves nothing and is an *error*; so that a failure means something, all tests
+run first without a fault. Results are appended to ``benchmarks/results/mutations.jsonl``, each with a digest of what it
+depends on: an interrupted run resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = Path(__file__).with_suffix(".toml")
+RECORD = ROOT / "benchmarks" / "results" / "mutations.jsonl"
+LIMIT_S = 420
+"""Of one pytest run; a fault that hangs is caught by nobody."""
+CAUGHT, SURVIVED, ERROR = "caught", "survived", "error"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: ``old`` becomes ``new`` in ``file``, and each of ``tests`` (pytest's names) must then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def applied(self, text: str) -> str:
+        """The file with the fault. Raises ValueError unless ``old`` is there exactly once."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} is {text.count(self.old)} times in {self.file}")
+        return text.replace(self.old, self.new)
+
+    def digest(self) -> str:
+        """Of all that decides the outcome as far as files say: the fault, its file, the tests' files and the twin."""
+        files = sorted({self.file, *(t.split("::")[0] for t in self.tests), *map(_relative, _twin())})
+        h = hashlib.blake2b(digest_size=8)
+        for part in (self.old, self.new, *self.tests, *((ROOT / f).read_text() for f in files)):
+            h.update(part.encode() + b"\0")
+        return h.hexdigest()
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _twin() -> list[Path]:
+    return sorted((ROOT / "tests" / "twin").glob("*.py"))
+
+
+def load(path: Path = LIST) -> list[Mutant]:
+    """The list. Raises KeyError for a test that has no name in it."""
+    raw: dict[str, Any] = tomllib.loads(path.read_text())
+    return [
+        Mutant(m["name"], m["file"], m["old"], m["new"], tuple(raw["tests"][t] for t in m["tests"]))
+        for m in raw["mutant"]
+    ]
+
+
+@contextlib.contextmanager
+def copied_tree() -> Iterator[Path]:
+    """What git knows or does not ignore, and the compiled kernels, in a folder of its own."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
+        capture_output=True,
+    ).stdout.decode().split("\0")
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Path(folder) / "tree"
+        for name in filter(None, listed):
+            source = ROOT / name
+            if name == ".venv" or not (source.is_symlink() or source.is_file()):
+                continue
+            target = tree / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+        kernels = ROOT / "megatron_port" / "_kernels"
+        here = tree / "megatron_port" / "_kernels"
+        if kernels.exists() and not here.is_symlink():
+            here.symlink_to(kernels.resolve())
+        yield tree
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One pytest run."""
+
+    code: int
+    failed: tuple[str, ...]
+    tail: str
+
+
+def run_tests(tree: Path, tests: Sequence[str], limit_s: float = LIMIT_S) -> Ran:
+    """``pytest -x TESTS`` in ``tree``; code -1: it took longer than ``limit_s`` and was killed with all it started."""
+    environment = {
+        **os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",  # a fault of the same length in the same second would run as the old file
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, code = process.communicate()[0], -1
+    return Ran(code, tuple(re.findall(r"^FAILED (\S+)", output, re.M)), output[-3000:])
+
+
+def judge(tree: Path, mutant: Mutant) -> dict[str, Any]:
+    """Apply, run each named test by itself, take back. The outcome is that of the least of them."""
+    path = tree / mutant.file
+    before = path.read_text()
+    started = time.monotonic()
+    by_test: dict[str, str] = {}
+    failed: list[str] = []
+    tail = ""
+    path.write_text(mutant.applied(before))
+    try:
+        for test in mutant.tests:
+            ran = run_tests(tree, [test])
+            # 1: tests failed; 0: none did; all else (no tests, an error in importing them, a hang) proves nothing.
+            by_test[test] = {0: SURVIVED, 1: CAUGHT if ran.failed else ERROR}.get(ran.code, ERROR)
+            failed += ran.failed
+            tail = ran.tail if by_test[test] == ERROR else tail
+    finally:
+        path.write_text(before)
+    outcome = next(o for o in (ERROR, SURVIVED, CAUGHT) if o in by_test.values())
+    row = {"name": mutant.name, "outcome": outcome, "file": mutant.file, "old": mutant.old.strip(),
+           "new": mutant.new.strip(), "failed": failed, "seconds": round(time.monotonic() - started, 1)}
+    if outcome != CAUGHT:
+        row["by_test"] = by_test
+    return row | ({"tail": tail} if tail else {})
+
+
+def recorded(path: Path) -> dict[str, dict[str, Any]]:
+    """Name → its latest row."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {row["name"]: row for row in map(json.loads, lines)}
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """One line, on disk before the next fault is tried."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as out:
+        out.write(json.dumps(row) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Fault → what caught it, as Markdown."""
+    lines = ["| fault | file | outcome | by |", "|---|---|---|---|"]
+    for row in rows:
+        by = ", ".join(f"`{t.removeprefix('tests/')}`" for t in row["failed"]) or "nothing"
+        lines.append(f"| {row['name']} | `{row['file']}` | {row['outcome']} | {by} |")
+    return "\n".join(lines)
+
+
+def commit() -> str:
+    """Of the tree, with + where it has changes."""
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def run(mutants: Sequence[Mutant], record: Path) -> int:
+    """Run them all; 0 if every one was caught."""
+    bad = 0
+    with copied_tree() as tree:
+        # Without a fault everything named must pass, or a failure says nothing.
+        needed = sorted({t for m in mutants for t in m.tests})
+        clean = run_tests(tree, needed, LIMIT_S * len(needed))
+        if clean.code != 0:
+            print(f"the tests fail without a fault:\n{clean.tail}")
+            return 2
+        for number, mutant in enumerate(mutants, 1):
+            row = {**judge(tree, mutant), "commit": commit(), "digest": mutant.digest(), "time": round(time.time())}
+            append(record, row)
+            bad += row["outcome"] != CAUGHT
+            print(f"{number}/{len(mutants)} {row['outcome']:8} {row['seconds']:6.1f} s  {mutant.name}", flush=True)
+            if row["outcome"] != CAUGHT:
+                print(json.dumps(row.get("by_test")), row.get("tail", ""), sep="\n", flush=True)
+    return 1 if bad else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="WORD", help="faults whose name or file has this word")
+    parser.add_argument("--again", action="store_true", help="also those that are recorded and have not changed")
+    parser.add_argument("--report", action="store_true", help="print the record and stop")
+    parser.add_argument("--record", type=Path, default=RECORD)
+    args = parser.parse_args()
+    mutants, done = load(), recorded(args.record)
+    if args.report:
+        print(table([done[m.name] for m in mutants if m.name in done]))
+        return 0
+    todo = [
+        m for m in mutants if (args.only in m.name or args.only in m.file) and (
+            args.again or done.get(m.name, {}).get("digest") != m.digest() or done[m.name]["outcome"] != CAUGHT
+        )
+    ]
+    print(f"{len(todo)} of {len(mutants)} faults to try", flush=True)
+    return run(todo, args.record) if todo else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

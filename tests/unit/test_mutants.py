@@ -1,0 +1,60 @@
+"""The list of faults fits the tree, and the runner tells caught from survived from broken."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import mutants
+import pytest
+from mutants import CAUGHT, ERROR, SURVIVED, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = mutants.load()
+
+
+def test_names_are_unique_and_there_are_many() -> None:
+    assert len({m.name for m in LIST}) == len(LIST) >= 40
+
+
+@pytest.mark.parametrize("mutant", LIST, ids=lambda m: m.name)
+def test_a_fault_fits_its_file(mutant: Mutant) -> None:
+    """Where a file has changed, so must the list."""
+    before = (ROOT / mutant.file).read_text()
+    after = mutant.applied(before)
+    assert ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        assert name.partition("[")[0] in (ROOT / file).read_text(), test
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "thing.py").write_text("def double(x):\n    return x + x\n")
+    (tmp_path / "test_thing.py").write_text("import thing\n\ndef test_double():\n    assert thing.double(2) == 4\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("new", "outcome"), [("x + x + x", CAUGHT), ("x * x", SURVIVED), ("(x +", ERROR)],
+)
+def test_outcomes(tree: Path, new: str, outcome: str) -> None:
+    before = (tree / "thing.py").read_text()
+    row = mutants.judge(tree, Mutant("one", "thing.py", "x + x", new, ("test_thing.py",)))
+    assert row["outcome"] == outcome
+    assert row["failed"] == (["test_thing.py::test_double"] if outcome == CAUGHT else [])
+    assert (tree / "thing.py").read_text() == before
+
+
+def test_text_that_is_not_there_once_is_refused() -> None:
+    for old in ("y", "x"):
+        with pytest.raises(ValueError, match=r"is \d times in f"):
+            Mutant("m", "f", old, "z", ()).applied("x x")
+
+
+def test_the_record_is_what_the_latest_run_said(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    for outcome in (SURVIVED, CAUGHT):
+        mutants.append(path, {"name": "a", "outcome": outcome, "file": "f", "failed": ["tests/unit/t.py::x"]})
+    assert mutants.recorded(path)["a"]["outcome"] == CAUGHT
+    assert "| a | `f` | caught | `unit/t.py::x` |" in mutants.table(list(mutants.recorded(path).values()))
