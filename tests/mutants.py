@@ -5,9 +5,9 @@
     make mutations ARGS=--report                    the record as a table
 
 A fault is *caught* when each of the named tests, run by itself, fails; *survived* when one of them passes. A copy that
-does not even import, or a test that hangs, proves nothing and is an *error*; so that a failure means something, all tests
-run first without a fault. Results are appended to ``benchmarks/results/mutations.jsonl``, each with a digest of what it
-depends on: an interrupted run resumes.
+does not even import, or a test that hangs, proves nothing and is an *error*; so that a failure means something, all
+tests run first without a fault. Results are appended to ``benchmarks/results/mutations.jsonl``, each with a digest of
+what it depends on: an interrupted run resumes.
 """
 
 from __future__ import annotations
