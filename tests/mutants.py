@@ -58,21 +58,13 @@ class Mutant:
             raise ValueError(f"{self.name}: {self.old!r} is {text.count(self.old)} times in {self.file}")
         return text.replace(self.old, self.new)
 
-    def digest(self) -> str:
+    def digest(self, tree: Path = ROOT) -> str:
         """Of all that decides the outcome as far as files say: the fault, its file, the tests' files and the twin."""
-        files = sorted({self.file, *(t.split("::")[0] for t in self.tests), *map(_relative, _twin())})
+        files = {tree / self.file, *(tree / t.split("::")[0] for t in self.tests), *(tree / "tests/twin").glob("*.py")}
         h = hashlib.blake2b(digest_size=8)
-        for part in (self.old, self.new, *self.tests, *((ROOT / f).read_text() for f in files)):
+        for part in (self.old, self.new, *self.tests, *(f.read_text() for f in sorted(files))):
             h.update(part.encode() + b"\0")
         return h.hexdigest()
-
-
-def _relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def _twin() -> list[Path]:
-    return sorted((ROOT / "tests" / "twin").glob("*.py"))
 
 
 def load(path: Path = LIST) -> list[Mutant]:
@@ -228,7 +220,7 @@ def run(mutants: Sequence[Mutant], record: Path) -> int:
         if not pass_without_fault(tree, [t for m in mutants for t in m.tests], record):
             return 2
         for number, mutant in enumerate(mutants, 1):
-            row = {**judge(tree, mutant), "commit": commit(), "digest": mutant.digest(), "time": round(time.time())}
+            row = {**judge(tree, mutant), "commit": commit(), "digest": mutant.digest(tree), "time": round(time.time())}
             append(record, row)
             bad += row["outcome"] != CAUGHT
             print(f"{number}/{len(mutants)} {row['outcome']:8} {row['seconds']:6.1f} s  {mutant.name}", flush=True)

@@ -84,29 +84,31 @@ def test_keys_are_their_definition_and_differ(a: list[int | str], b: list[int | 
 
 @settings(max_examples=15, deadline=None)
 @given(models(), SEEDS)
-def test_initial_weights_are_the_twins_to_the_bit(model: ModelConfig, seed: int) -> None:
-    """Through what an engine loads at its start; the twin uses another quantile function."""
+def test_initial_weights_are_the_twins(model: ModelConfig, seed: int) -> None:
+    """Through what an engine loads at its start. The twin's quantile function is another, within 2e-14: about one
+    float32 in a million may be rounded to the other side."""
     records = model_records(model)
     read, want = initial_reader(records, seed), twin_initial(twin_shape(model), seed)
     assert set(records) == set(want)
     for name, record in records.items():
         got = read(name, "weight", (0,) * len(record.shape), record.shape)
-        assert torch.equal(got, want[name]), name
+        torch.testing.assert_close(got, want[name], rtol=2e-7, atol=0, msg=name)
+        assert int((got != want[name]).sum()) <= 1 + got.numel() // 1000, name
 
 
 @settings(max_examples=15, deadline=None)
 @given(models(), SEEDS)
 def test_no_two_parameters_share_their_draws(model: ModelConfig, seed: int) -> None:
-    """Nor two seeds: normalised by their std, the first values of any two differ everywhere."""
+    """Nor two seeds: normalised by their std, the first values of any two have nothing to do with one another."""
     found: dict[tuple[int, str], torch.Tensor] = {}
     for s in (seed, seed + 1):
         for name, record in model_records(model).items():
             if record.init.kind == "normal":
-                head = initial_values(seed=s, name=name, init=record.init, shape=(32,), offset=(0,), extent=(32,))
+                head = initial_values(seed=s, name=name, init=record.init, shape=(256,), offset=(0,), extent=(256,))
                 found[s, name] = head / record.init.std
     assert len({name for _, name in found}) >= 4 * model.num_layers + 1
     for (a, x), (b, y) in itertools.combinations(found.items(), 2):
-        assert float((x - y).abs().min()) > 0 and abs(float((x * y).mean())) < 1.2, (a, b)
+        assert int((x == y).sum()) < 4 and abs(float((x * y).mean())) < 0.6, (a, b)
 
 
 # ---------------------------------------------------------------- dropout
