@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_port.telemetry.metrics import Record
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _ROWS = 12
+_PEAK = 1.1
+"""A peak is this many times as high as the losses of the lines on both sides: more than batches differ."""
 
 
 def make_console(
@@ -32,27 +35,64 @@ def _is_due(step: int, total: int, interval: int, record: Record) -> bool:
     return step % max(interval, 1) == 0 or step in (1, total) or bool(record.get("skipped"))
 
 
+class LossPeak:
+    """The highest loss since the last logged line, which a log interval of several steps would hide."""
+
+    def __init__(self) -> None:
+        self._before: float | None = None
+        self._highest: tuple[float, int] | None = None
+
+    def add(self, record: Record) -> None:
+        """Note the loss of a step, logged or not."""
+        loss = record.get("loss")
+        if loss is None or (self._highest is not None and isnan(self._highest[0])):
+            return
+        if self._highest is None or not float(loss) <= self._highest[0]:  # NaN is above everything
+            self._highest = float(loss), int(record["step"] or 0)
+
+    def cells(self, record: Record) -> dict[str, str]:
+        """``text.cells`` of a logged line, with ``peak`` after the loss where the steps since the last line had one.
+
+        A peak is a loss that is not finite, or ``_PEAK`` times as high as the losses of both lines. Call this once
+        per logged line: the next interval starts here.
+        """
+        loss, highest, before = record.get("loss"), self._highest, self._before
+        self._before, self._highest = None if loss is None else float(loss), None
+        out = cells(record)
+        if highest is None or loss is None or highest[1] == record["step"]:
+            return out
+        ends = [x for x in (before, float(loss)) if x is not None and isfinite(x)]
+        if isfinite(highest[0]) and ends and highest[0] <= _PEAK * max(ends):
+            return out
+        return {"loss": out.pop("loss"), "peak": f"{highest[0]:.4f} at step {highest[1]}", **out}
+
+
 class PlainConsole:
-    """One line a logged step; skipped steps, the first and the last are always logged."""
+    """One line per logged step; skipped steps, the first and the last are always logged.
+
+    A loss between two lines that is well above both is shown in the later line as ``peak``.
+    """
 
     def __init__(self, *, total_steps: int, log_interval: int, stream: TextIO) -> None:
         self._total, self._interval, self._stream = total_steps, log_interval, stream
+        self._peak = LossPeak()
 
     def step(self, record: Record) -> None:
         """A training step."""
         step = int(record["step"] or 0)
+        self._peak.add(record)
         if _is_due(step, self._total, self._interval, record):
-            self._line(f"step {step}/{self._total}", record)
+            self._line(f"step {step}/{self._total}", self._peak.cells(record))
 
     def evaluation(self, record: Record) -> None:
         """An evaluation."""
-        self._line(f"evaluation after step {record['step']}/{self._total}", record)
+        self._line(f"evaluation after step {record['step']}/{self._total}", cells(record))
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _line(self, head: str, record: Record) -> None:
-        parts = [head, *(f"{label} {text}" for label, text in cells(record).items())]
+    def _line(self, head: str, shown: dict[str, str]) -> None:
+        parts = [head, *(f"{label} {text}" for label, text in shown.items())]
         print(" | ".join(parts), file=self._stream, flush=True)
 
 
@@ -73,6 +113,7 @@ class LiveConsole:
         self._total, self._interval, self._name = total_steps, log_interval, name
         self._rows: deque[tuple[int, dict[str, str]]] = deque(maxlen=_ROWS)
         self._validation = ""
+        self._peak = LossPeak()
         self._seconds: deque[float] = deque(maxlen=20)
         self._last_step = 0
         self._live: Any = Live(console=console, auto_refresh=False, get_renderable=self._table)
@@ -84,8 +125,9 @@ class LiveConsole:
         seconds = record.get("seconds")
         if seconds is not None:
             self._seconds.append(float(seconds))
+        self._peak.add(record)
         if _is_due(self._last_step, self._total, self._interval, record):
-            self._rows.append((self._last_step, cells(record)))
+            self._rows.append((self._last_step, self._peak.cells(record)))
             self._live.refresh()
 
     def evaluation(self, record: Record) -> None:

@@ -22,11 +22,13 @@ class Curves:
 
     training: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    """Training steps whose loss is not finite."""
     tokens: int | None = None
 
 
 def read_curves(metrics: Path) -> Curves:
-    """Finite training and validation losses of a metrics.jsonl. Raises OSError if it cannot be read."""
+    """Training and validation losses of a metrics.jsonl, every step. Raises OSError if it cannot be read."""
     curves = Curves()
     for record in read_metrics(metrics):
         step = int(record["step"])
@@ -34,6 +36,11 @@ def read_curves(metrics: Path) -> Curves:
             value = record.get(name)
             if value is not None and isfinite(value):
                 points[step] = float(value)
+                if name == "loss":
+                    curves.lost.discard(step)
+            elif value is not None and name == "loss":
+                points.pop(step, None)
+                curves.lost.add(step)
         if "tokens" in record:
             curves.tokens = int(record["tokens"])
     return curves
@@ -53,9 +60,11 @@ def smoothed(values: list[float], window: int) -> list[float]:
 def draw_loss(
     metrics: Path, picture: Path, *, unigram_entropy: float | None = None, title: str = "Loss"
 ) -> bool:
-    """Write a PNG: training loss, validation points, and the unigram entropy of the corpus (nats a token) as a line.
+    """Write a PNG: the training loss of every step, validation points, and the corpus's unigram entropy as a line.
 
-    Returns False, and writes nothing, if the file holds no finite loss.
+    Losses and entropy are in nats per token. The highest training loss is labelled where it is above the first one,
+    and steps whose loss is not finite are marked at the top. Returns False, and writes nothing, if the file holds no
+    finite loss.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -86,13 +95,20 @@ def _draw(axes: Any, curves: Curves, unigram_entropy: float | None, title: str) 
         values = [curves.training[s] for s in steps]
         if len(steps) >= _SMOOTH_FROM:
             window = 2 * (len(steps) // 100) + 1
-            axes.plot(steps, values, color=_TRAINING, alpha=0.3, linewidth=0.8)
+            axes.plot(steps, values, color=_TRAINING, alpha=0.45, linewidth=0.8, label="training (every step)")
             axes.plot(
                 steps, smoothed(values, window), color=_TRAINING, linewidth=1.8,
                 label=f"training (mean of {window} steps)",
             )
         else:
-            axes.plot(steps, values, color=_TRAINING, linewidth=1.6, label="training")
+            axes.plot(steps, values, color=_TRAINING, linewidth=1.6, label="training (every step)")
+        _label_peak(axes, steps, values)
+    if curves.lost:
+        axes.plot(
+            sorted(curves.lost), [1.0] * len(curves.lost), color=_VALIDATION, linestyle="none", marker="x",
+            markersize=6, transform=axes.get_xaxis_transform(), clip_on=False, zorder=3,
+            label=f"training loss not finite ({len(curves.lost)})",
+        )
     if curves.validation:
         steps = sorted(curves.validation)
         values = [curves.validation[s] for s in steps]
@@ -110,14 +126,25 @@ def _draw(axes: Any, curves: Curves, unigram_entropy: float | None, title: str) 
     _style(axes, curves, title)
 
 
+def _label_peak(axes: Any, steps: list[int], values: list[float]) -> None:
+    """Name the highest loss and its step, unless the loss never rose above its first value."""
+    highest = max(values)
+    if highest > values[0]:
+        step = steps[values.index(highest)]
+        axes.annotate(
+            f"{highest:.3f} at step {step}", (step, highest), xytext=(6, -2), textcoords="offset points", va="top",
+            color=_TRAINING, fontsize=9,
+        )
+
+
 def _style(axes: Any, curves: Curves, title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    last = max([*curves.training, *curves.validation])
+    last = max([*curves.training, *curves.validation, *curves.lost])
     axes.set_xlim(0, max(last, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel("step" if curves.tokens is None else f"step (the last after {quantity(curves.tokens)} tokens)")
-    axes.set_ylabel("loss (nats a token)")
+    axes.set_ylabel("loss (nats per token)")
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=10)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)

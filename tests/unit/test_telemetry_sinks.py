@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_port.telemetry import sinks
+from megatron_port.telemetry import picture, sinks
 from megatron_port.telemetry.console import LiveConsole, PlainConsole, make_console
 from megatron_port.telemetry.metrics import MetricsWriter, read_metrics
-from megatron_port.telemetry.picture import draw_loss, read_curves, smoothed
+from megatron_port.telemetry.picture import Curves, draw_loss, read_curves, smoothed
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.telemetry.text import duration, quantity
 
@@ -45,6 +45,31 @@ def test_plain_lines() -> None:
     assert "skipped this step" in lines[1] and "\x1b" not in out.getvalue()
 
 
+def spiked(step: int) -> float:
+    """A loss that falls from 5 and is 9.4 at step 14, as the first quick start's was."""
+    return 9.4 if step == 14 else 5.0 - step / 20
+
+
+def test_a_spike_between_two_lines_is_shown() -> None:
+    out = io.StringIO()
+    console = make_console(total_steps=40, log_interval=10, stream=out)
+    for step in range(1, 41):
+        console.step({"step": step, "loss": float("nan") if step == 33 else spiked(step), "grad_norm": 1.0})
+    lines = out.getvalue().splitlines()
+    assert lines[1].startswith("step 10/40 | loss 4.5000 | grad")
+    assert lines[2].startswith("step 20/40 | loss 4.0000 | peak 9.4000 at step 14 | grad")
+    assert lines[3].startswith("step 30/40 | loss 3.5000 | grad")  # an interval reports its own peak alone
+    assert lines[4].startswith("step 40/40 | loss 3.0000 | peak nan at step 33 |")
+
+
+def test_noise_between_two_lines_is_no_peak() -> None:
+    out = io.StringIO()
+    console = make_console(total_steps=30, log_interval=10, stream=out)
+    for step in range(1, 31):
+        console.step({"step": step, "loss": 3.0 + 0.2 * (step % 3) - step / 100})
+    assert "peak" not in out.getvalue() and len(out.getvalue().splitlines()) == 4
+
+
 def test_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
@@ -57,7 +82,7 @@ def test_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
     console.close()
     last = out.getvalue().rsplit("demo: step", 1)[1]
     assert last.startswith(" 30 of 100, 00:02:20 to go")
-    assert "3.7500" in last and "validation loss 2.2500 after step 30" in last
+    assert "peak" not in last and "3.7500" in last and "validation loss 2.2500 after step 30" in last
     assert " 18 " not in last and " 19 " in last
 
 
@@ -170,12 +195,43 @@ def test_picture(tmp_path: Path) -> None:
     writer.write({"step": 300, "validation_loss": 0.5})
     writer.close()
     curves = read_curves(tmp_path / "metrics.jsonl")
-    assert len(curves.training) == 299 and curves.validation == {0: 4.5, 300: 0.5} and curves.tokens == 3000
+    assert len(curves.training) == 299 and curves.lost == {9} and curves.validation == {0: 4.5, 300: 0.5} and curves.tokens == 3000
     assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     plain = imread(tmp_path / "loss.png")
     assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", unigram_entropy=3.0, title="run")
     assert plain.shape == (720, 1200, 4) and (plain != imread(tmp_path / "loss.png")).any()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+def drawn(curves: Curves) -> Any:
+    """The axes of a picture of ``curves``."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    picture._draw(axes, curves, None, "run")
+    return axes
+
+
+@pytest.mark.parametrize("steps", [150, 400])
+def test_the_picture_shows_every_step(steps: int) -> None:
+    curves = Curves(training={s: spiked(s) for s in range(1, steps + 1) if s != 20}, lost={20})
+    axes = drawn(curves)
+    raw = next(line for line in axes.lines if line.get_label() == "training (every step)")
+    assert dict(zip(raw.get_xdata(), raw.get_ydata(), strict=True)) == curves.training
+    assert axes.get_ylim()[1] > 9.4 and [t.get_text() for t in axes.texts] == ["9.400 at step 14"]
+    (marks,) = (line for line in axes.lines if "not finite (1)" in line.get_label())
+    assert list(marks.get_xdata()) == [20]
+    falling = drawn(Curves(training={s: 5.0 / s for s in range(1, steps + 1)}))
+    assert not falling.texts and not any("finite" in line.get_label() for line in falling.lines)
+
+
+def test_a_step_that_was_run_again_counts_as_its_last_line(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step, loss in ((1, 4.0), (2, float("nan")), (3, 3.0), (2, 3.5), (3, float("inf"))):
+        writer.write({"step": step, "loss": loss})
+    writer.close()
+    curves = read_curves(tmp_path / "metrics.jsonl")
+    assert curves.training == {1: 4.0, 2: 3.5} and curves.lost == {3}
 
 
 def test_smoothing_and_text() -> None:
