@@ -6,6 +6,7 @@ TORCH_VERSION ?= 2.13.0
 # An index URL or a folder that has the wanted build of torch; empty: where pip is pointed anyway.
 TORCH_INDEX ?=
 SMALL ?=
+SHARE_GPU ?=
 # What make kernels builds (empty: all that has a compiler), and for which GPUs.
 KERNELS ?=
 ARCHS ?=
@@ -13,7 +14,7 @@ ARGS ?=
 
 VENV := .venv/bin/python
 APT := sudo apt-get install -y git make g++ python3-dev python3-venv
-export SMALL DEVICE
+export SMALL SHARE_GPU DEVICE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test mutations soak kernels lint gpu-check ghost-check compare site-report lock clean
@@ -22,11 +23,14 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 	@echo "variables: PYTHON=$(PYTHON) DEVICE=cpu|cuda|rocm TORCH_VERSION=$(TORCH_VERSION) TORCH_INDEX=URL SMALL=1 ARGS='pytest arguments'"
 
-setup:  ## make or mend the environment in .venv; does nothing when it is up to date
+setup:  ## make or update the environment in .venv; does nothing when it is up to date
 	@command -v $(PYTHON) >/dev/null || { echo "setup: no $(PYTHON) here. Once, as root:"; echo "  $(APT)"; exit 3; }
-	@$(PYTHON) scripts/setup.py --device '$(DEVICE)' --torch-version '$(TORCH_VERSION)' --torch-index '$(TORCH_INDEX)'
+	@$(PYTHON) scripts/setup.py --device '$(DEVICE)' --torch-version '$(TORCH_VERSION)' --torch-index '$(TORCH_INDEX)' $(NEEDS)
 
-quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SMALL=1: 4 processes)
+# These use the device: without one they stop before anything is downloaded. An environment alone may be made anywhere.
+quickstart gpu-check: NEEDS := --needs-device
+
+quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SMALL=1: 4 ranks; DEVICE=cuda: on GPUs)
 	@$(VENV) scripts/quickstart.py
 
 test: setup  ## every test that this machine can run

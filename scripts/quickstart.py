@@ -2,7 +2,11 @@
 
 Each phase says what it does and how long it should take on two cores; a phase
 whose result is there already is not done again, and a run that was interrupted
-goes on from its last checkpoint. Start afresh with `rm -r runs/quickstart`.
+resumes from its last checkpoint. Start afresh with `rm -r runs/quickstart`.
+
+DEVICE=cuda (or rocm) trains on GPUs, and on nothing else; `quickstart_plan` says
+on how many. Exit codes are the README's; 6: the loss rose above its start, is not
+finite, or is no better than a model without context.
 """
 
 from __future__ import annotations
@@ -11,16 +15,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from quickstart_plan import Choice, choose, faults, on_or_off
 
 PROMPT = "KING HENRY:\n"
 DATA = Path("data")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def phase(text: str, seconds: str) -> float:
-    """Announce a phase; its start."""
-    print(f"\n== {text} (about {seconds} on two cores)", flush=True)
+def phase(text: str, about: str = "") -> float:
+    """Announce a phase and how long it takes on two cores, where that was measured; its start."""
+    print(f"\n== {text}" + (f" (about {about} on two cores)" if about else ""), flush=True)
     return time.perf_counter()
 
 
@@ -36,12 +43,12 @@ def command(*arguments: str, capture: bool = False) -> str:
 
 
 def prepare_corpus() -> float:
-    """Fetch and tokenize once; the corpus's unigram entropy in nats a token."""
+    """Fetch and tokenize once; the corpus's unigram entropy in nats per token."""
     from megatron_port.data.indexed import unigram_entropy
 
     prefix = DATA / "quickstart"
     if not prefix.with_name("quickstart.idx").exists():
-        phase("fetching Shakespeare's works and writing them as .bin/.idx, a token a byte", "10 s")
+        phase("fetching Shakespeare's works and writing them as .bin/.idx, one token per byte", "10 s")
         command("data", "fetch", str(DATA / "corpus"))
         command("data", "prepare", str(prefix), "--input", str(DATA / "corpus" / "text"), "--tokenizer", "byte",
                 "--blank-lines", "2")
@@ -55,69 +62,113 @@ def table(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def main() -> int:
-    """The quick start; 0."""
-    os.chdir(ROOT)
-    from megatron_port.config.flops import parameter_count
+def chosen() -> Choice:
+    """The run for DEVICE, SMALL and SHARE_GPU of the environment, and for the GPUs of this machine.
+
+    Raises:
+        EnvironmentFault: a GPU was asked for, and torch cannot use one; the message says why.
+    """
+    from megatron_port.backend.device import choose_device, installed_accelerators
+    from megatron_port.errors import EnvironmentFault
+
+    device = os.environ.get("DEVICE", "") or "cpu"
+    small, share = (on_or_off(os.environ.get(name, "")) for name in ("SMALL", "SHARE_GPU"))
+    gpus = installed_accelerators()
+    try:
+        if device in ("cuda", "rocm"):
+            choose_device(device, gpus=gpus)
+        return choose(device, gpus.count, small=small, share=share)
+    except (EnvironmentFault, ValueError) as error:
+        raise EnvironmentFault(f"DEVICE={device}: {error}. Nothing was trained; `DEVICE=cpu make quickstart` trains on "
+                               "the CPU") from None
+
+
+def main(folder: Path = ROOT, extra: Sequence[str] = ()) -> int:
+    """The quick start in ``folder``, with ``extra`` overrides of the run; its exit code."""
+    os.chdir(folder)
     from megatron_port.config.loader import load
     from megatron_port.errors import PortError
-    from megatron_port.telemetry.metrics import read_metrics
-    from megatron_port.telemetry.picture import draw_loss
 
-    small = os.environ.get("SMALL", "") not in ("", "0")
-    changes = ["layout.data_parallel_size=1"] if small else []
     started = time.perf_counter()
     try:
+        choice = chosen()
+        print(f"training on {choice.says}", flush=True)
         entropy = prepare_corpus()
     except PortError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    config = load("runs/quickstart", changes).config
+    changes = [*choice.overrides, *extra]
+    config = load(choice.run, changes).config
     layout = config.layout
-    world = layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.data_parallel_size
-    begin = phase(f"training on {world} processes: tensor, pipeline and ZeRO-1 data parallelism", "2 minutes")
-    command("train", "runs/quickstart", "--nproc", str(world), *[x for c in changes for x in ("--set", c)])
-    training = time.perf_counter() - begin
-    folder = Path(config.output_dir) / config.name
+    text = (f"training on {choice.says}: tp {layout.tensor_parallel_size} x pp {layout.pipeline_parallel_size} x dp "
+            f"{layout.data_parallel_size}")
+    begin = phase(text, "2 minutes" if choice.run == "runs/quickstart" else "")
+    command("train", choice.run, "--nproc", str(choice.ranks), *[x for c in changes for x in ("--set", c)])
+    return conclude(choice, changes, entropy, training=time.perf_counter() - begin, started=started)
+
+
+def conclude(choice: Choice, changes: list[str], entropy: float, *, training: float, started: float) -> int:
+    """Sample, picture and table of a run that was trained; the exit code."""
+    from megatron_port.config.flops import parameter_count
+    from megatron_port.config.loader import load
+    from megatron_port.telemetry.metrics import read_metrics
+    from megatron_port.telemetry.picture import draw_loss
+
+    config = load(choice.run, changes).config
+    layout, folder = config.layout, Path(config.output_dir) / config.name
     lines = list(read_metrics(folder / "metrics.jsonl"))
     steps = [x for x in lines if "loss" in x]
     done = int(steps[-1]["step"]) if steps else 0
     if done < config.training.steps:
-        print(f"\nstopped at step {done} of {config.training.steps}, and saved; the same command goes on from there")
+        print(f"\nstopped at step {done} of {config.training.steps}, and saved; the same command resumes from there")
         return 130
+    device = [c for c in changes if c.startswith("backend.device=")]
     phase("writing a sample of text from the checkpoint, on one process", "10 s")
-    sample = command("generate", str(folder), "--prompt", PROMPT, "--tokens", "200", capture=True)
+    sample = command("generate", str(folder), "--prompt", PROMPT, "--tokens", "200",
+                     *[x for c in device for x in ("--set", c)], capture=True)
     print(sample)
     (folder / "sample.txt").write_text(sample)
-    picture = folder / "loss.png"
-    draw_loss(folder / "metrics.jsonl", picture, unigram_entropy=entropy, title="quickstart: loss")
+    draw_loss(folder / "metrics.jsonl", folder / "loss.png", unigram_entropy=entropy, title=f"{config.name}: loss")
     validation = [float(x["validation_loss"]) for x in lines if "validation_loss" in x]
+    losses = {int(x["step"]): float(x["loss"]) for x in steps}
+    highest = max(losses, key=lambda s: losses[s])
     rates = sorted(float(x["tokens_per_second"]) for x in steps)
     print("\n== done")
     print(table([
+        ("trained on", choice.says),
         ("layout", f"tp {layout.tensor_parallel_size} x pp {layout.pipeline_parallel_size} x dp "
                    f"{layout.data_parallel_size}, ZeRO-{layout.zero_stage}, engine {config.engine}, "
                    f"{config.precision.dtype}"),
         ("parameters", f"{parameter_count(config.model):,}"),
         ("tokens", f"{int(steps[-1]['tokens']):,}"),
-        ("validation loss", f"{validation[0]:.3f} at the start, {validation[-1]:.3f} at the end (nats a byte)"),
+        ("training loss", f"{losses[min(losses)]:.3f} at the start, highest {losses[highest]:.3f} at step {highest}, "
+                          f"{losses[max(losses)]:.3f} at the end (nats per byte)"),
+        ("validation loss", f"{validation[0]:.3f} at the start, {validation[-1]:.3f} at the end"),
         ("unigram entropy", f"{entropy:.3f} (the best that a model without context can do)"),
         ("tokens/s", f"{rates[len(rates) // 2]:,.0f} (median step)"),
         ("time", f"training {training:.0f} s, all of it {time.perf_counter() - started:.0f} s"),
         ("files", f"{folder}/: metrics.jsonl, loss.png, sample.txt, config.toml, checkpoints/"),
     ]))
-    twice = config.training.steps * 2
-    print(f"""
+    print(next_commands(choice, folder, config.training.steps))
+    found = faults(losses, validation, entropy)
+    for fault in found:
+        print(f"error: {fault}", file=sys.stderr)
+    return 6 if found else 0
+
+
+def next_commands(choice: Choice, folder: Path, steps: int) -> str:
+    """What to try next."""
+    sets = "".join(f" --set {c}" for c in choice.overrides) if choice.run != "runs/quickstart" else ""
+    small = " --set layout.data_parallel_size=1" if not sets and choice.ranks == 4 else ""
+    layouts = "tp2pp2dp2 tp1pp1dp8" if choice.ranks == 8 else "tp2pp2dp1 tp1pp1dp4"
+    return f"""
   what to try next
-    megatron-port train runs/quickstart --nproc {world} --set training.steps={twice}   go on with this run
-    megatron-port parity runs/quickstart --layouts tp2pp2dp2 tp1pp1dp8   see that another layout gives the same
+    megatron-port train {choice.run} --nproc {choice.ranks}{sets}{small} --set training.steps={2 * steps}   train on
+    megatron-port parity runs/quickstart --layouts {layouts}   see that another layout gives the same, on the CPU
     megatron-port generate {folder} --prompt "HAMLET:" --nproc 2 --set layout.tensor_parallel_size=2
+    megatron-port report {folder}   one HTML page about the run
     megatron-port doctor   what this machine has
-  (each with .venv/bin/ in front, or after `. .venv/bin/activate`)""")
-    if validation[-1] > 0.9 * entropy:
-        print(f"error: the validation loss {validation[-1]:.3f} is not clearly under {entropy:.3f}", file=sys.stderr)
-        return 6
-    return 0
+  (each with .venv/bin/ in front, or after `. .venv/bin/activate`)"""
 
 
 if __name__ == "__main__":

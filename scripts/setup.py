@@ -32,14 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from setup_machine import (
-    check_machine,
-    compiler_jobs,
-    fail,
-    gpu_architectures,
-    nvcc_home,
-    processor_flags,
-)
+from setup_cuda import Toolkit, advice, find_toolkit, gpu_missing, in_path, pip_folders, torch_cuda, with_headers
+from setup_machine import check_machine, compiler_jobs, fail, gpu_architectures, processor_flags
 from setup_ops import DEVICE_OPS, OPS, PROBE_OPS, found_binaries, op_problems, wanted_binaries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +131,23 @@ class Setup:
         own.write_text(f"torch=={self.torch_version}\n")
         return own
 
+    def toolkit(self, build: dict[str, str] | None = None) -> Toolkit:
+        """The CUDA toolkit to compile with; stops if there is no whole one.
+
+        ``build``: the installed torch; None: before it is downloaded, so by what the pins or the index say of it.
+        """
+        pins = ROOT / "constraints" / f"torch-{self.torch_version}.txt"
+        wanted = build["cuda"] if build else torch_cuda(self.torch_version, self.torch_index, pins)
+        pip_headers = bool(self.headers()) if build else not os.path.isdir(self.torch_index)
+        found = find_toolkit(os.environ, in_path(), wanted=wanted, pip_headers=pip_headers)
+        if isinstance(found, Toolkit):
+            return found
+        fail(advice(found, wanted, downloaded=build is not None))
+
+    def headers(self) -> list[Path]:
+        """Folders of CUDA headers that torch's pip packages brought."""
+        return [folder for site in self.venv.glob("lib/python3*/site-packages") for folder in pip_folders(site)]
+
     # ---- the phases
 
     def phases(self) -> list[Phase]:
@@ -213,7 +224,11 @@ class Setup:
         environment = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu" if self.device == "cpu" else "cuda",
                        **{f"DS_BUILD_{op}": "1" for op in OPS}}
         if self.device == "cuda":
-            environment.update(CUDA_HOME=str(nvcc_home()), TORCH_CUDA_ARCH_LIST=gpu_architectures())
+            toolkit = self.toolkit(build)
+            environment.update(CUDA_HOME=str(toolkit.home), TORCH_CUDA_ARCH_LIST=gpu_architectures(),
+                               **(with_headers(os.environ, self.headers()) if toolkit.borrowed else {}))
+            print(f"      with nvcc {toolkit.version} of {toolkit.home}"
+                  + (f"; {', '.join(toolkit.borrowed)} from torch's packages" if toolkit.borrowed else ""))
         elif self.device == "rocm":
             # HIP_PLATFORM: where nvcc is also found, hipcc would build for NVIDIA and say nothing.
             environment.update(PYTORCH_ROCM_ARCH=os.environ.get("PYTORCH_ROCM_ARCH", "gfx90a"), HIP_PLATFORM="amd")
@@ -273,10 +288,12 @@ class Setup:
         """Our kernels for the CPU and the device, and their binding; later runs compile only what has changed."""
         targets = ["binding", *dict.fromkeys(("cpu", self.device))]
         archs: list[str] = []
+        extra: dict[str, str] = {}
         if self.device == "cuda":
+            extra["CUDA_HOME"] = str(self.toolkit(self.torch_build()).home)
             archs = ["--archs", ",".join("sm_" + a.replace(".", "").removesuffix("+PTX")
                                          for a in re.split(r"[;, ]+", gpu_architectures()) if a)]
-        self.call([self.python, str(ROOT / "kernels" / "build.py"), *targets, *archs])
+        self.call([self.python, str(ROOT / "kernels" / "build.py"), *targets, *archs], extra)
 
     # ---- driving them
 
@@ -308,6 +325,8 @@ class Setup:
         if not todo:
             return
         check_machine(self.device, pointed=bool(self.torch_index or os.environ.get("PIP_FIND_LINKS")))
+        if self.device == "cuda" and {phase.name for phase in todo} & {"deepspeed", "kernels"}:
+            self.toolkit()
         for number, phase in enumerate(chain, 1):
             head = f"[{number}/{len(chain)}] {phase.title}"
             if phase not in todo:
@@ -338,13 +357,15 @@ def only_one(path: Path) -> Iterator[None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="make or mend the environment in .venv")
+    parser = argparse.ArgumentParser(description="make or update the environment in .venv")
     parser.add_argument("--device", choices=("cpu", "cuda", "rocm"), default="cpu", help="what the ops are built for")
     parser.add_argument("--torch-version", default="2.13.0", help="a version from constraints/torch-*.txt")
     parser.add_argument("--torch-index", default="", help="index URL or folder with the wanted build of torch")
     parser.add_argument("--check", action="store_true", help="only look for what the machine lacks")
     parser.add_argument("--until", choices=("venv", "torch", "deepspeed", "project"), default="",
                         help="stop after this phase; those up to deepspeed need only constraints/ and this file")
+    parser.add_argument("--needs-device", action="store_true",
+                        help="stop where this machine has no GPU for --device: what follows will train on it")
     chosen = parser.parse_args(arguments)
 
     def stop(*_: object) -> NoReturn:
@@ -353,8 +374,14 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     setup = Setup(device=chosen.device, torch_version=chosen.torch_version, torch_index=chosen.torch_index)
+    missing = gpu_missing(chosen.device) if chosen.needs_device else ""
+    if missing:
+        fail(f"{missing}. Nothing was downloaded, and nothing was trained: DEVICE=cpu trains on the CPU; `make setup "
+             f"DEVICE={chosen.device}` makes the environment alone")
     if chosen.check:
         check_machine(chosen.device, pointed=True)
+        if chosen.device == "cuda":
+            setup.toolkit()
         print("setup: the machine has what is needed")
         return 0
     try:

@@ -56,8 +56,6 @@ def check_machine(device: str, pointed: bool) -> None:
             f"\n  ({sys.executable} is not Debian's Python: its headers and ensurepip must come with it, "
             "or say PYTHON=/usr/bin/python3)")
         fail(f"missing: {', '.join(missing)}. Once, as root:\n  {APT_LINE}{own}")
-    if device == "cuda":
-        nvcc_home()
     if device == "rocm" and not (shutil.which("hipcc") or Path("/opt/rocm/bin/hipcc").exists()):
         fail("DEVICE=rocm compiles DeepSpeed's op and finds no hipcc in PATH or /opt/rocm: load the site's ROCm module")
     if (ROOT / ".venv" / "stamps" / "project.json").exists():
@@ -70,18 +68,6 @@ def check_machine(device: str, pointed: bool) -> None:
               f"the CPU build {DISK_GB} GB (README: TORCH_INDEX)")
     if device == "cpu" and shutil.which("nvidia-smi"):
         print("setup: a GPU is here; DEVICE=cuda makes an environment that uses it")
-
-
-def nvcc_home() -> Path:
-    """CUDA_HOME of the compiler that DEVICE=cuda builds with."""
-    found = shutil.which("nvcc")
-    homes = [os.environ.get("CUDA_HOME", ""), str(Path(found).resolve().parent.parent) if found else "",
-             "/usr/local/cuda"]
-    for home in homes:
-        if home and (Path(home) / "bin" / "nvcc").exists():
-            return Path(home)
-    fail("DEVICE=cuda builds DeepSpeed's CUDA op and finds no nvcc in CUDA_HOME, PATH or /usr/local/cuda. "
-         "Load the site's CUDA module, or install the toolkit of torch's CUDA version, or use docker/cuda.Dockerfile")
 
 
 def gpu_architectures() -> str:

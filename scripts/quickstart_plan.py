@@ -1,0 +1,96 @@
+"""What `make quickstart` trains on, and whether the result is sound: decisions without a process or a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+DEVICES = ("cpu", "cuda", "rocm")
+LAYOUTS = {1: (1, 1, 1), 2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}
+"""Ranks → (tp, pp, dp)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A run of the quick start."""
+
+    run: str
+    """Name of the shipped run file."""
+    ranks: int
+    overrides: tuple[str, ...]
+    """``a.b=value``, for ``--set``."""
+    says: str
+    """Which devices it trains on, and why so many."""
+
+
+def on_or_off(value: str) -> bool:
+    """``SMALL``, ``SHARE_GPU``: anything but nothing and 0 switches it on."""
+    return value not in ("", "0")
+
+
+def choose(device: str, gpus: int, *, small: bool = False, share: bool = False) -> Choice:
+    """The run for ``DEVICE=device`` on a machine where torch can use ``gpus`` GPUs of that kind.
+
+    One rank per GPU, on as many GPUs as there is a layout for. ``small``: at most 4 ranks. ``share``: all ranks even
+    on fewer GPUs than that.
+
+    Raises:
+        ValueError: no such device, or ``device`` is a GPU and there is none. Training on the CPU instead would not be
+            what was asked for.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"{device!r} is not one of {', '.join(DEVICES)}")
+    most = 4 if small else 8
+    if device == "cpu":
+        more = f" ({gpus_here(gpus)} not used; for that: DEVICE=cuda, or rocm, make quickstart)" if gpus else ""
+        return Choice("runs/quickstart", most, overrides(most), f"the CPU: {most} ranks{more}")
+    name = device.upper() if device == "cuda" else "ROCm"
+    if gpus < 1:
+        raise ValueError("torch sees no GPU")
+    changed = [f"backend.device={device}"]
+    if share and gpus < most:
+        # NCCL refuses two ranks on one GPU; over gloo the native engine without ZeRO needs the fewest collectives.
+        changed += ["engine=native", "layout.zero_stage=0"]
+        says = f"{gpus} {name} GPU{'s' * (gpus > 1)} that {most} ranks share (SHARE_GPU=1): over gloo, slow"
+        return Choice("runs/quickstart-gpu", most, (*overrides(most), *changed), says)
+    ranks = max(n for n in LAYOUTS if n <= min(gpus, most))
+    says = f"{ranks} {name} GPU{'s' * (ranks > 1)}, one rank per GPU"
+    if gpus > ranks:
+        why = "SMALL=1" if ranks == most == 4 else f"layouts are for {', '.join(map(str, LAYOUTS))} GPUs"
+        says += f" ({gpus - ranks} of {gpus} not used: {why})"
+    if ranks == 1:
+        says += "; one rank is not split: SHARE_GPU=1 lets 8 ranks share the GPU and shows every parallelism, slowly"
+    return Choice("runs/quickstart-gpu", ranks, (*overrides(ranks), *changed), says)
+
+
+def gpus_here(count: int) -> str:
+    """``1 GPU is``, ``2 GPUs are``."""
+    return f"{count} GPU{'s are' if count > 1 else ' is'}"
+
+
+def overrides(ranks: int) -> tuple[str, ...]:
+    """The layout of so many ranks, for ``--set``."""
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    return tuple(f"layout.{name}={size}" for name, size in zip(names, LAYOUTS[ranks], strict=True))
+
+
+def faults(losses: Mapping[int, float], validation: Sequence[float], entropy: float) -> list[str]:
+    """Why a finished run is not one to show: each with its numbers; empty if it is.
+
+    Args:
+        losses: step → training loss, from metrics.jsonl.
+        validation: losses before training and after each evaluation.
+        entropy: of single tokens of the corpus; like all losses in nats per token.
+    """
+    found = []
+    first = losses[min(losses)]
+    lost = [step for step, loss in sorted(losses.items()) if not isfinite(loss)]
+    if lost:
+        found.append(f"the training loss is not finite at step {lost[0]} ({len(lost)} of {len(losses)} steps)")
+    step = max((s for s in losses if isfinite(losses[s])), key=lambda s: losses[s], default=None)
+    if step is not None and losses[step] > first:
+        found.append(f"the training loss rose to {losses[step]:.3f} at step {step}, above its start {first:.3f}")
+    if not validation[-1] <= 0.9 * entropy:
+        found.append(f"the validation loss {validation[-1]:.3f} is not clearly under the unigram entropy {entropy:.3f}")
+    return found
