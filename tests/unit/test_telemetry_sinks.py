@@ -195,7 +195,8 @@ def test_picture(tmp_path: Path) -> None:
     writer.write({"step": 300, "validation_loss": 0.5})
     writer.close()
     curves = read_curves(tmp_path / "metrics.jsonl")
-    assert len(curves.training) == 299 and curves.lost == {9} and curves.validation == {0: 4.5, 300: 0.5} and curves.tokens == 3000
+    assert len(curves.training) == 299 and curves.lost == {9}
+    assert curves.validation == {0: 4.5, 300: 0.5} and curves.tokens == 3000
     assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     plain = imread(tmp_path / "loss.png")
     assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", unigram_entropy=3.0, title="run")
