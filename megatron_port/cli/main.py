@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_port.config.loader import Loaded
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("train", "train a model, or go on with a run"),
+    "train": ("train", "train a model, or resume a run"),
     "config": ("config", "show, check and explain configurations"),
     "data": ("data", "fetch, tokenize, index, verify, inspect and blend corpora"),
     "generate": ("generate", "continue prompts from a checkpoint or a Hugging Face folder"),
@@ -75,7 +75,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) 
     """The run file, ``--set`` and ``--data`` of every command that takes a run; ``load_run`` reads them."""
     parser.add_argument(
         "run_file", metavar="run.toml", nargs="?" if optional else None,
-        help="run file, or the name of a shipped one, e.g. runs/quickstart",
+        help="run file, the name of a shipped one, e.g. runs/quickstart, or a run's folder (its config.toml)",
     )
     parser.add_argument(
         "--set", dest="overrides", metavar="a.b=VALUE", action="append", default=[],
@@ -88,10 +88,17 @@ def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) 
 
 
 def load_run(args: argparse.Namespace) -> Loaded:
-    """The configuration that ``add_run_options``' arguments name. Raises ConfigError."""
-    from megatron_port.config.loader import load
+    """The configuration that ``add_run_options``' arguments name. Raises ConfigError.
 
-    return load(args.run_file, args.overrides)
+    What a run's folder says beyond the file in it joins ``args.overrides``: job scripts and trials name that file.
+    """
+    from megatron_port.config.dump import leaves, toml_value
+    from megatron_port.config.loader import OF_FOLDER, load
+
+    loaded = load(args.run_file, args.overrides)
+    own = [f"{n}={toml_value(v)}" for n, v in leaves(loaded.config) if loaded.origins[n].startswith(OF_FOLDER)]
+    args.overrides = [*own, *args.overrides]
+    return loaded
 
 
 def available_commands() -> dict[str, tuple[str, str]]:

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.errors import EXIT_CONFIG, EXIT_OK
+
+if TYPE_CHECKING:
+    from megatron_port.config.loader import Loaded
+    from megatron_port.config.schema import RunConfig
 
 
 def add_parser(subparsers: Any) -> None:
@@ -44,8 +49,10 @@ def run(args: argparse.Namespace) -> int:
         if args.nodes < 1:
             raise ConfigError(f"--nodes {args.nodes}: a plan needs at least 1 node")
         args.overrides = [*args.overrides, f"cluster.nodes={args.nodes}", "layout.data_parallel_size=0"]
-    config = load_run(args).config
+    config, assumed = with_nodes(load_run(args))
     plan = make_plan(config, tokens=args.tokens, fractional=args.fractional)
+    if assumed:
+        print(assumed, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(as_json(plan), indent=2))
     else:
@@ -59,3 +66,22 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"report    {args.report}")
     return EXIT_OK if plan.fits else EXIT_CONFIG
+
+
+def with_nodes(loaded: Loaded) -> tuple[RunConfig, str]:
+    """The run, on the fewest nodes that hold one replica where nothing says how many, and the line that says so.
+
+    A number of nodes or replicas that was given, 0 as well, is left as it is.
+    """
+    from dataclasses import replace
+
+    from megatron_port.config.loader import DEFAULT
+
+    config = loaded.config
+    layout, per_node = config.layout, config.cluster.gpus_per_node
+    if config.cluster.nodes or layout.data_parallel_size or loaded.origins["cluster.nodes"] != DEFAULT or per_node < 1:
+        return config, ""
+    nodes = max(1, -(-layout.tensor_parallel_size * layout.pipeline_parallel_size // per_node))
+    what = f"{nodes} node{'s' if nodes > 1 else ''} of {per_node} devices"
+    return (replace(config, cluster=replace(config.cluster, nodes=nodes)),
+            f"planned for {what}: the run says neither cluster.nodes nor data_parallel_size; --nodes N plans for N")

@@ -1,4 +1,4 @@
-"""``megatron-port train run.toml``: start a run, or go on with it."""
+"""``megatron-port train run.toml``: start a run, or resume it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
-        "train", help="train a model, or go on with a run",
+        "train", help="train a model, or resume a run",
         description="Train as run.toml says. Under torchrun or srun every process is one rank; --nproc starts the "
-        "ranks of one machine itself. A run goes on from the newest whole checkpoint of its folder.",
+        "ranks of one machine itself. A run resumes from the newest whole checkpoint of its folder; `train runs/NAME` "
+        "takes the configuration that is in that folder.",
     )
     add_run_options(parser)
     add_rendezvous_options(parser)

@@ -3,8 +3,9 @@
 A file may start with ``extends = "file"`` or ``extends = ["a", "b"]``: those are read
 first, later ones win, the file itself wins over all. A name is looked for beside the
 file (with and without ``.toml``), then in the repository's ``configs/``, so
-``extends = "models/gpt-22b"`` works from anywhere. Types are strict: an integer is
-taken where a float is wanted, nothing else is converted.
+``extends = "models/gpt-22b"`` works from anywhere. On the command line the folder of a
+run stands for the configuration that it trained with, so ``train runs/lap`` resumes it.
+Types are strict: an integer is taken where a float is wanted, nothing else is converted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import datetime
 import inspect
 import math
+import os
 import re
 import textwrap
 import typing
@@ -35,6 +37,10 @@ except ImportError:  # Python 3.10
 __all__ = ["Loaded", "as_dict", "config_hash", "field_help", "load", "to_toml"]
 
 DEFAULT = "default"
+RUN_CONFIG = "config.toml"
+"""What a run writes of its configuration, in its folder."""
+OF_FOLDER = "the run's folder "
+"""Start of the origin of a value that a run's folder gives, and not the file in it."""
 _FILE_BYTES = 1 << 20
 _MOST_FILES = 256
 
@@ -61,7 +67,11 @@ def load(
     names = [] if paths is None else [paths] if isinstance(paths, (str, Path)) else list(paths)
     reader = _Reader(root)
     for name in names:
-        reader.read_file(str(name), beside=None, origin="the command line", chain=())
+        folder = _run_folder(str(name))
+        if folder is None:
+            reader.read_file(str(name), beside=None, origin="the command line", chain=())
+        else:
+            reader.read_run(folder)
     for text in overrides:
         reader.read_override(text)
     if reader.problems:
@@ -125,6 +135,12 @@ class _Reader:
         path = _find(name, beside)
         if path is None:
             where = "" if beside is None and origin == "the command line" else f"{origin}: "
+            if not where and os.path.isdir(name):
+                self.problems.append(
+                    f"{name!r} is a folder without {RUN_CONFIG}, so not that of a run; give a run file, or the folder "
+                    f"of a run{_runs_near(Path(name))}"
+                )
+                return
             near = did_you_mean(name.removesuffix(".toml"), shipped_names())
             self.problems.append(f"{where}configuration file {name!r} was not found{near}")
             return
@@ -154,6 +170,20 @@ class _Reader:
             self.read_file(base, beside=path.parent, origin=place, chain=(*chain, key))
         self.files.append(shown)
         self._walk(self.root, data, "", lambda dotted: f"{shown}:{lines[dotted]}" if dotted in lines else shown)
+
+    def read_run(self, folder: Path) -> None:
+        """Read the configuration of a run from its folder, so that the run resumes there.
+
+        The folder may have been moved, or be seen from another directory, and its first start may have asked not to
+        resume: what says where the run is and how it begins is of this start, not of that one.
+        """
+        self.read_file(str(folder / RUN_CONFIG), beside=None, origin="the command line", chain=())
+        whole = Path(os.path.abspath(folder))
+        parent = str(folder.parent) if folder.name == whole.name else str(whole.parent)
+        now = {"name": whole.name, "output_dir": parent, "checkpoint.resume": "auto"}
+        for name, value in now.items():
+            if self.values.get(name) != value:
+                self.values[name], self.origins[name] = value, f"{OF_FOLDER}{folder}"
 
     def _bases(self, value: Any, origin: str) -> list[str]:
         bases = [value] if isinstance(value, str) else value
@@ -209,6 +239,21 @@ class _Reader:
         everywhere = [name for name, _ in leaves(self.root())]
         same = [name for name in everywhere if name.rpartition(".")[2] == key]
         return f"; did you mean {same[0]!r}?" if same else ""
+
+
+def _run_folder(name: str) -> Path | None:
+    """The folder of a run that a name of the command line stands for; a file of that name wins, shipped ones too."""
+    try:
+        folder = Path(name)
+        return folder if (folder / RUN_CONFIG).is_file() and _find(name, None) is None else None
+    except (OSError, ValueError):
+        return None
+
+
+def _runs_near(folder: Path) -> str:
+    """``, e.g. runs/lap``: a run's folder in this one or around it; empty: none."""
+    found = [folder, *folder.parents][:3] + sorted(p for p in folder.iterdir() if p.is_dir())[:_MOST_FILES]
+    return next((f", e.g. {p}" for p in found if (p / RUN_CONFIG).is_file()), "")
 
 
 def _find(name: str, beside: Path | None) -> Path | None:

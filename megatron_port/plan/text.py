@@ -27,7 +27,7 @@ def _head(plan: Plan) -> list[str]:
     case, cluster = plan.case, plan.machine.cluster
     lines = [
         f"{plan.name}: {plan.parameters:,} parameters on {case.world} {cluster.device_label}s "
-        f"({plan.nodes:g} nodes of {cluster.name})",
+        f"({plan.nodes:g} node{'' if plan.nodes == 1 else 's'} of {cluster.name})",
         f"layout    {case.label()}; {case.engine.name}, {case.schedule}, ZeRO-{case.zero_stage}, {case.dtype}, "
         f"{'fused' if case.flash else 'unfused'} attention; batch {case.global_batch} = {case.micro_batch} x "
         f"{case.micro_batches} x dp {case.dp}",

@@ -138,7 +138,7 @@ def test_bytes_that_are_no_text_and_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(b"\xff\xfe")
     assert "cannot be read as TOML" in problems(path)[0]
-    assert "was not found" in problems(tmp_path)[0]
+    assert "is a folder without config.toml" in problems(tmp_path)[0]
     assert "was not found" in problems("x" * 5000)[0]
     assert "was not found" in problems("a\0b")[0]
 
@@ -223,6 +223,73 @@ def test_every_field_has_help() -> None:
         plain = {n for n in cls.__dataclass_fields__ if not hasattr(getattr(RunConfig(), n, None), "__dict__")}
         assert plain <= set(helps), f"{cls.__name__}: {plain - set(helps)}"
     assert field_help(LayoutConfig)["pipeline_parallel_size"] == "Stages, p."
+
+
+RUN = 'name = "lap"\noutput_dir = "runs"\nseed = 7\n[checkpoint]\nresume = "never"\n'
+
+
+@pytest.mark.parametrize("form", ["runs/lap", "runs/lap/", "./runs/lap"])
+def test_a_run_s_folder_stands_for_its_configuration(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is resumed: that it was started with resume = "never" was of its first start."""
+    write(tmp_path, "runs/lap/config.toml", RUN)
+    monkeypatch.chdir(tmp_path)
+    loaded = load(form)
+    config = loaded.config
+    assert (config.seed, config.name, config.output_dir, config.checkpoint.resume) == (7, "lap", "runs", "auto")
+    assert loaded.origins["checkpoint.resume"].startswith("the run's folder")
+    assert loaded.origins["seed"] == "runs/lap/config.toml:3"
+    assert load(form, ["checkpoint.resume=never"]).config.checkpoint.resume == "never"
+
+
+def test_a_run_s_folder_may_have_been_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would start anew in runs/lap of the working directory."""
+    folder = write(tmp_path, "archive/first/config.toml", RUN).parent
+    monkeypatch.chdir(tmp_path)
+    config = load(folder).config
+    assert (config.name, config.output_dir) == ("first", str(tmp_path / "archive"))
+    monkeypatch.chdir(folder)
+    config = load(".").config
+    assert (config.name, config.output_dir) == ("first", str(tmp_path / "archive"))
+    assert Path(config.output_dir) / config.name == folder
+
+
+def test_a_file_wins_over_a_run_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``train runs/quickstart`` is the shipped run in a checkout that has trained it."""
+    write(tmp_path, "runs/quickstart/config.toml", RUN)
+    write(tmp_path, "runs/lap/config.toml", RUN)
+    write(tmp_path, "runs/lap.toml", "seed = 8\n")
+    monkeypatch.chdir(tmp_path)
+    assert load("runs/quickstart").config.seed != 7 and load("runs/lap").config.seed == 8
+
+
+def test_a_folder_that_is_no_run_s_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "runs/lap/config.toml", RUN)
+    (tmp_path / "runs/lap/checkpoints").mkdir()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs", "runs/lap/checkpoints"):
+        (problem,) = problems(name)
+        assert f"'{name}' is a folder without config.toml" in problem and problem.endswith(", e.g. runs/lap")
+    assert problems("empty")[0].endswith("or the folder of a run")
+    base = write(tmp_path, "a.toml", 'extends = "runs/lap"\n')
+    assert "configuration file 'runs/lap' was not found" in problems(base)[0]
+
+
+def test_commands_that_hand_the_file_on_keep_what_the_folder_says(tmp_path: Path) -> None:
+    import argparse
+
+    from megatron_port.cli.main import load_run
+
+    folder = write(tmp_path, "lap/config.toml", RUN).parent
+    arguments = argparse.Namespace(run_file=str(folder), overrides=["seed=9"])
+    loaded = load_run(arguments)
+    again = load(folder / "config.toml", arguments.overrides)
+    assert again.config == loaded.config and again.config.output_dir == str(tmp_path)
+    plain = argparse.Namespace(run_file=str(folder / "config.toml"), overrides=["seed=9"])
+    load_run(plain)
+    assert plain.overrides == ["seed=9"]
 
 
 def test_shipped_files_are_listed() -> None:

@@ -89,6 +89,22 @@ def test_nonsense_is_refused_with_a_sentence(
     assert code == 2 and not out and sentence in err
 
 
+def test_nodes_that_nothing_gives_are_assumed_and_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The fewest that hold one replica. It was an error on the README's own example."""
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = ["models/gpt2-124m", "clusters/h200"]\n[layout]\ntensor_parallel_size = 4\n'
+                    "pipeline_parallel_size = 4\n[batch]\nmicro_batch_size = 4\nglobal_batch_size = 64\n")
+    code, out, _ = run(capsys, str(file))
+    assert code == 0 and out.startswith("planned for 2 nodes of 8 devices: ") and "--nodes N" in out
+    assert "on 16 devices (2 nodes" in out
+    code, out, _ = run(capsys, str(file), "--set", "layout.pipeline_parallel_size=1")
+    assert code == 0 and out.startswith("planned for 1 node of 8 devices: ") and "dp 2" in out
+    code, out, err = run(capsys, str(file), "--json")
+    assert code == 0 and json.loads(out)["fits"] and "planned for 2 nodes" in err
+    for given in (("--nodes", "4"), ("--set", "layout.data_parallel_size=2")):
+        assert "planned for" not in run(capsys, str(file), *given)[1]
+
+
 def test_other_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no [hardware]" in run(capsys, "runs/quickstart", "--set", "cluster.nodes=1")[2]
     assert "at least 1 node" in run(capsys, "runs/frontier-175b", "--nodes", "0")[2]
