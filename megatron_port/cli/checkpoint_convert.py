@@ -38,8 +38,9 @@ def add_actions(actions: Any) -> None:
     out.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="hf: largest file, 10^9 bytes (5)")
     out.add_argument(
         "--tokenizer", type=Path, metavar="DIR",
-        help="hf: folder with a tokenizer's files (default: what the checkpoint was imported with or trained on)",
+        help="hf: folder with the files of the tokenizer trained with, if not where the run had it; another is refused",
     )
+    out.add_argument("--no-tokenizer", action="store_true", help="hf: write no tokenizer")
     out.add_argument("--skip-check", action="store_true", help="hf: do not run transformers' model; the card says so")
     into = actions.add_parser(
         "import", help="read another system's checkpoint into this format",
@@ -89,8 +90,11 @@ def _export_hf(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
 
     if args.shard_size <= 0:
         raise CheckpointError(f"--shard-size {args.shard_size}: a size in GB is needed")
+    if args.tokenizer and args.no_tokenizer:
+        raise CheckpointError("--tokenizer and --no-tokenizer: give one of them")
     export_hf(
-        checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer, shard_bytes=int(args.shard_size * 1e9),
+        checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer, weights_only=args.no_tokenizer,
+        shard_bytes=int(args.shard_size * 1e9),
         check=not args.skip_check,
     )
     print(f"{args.out}: step {checkpoint.step} for transformers' from_pretrained({str(args.out)!r})")

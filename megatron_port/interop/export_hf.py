@@ -25,7 +25,7 @@ from megatron_port.interop.hf_check import Agreement, check_export
 from megatron_port.interop.hf_config import family_for, hf_config
 from megatron_port.interop.hf_files import DTYPES, INDEX, SINGLE
 from megatron_port.interop.hf_names import Run, Tensor, hf_tensors
-from megatron_port.interop.hf_tokenizer import end_of_text, write_tokenizer
+from megatron_port.interop.hf_tokenizer import check_written, end_of_text, write_tokenizer
 from megatron_port.interop.import_hf import KEPT, SLAB_BYTES
 from megatron_port.interop.sidecar import model_of
 
@@ -41,16 +41,19 @@ class _Shard:
 
 
 def export_hf(
-    checkpoint: Checkpoint, out: Path, *, dtype: str = "", tokenizer: Path | None = None,
+    checkpoint: Checkpoint, out: Path, *, dtype: str = "", tokenizer: Path | None = None, weights_only: bool = False,
     shard_bytes: int = SHARD_BYTES, check: bool = True, note: Callable[[str], None] = print,
 ) -> Agreement | None:
     """Write ``checkpoint`` to the new folder ``out``; how far the two models' logits are apart (None: not checked).
 
     Args:
         dtype: ``float32`` | ``bfloat16`` | ``float16`` | ``float64``; empty: as saved (masters are float32).
-        tokenizer: a folder with a tokenizer's files; None: what the checkpoint was imported with or trained on.
+        tokenizer: a folder with the files of the tokenizer trained with; None: the pinned file, or what the
+            checkpoint was imported with.
+        weights_only: write no tokenizer.
 
     Raises:
+        DataError: the tokenizer trained with is not to be had, or ``tokenizer`` is another.
         CheckpointError: no architecture computes the model, the source is damaged, ``out`` exists, the disk refuses,
             or the logits are further apart than rounding explains.
         EnvironmentFault: transformers is not installed.
@@ -63,7 +66,9 @@ def export_hf(
     shards = _shards(tensors, kind.itemsize, shard_bytes)
     kept = checkpoint.path.parent / KEPT
     with building(out, total) as part:
-        tokens_of = write_tokenizer(part, checkpoint, tokenizer or (kept if kept.is_dir() else None))
+        tokens_of = "left out (`--no-tokenizer`)"
+        if not weights_only:
+            tokens_of = write_tokenizer(part, checkpoint, asked=tokenizer, kept=kept, note=note)
         eos = end_of_text(checkpoint, kept)
         if eos is not None and eos >= model.vocab_size:
             note(f"the tokenizer's end of text {eos} is beyond the model's {model.vocab_size} entries; left out")
@@ -76,7 +81,8 @@ def export_hf(
             table = {t.name: s.name for s in shards for t in s.tensors}
             _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": table})
         agreement = check_export(checkpoint, model, part, dtype=kind) if check else None
-        write_text(part / "README.md", _card(checkpoint, model, family, kind, agreement, tokens_of))
+        read_by = check_written(part, checkpoint) if check and not weights_only else ""
+        write_text(part / "README.md", _card(checkpoint, model, family, kind, agreement, tokens_of, read_by))
     if agreement is not None:
         note(agreement.line())
     return agreement
@@ -185,7 +191,7 @@ def _write_generation(part: Path, kept: Path, eos: int | None) -> None:
 
 def _card(
     checkpoint: Checkpoint, model: ModelConfig, family: str, dtype: torch.dtype, agreement: Agreement | None,
-    tokenizer: str,
+    tokenizer: str, read_by: str,
 ) -> str:
     state = checkpoint.manifest.state
     run = state.config.get("name", "") if isinstance(state.config, dict) else ""
@@ -203,5 +209,5 @@ def _card(
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# {model.name}\n\n"
         f"Exported by megatron_port from `{checkpoint.path.name}`.\n\n| | |\n|---|---|\n{table}\n\n"
-        f"## Agreement with the trained model\n\n{said}\n"
+        f"## Agreement with the trained model\n\n{said}\n" + (f"\n{read_by}\n" if read_by else "")
     )

@@ -1,16 +1,30 @@
-"""Tokenizers of exported folders: the files that were imported, or ours in Hugging Face's form."""
+"""Tokenizers of exported folders: the file trained with, what was imported, or ours in Hugging Face's form."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_port.checkpoint.disk import write_text
 from megatron_port.checkpoint.reader import Checkpoint
-from megatron_port.data.tokenizer import ByteTokenizer, GPT2Tokenizer, gpt2_directory
+from megatron_port.data.tokenizer import ByteTokenizer, GPT2Tokenizer, get_tokenizer, gpt2_directory
+from megatron_port.errors import DataError, shortened
 from megatron_port.interop.import_hf import TOKENIZER_FILES
+from megatron_port.interop.pinned_tokenizer import (
+    ADVICE,
+    FILES,
+    PROBES,
+    Trained,
+    check_same,
+    first_difference,
+    pieces,
+    pinned_file,
+    read_json,
+    trained_with,
+)
 
 FILE = "tokenizer.json"
 _END = "<|endoftext|>"
@@ -39,28 +53,102 @@ def _json(path: Path) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def write_tokenizer(part: Path, checkpoint: Checkpoint, folder: Path | None) -> str:
-    """Put a tokenizer's files into ``part``: those of ``folder``, or of the one trained with; what it is.
+def write_tokenizer(
+    part: Path, checkpoint: Checkpoint, *, asked: Path | None = None, kept: Path | None = None,
+    note: Callable[[str], None] = print,
+) -> str:
+    """Put the files of the tokenizer trained with into ``part``; what they are, for the model card.
 
-    Raises DataError: GPT-2's vocabulary is not installed.
+    Args:
+        asked: a folder that the user named: its files, if they are that tokenizer's.
+        kept: what an imported checkpoint has beside it, for one that records no tokenizer of its own.
+        note: gets a line where there is no tokenizer to write, or nothing to compare it with.
+
+    Raises:
+        DataError: the tokenizer's file is gone or is another, ``asked`` is another, or GPT-2's vocabulary is not
+            installed.
     """
-    name = str(checkpoint.extra.get("tokenizer") or "")
-    if folder is None and name.startswith("hf:"):
-        folder = Path(name[3:].partition("#")[0])
-        folder = folder if folder.is_dir() else folder.parent
-    found = [file for file in TOKENIZER_FILES if folder is not None and (folder / file).is_file()]
-    for file in found:
-        assert folder is not None
-        shutil.copyfile(folder / file, part / file)
-    if found:
-        return "Hugging Face files, as they were"
-    if name == "byte":
+    trained = trained_with(checkpoint)
+    if asked is not None:
+        how = "not compared: the checkpoint records no tokenizer"
+        if trained.name:
+            how = check_same(asked, trained, _byte_json if trained.kind == "byte" else _gpt2_json)
+        _copy(part, asked)
+        if not trained.name:
+            note(f"tokenizer of {asked}, {how}")
+        return f"files of {asked.name}: {how}"
+    if not trained.name:
+        if kept is not None and _copy(part, kept):
+            return "Hugging Face files, as they were imported"
+        note("no tokenizer in the folder: the checkpoint does not record one; --tokenizer DIR adds it")
+        return "none in this folder"
+    if trained.kind == "byte":
         _write(part, _byte_json(), ByteTokenizer.vocab_size)
         return "bytes 0–255 and an end of text"
-    if name == "gpt2":
+    if trained.kind == "gpt2":
         _write(part, _gpt2_json(), GPT2Tokenizer.vocab_size)
         return "GPT-2's byte-pair encoding"
-    return f"{name}, not in this folder" if name else "none in this folder"
+    if trained.kind not in FILES:
+        raise DataError(
+            f"the checkpoint was trained with tokenizer {trained.name}, which has no file in Hugging Face's form: "
+            f"{ADVICE}"
+        )
+    return _write_pinned(part, trained)
+
+
+def _write_pinned(part: Path, trained: Trained) -> str:
+    """The file trained with under the name that transformers looks for, and what ends a text."""
+    path = pinned_file(trained)
+    shutil.copyfile(path, part / FILES[trained.kind][0])
+    if trained.kind == "hf" and (trained.piece or trained.eod_id >= 0):
+        piece = trained.piece or _piece(path, trained.eod_id)
+        _write_settings(part, {"eos_token": piece} if piece else {})
+    what = {"hf": "tokenizer.json", "sentencepiece": "SentencePiece model"}[trained.kind]
+    if not trained.hash:
+        return f"the {what} that the run names (its checkpoint records no hash)"
+    return f"the {what} that the corpus was made with (hash {trained.hash[:12]})"
+
+
+def _piece(path: Path, eod_id: int) -> str:
+    """The piece of an id in a tokenizer.json; empty: not found."""
+    return next((piece for piece, i in pieces(read_json(path)).items() if i == eod_id), "")
+
+
+def _copy(part: Path, folder: Path) -> bool:
+    """The tokenizer files of ``folder``; whether it has any."""
+    found = [file for file in TOKENIZER_FILES if (folder / file).is_file()]
+    for file in found:
+        shutil.copyfile(folder / file, part / file)
+    return bool(found)
+
+
+def check_written(part: Path, checkpoint: Checkpoint) -> str:
+    """Load the written tokenizer as users will, by transformers' AutoTokenizer; a sentence for the model card.
+
+    Raises:
+        DataError: its ids differ from those of the tokenizer trained with. A SentencePiece model, which transformers
+            converts in its own way, is said to differ instead: its file is right.
+    """
+    trained = trained_with(checkpoint)
+    if not trained.name or not any((part / name).is_file() for name, _ in FILES.values()):
+        return ""
+    from transformers import AutoTokenizer
+
+    from megatron_port.data.tokenizer_files import load
+
+    of_part = {"hf": FILE, "sentencepiece": FILES["sentencepiece"][0]}.get(trained.kind)
+    ours = load(trained.kind, str(part / of_part), eod=trained.piece) if of_part else get_tokenizer(trained.name)
+    try:
+        theirs = AutoTokenizer.from_pretrained(str(part), local_files_only=True)
+        fault = first_difference(ours, lambda text: theirs.encode(text, add_special_tokens=False), PROBES)
+    except Exception as error:  # transformers raises anything
+        fault = f"{type(error).__name__}: {shortened(str(error), 200)}"
+    if not fault:
+        return f"`AutoTokenizer` gives the ids of training on {len(PROBES)} texts."
+    if trained.kind == "sentencepiece":
+        return ("Read `tokenizer.model` with the `sentencepiece` library: transformers' `AutoTokenizer` converts it to "
+                "something that gives other ids.")
+    raise DataError(f"{part}: AutoTokenizer does not read it as the tokenizer trained with: {fault}")
 
 
 def end_of_text(checkpoint: Checkpoint, kept: Path) -> int | None:
@@ -77,12 +165,17 @@ def end_of_text(checkpoint: Checkpoint, kept: Path) -> int | None:
 
 def _write(part: Path, body: dict[str, Any], size: int) -> None:
     write_text(part / FILE, json.dumps(body, ensure_ascii=False) + "\n")
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": _END, "eos_token": _END, "unk_token": _END,
-        "clean_up_tokenization_spaces": False, "model_max_length": 1 << 30, "vocab_size": size,
-    }
-    write_text(part / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    _write_settings(part, dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END), vocab_size=size)
     write_text(part / "special_tokens_map.json", json.dumps(dict.fromkeys(("bos_token", "eos_token"), _END)) + "\n")
+
+
+def _write_settings(part: Path, pieces: dict[str, str], **more: int) -> None:
+    """``tokenizer_config.json``: the file is taken as it is, with these special pieces."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", **pieces, "clean_up_tokenization_spaces": False,
+        "model_max_length": 1 << 30, **more,
+    }
+    write_text(part / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def _byte_characters() -> list[str]:

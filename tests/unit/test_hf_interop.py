@@ -262,7 +262,7 @@ def test_our_tokenizers_in_their_form(name: str, tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "ours", OURS[GPT2], ("weight",))
     checkpoint.manifest.state.extra["tokenizer"] = name  # type: ignore[index]
     (tmp_path / "out").mkdir()
-    write_tokenizer(tmp_path / "out", checkpoint, None)
+    write_tokenizer(tmp_path / "out", checkpoint)
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"), local_files_only=True)
     mine = HFTokenizer(tmp_path / "out")
     for text in ("Hello, world!", "  two  spaces\nand\ttabs 123", "naïve — 東京 🙂", "\x00\x7f"):

@@ -1,0 +1,266 @@
+"""An exported folder holds the tokenizer that was trained with, by its hash; no other is written, and none silently."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_port.checkpoint.format import SavedState
+from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.checkpoint.writer import save_checkpoint
+from megatron_port.cli.main import main
+from megatron_port.config.dump import as_dict
+from megatron_port.config.schema import LayoutConfig, RunConfig
+from megatron_port.data.format import read_meta, tokenizer_name
+from megatron_port.data.indexed import IndexedDataset
+from megatron_port.data.pins import pins
+from megatron_port.data.prepare import prepare
+from megatron_port.data.tokenizer import get_tokenizer, identity
+from megatron_port.data.train_bpe import train_bpe
+from megatron_port.errors import DataError
+from megatron_port.interop.commit import whole
+from megatron_port.interop.hf_tokenizer import write_tokenizer
+from megatron_port.interop.pinned_tokenizer import PROBES, pinned_file, trained_with
+from megatron_port.model.shapes import parameter_shapes
+from tests.unit.interop_cases import GPT2, random_state
+
+pytest.importorskip("tokenizers")
+MODEL = replace(GPT2, vocab_size=300)
+TEXTS = ("the cat and the other cat, the theatre", "def main(): return {'x': 1}")
+
+
+def bpe(folder: Path, which: int) -> Path:
+    """One of two tokenizers of as many ids: the same id means other text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "in.txt").write_text((TEXTS[which] + "\n") * 200 + "".join(map(chr, range(32, 127))))
+    train_bpe([folder / "in.txt"], folder / "tokenizer.json", vocab_size=280)
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
+    """Contents of both."""
+    folder = tmp_path_factory.mktemp("bpe")
+    return bpe(folder / "a", 0).read_bytes(), bpe(folder / "b", 1).read_bytes()
+
+
+def checkpoint_of(folder: Path, extra: str, tokenizer: dict[str, Any], corpora: list[dict[str, Any]]) -> Checkpoint:
+    """A checkpoint of random weights that records such a tokenizer, as the training loop does."""
+    state = SavedState(
+        step=3, samples=6, tokens=96, layout=LayoutConfig(), config=as_dict(RunConfig(model=MODEL)),
+        scalars={"optimizer_steps": 3}, extra={"skipped_total": 0, "tokenizer": extra}, tokenizer=tokenizer,
+        data={"corpora": corpora},
+    )
+    pieces = [whole(n, k, tuple(t.shape), t) for (n, k), t in random_state(MODEL, ("weight",)).items()]
+    return open_checkpoint(save_checkpoint(folder, state, pieces, expected=parameter_shapes(MODEL)))
+
+
+def trained(folder: Path, content: bytes, *, eod: bool = True) -> Checkpoint:
+    """A corpus made with that tokenizer.json, and a checkpoint that was trained on it. The original is gone."""
+    source = folder / "source"
+    source.mkdir(parents=True)
+    (source / "tokenizer.json").write_bytes(content)
+    (source / "in.txt").write_text("some text of the cat\n" * 50)
+    prefix = folder / "data" / "mine"
+    prefix.parent.mkdir()
+    prepare([source / "in.txt"], prefix, tokenizer=get_tokenizer(f"hf:{source}"), append_eod=eod)
+    for file in source.iterdir():
+        file.unlink()
+    meta = read_meta(prefix)
+    assert meta is not None and meta.tokenizer_hash
+    known = {"name": meta.tokenizer, "vocab_size": meta.vocab_size, "eod_id": meta.eod_id, "hash": meta.tokenizer_hash}
+    return checkpoint_of(folder / "ck", tokenizer_name(prefix, meta), known, pins([IndexedDataset(prefix)]))
+
+
+def written(tmp_path: Path, checkpoint: Checkpoint, **more: Any) -> tuple[Path, str, list[str]]:
+    part = tmp_path / "part"
+    part.mkdir()
+    notes: list[str] = []
+    return part, write_tokenizer(part, checkpoint, note=notes.append, **more), notes
+
+
+def test_the_pinned_file_is_exported_and_not_its_neighbour(tmp_path: Path, two: tuple[bytes, bytes]) -> None:
+    """data/tokenizer.json, a tokenizer of another corpus, was what the export took; without it, it took none."""
+    checkpoint = trained(tmp_path, two[0])
+    (tmp_path / "data" / "tokenizer.json").write_bytes(two[1])
+    part, says, notes = written(tmp_path, checkpoint)
+    assert (part / "tokenizer.json").read_bytes() == two[0] and not notes
+    assert trained_with(checkpoint).hash[:12] in says
+    settings = json.loads((part / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "<|endoftext|>" == trained_with(checkpoint).piece
+
+
+def test_without_a_neighbour_too(tmp_path: Path, two: tuple[bytes, bytes]) -> None:
+    part, _, _ = written(tmp_path, trained(tmp_path, two[0]))
+    assert (part / "tokenizer.json").read_bytes() == two[0]
+
+
+def test_documents_without_an_end_have_a_hash_all_the_same(tmp_path: Path, two: tuple[bytes, bytes]) -> None:
+    checkpoint = trained(tmp_path, two[0], eod=False)
+    assert trained_with(checkpoint).eod_id == -1
+    assert (written(tmp_path, checkpoint)[0] / "tokenizer.json").read_bytes() == two[0]
+    pinned_file(trained_with(checkpoint)).write_bytes(two[1])
+    with pytest.raises(DataError, match="its ids mean other text"):
+        pinned_file(trained_with(checkpoint))
+
+
+def test_transformers_reads_the_export_as_it_was_trained_with(tmp_path: Path, two: tuple[bytes, bytes]) -> None:
+    transformers = pytest.importorskip("transformers")
+    part, _, _ = written(tmp_path, trained(tmp_path, two[0]))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(part), local_files_only=True)
+    ours = get_tokenizer(f"hf:{tmp_path / 'data' / 'mine.tokenizer.json'}")
+    for text in (*PROBES, *TEXTS):
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    assert theirs.eos_token_id == ours.eod_id
+
+
+@pytest.mark.parametrize("what", ["exchanged", "gone", "edited"])
+def test_a_file_that_is_not_the_pinned_one_is_refused(what: str, tmp_path: Path, two: tuple[bytes, bytes]) -> None:
+    checkpoint = trained(tmp_path, two[0])
+    file = tmp_path / "data" / "mine.tokenizer.json"
+    (tmp_path / "data" / "tokenizer.json").write_bytes(two[1])
+    file.unlink() if what == "gone" else file.write_bytes(two[1] if what == "exchanged" else two[0] + b" ")
+    with pytest.raises(DataError) as caught:
+        written(tmp_path, checkpoint)
+    words = ["is not there: no " + str(file)] if what == "gone" else [f"{file} has hash", trained_with(checkpoint).hash]
+    for word in (*words, "--tokenizer DIR", "--no-tokenizer"):
+        assert word in str(caught.value)
+    assert not list((tmp_path / "part").iterdir())
+
+
+def test_a_corpus_that_moved_is_found_by_its_prefix(
+    tmp_path: Path, two: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded path is absolute; a prefix may be relative to the folder in which one works."""
+    checkpoint = trained(tmp_path / "old", two[0])
+    (tmp_path / "old" / "data").rename(tmp_path / "data")
+    state = checkpoint.manifest.state
+    state.data["corpora"][0]["prefix"] = "data/mine"  # type: ignore[index]
+    monkeypatch.chdir(tmp_path)
+    assert (written(tmp_path, checkpoint)[0] / "tokenizer.json").read_bytes() == two[0]
+
+
+def test_a_folder_that_is_named_must_hold_the_same(tmp_path: Path, two: tuple[bytes, bytes]) -> None:
+    checkpoint = trained(tmp_path, two[0])
+    for name, content in (("same", two[0]), ("other", two[1]), ("again", json.dumps(json.loads(two[0])).encode())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_bytes(content)
+    (tmp_path / "same" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "x": 1}')
+    (tmp_path / "empty").mkdir()
+    part, says, _ = written(tmp_path, checkpoint, asked=tmp_path / "same")
+    assert "by its hash" in says and json.loads((part / "tokenizer_config.json").read_text())["x"] == 1
+    for name in ("other", "empty"):
+        with pytest.raises(DataError, match="another tokenizer" if name == "other" else "no tokenizer.json"):
+            write_tokenizer(part, checkpoint, asked=tmp_path / name)
+    assert "pieces, merges and ids equal" in write_tokenizer(part, checkpoint, asked=tmp_path / "again")
+    (tmp_path / "data" / "mine.tokenizer.json").unlink()  # nothing to compare with, but the hash
+    assert "by its hash" in write_tokenizer(part, checkpoint, asked=tmp_path / "same")
+    with pytest.raises(DataError, match="file not there"):
+        write_tokenizer(part, checkpoint, asked=tmp_path / "again")
+
+
+def swapped(body: dict[str, Any]) -> None:
+    table = body["model"]["vocab"]
+    one, other = [p for p, i in table.items() if i in (65, 66)]
+    table[one], table[other] = table[other], table[one]
+
+
+def without_a_merge(body: dict[str, Any]) -> None:
+    if body["model"]["merges"]:
+        body["model"]["merges"].pop()
+    else:
+        body["model"]["merges"].append("A B")
+        body["model"]["vocab"]["AB"] = 300
+
+
+def other_split(body: dict[str, Any]) -> None:
+    body["normalizer"] = {"type": "Lowercase"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("byte", None), ("byte", swapped), ("byte", without_a_merge), ("byte", other_split), ("gpt2", None),
+     ("gpt2", without_a_merge)],
+)
+def test_our_own_tokenizers_in_a_folder_are_compared(
+    name: str, change: Callable[[dict[str, Any]], None] | None, tmp_path: Path
+) -> None:
+    from megatron_port.interop import hf_tokenizer
+
+    try:
+        known = identity(name)
+        body = hf_tokenizer._byte_json() if name == "byte" else hf_tokenizer._gpt2_json()
+        get_tokenizer(name)
+    except DataError as error:
+        pytest.skip(str(error))
+    checkpoint = checkpoint_of(tmp_path / "ck", name, known, [])
+    if change:
+        change(body)
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "tokenizer.json").write_text(json.dumps(body))
+    if change is None:
+        assert "ids equal" in written(tmp_path, checkpoint, asked=tmp_path / "dir")[1]
+    else:
+        with pytest.raises(DataError, match="another tokenizer than"):
+            written(tmp_path, checkpoint, asked=tmp_path / "dir")
+
+
+def test_a_checkpoint_that_records_none_is_not_silent(tmp_path: Path, two: tuple[bytes, bytes]) -> None:
+    checkpoint = checkpoint_of(tmp_path / "ck", "", {}, [])
+    part, says, notes = written(tmp_path, checkpoint)
+    assert says == "none in this folder" and not list(part.iterdir())
+    assert len(notes) == 1 and "--tokenizer DIR adds it" in notes[0]
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "tokenizer.json").write_bytes(two[0])
+    assert "as they were imported" in write_tokenizer(part, checkpoint, kept=tmp_path / "kept", note=notes.append)
+    assert len(notes) == 1 and (part / "tokenizer.json").read_bytes() == two[0]
+    assert "not compared" in write_tokenizer(part, checkpoint, asked=tmp_path / "kept", note=notes.append)
+    assert len(notes) == 2
+
+
+def test_a_tokenizer_without_a_file_is_refused(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path / "ck", "tiktoken:cl100k_base", {"hash": "00", "eod_id": 5}, [])
+    with pytest.raises(DataError, match="no file in Hugging Face's form"):
+        written(tmp_path, checkpoint)
+
+
+def test_sentencepiece_s_own_file_is_exported(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "in.txt").write_text("the cat and the other cat, the theatre: a, b, c.\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "in.txt"), model_prefix=str(tmp_path / "sp"), vocab_size=40, model_type="bpe",
+        minloglevel=2)
+    (tmp_path / "data").mkdir()
+    prefix = tmp_path / "data" / "mine"
+    prepare([tmp_path / "in.txt"], prefix, tokenizer=get_tokenizer(f"sentencepiece:{tmp_path / 'sp.model'}"))
+    meta = read_meta(prefix)
+    assert meta is not None
+    known = {"name": meta.tokenizer, "eod_id": meta.eod_id, "hash": meta.tokenizer_hash}
+    checkpoint = checkpoint_of(tmp_path / "ck", tokenizer_name(prefix, meta), known, [])
+    part, says, _ = written(tmp_path, checkpoint)
+    assert (part / "tokenizer.model").read_bytes() == (tmp_path / "sp.model").read_bytes() and "SentencePiece" in says
+    (tmp_path / "data" / "mine.tokenizer.model").write_bytes((tmp_path / "sp.model").read_bytes() + b"\0")
+    with pytest.raises(DataError, match="its ids mean other text"):
+        write_tokenizer(part, checkpoint)
+
+
+def test_the_command(tmp_path: Path, two: tuple[bytes, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    step = trained(tmp_path, two[0]).path
+    export = ["checkpoint", "export", str(step), "--to", "hf"]
+    assert main([*export, str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == two[0]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "that the corpus was made with (hash " in card and "`AutoTokenizer` gives the ids of training" in card
+    (tmp_path / "data" / "mine.tokenizer.json").write_bytes(two[1])
+    capsys.readouterr()
+    assert main([*export, str(tmp_path / "bad")]) == 4 and not (tmp_path / "bad").exists()
+    assert "its ids mean other text" in capsys.readouterr().err
+    assert main([*export, str(tmp_path / "bare"), "--no-tokenizer", "--skip-check"]) == 0
+    assert not list((tmp_path / "bare").glob("*token*")) and "left out" in (tmp_path / "bare/README.md").read_text()
+    assert main([*export, str(tmp_path / "x"), "--no-tokenizer", "--tokenizer", str(tmp_path)]) == 5
