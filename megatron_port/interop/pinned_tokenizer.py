@@ -75,8 +75,10 @@ def trained_with(checkpoint: Checkpoint) -> Trained:
     )
 
 
-def pinned_file(trained: Trained) -> Path:
+def pinned_file(trained: Trained, advice: str = ADVICE) -> Path:
     """The file of the tokenizer that was trained with, wherever the run recorded it or its corpora keep it.
+
+    ``advice``: end of the message, what to do where the file cannot be put back.
 
     Raises:
         DataError: none is there, or what is there is another; the message names each file and both hashes.
@@ -91,12 +93,12 @@ def pinned_file(trained: Trained) -> Path:
         found = "; ".join(f"{path} has hash {file_hash(path, trained)}" for path in there)
         raise DataError(
             f"the checkpoint was trained with tokenizer {trained.name} of hash {trained.hash}, and {found}: its ids "
-            f"mean other text. Put the old file back, {ADVICE}"
+            f"mean other text. Put the old file back, {advice}"
         )
     missing = " and no ".join(str(p.absolute()) for p in dict.fromkeys(places))
     raise DataError(
         f"the checkpoint was trained with tokenizer {trained.name}, and its file is not there: no {missing}. Put it "
-        f"back, {ADVICE}"
+        f"back, {advice}"
     )
 
 

@@ -11,11 +11,13 @@ from megatron_port.checkpoint.reader import Checkpoint, find_latest, open_checkp
 from megatron_port.config.loader import load
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
+from megatron_port.data.tokenizer_files import load as load_tokenizer
 from megatron_port.engine.api import Engine, StateReader
 from megatron_port.errors import CheckpointError, PortError
 from megatron_port.interop.hf_files import HFFolder, is_hf
 from megatron_port.interop.hf_tokenizer import end_ids
 from megatron_port.interop.import_hf import KEPT
+from megatron_port.interop.pinned_tokenizer import FILES, Trained, pinned_file, trained_with
 from megatron_port.interop.sidecar import model_of
 from megatron_port.runtime.agreement import agree
 from megatron_port.train.session import Session
@@ -39,15 +41,21 @@ class Weights:
     tokenizer_folder: Path | None
     """With a Hugging Face tokenizer."""
     close: Callable[[], None]
+    trained: Trained | None = None
+    """The tokenizer that a checkpoint of ours records."""
 
     def tokenizer(self, asked: str = "auto") -> Tokenizer:
         """The one that ``data.tokenizer`` asks for, or the one that these weights were trained with.
 
-        Raises CheckpointError: not known; DataError: not to be had.
+        A file is the one with the hash that the checkpoint records. Raises CheckpointError: not known; DataError: not
+        to be had, or exchanged.
         """
         name = asked if asked != "auto" else self.tokenizer_name
         if asked == "auto" and self.tokenizer_folder is not None:
             return get_tokenizer(f"hf:{self.tokenizer_folder}")
+        if asked == "auto" and self.trained is not None and name == self.trained.name and self.trained.kind in FILES:
+            path = pinned_file(self.trained, "or name another with --set data.tokenizer=hf:FILE")
+            return load_tokenizer(self.trained.kind, str(path), eod=self.trained.piece)
         if not name or name == "auto":
             raise CheckpointError(
                 f"{self.path} does not say which tokenizer its data used; pass --set data.tokenizer=byte, gpt2 or "
@@ -95,7 +103,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
     return Weights(
         checkpoint.path, model_of(saved, str(checkpoint.path)), checkpoint.read,
         run_file if run_file.is_file() else None, name if isinstance(name, str) and name != "auto" else "",
-        kept if (kept / "tokenizer.json").is_file() else None, checkpoint.close,
+        kept if (kept / "tokenizer.json").is_file() else None, checkpoint.close, trained_with(checkpoint),
     )
 
 

@@ -249,6 +249,22 @@ def test_sentencepiece_s_own_file_is_exported(tmp_path: Path) -> None:
         write_tokenizer(part, checkpoint)
 
 
+def test_generation_and_evaluation_take_the_pinned_file_too(
+    tmp_path: Path, two: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_port.train.weights import open_weights
+
+    step = trained(tmp_path / "old", two[0]).path
+    weights = open_weights(step)
+    assert weights.tokenizer().encode("theatre") == get_tokenizer(weights.tokenizer_name).encode("theatre")
+    other = tmp_path / "other.json"
+    other.write_bytes(two[1])
+    (tmp_path / "old" / "data" / "mine.tokenizer.json").write_bytes(two[1])
+    with pytest.raises(DataError, match="its ids mean other text.*--set data.tokenizer=hf:FILE"):
+        weights.tokenizer()
+    assert weights.tokenizer(f"hf:{other}").encode("theatre")
+
+
 def test_the_command(tmp_path: Path, two: tuple[bytes, bytes], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     step = trained(tmp_path, two[0]).path
