@@ -32,6 +32,7 @@ SHAPE = {
     "layout.data_parallel_size": 1, "batch.micro_batch_size": 8, "batch.global_batch_size": 8,
     "precision.dtype": "bf16", "training.eval_interval": 100, "training.eval_batches": 32, "training.log_interval": 100,
     "checkpoint.save_interval": 100, "checkpoint.keep": 1,
+    "optimizer.lr": 4e-3, "optimizer.min_lr": 4e-4, "optimizer.warmup_steps": 15, "optimizer.decay_steps": 0,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {},
