@@ -160,13 +160,9 @@ def gpu_missing(device: str, root: Path = Path("/")) -> str:
     Args:
         root: of the file system.
     """
-    if device == "cuda":
-        names = ("dev/nvidia[0-9]*", "dev/dxg")  # the second under WSL
-    elif device == "rocm":
-        names = ("dev/kfd",)
-    else:
-        return ""
-    if any(True for name in names for _ in root.glob(name)):
+    drivers = {"cuda": ("dev/nvidia[0-9]*", "dev/dxg"), "rocm": ("dev/kfd",)}  # dxg: under WSL
+    names = drivers.get(device, ())
+    if not names or any(True for name in names for _ in root.glob(name)):
         return ""
     shown = " or ".join(f"/{name}" for name in names)
     return f"DEVICE={device}, but this machine has no GPU that its driver shows (no {shown})"
