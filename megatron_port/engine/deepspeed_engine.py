@@ -43,9 +43,10 @@ GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 class DeepSpeedEngine:
     """See ``engine.api.Engine``.
 
-    DeepSpeed divides the loss by the number of micro-batches and averages over
-    replicas; the loss given to it is multiplied by both over the step's global
-    token count, so that what remains is the mean over global tokens.
+    The loss given to DeepSpeed is divided by the step's global token count, and gradients are summed over
+    micro-batches and replicas, so the backward pass starts from the same factor as on one process. Its own division
+    by the number of micro-batches and its average over replicas are off: undoing them in the loss rounds half
+    precision at other places wherever their product is no power of two.
     """
 
     def __init__(
@@ -139,12 +140,8 @@ class DeepSpeedEngine:
 
     @property
     def _divisor(self) -> float:
-        """What DeepSpeed multiplies the loss by and divides the averaged gradient by.
-
-        The loss carries a factor dp that undoes the average over replicas. Dividing the scale by it makes the backward
-        pass run at ``scale`` whatever dp is, so that a layout does not change which steps overflow.
-        """
-        return self.scaler.scale / self.ctx.topology.dp if self.dtype == torch.float16 else 1.0
+        """What DeepSpeed multiplies the loss by and divides the gradient by."""
+        return self.scaler.scale if self.dtype == torch.float16 else 1.0
 
     def _push_scale(self) -> None:
         if self.dtype == torch.float16:
@@ -220,7 +217,7 @@ class DeepSpeedEngine:
         self.stream.enabled = True
         self.pulse.at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        self._loss_factor = count * dp / tokens
+        self._loss_factor = 1.0 / tokens
         self._tokens, self._limits, self._probe, self._refused = tokens, limits, probe, False
         used_scale = self.scaler.scale
         # Weights change at the batch's very end, after its passes.

@@ -12,6 +12,7 @@ touches its insides is here and in ``deepspeed_state``.
 * fp16: DeepSpeed changes the loss scale before it divides the gradient by it,
   so the step at which the scale grows is halved. The scale is changed after
   the step here, by the same ``LossScaler`` that the native engine uses.
+* The loss is not divided by the number of micro-batches: the engine that owns this one divides by tokens.
 * Its optimizers know one reason to skip an update, a norm that is not finite.
   The torch optimizer inside, which they call once norm and clipping are done,
   is asked by ``gate`` whether it may.
@@ -116,6 +117,7 @@ class RecordedPipelineEngine(PipelineEngine):
     before_update: Callable[[], None]
     after_backward: Callable[[int, torch.Tensor | None], None]
     """Called with the micro-batch and the gradient that goes to the stage before."""
+    in_backward = False
 
     def held_gradients(self) -> list[torch.Tensor | None]:
         """What each parameter has accumulated so far, where that is known."""
@@ -141,8 +143,16 @@ class RecordedPipelineEngine(PipelineEngine):
             self.forward_count += 1
             super()._exec_forward_pass(buffer_id)
 
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step; 1 during a backward pass, where DeepSpeed divides the loss by it."""
+        return 1 if self.in_backward else int(super().gradient_accumulation_steps())
+
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        super()._exec_backward_pass(buffer_id)
+        self.in_backward = True
+        try:
+            super()._exec_backward_pass(buffer_id)
+        finally:
+            self.in_backward = False
         received = None if self.is_first_stage() else self.pipe_buffers["inputs"][buffer_id]
         self.after_backward(self.backward_count, getattr(received, "grad", None))
         self.backward_count += 1
