@@ -246,7 +246,7 @@ class TrainingConfig:
     eval_interval: int = 0
     """Steps between evaluations; 0: only at the end when eval_batches > 0."""
     eval_batches: int = 0
-    """Global batches in one evaluation; 0: none."""
+    """Global batches in one evaluation, at most the whole split, of which each sample counts once; 0: none."""
     log_interval: int = 1
     """Steps between lines on the console (metrics.jsonl has every step)."""
 

@@ -70,30 +70,46 @@ class StepLoader:
                 for ids in self.sample_ids(first_sample, global_batch)]
 
     def evaluation_batches(self, global_batch: int) -> int:
-        """Global batches in one pass over the split, at least 1 (a split smaller than a batch is repeated)."""
-        return max(1, len(self.dataset) // global_batch)
+        """Global batches in one pass over the split; the last may be smaller."""
+        return -(-len(self.dataset) // global_batch)
 
     def eval_batches(self, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
         """The first ``batches`` global batches in stored order, the same at each evaluation.
 
-        No sample counts twice: it ends after ``evaluation_batches(global_batch)``.
+        Each sample counts once, whatever the batch and the replicas: it ends with the split's last sample. What the
+        last batch lacks of whole micro-batches on all replicas is filled with samples that are masked.
         """
-        size = len(self.dataset)
-        for batch in range(min(batches, self.evaluation_batches(global_batch))):
-            groups = self.sample_ids(batch * global_batch, global_batch)
-            yield [self._pack(ids, [self.dataset.sample(k % size) for k in ids] if self._reads else [])
+        size, unit = len(self.dataset), self.micro_batch_size * self.dp_size
+        for first in range(0, min(batches * global_batch, size), global_batch):
+            count = min(global_batch, size - first)
+            groups = self.sample_ids(first, -(-count // unit) * unit)
+            # A mask on every replica or on none: the tokens that count are summed over those that have one.
+            yield [self._pack(ids, [self._stored(k) for k in ids] if self._reads else [],
+                              counted=min(max(first + count - ids[0], 0), len(ids)), masked=count % unit != 0)
                    for ids in groups]
+
+    def _stored(self, index: int) -> np.ndarray:
+        """A sample by its number in the split; zeros beyond the last."""
+        if index < len(self.dataset):
+            return self.dataset.sample(index)
+        return np.zeros(self.seq_length + 1, dtype=np.int64)
 
     @property
     def _reads(self) -> bool:
         return self.need_tokens or self.need_labels
 
-    def _pack(self, ids: tuple[int, ...], rows: Sequence[np.ndarray]) -> MicroBatch:
+    def _pack(self, ids: tuple[int, ...], rows: Sequence[np.ndarray], *, counted: int | None = None,
+              masked: bool = False) -> MicroBatch:
+        """``counted``: of the rows, so many count (None: all). ``masked``: with a mask even where all do."""
         if not rows:
             return MicroBatch(sample_ids=ids)
         both = torch.from_numpy(np.stack(rows))
         tokens = both[:, :-1].contiguous()
-        mask = (tokens != self.eod_id).float() if self.mask_eod_loss and self.need_labels else None
+        mask: torch.Tensor | None = None
+        if self.need_labels and (self.mask_eod_loss or masked):
+            mask = (tokens != self.eod_id).float() if self.mask_eod_loss else torch.ones(tokens.shape)
+            if counted is not None:
+                mask[counted:] = 0.0
         return MicroBatch(sample_ids=ids, tokens=tokens if self.need_tokens else None,
                           labels=both[:, 1:].contiguous() if self.need_labels else None, loss_mask=mask)
 

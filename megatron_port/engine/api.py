@@ -43,7 +43,7 @@ class StepResult:
     """What one optimizer step did; the same values on every rank."""
 
     loss: float
-    """Mean over all loss tokens of the global batch, before the update (nats)."""
+    """Mean over all loss tokens of the global batch, before the update (nats); 0 where ``tokens`` is 0."""
     tokens: int
     """Loss tokens of the global batch."""
     grad_norm: float | None
@@ -79,8 +79,8 @@ class EvalResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss (nats a token)."""
-        return self.loss_sum / max(self.tokens, 1)
+        """Mean loss (nats per token); NaN where no token counts."""
+        return self.loss_sum / self.tokens if self.tokens else math.nan
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,9 @@ class Engine(Protocol):
         probe: Probe | None = None,
     ) -> StepResult:
         """One optimizer step over this replica's micro-batches. ``step`` keys dropout.
+
+        Where every label of the global batch is masked, the gradient is zero and the update is applied to it: moments
+        and weights decay.
 
         The update is not applied, and nothing but the loss scale changes, where the loss or the gradient norm is not
         finite or above ``limits`` (alike on all ranks). With ``probe`` the step is a replay: the same numbers, which

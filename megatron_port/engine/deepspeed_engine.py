@@ -27,7 +27,7 @@ from megatron_port.engine.api import (
 from megatron_port.engine.deepspeed_config import deepspeed_config
 from megatron_port.engine.module import recorded_parameters, zero_moments
 from megatron_port.engine.probe import Probe
-from megatron_port.engine.totals import device_sums, global_tokens, shared_sums
+from megatron_port.engine.totals import device_sums, global_tokens, loss_weight, shared_sums
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.parallel.context import ParallelContext
@@ -217,7 +217,7 @@ class DeepSpeedEngine:
         self.stream.enabled = True
         self.pulse.at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        self._loss_factor = 1.0 / tokens
+        self._loss_factor = loss_weight(tokens)
         self._tokens, self._limits, self._probe, self._refused = tokens, limits, probe, False
         used_scale = self.scaler.scale
         # Weights change at the batch's very end, after its passes.

@@ -36,7 +36,7 @@ from megatron_port.engine.module import (
 from megatron_port.engine.native_passes import Passes
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
-from megatron_port.engine.totals import device_sums, global_tokens, refused_loss, shared_sums
+from megatron_port.engine.totals import device_sums, global_tokens, loss_weight, refused_loss, shared_sums
 from megatron_port.optim.gradients import counts_in_norm, global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.sharded import Piece, ShardedParameters
@@ -139,7 +139,7 @@ class NativeEngine:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
             self.chunks, self.ctx, self.stream, self.pulse, self.weight_gradients, micro_batches=micro_batches,
-            step=step, loss_factor=self.scaler.scale / tokens, probe=probe,
+            step=step, loss_factor=self.scaler.scale * loss_weight(tokens), probe=probe,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
         )
         length = self.config.model.seq_length

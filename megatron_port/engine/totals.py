@@ -30,6 +30,15 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
     return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.topology.dp)
 
 
+def loss_weight(tokens: float) -> float:
+    """Return what the sum of token losses is multiplied by to give the mean; ``tokens``: of :func:`global_tokens`.
+
+    Where every label is masked it is 1, as in Megatron-LM, which takes at least one token: the sum is 0 and so is
+    every gradient.
+    """
+    return 1.0 / max(tokens, 1.0)
+
+
 def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> torch.Tensor:
     """Sums over replicas of values that the last stage knows, on every rank: float64 [n] on the device.
 

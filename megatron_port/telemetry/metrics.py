@@ -155,7 +155,7 @@ def _truncate(path: Path, resumed_step: int, guard: Callable[[], None]) -> None:
             record = decode(line)
             if record is None or record["step"] > resumed_step or resumed_step == 0:
                 continue
-            key = (int(record["step"]), "loss" in record)
+            key = (int(record["step"]), "validation_loss" in record)
             if key not in seen:
                 seen.add(key)
                 new.write(line if line.endswith("\n") else line + "\n")

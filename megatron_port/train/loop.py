@@ -339,7 +339,8 @@ class Trainer:
         model = model_flops(c.model) * size / seconds / devices / 1e12
         hardware = hardware_flops(c.model, c.layout.recompute) * size / seconds / devices / 1e12
         record = {
-            "step": p.step, "loss": r.loss, "learning_rate": lr, "loss_scale": r.loss_scale, "skipped": r.skipped,
+            "step": p.step, "loss": r.loss if r.tokens else None, "learning_rate": lr, "loss_scale": r.loss_scale,
+            "skipped": r.skipped,
             "skipped_total": p.skipped, "anomalies_total": self.numerics.anomalies_total,
             "samples": p.samples, "tokens": p.samples * c.model.seq_length,
             "tokens_per_second": size * c.model.seq_length / seconds, "seconds": seconds,
@@ -361,12 +362,12 @@ class Trainer:
     def _evaluate(self, telemetry: Telemetry) -> float:
         c = self.config
         started = time.perf_counter()
-        total, tokens = 0.0, 0
+        total = EvalResult(0.0, 0)
         with self.session.pulse.enter(EVALUATE):
             for batch in self.loaders.eval_batches("valid", c.training.eval_batches, c.batch.global_batch_size):
-                result: EvalResult = self.engine.eval_step(batch)
-                total, tokens = total + result.loss_sum, tokens + result.tokens
-        loss = total / max(tokens, 1)
+                result = self.engine.eval_step(batch)
+                total = EvalResult(total.loss_sum + result.loss_sum, total.tokens + result.tokens)
+        loss = total.loss
         telemetry.evaluation(step=self.progress.step, validation_loss=loss, seconds=time.perf_counter() - started)
         return loss
 

@@ -84,8 +84,9 @@ class NumericsGuard:
         return ""
 
     def accept(self, result: StepResult) -> None:
-        """Take a step without anomaly into the medians; one that fp16 skipped has no norm and does not count."""
-        if result.grad_norm is not None:
+        """Take a step without anomaly into the medians. One that fp16 skipped has no norm, one whose labels are all
+        masked no loss: they do not count."""
+        if result.grad_norm is not None and result.tokens:
             self.losses.append(result.loss)
             self.grad_norms.append(result.grad_norm)
 

@@ -131,16 +131,41 @@ def test_stages_get_only_what_they_need(setup, monkeypatch):
         assert len(list(middle.eval_batches("valid", 1, 4))) == 1
 
 
+def counted(batches):
+    """Sample number → its tokens that count, of micro-batches; a sample of which none counts is left out."""
+    out = {}
+    for b in batches:
+        mask = torch.ones(b.tokens.shape) if b.loss_mask is None else b.loss_mask
+        for i, k in enumerate(b.sample_ids):
+            if mask[i].any():
+                assert k not in out
+                out[k] = b.labels[i][mask[i].bool()].tolist()
+    return out
+
+
 @BOTH
-def test_evaluation_is_repeatable_and_counts_no_sample_twice(setup):
-    valid = loaders(setup).valid
-    first = [rows(step) for step in valid.eval_batches(100, 4)]
-    assert first == [rows(step) for step in valid.eval_batches(100, 4)]
-    assert len(first) == len(valid.dataset) // 4 > 0
-    halves = [loaders(setup, rank, 2).valid for rank in range(2)]
-    for whole, *parts in zip(first, *(h.eval_batches(100, 4) for h in halves)):
-        assert {**rows(parts[0]), **rows(parts[1])} == whole
-    assert len(list(valid.eval_batches(100, 8 * (len(valid.dataset) + 8)))) == 1
+def test_evaluation_counts_every_sample_once_whatever_the_batch(setup):
+    size = len(loaders(setup).valid.dataset)
+    stored = {k: loaders(setup).valid.dataset.sample(k)[1:].tolist() for k in range(size)}
+    for micro, dp, whole in ((1, 1, 1), (2, 1, 4), (2, 2, 4), (1, 3, 6), (4, 1, 12), (2, 3, 6), (4, 2, 8 * (size + 8))):
+        run = replace(setup, batch=replace(setup.batch, micro_batch_size=micro))
+        replicas = [list(loaders(run, rank, dp).valid.eval_batches(10**6, whole)) for rank in range(dp)]
+        assert counted(b for batches in replicas for step in batches for b in step) == stored
+        assert {len(batches) for batches in replicas} == {-(-size // whole)}
+        for steps in zip(*replicas):  # the same schedule on all replicas, and a mask on all or none
+            assert len({len(step) for step in steps}) == 1
+            assert len({b.loss_mask is None for step in steps for b in step}) == 1
+        some = [b for batches in replicas for step in batches[:2] for b in step]
+        assert counted(some) == {k: stored[k] for k in range(min(2 * whole, size))}
+
+
+def test_evaluation_masks_the_end_of_documents_in_the_last_batch_too(setup):
+    run = replace(setup, data=replace(setup.data, mask_eod_loss=True))
+    valid = loaders(run).valid
+    size, batches = len(valid.dataset), list(valid.eval_batches(10**6, 10**6))
+    stored = [torch.from_numpy(valid.dataset.sample(k)) for k in range(size)]
+    assert len(batches) == 1 and any((s == 256).any() for s in stored)
+    assert counted(batches[0]) == {k: s[1:][s[:-1] != 256].tolist() for k, s in enumerate(stored)}
 
 
 def test_train_and_validation_share_no_token_range(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import (
@@ -20,7 +22,9 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.engine.api import MicroBatch
+from megatron_port.data.dataset import SyntheticDataset
+from megatron_port.data.loader import StepLoader
+from megatron_port.engine.api import EvalResult, MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WeightGradients, linear
@@ -64,6 +68,55 @@ def test_an_engine_ends_with_its_last_reference() -> None:
         assert [end() for end in ends] == [None] * 4
     finally:
         gc.enable()
+
+
+def masked(made: list[MicroBatch], counted: float = 0.0) -> list[MicroBatch]:
+    return [replace(b, loss_mask=torch.full(b.labels.shape, counted)) for b in made]  # type: ignore[union-attr]
+
+
+def test_a_step_whose_labels_are_all_masked_has_no_gradient() -> None:
+    """Its update is AdamW's at a zero gradient, written out here: weights decay, and moments where there are any."""
+    engine = make_engine()
+    before = {r.name: p.detach().clone() for r, p in engine.named_parameters()}
+    result = engine.train_step(masked(batches()), step=0, lr=1e-2)
+    assert (result.loss, result.tokens, result.grad_norm, result.skipped) == (0.0, 0, 0.0, False)
+    for record, p in engine.named_parameters():
+        decayed = before[record.name] * (1 - 1e-2 * 0.1 * record.decay)
+        torch.testing.assert_close(p.detach(), decayed, rtol=0, atol=1e-15)
+    found = engine.eval_step(masked(batches()))
+    assert (found.loss_sum, found.tokens) == (0.0, 0) and math.isnan(found.loss)
+    assert engine.eval_step(masked(batches(), 1.0)).loss == pytest.approx(engine.eval_step(batches()).loss, rel=1e-14)
+
+
+def test_a_masked_micro_batch_is_as_if_it_were_not_there() -> None:
+    with_it, without = make_engine(), make_engine()
+    extra = masked([replace(batches(4)[3], sample_ids=(3,))])
+    a = with_it.train_step([*masked(batches(), 1.0)[:2], *extra], step=0, lr=1e-2)
+    b = without.train_step(batches()[:2], step=0, lr=1e-2)
+    assert a.tokens == b.tokens == 16 and a.loss == pytest.approx(b.loss, rel=1e-14)
+    assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-13)
+
+
+def test_the_validation_loss_is_that_of_every_sample_once() -> None:
+    """Whatever the batch, the micro-batch and the replicas: against each sample by itself, through torch's loss."""
+    engine, size = make_engine(), 7
+    data = SyntheticDataset(seq_length=8, vocab_size=31, seed=3, samples=size)
+    total = 0.0
+    engine.stage.eval()
+    with torch.no_grad():
+        for k in range(size):
+            row = torch.from_numpy(data.sample(k))[None]
+            logits = engine.stage(row[:, :-1])[:, 0]
+            total += float(F.cross_entropy(logits, row[0, 1:], reduction="sum"))
+    for micro, dp, whole in ((1, 1, 4), (2, 1, 4), (2, 2, 4), (1, 3, 3), (4, 3, 12)):
+        found = EvalResult(0.0, 0)
+        for rank in range(dp):
+            loader = StepLoader(data, seq_length=8, micro_batch_size=micro, dp_rank=rank, dp_size=dp, seed=0, eod_id=-1,
+                                mask_eod_loss=False, need_tokens=True, need_labels=True)
+            for step in loader.eval_batches(100, whole):
+                one = engine.eval_step(step)
+                found = EvalResult(found.loss_sum + one.loss_sum, found.tokens + one.tokens)
+        assert found.tokens == size * 8 and found.loss == pytest.approx(total / found.tokens, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule,chunks", [("1f1b", 2), ("zb-h1", 1), ("zb-v", 2)])

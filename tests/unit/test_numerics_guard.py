@@ -50,6 +50,15 @@ def test_the_median_shrugs_off_an_outlier_and_forgets() -> None:
     assert g.limits().loss == 4.0
 
 
+def test_a_step_without_a_loss_token_is_no_loss_of_zero() -> None:
+    g = guard(window=4, loss_spike=3.0, grad_norm_spike=10.0)
+    empty = StepResult(loss=0.0, tokens=0, grad_norm=0.0)
+    for result in (step(), empty, empty, step()):
+        assert g.judge(result, g.limits()) == ""
+        g.accept(result)
+    assert g.limits() == StepLimits(loss=12.0, grad_norm=20.0)
+
+
 def test_small_numbers_are_no_spikes() -> None:
     g = guard(window=2, loss_spike=3.0, grad_norm_spike=3.0, clip=1.0)
     g.accept(step(loss=1e-3, grad_norm=1e-4))

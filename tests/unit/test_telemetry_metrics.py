@@ -95,3 +95,15 @@ def test_a_line_that_the_disk_cut_does_not_spoil_the_next(tmp_path: Path) -> Non
     writer.write({"step": 2, "loss": 2.0})
     writer.close()
     assert list(read_metrics(path)) == [{"step": 2, "loss": 2.0}]
+
+
+def test_a_step_without_a_loss_is_a_step(tmp_path: Path) -> None:
+    """Every label of it was masked; the evaluation after it is another line, and a resume keeps both."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "loss": None, "grad_norm": 0.0}, {"step": 1, "validation_loss": 2.0}]
+    for resumed in (0, 1):
+        writer = MetricsWriter(path, resumed)
+        for line in lines if resumed == 0 else ():
+            writer.write(line)
+        writer.close()
+    assert list(read_metrics(path)) == [{"step": 1, "grad_norm": 0.0}, {"step": 1, "validation_loss": 2.0}]
