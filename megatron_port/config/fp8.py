@@ -17,7 +17,7 @@ def linear_shapes(config: RunConfig) -> dict[str, tuple[float, float]]:
     heads, d, ffn = m.num_attention_heads, m.head_size, m.ffn_size
     gates = 2 if m.activation == "swiglu" else 1
     return {
-        "attention.qkv": (m.hidden_size, (heads + 2 * m.kv_heads) * d / t),
+        "attention.qkv": (m.hidden_size, (heads + 2 * m.kv_heads_held(t)) * d / t),
         "attention.output": (heads * d / t, m.hidden_size),
         "mlp.up": (m.hidden_size, gates * ffn / t),
         "mlp.down": (ffn / t, m.hidden_size),
@@ -60,7 +60,7 @@ def _size_problems(config: RunConfig) -> list[str]:
         heads, each = m.num_attention_heads, f"heads of {m.head_size} / tensor_parallel_size {t}"
         fix = f"use head_dim {either(multiples(m.head_size, ALIGN))}"
         if off(rows):
-            say("attention.qkv has", f"({heads} + 2 × {m.kv_heads}) {each} = {rows:g} outputs on a rank", fix)
+            say("attention.qkv has", f"({heads} + 2 × {m.kv_heads_held(t)}) {each} = {rows:g} outputs on a rank", fix)
         else:
             say("attention.output has", f"{heads} {each} = {columns:g} inputs on a rank", fix)
     if off(shapes["mlp.down"][0]):

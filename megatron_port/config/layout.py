@@ -123,13 +123,14 @@ def _many_nodes(config: RunConfig, world: int | None) -> bool:
 
 
 def legal_tensor_sizes(config: RunConfig, world: int | None) -> list[int]:
-    """Tensor-parallel sizes that divide heads, key/value heads and MLP width (and the sequence) within a node."""
+    """Tensor-parallel sizes that divide heads and MLP width (and the sequence), and divide the key/value heads or are a
+    multiple of them, within a node."""
     m = config.model
-    common = math.gcd(m.num_attention_heads, m.kv_heads, m.ffn_size)
+    common = math.gcd(m.num_attention_heads, m.ffn_size)
     if config.layout.sequence_parallel:
         common = math.gcd(common, m.seq_length)
     most = min(m.vocab_size, config.cluster.gpus_per_node if _many_nodes(config, world) else m.vocab_size)
-    return [t for t in divisors(common) if t <= most]
+    return [t for t in divisors(common) if t <= most and not (m.kv_heads % t and t % m.kv_heads)]
 
 
 def _tensor_problems(config: RunConfig, world_size: int | None) -> list[str]:
@@ -137,11 +138,14 @@ def _tensor_problems(config: RunConfig, world_size: int | None) -> list[str]:
     world = asked_world(config, world_size)
     use = f"use {either(nearest(t, legal_tensor_sizes(config, world)) or [1])}"
     rows = [("num_attention_heads", m.num_attention_heads), ("ffn_hidden_size", m.ffn_size)]
-    if m.kv_heads != m.num_attention_heads:
-        rows.insert(1, ("num_query_groups", m.kv_heads))
     if config.layout.sequence_parallel:
         rows.append(("seq_length (sequence_parallel)", m.seq_length))
     out = [f"{name} {size} does not divide by tensor_parallel_size {t}; {use}" for name, size in rows if size % t]
+    if m.kv_heads != m.num_attention_heads and m.kv_heads % t and t % m.kv_heads:
+        out.append(
+            f"num_query_groups {m.kv_heads} and tensor_parallel_size {t}: one must be a multiple of the other (above "
+            f"the groups, ranks share a key/value head); {use}"
+        )
     if m.vocab_size < t:
         out.append(f"vocab_size {m.vocab_size} is smaller than tensor_parallel_size {t}; {use}")
     if _many_nodes(config, world) and t > config.cluster.gpus_per_node:

@@ -91,6 +91,10 @@ class ModelConfig:
         """Key/value heads after the default is applied."""
         return self.num_query_groups or self.num_attention_heads
 
+    def kv_heads_held(self, tp: int) -> int:
+        """Key/value heads that ``tp`` tensor-parallel ranks hold together: each rank at least one, copies included."""
+        return max(self.kv_heads, tp)
+
     @property
     def head_size(self) -> int:
         """Elements in one head after the default is applied."""

@@ -32,6 +32,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+from megatron_port.optim.gradients import counts_in_norm
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.runtime.pulse import BACKWARD, DATA, FORWARD, OPTIMIZER, REDUCE, TRANSFER, Pulse
@@ -69,7 +70,8 @@ class OneStage(PipelineModule):
             record = record_of(p)
             # Its norm counts a parameter on every tp rank if split, on tp rank 0 otherwise, and never if "replicated".
             p.tensor_model_parallel = record.is_split  # type: ignore[attr-defined]
-            p.ds_pipe_replicated = not record.tied_primary  # type: ignore[attr-defined]
+            copy = record.is_split and not counts_in_norm(record, ctx)
+            p.ds_pipe_replicated = copy or not record.tied_primary  # type: ignore[attr-defined]
 
 
 class _Held(nn.Module):

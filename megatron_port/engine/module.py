@@ -30,12 +30,12 @@ class StageModule(Protocol):
 def recorded_parameters(stage: nn.Module) -> list[tuple[ParameterRecord, nn.Parameter]]:
     """(record, parameter) of a stage, each parameter once, in module order.
 
-    Raises AttributeError when a parameter has no record, ValueError when two share a name.
+    Raises AttributeError when a parameter has no record, ValueError when two are the same slice of the same name.
     """
     pairs = [(record_of(p), p) for p in stage.parameters()]
-    names = [record.name for record, _ in pairs]
-    if len(set(names)) != len(names):
-        doubled = sorted({n for n in names if names.count(n) > 1})
+    places = [record.place for record, _ in pairs]
+    if len(set(places)) != len(places):
+        doubled = sorted({name for name, at in places if places.count((name, at)) > 1})
         raise ValueError(f"parameters share a canonical name: {doubled}")
     return pairs
 

@@ -240,12 +240,12 @@ class NativeEngine:
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
         """Set masters, weights, moments and counters. Each rank reads its own slices; nothing is communicated."""
         self.sharded.wait()
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = {}
         for piece in self.sharded.pieces:
-            pieces.setdefault(piece.record.name, []).append(piece)
+            pieces.setdefault(piece.record.place, []).append(piece)
         scratch = WholeScratch(self.sharded.wide)
         for record, p in self.parameters:
-            mine = pieces.get(record.name, [])
+            mine = pieces.get(record.place, [])
             whole = self._load_place(p, mine, scratch)
             read_local(read, record, "weight", whole)
             if whole.data_ptr() != p.data_ptr():

@@ -8,9 +8,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_port.config.schema import ModelConfig
 from megatron_port.model.build import BuildContext
 from megatron_port.model.recompute import recompute
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows
+
+
+def projection_rows(model: ModelConfig, ctx: ParallelContext) -> tuple[Rows, Rows] | None:
+    """This tp rank's query rows, and the key and value rows that it shares, of the fused projection; None: nothing is
+    shared. Raises ValueError where the topology says otherwise."""
+    copies = model.kv_heads_held(ctx.topology.tp) // model.kv_heads
+    if ctx.topology.kv_copies != copies:
+        raise ValueError(
+            f"{model.kv_heads} key/value heads on {ctx.topology.tp} tp ranks have {copies} copies, and the topology "
+            f"says {ctx.topology.kv_copies}"
+        )
+    return None if copies == 1 else rank_rows(model, ctx.topology.tp, ctx.coords.tp)
+
+
+def rank_rows(model: ModelConfig, tp: int, rank: int) -> tuple[Rows, Rows]:
+    """Rows of the fused projection on tensor-parallel rank ``rank`` of ``tp``, more than there are key/value heads: its
+    query heads, and the key and value that it shares."""
+    copies = tp // model.kv_heads
+    group, part = divmod(rank, copies)
+    heads = model.num_attention_heads // model.kv_heads
+    first, own = group * (heads + 2), heads // copies
+    d = model.head_size
+    return Rows((first + part * own) * d, own * d), Rows((first + heads) * d, 2 * d, copies)
 
 
 class SelfAttention(nn.Module):
@@ -18,21 +43,25 @@ class SelfAttention(nn.Module):
 
     The rows of the fused projection are ordered by group: the group's query
     heads, its key, its value. A tp slice is then a contiguous range of rows.
+    With fewer groups than tp ranks, as many neighbours share a group: each has a
+    contiguous part of its query heads, and a copy of its key and value.
     """
 
     def __init__(self, name: str, build: BuildContext) -> None:
         super().__init__()
         cfg, tp = build.model, build.ctx.topology.tp
         self.build = build
-        self.groups = cfg.kv_heads // tp
-        self.heads_per_group = cfg.num_attention_heads // cfg.kv_heads
+        self.groups = cfg.kv_heads_held(tp) // tp
+        self.heads_per_group = cfg.num_attention_heads // cfg.kv_heads_held(tp)
         self.head_size = cfg.head_size
         self.head_offset = build.ctx.coords.tp * self.groups * self.heads_per_group
         self.name, self.op = name, f"{name}.probs"
         common: dict[str, Any] = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
                   "dtype": build.dtype, "products": build.products}
         rows = (cfg.num_attention_heads + 2 * cfg.kv_heads) * cfg.head_size
-        self.qkv = ColumnParallelLinear(f"{name}.qkv", cfg.hidden_size, rows, init=build.init, **common)
+        self.qkv = ColumnParallelLinear(
+            f"{name}.qkv", cfg.hidden_size, rows, init=build.init, rows=projection_rows(cfg, build.ctx), **common
+        )
         self.output = RowParallelLinear(
             f"{name}.output", cfg.num_attention_heads * cfg.head_size, cfg.hidden_size, init=build.output_init,
             skip_bias=True, **common,

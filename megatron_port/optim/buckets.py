@@ -1,8 +1,9 @@
 """How a rank's parameters are laid out in flat buckets, and which part of them each replica owns. Pure arithmetic.
 
 A bucket is what one collective moves. It holds parameters that are reduced alike: those with a gradient of their own,
-those whose gradient is partial over tp, and each tied parameter, whose layout must be the same on the two stages
-that hold it. Buckets follow the order in which backward passes end: last chunk and last layer first.
+those whose gradient is partial over tp, those that some tp ranks hold alike, and each tied parameter, whose layout must
+be the same on the two stages that hold it. Buckets follow the order in which backward passes end: last chunk and last
+layer first.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class BucketPlan:
     slots: tuple[Slot, ...]
     numel: int
     kind: str
-    """plain | partial (gradients to be summed over tp) | tied (over the stages that hold a copy)"""
+    """plain | partial (gradients to be summed over tp) | shared (over the tp ranks that hold the same key/value heads)
+    | tied (over the stages that hold a copy)"""
 
 
 def _kind(record: ParameterRecord) -> str:
     if record.tied_key is not None:
         return "tied"
+    if record.tp_copies > 1:
+        return "shared"
     return "partial" if record.partial_grad_over_tp else "plain"
 
 
@@ -54,7 +58,7 @@ def plan_buckets(
     plans = []
     unit = ALIGN * shards
     for chunk in reversed(chunks):
-        for kind in ("plain", "partial", "tied"):
+        for kind in ("plain", "partial", "shared", "tied"):
             slots: list[Slot] = []
             end = 0
             for index, record, numel in reversed(chunk):

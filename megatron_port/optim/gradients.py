@@ -29,10 +29,15 @@ def _all_reduce_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> N
 
 
 def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
-    """Sum over tp the gradients of which each tensor-parallel rank holds only its tokens' part. In place."""
+    """Sum over tp the gradients of which each tensor-parallel rank holds only its tokens' part, and over the copies of
+    key/value heads those of which each holds only its query heads' part. In place."""
+    grads = list(grads)
     partial = [g for record, g in grads if record.partial_grad_over_tp]
     if partial and ctx.tp_group is not None:
         _all_reduce_flat(partial, ctx.tp_group)
+    shared = [g for record, g in grads if record.tp_copies > 1]
+    if shared and ctx.kv_group is not None:
+        _all_reduce_flat(shared, ctx.kv_group)
 
 
 def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
@@ -57,7 +62,8 @@ def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelCont
 
 def counts_in_norm(record: ParameterRecord, ctx: ParallelContext) -> bool:
     """This rank's copy is the one that the global norm counts and that is saved."""
-    return record.tied_primary and (record.is_split or ctx.coords.tp == 0)
+    first = ctx.coords.tp % record.tp_copies == 0 if record.is_split else ctx.coords.tp == 0
+    return record.tied_primary and first
 
 
 def global_square_norm(
@@ -71,8 +77,9 @@ def global_square_norm(
 
     ``sharded``: each replica gives its own pieces of them.
 
-    Each logical element is counted once: replicated parameters on tp rank 0, tied ones on their primary stage,
-    padding never (its gradient is zero). ``square_norm``: of a list of tensors; None: torch's ops.
+    Each logical element is counted once: replicated parameters on tp rank 0, key/value heads on the first rank that
+    holds them, tied ones on their primary stage, padding never (its gradient is zero). ``square_norm``: of a list of
+    tensors; None: torch's ops.
     """
     mine = [g.detach() for record, g in grads if counts_in_norm(record, ctx)]
     if square_norm is not None and mine:

@@ -232,7 +232,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start what has not been started, wait for all, and sum partial and tied gradients: shards only."""
+        """Start what has not been started, wait for all, and sum partial, shared and tied gradients: shards only."""
         for part in self._rounds.values():
             for number in part.rest():
                 self._start(self.buckets[number])
@@ -240,8 +240,10 @@ class ShardedParameters:
             pass
         if self.windows is not None:
             self.windows.trim()
+        ctx = self.ctx
+        groups = {"partial": ctx.tp_group, "shared": ctx.kv_group, "tied": ctx.embedding_group}
         for bucket in self.buckets:
-            group = {"partial": self.ctx.tp_group, "tied": self.ctx.embedding_group}.get(bucket.plan.kind)
+            group = groups.get(bucket.plan.kind)
             if group is not None:
                 dist.all_reduce(bucket.sums, group=group)
 

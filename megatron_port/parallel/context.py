@@ -38,7 +38,7 @@ from megatron_port.runtime.rendezvous import ranges
 
 AXES = ("tp", "dp", "pp")
 """The fixed order in which every rank creates the groups."""
-ALL = (*AXES, "embedding", "pp_reverse")
+ALL = (*AXES, "embedding", "pp_reverse", "kv")
 """The order in which every rank makes the communicators of the groups that it is in."""
 STAGES = ("pp", "pp_reverse")
 """Groups whose ranks also send to one another, each to its two neighbours in the ring of stages."""
@@ -62,6 +62,8 @@ class ParallelContext:
     """First and last stage, for tied embeddings; None in between and with one stage."""
     pp_reverse_group: dist.ProcessGroup | None = None
     """The stages again, for gradients on their way back; None where the backend needs no second queue (gloo)."""
+    kv_group: dist.ProcessGroup | None = None
+    """Neighbouring tensor ranks that hold the same key/value heads; ``tp_group`` itself where all do."""
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelContext:
@@ -116,9 +118,11 @@ class ParallelContext:
             group = dist.new_group(list(members), backend=backend, timeout=timeout, group_desc=axis)
             if rank in members:
                 mine[axis] = group
+        if topology.kv_copies == topology.tp:
+            mine["kv"] = mine["tp"]
         ctx = cls(
             topology, rank, torch.device(device), topology.coordinates(rank),
-            mine["tp"], mine["dp"], mine["pp"], mine["embedding"], mine["pp_reverse"],
+            mine["tp"], mine["dp"], mine["pp"], mine["embedding"], mine["pp_reverse"], mine["kv"],
         )
         for axis in ALL:
             ctx._warm_up(axis, progress or Pulse())
@@ -161,14 +165,14 @@ class ParallelContext:
         return self.coords.pp == self.topology.last_stage
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The group along ``tp``, ``dp``, ``pp``, ``pp_reverse`` or of the tied ``embedding``; None: there is none."""
+        """The group along ``tp``, ``dp``, ``pp``, ``pp_reverse``, of the tied ``embedding`` or of the copies of ``kv``
+        heads; None: there is none."""
         found: dist.ProcessGroup | None = getattr(self, f"{axis}_group")
         return found
 
     def close(self) -> None:
         """Destroy the groups (not the default one). The context is of no use afterwards."""
-        for axis in ALL:
-            group = self.group(axis)
+        for group in dict.fromkeys(self.group(axis) for axis in ALL):
             if group is not None:
                 # If a peer died, the error that told so must not be hidden by another.
                 with suppress(dist.DistError, RuntimeError):
@@ -207,4 +211,7 @@ def group_list(topology: Topology, *, two_way: bool = False) -> list[tuple[str, 
         if topology.last_stage != 0:
             found += [("embedding", (g[0], g[-1])) for g in stages]
         found += [("pp_reverse", g) for g in stages if two_way]
+    if 1 < topology.kv_copies < topology.tp:
+        size = topology.kv_copies
+        found += [("kv", tuple(range(first, first + size))) for first in range(0, topology.world_size, size)]
     return found

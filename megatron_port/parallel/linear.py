@@ -14,6 +14,7 @@ product.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ from megatron_port.parallel.collectives import (
 )
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.products import PLAIN, Products, add_product
-from megatron_port.parallel.record import InitSpec, attach, split_record
+from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, split_record
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "WeightGradients", "add_product", "linear"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "WeightGradients", "add_product", "linear"]
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor:
@@ -91,48 +92,68 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None,
-        gradients: WeightGradients | None, group: Group, sequence: bool, products: Products,
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence: bool, products: Products,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
         # Not saved tensors: every micro-batch changes main_grad between a forward and its backward.
-        ctx.main_grad, ctx.gradients, ctx.weight = main_grad, gradients, weight
-        ctx.group, ctx.sequence, ctx.products = group, sequence, products
+        ctx.save_for_backward(x, *weights)
+        ctx.weights, ctx.group, ctx.sequence, ctx.products = weights, group, sequence, products
         whole = all_gather_first(x, group) if sequence else x
-        y, ctx.known = products.forward(whole, weight, weight.flatten(0, -2), bias)
-        return y
+        matrices = [weight.flatten(0, -2) for weight in weights]
+        ctx.sizes = [matrix.shape[0] for matrix in matrices]
+        biases = [None] * len(weights) if bias is None else [bias] if len(weights) == 1 else bias.split(ctx.sizes)
+        made = [products.forward(whole, w, matrix, b) for w, matrix, b in zip(weights, matrices, biases)]
+        ctx.known = [known for _, known in made]
+        return made[0][0] if len(made) == 1 else torch.cat([y for y, _ in made], dim=-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        matrix, products, known = weight.flatten(0, -2), ctx.products, ctx.known
-        rows = grad.reshape(-1, matrix.shape[0])
-        gathered = start_all_gather(x, ctx.group) if ctx.sequence and ctx.needs_input_grad[1] else None
+        x, *weights = ctx.saved_tensors
+        products, wanted = ctx.products, ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        parts = [rows] if len(weights) == 1 else [part.contiguous() for part in rows.split(ctx.sizes, dim=1)]
+        gathered = start_all_gather(x, ctx.group) if ctx.sequence and any(wanted[5:]) else None
         dx = None
-        for_input, for_weight = products.gradient(rows)
-        if ctx.needs_input_grad[0]:
-            wide = products.input_gradient(for_input, ctx.weight, matrix).view(*grad.shape[:-1], matrix.shape[1])
+        made = [products.gradient(part) for part in parts]
+        if wanted[0]:
+            wide = None
+            for (for_input, _), weight, matrix in zip(made, ctx.weights, weights):
+                one = products.input_gradient(for_input, weight, matrix.flatten(0, -2))
+                wide = one if wide is None else wide.add_(one)
+            assert wide is not None
+            wide = wide.view(*grad.shape[:-1], x.shape[-1])
             dx = start_reduce_scatter(wide, ctx.group) if ctx.sequence else start_all_reduce(wide, ctx.group)
-        del for_input  # the weight's gradient may be held back, and holds what it takes itself
-        dw = None
-        if ctx.needs_input_grad[1]:
-            whole = (gathered.take() if gathered is not None else x).reshape(-1, matrix.shape[1])
-            if ctx.gradients is not None:
-                ctx.gradients.add(
-                    ctx.weight, lambda total: products.add_weight_gradient(total, for_weight, whole, known)
-                )
-            elif ctx.main_grad is not None:
-                products.add_weight_gradient(ctx.main_grad.view(matrix.shape), for_weight, whole, known)
-            else:
-                dw = products.weight_gradient(for_weight, whole, known).view(weight.shape)
-        db = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
-        return None if dx is None else dx.take(), dw, db, None, None, None, None, None
+        for_weights = [for_weight for _, for_weight in made]
+        del made, parts  # a weight's gradient may be held back, and holds what it takes itself
+        dw: list[torch.Tensor | None] = [None] * len(weights)
+        if any(wanted[5:]):
+            whole = (gathered.take() if gathered is not None else x).reshape(-1, x.shape[-1])
+            for i, weight in enumerate(ctx.weights):
+                if wanted[5 + i]:
+                    dw[i] = _weight_gradient(products, weight, for_weights[i], whole, ctx.known[i])
+        db = rows.sum(dim=0) if wanted[1] else None
+        return None if dx is None else dx.take(), db, None, None, None, *dw
+
+
+def _weight_gradient(
+    products: Products, weight: torch.Tensor, rows: Any, x: torch.Tensor, known: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Add a weight's gradient to the sum that is kept of it, now or later; where there is none, return it."""
+    gradients: WeightGradients | None = getattr(weight, "weight_gradients", None)
+    main_grad = getattr(weight, "main_grad", None)
+    if gradients is not None:
+        gradients.add(weight, lambda total: products.add_weight_gradient(total, rows, x, known))
+    elif main_grad is not None:
+        products.add_weight_gradient(main_grad.view(-1, weight.shape[-1]), rows, x, known)
+    else:
+        return products.weight_gradient(rows, x, known).view(weight.shape)
+    return None
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: Group = None,
-    sequence_parallel: bool = False, products: Products = PLAIN,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: torch.Tensor | None = None,
+    group: Group = None, sequence_parallel: bool = False, products: Products = PLAIN,
 ) -> torch.Tensor:
     """x Wᵀ + b: x [..., in], weight [..., in] whose leading dimensions are the outputs, bias [out] → [..., out].
 
@@ -143,18 +164,35 @@ def linear(
     weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs);
     ``weight_gradients`` (:class:`WeightGradients`) says where to instead, and when.
 
+    ``shared``: a second weight [..., in], whose outputs follow those of ``weight``; ``bias`` has both.
+
     ``products``: how the three matrix products are computed. In 8 bits those are rounded and scaled on each rank by
     itself; collectives, biases and their gradients stay in the dtype.
     """
-    main_grad, gradients = (
-        getattr(weight, name, None) if weight.requires_grad else None for name in ("main_grad", "weight_gradients")
-    )
-    alone = main_grad is None and gradients is None and group is None
-    if products is PLAIN and alone and not widens(x):
+    kept = weight.requires_grad and (hasattr(weight, "main_grad") or hasattr(weight, "weight_gradients"))
+    if products is PLAIN and not kept and group is None and shared is None and not widens(x):
         return PLAIN.forward(x, weight, weight.flatten(0, -2), bias)[0]
-    return _Linear.apply(
-        x, weight, bias, main_grad, gradients, group, sequence_parallel and group is not None, products
-    )
+    weights = (weight,) if shared is None else (weight, shared)
+    return _Linear.apply(x, bias, group, sequence_parallel and group is not None, products, *weights)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [start, start + count) of a logical matrix, of which ``copies`` neighbouring tp ranks hold the same."""
+
+    start: int
+    count: int
+    copies: int = 1
+
+    def parameter(
+        self, name: str, shape: tuple[int, ...], init: InitSpec, dtype: torch.dtype, device: torch.device
+    ) -> nn.Parameter:
+        """These rows of the parameter of logical ``shape``, with their record."""
+        local, offset = (self.count, *shape[1:]), (self.start, *(0 for _ in shape[1:]))
+        record = ParameterRecord(
+            name, shape, local, offset, local, 0, init, decay=len(shape) > 1, tp_copies=self.copies
+        )
+        return attach(nn.Parameter(torch.empty(local, dtype=dtype, device=device)), record)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -164,6 +202,8 @@ class ColumnParallelLinear(nn.Module):
     parameter of logical shape (packed, out, in), each split by its own rows, so
     that one matrix product serves them all (SwiGLU's gate and up projections).
     ``skip_bias``: b is a parameter that the caller adds, fused with what follows.
+    ``rows``: this rank's own rows and those that it shares with neighbours, in place of an equal split; two parameters
+    of one name, and an output [seq, batch, own rows + shared rows].
     """
 
     def __init__(
@@ -178,26 +218,41 @@ class ColumnParallelLinear(nn.Module):
         init: InitSpec,
         packed: int = 1,
         skip_bias: bool = False,
+        rows: tuple[Rows, Rows] | None = None,
         dtype: torch.dtype = torch.float32,
         products: Products = PLAIN,
     ) -> None:
         super().__init__()
         self.ctx, self.sequence_parallel, self.skip_bias = ctx, sequence_parallel, skip_bias
         self.products = products
+        self.bias: nn.Parameter | None = None
+        self.shared_weight: nn.Parameter | None = None
+        self.shared_bias: nn.Parameter | None = None
+        if rows is not None:
+            self.weight, self.shared_weight = (
+                r.parameter(f"{name}.weight", (out_features, in_features), init, dtype, ctx.device) for r in rows
+            )
+            if bias:
+                zeros = InitSpec("zeros")
+                self.bias, self.shared_bias = (
+                    r.parameter(f"{name}.bias", (out_features,), zeros, dtype, ctx.device) for r in rows
+                )
+            return
         lead = (packed,) if packed > 1 else ()
         split = {"tp_rank": ctx.coords.tp, "tp_size": ctx.topology.tp, "split_dim": len(lead)}
         record = split_record(f"{name}.weight", (*lead, out_features, in_features), init=init, decay=True, **split)
         self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
-        self.bias: nn.Parameter | None = None
         if bias:
             record = split_record(f"{name}.bias", (*lead, out_features), init=InitSpec("zeros"), decay=False, **split)
             self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias.flatten() if self.bias is not None and not self.skip_bias else None
+        if bias is not None and self.shared_bias is not None:
+            bias = torch.cat([bias, self.shared_bias])
         return linear(
-            x, self.weight, bias, group=self.ctx.tp_group, sequence_parallel=self.sequence_parallel,
-            products=self.products,
+            x, self.weight, bias, shared=self.shared_weight, group=self.ctx.tp_group,
+            sequence_parallel=self.sequence_parallel, products=self.products,
         )
 
 

@@ -47,6 +47,9 @@ class ParameterRecord:
     """Weight decay applies."""
     partial_grad_over_tp: bool = False
     """Each tp rank holds only part of the gradient (its piece of the sequence); sum over tp before use."""
+    tp_copies: int = 1
+    """Neighbouring tp ranks that hold this very slice (key/value heads, where there are fewer than tp ranks). Each has
+    only its query heads' part of the gradient; sum over them before use."""
     tied_key: str | None = None
     """Copies with the same key (and name) on several stages are one parameter."""
     tied_primary: bool = True
@@ -56,6 +59,11 @@ class ParameterRecord:
     def is_split(self) -> bool:
         """True where tp ranks hold different slices."""
         return self.split_dim is not None
+
+    @property
+    def place(self) -> tuple[str, tuple[int, ...]]:
+        """Name and offset: what tells a rank's parameters apart. Of a split name it may hold two slices."""
+        return self.name, self.offset
 
     @property
     def numel(self) -> int:

@@ -36,10 +36,12 @@ class Coordinates:
 class Topology:
     """The grid of a run.
 
-    ``vp``: chunks of the model on each stage; ``folded``: the pipeline turns round at the last stage (``vp`` 2).
+    ``vp``: chunks of the model on each stage; ``folded``: the pipeline turns round at the last stage (``vp`` 2);
+    ``kv_copies``: neighbouring tp ranks that hold the same key/value heads, where there are fewer heads than tp ranks.
 
     Raises:
-        ConfigError: a size is below one, or a folded pipeline has not two chunks a stage.
+        ConfigError: a size is below one, a folded pipeline has not two chunks per stage, or ``kv_copies`` does not
+            divide tp.
     """
 
     tp: int = 1
@@ -47,6 +49,7 @@ class Topology:
     dp: int = 1
     vp: int = 1
     folded: bool = False
+    kv_copies: int = 1
 
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "dp", "vp"):
@@ -54,6 +57,8 @@ class Topology:
                 raise ConfigError(f"layout: {axis} is {getattr(self, axis)}; each parallel size must be at least 1")
         if self.folded and self.vp != 2:
             raise ConfigError(f"layout: a folded pipeline has 2 chunks a stage, not {self.vp}")
+        if self.kv_copies < 1 or self.tp % self.kv_copies:
+            raise ConfigError(f"layout: {self.kv_copies} copies of key/value heads do not divide tp {self.tp}")
 
     @property
     def world_size(self) -> int:

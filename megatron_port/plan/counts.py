@@ -7,9 +7,10 @@ from megatron_port.plan.case import Case
 
 
 def layer_elements(model: ModelConfig, tp: int) -> int:
-    """Elements of one layer on a tensor-parallel rank: matrices and their biases split, norms and row biases whole."""
+    """Elements of one layer on a tensor-parallel rank: matrices and their biases split, norms and row biases whole, a
+    key/value head that several ranks hold on each."""
     h, d, f = model.hidden_size, model.head_size, model.ffn_size
-    heads, groups = model.num_attention_heads // tp, model.kv_heads // tp
+    heads, groups = model.num_attention_heads // tp, model.kv_heads_held(tp) // tp
     first = (f // tp) * (2 if model.activation == "swiglu" else 1)
     count = h * d * (2 * heads + 2 * groups) + h * first + h * (f // tp)
     if model.add_bias:

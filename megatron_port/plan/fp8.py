@@ -68,6 +68,6 @@ def cast_seconds(case: Case, rates: Rates, products: Products) -> tuple[float, f
 def copy_bytes(case: Case, stage: int) -> float:
     """Of the weights of a stage's linears in 8 bits, as they are and transposed, held while a step's passes run."""
     m = case.model
-    qkv = m.head_size * (2 * m.num_attention_heads + 2 * m.kv_heads)
+    qkv = m.head_size * (2 * m.num_attention_heads + 2 * m.kv_heads_held(case.tp))
     mlp = m.ffn_size * (3 if m.activation == "swiglu" else 2)
     return 2.0 * case.stage_layers(stage) * m.hidden_size * (qkv + mlp) / case.tp if case.fp8 != "none" else 0.0

@@ -56,7 +56,7 @@ def _shapes(case: Case) -> _Shapes:
     h, d = m.hidden_size, m.head_size
     first = m.ffn_size * (2 if m.activation == "swiglu" else 1)
     products = (
-        (tokens, (m.num_attention_heads + 2 * m.kv_heads) * d / t, h),
+        (tokens, (m.num_attention_heads + 2 * m.kv_heads_held(t)) * d / t, h),
         (tokens, h, m.num_attention_heads * d / t),
         (tokens, first / t, h),
         (tokens, h, m.ffn_size / t),
@@ -93,7 +93,7 @@ def _elementwise(case: Case, rates: Rates, shapes: _Shapes) -> tuple[float, floa
     mask = 1 if m.hidden_dropout > 0 else 0
     stream, split = shapes.stream, shapes.tokens / t
     gates = 2 if m.activation == "swiglu" else 1
-    heads = m.head_size * (m.num_attention_heads + 2 * m.kv_heads)
+    heads = m.head_size * (m.num_attention_heads + 2 * m.kv_heads_held(t))
     fused = case.engine.unfused_ops
     norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
     hidden = split * m.ffn_size * w * (gates + 1)

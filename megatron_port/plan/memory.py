@@ -106,13 +106,13 @@ def layer_activation_bytes(case: Case, recompute: str | None = None) -> float:
     masks = 2 * mask * (m.hidden_dropout > 0)
     inputs = stream if case.engine.gathers_again else tokens * m.hidden_size  # gathered once and kept, or again
     whole = stream * (2 * w + masks) + inputs * 2 * w  # two norms' inputs and masks; inputs of qkv and the first MLP
-    split = tokens / t * _split_widths(m) * w
+    split = tokens / t * _split_widths(m, t) * w
     if torchs and m.normalization == "rmsnorm":
         whole += stream * 2 * (2 * case.wide - w)
     if torchs and m.activation == "swiglu":
         split += tokens / t * m.ffn_size * w
     if torchs and m.position_embedding == "rope":  # v is a view that keeps the whole projection alive
-        split += tokens / t * m.head_size * (m.num_attention_heads + m.kv_heads) * w
+        split += tokens / t * m.head_size * (m.num_attention_heads + m.kv_heads_held(t)) * w
     if not case.flash and recompute == "none":
         dropped = 1 if m.attention_dropout > 0 else 0
         scores = m.num_attention_heads / t * m.seq_length * tokens / case.cp
@@ -124,9 +124,9 @@ def layer_activation_bytes(case: Case, recompute: str | None = None) -> float:
     return whole + split
 
 
-def _split_widths(m: ModelConfig) -> float:
-    """Elements a token that tensor parallelism splits: q, k, v, the attention's output, the MLP's hidden values."""
-    attention = m.head_size * (2 * m.num_attention_heads + 2 * m.kv_heads)
+def _split_widths(m: ModelConfig, tp: int) -> float:
+    """Elements per token over the tp ranks: q, k, v, the attention's output, the MLP's hidden values."""
+    attention = m.head_size * (2 * m.num_attention_heads + 2 * m.kv_heads_held(tp))
     return attention + m.ffn_size * (3 if m.activation == "swiglu" else 2)
 
 
@@ -144,15 +144,15 @@ def _logits(case: Case) -> float:
 
 def window_elements(case: Case, stage: int) -> int:
     """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.windows``): two buckets, one filling
-    up while the other is reduced, and those that come all through a pass: partial over tp, tied."""
+    up while the other is reduced, and those that come all through a pass: partial over tp, shared, tied."""
     m, held = case.model, bucket_elements(case, stage)
     first = m.ffn_size * (2 if m.activation == "swiglu" else 1)
-    widest = max(first, m.head_size * (m.num_attention_heads + 2 * m.kv_heads))
+    widest = max(first, m.head_size * (m.num_attention_heads + (0 if held["shared"] else 2 * m.kv_heads)))
     largest = widest // case.tp * m.hidden_size
     if not held["tied"] and stage in (0, case.grid.last_stage):
         largest = max(largest, case.padded_vocab // case.tp * m.hidden_size)
     size = min(max(case.bucket, largest), -(-held["plain"] // case.vp))
-    return (2 if held["plain"] > size else 1) * size + held["partial"] + held["tied"]
+    return (2 if held["plain"] > size else 1) * size + held["partial"] + held["shared"] + held["tied"]
 
 
 def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:

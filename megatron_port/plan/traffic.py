@@ -14,7 +14,7 @@ from megatron_port.plan.counts import norm_elements, stage_elements
 from megatron_port.plan.layer import ends_at_product
 
 Key = tuple[str, str]
-"""(axis: tp | dp | pp | embedding, kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
+"""(axis: tp | kv | dp | pp | embedding, kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
 SUMS = 16
 """Bytes of the loss and its tokens, shared once a step (two float64)."""
 NORM = 8
@@ -77,12 +77,22 @@ def partial_elements(case: Case, stage: int) -> int:
     return count + (norm_elements(m) if stage == case.grid.last_stage else 0)
 
 
+def shared_elements(case: Case, stage: int) -> int:
+    """Elements of key/value projections that several tensor-parallel ranks hold, each with its part of the gradient."""
+    m = case.model
+    if case.tp <= m.kv_heads:
+        return 0
+    return case.stage_layers(stage) * 2 * m.head_size * (m.hidden_size + m.add_bias)
+
+
 def bucket_elements(case: Case, stage: int) -> dict[str, int]:
     """Elements of a rank's parameters by the kind of bucket they are in (``optim.buckets``), without its padding."""
     tied = case.model.tie_embeddings and case.grid.last_stage != 0 and stage in (0, case.grid.last_stage)
     table = case.padded_vocab // case.tp * case.model.hidden_size if tied else 0
     partial = partial_elements(case, stage)
-    return {"plain": stage_elements(case, stage) - partial - table, "partial": partial, "tied": table}
+    shared = shared_elements(case, stage)
+    plain = stage_elements(case, stage) - partial - shared - table
+    return {"plain": plain, "partial": partial, "shared": shared, "tied": table}
 
 
 def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None) -> Traffic:
@@ -109,6 +119,8 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
     if case.tp > 1:  # gradients of shards
         out.add("tp", "all-reduce", held["partial"] // shards * case.wide + NORM)
         out.add("tp", "broadcast", SUMS)
+        copies = "tp" if case.model.kv_heads == 1 else "kv"  # all tp ranks hold the one head
+        out.add(copies, "all-reduce", held["shared"] // shards * case.wide)
     if case.pp > 1:
         out.add("pp", "all-reduce", NORM)
         out.add("pp", "broadcast", SUMS)

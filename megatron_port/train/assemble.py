@@ -21,12 +21,17 @@ from megatron_port.runtime.pulse import Pulse
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
+def kv_copies(config: RunConfig) -> int:
+    """Tensor-parallel ranks that hold the same key/value heads."""
+    return config.model.kv_heads_held(config.layout.tensor_parallel_size) // config.model.kv_heads
+
+
 def topology_of(config: RunConfig) -> Topology:
     """The grid of a resolved run."""
     layout = config.layout
     return Topology(
         tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size,
-        vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v",
+        vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v", kv_copies=kv_copies(config),
     )
 
 

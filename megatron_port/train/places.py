@@ -14,7 +14,7 @@ have another.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron_port.backend import widened
 from megatron_port.backend.cross_entropy import CrossEntropyOps
 from megatron_port.config.schema import RunConfig
+from megatron_port.model.attention import SelfAttention, rank_rows
 from megatron_port.model.build import BuildContext
 from megatron_port.model.layers import Head, TransformerLayer
 from megatron_port.model.norm import Norm
@@ -65,7 +66,11 @@ class Places:
         """Let the model of a single process, engine native, round in these places."""
         tp = self.tensor_parallel_size
         for module in list(stage.modules()):
-            if isinstance(module, RowParallelLinear):
+            if isinstance(module, SelfAttention) and tp > module.build.model.kv_heads:
+                self._cut_shared(module)
+            elif isinstance(module, ColumnParallelLinear) and isinstance(module.products, SharedProducts):
+                continue
+            elif isinstance(module, RowParallelLinear):
                 module.products = self._products(inputs=_equal(module.weight.shape[1], tp))
             elif isinstance(module, ColumnParallelLinear):
                 packed = module.weight.shape[0] if module.weight.ndim == 3 else 1
@@ -79,6 +84,23 @@ class Places:
 
     def _products(self, *, inputs: Pieces = (), outputs: Pieces = (), packed: int = 1) -> CutProducts:
         return CutProducts(inputs, outputs, packed, self.rounded_weight_gradients)
+
+    def _cut_shared(self, attention: SelfAttention) -> None:
+        """Let attention run as on ranks that share key/value heads: each has its query heads and its copy."""
+        model, tp, linear_ = attention.build.model, self.tensor_parallel_size, attention.qkv
+        ranks = tuple(
+            tuple(slice(r.start, r.start + r.count) for r in rank_rows(model, tp, rank)) for rank in range(tp)
+        )
+        linear_.products = SharedProducts(ranks, self.rounded_weight_gradients)
+        attention.groups, attention.heads_per_group = tp, model.num_attention_heads // tp
+
+        def forward(x: Tensor) -> Tensor:
+            bias = None
+            if linear_.bias is not None:
+                bias = torch.cat([_share(linear_.bias, i)[rows] for i, own in enumerate(ranks) for rows in own])
+            return linear(x, linear_.weight, bias, products=linear_.products)
+
+        linear_.forward = forward  # type: ignore[method-assign]
 
     def _cut_head(self, head: Head) -> None:
         vocab, tp = record_of(head.weight).shape[0], self.tensor_parallel_size
@@ -166,6 +188,55 @@ class CutProducts:
             total.add_(widened.product(rows.t(), x))
         else:
             PLAIN.add_weight_gradient(total, rows, x, known)
+
+
+@dataclass(frozen=True)
+class SharedProducts:
+    """The products of the fused projection where ranks share key/value heads. The output has every rank's columns, one
+    rank after the other, so a shared row has as many columns as ranks that hold it, each with its own gradient."""
+
+    ranks: tuple[Pieces, ...]
+    """Of each rank the rows of its two weights."""
+    rounded: bool = False
+    """As :class:`CutProducts`."""
+
+    def _cut(self, columns: Tensor) -> Iterator[list[tuple[slice, Tensor]]]:
+        """Of each rank (rows, its columns [tokens, rows]) of its two weights."""
+        sizes = [p.stop - p.start for own in self.ranks for p in own]
+        parts = iter(columns.split(sizes, dim=1))
+        for own in self.ranks:
+            yield [(rows, next(parts).contiguous()) for rows in own]
+
+    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See ``Products``; ``bias``: of all columns."""
+        rows = [p for own in self.ranks for p in own]
+        biases = [None] * len(rows) if bias is None else bias.split([p.stop - p.start for p in rows])
+        made = [PLAIN.forward(x, weight, matrix[p], b)[0] for p, b in zip(rows, biases)]
+        return torch.cat(made, dim=-1), None
+
+    def gradient(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Products``."""
+        return rows, rows
+
+    def input_gradient(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        """See ``Products``."""
+        parts = []
+        for own in self._cut(rows):
+            first, second = (PLAIN.input_gradient(columns, weight, matrix[p]) for p, columns in own)
+            parts.append(first + second)
+        return ring_sum(parts)
+
+    def weight_gradient(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
+        """See ``Products``."""
+        total = torch.zeros(max(p.stop for own in self.ranks for p in own), x.shape[1], dtype=x.dtype, device=x.device)
+        self.add_weight_gradient(total, rows, x, known)
+        return total
+
+    def add_weight_gradient(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
+        """See ``Products``."""
+        for own in self._cut(rows):
+            for p, columns in own:
+                CutProducts(rounded=self.rounded).add_weight_gradient(total[p], columns, x, known)
 
 
 @dataclass(frozen=True)

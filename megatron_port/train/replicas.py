@@ -128,7 +128,7 @@ def _ranks(members: Sequence[int]) -> str:
 
 
 def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
-    """Collective. Compare the copies of every replicated parameter over data, tensor and tied stages.
+    """Collective. Compare the copies of every replicated parameter over data, tensor, key/value copies and tied stages.
 
     Costs one pass over this rank's weights, two all-reduces of 8 bytes a parameter for each kind of group, and one
     synchronisation.
@@ -147,6 +147,7 @@ def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
     axes = (
         ("dp", ctx.dp_group, [True] * len(pairs)),
         ("tp", ctx.tp_group, [not r.is_split for r, _ in pairs]),
+        ("kv", ctx.kv_group, [r.tp_copies > 1 for r, _ in pairs]),
         ("embedding", ctx.embedding_group, [r.tied_key is not None for r, _ in pairs]),
     )
     for axis, group, use in axes:

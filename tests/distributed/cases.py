@@ -153,7 +153,10 @@ def run_case(
     """Train on this rank and record; the function that ranks are sent."""
     layout = config.layout
     ctx = ParallelContext.create(
-        dataclasses.replace(topology, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v"), "cpu"
+        dataclasses.replace(
+            topology, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v",
+            kv_copies=config.model.kv_heads_held(topology.tp) // config.model.kv_heads,
+        ), "cpu"
     )
     engine = None
     try:

@@ -69,7 +69,8 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.bytes: dict[tuple[str, str], int] = {}
         self.other: set[str] = set()
-        self.axes = {g.group_name: axis for axis in ALL if (g := ctx.group(axis)) is not None}
+        # Where all tensor ranks hold the same key/value heads, "kv" is the group "tp".
+        self.axes = {g.group_name: axis for axis in reversed(ALL) if (g := ctx.group(axis)) is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":

@@ -140,8 +140,9 @@ LAYOUT_FAULTS: list[tuple[dict[str, object], int | None, str]] = [
     ({"model__num_attention_heads": 5}, 1, "hidden_size 48 does not divide by num_attention_heads 5; use 4 or 6 heads"),
     ({"model__num_query_groups": 3}, 1, "num_attention_heads 4 does not divide by num_query_groups 3; use 2 or 4"),
     ({"model__num_attention_heads": 16, "model__position_embedding": "rope"}, 1, "the head size is 3"),
-    ({"model__num_query_groups": 2, "layout__tensor_parallel_size": 4}, 4,
-     "num_query_groups 2 does not divide by tensor_parallel_size 4; use 2"),
+    ({"model__num_attention_heads": 12, "model__num_query_groups": 6, "layout__tensor_parallel_size": 4}, 4,
+     "num_query_groups 6 and tensor_parallel_size 4: one must be a multiple of the other (above the groups, ranks "
+     "share a key/value head); use 3 or 6"),
     ({"model__ffn_hidden_size": 33, "layout__tensor_parallel_size": 2}, 2,
      "ffn_hidden_size 33 does not divide by tensor_parallel_size 2; use 1"),
     ({"model__seq_length": 15, "layout__sequence_parallel": True, "layout__tensor_parallel_size": 2}, 2,

@@ -53,12 +53,15 @@ LAYOUTS = [
     {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "pipeline_schedule": "zb-v", "data_parallel_size": 2},
     {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2, "data_parallel_size": 2,
      "zero_stage": 2},
+    {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "data_parallel_size": 2, "sequence_parallel": True},
+    {"tensor_parallel_size": 4, "data_parallel_size": 2, "zero_stage": 2},
 ]
 
 
 MODELS = {"gpt": (GPT, "bf16"), "dropout": ({**GPT, "hidden_dropout": 0.1}, "fp32"), "llama": (LLAMA, "bf16"),
-          "fp64": (LLAMA, "fp64")}
-CASES = [("gpt", i) for i in range(len(LAYOUTS))] + [("dropout", 4), ("dropout", 7), ("llama", 6), ("fp64", 3)]
+          "fp64": (LLAMA, "fp64"), "shared": (LLAMA, "bf16"), "one head": ({**GPT, "num_query_groups": 1}, "fp32")}
+CASES = [*(("gpt", i) for i in range(len(LAYOUTS) - 2)), ("dropout", 4), ("dropout", 7), ("llama", 6), ("fp64", 3),
+         ("shared", -2), ("shared", -1), ("one head", -2)]
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
@@ -74,7 +77,7 @@ def test_bytes_are_those_of_a_real_rank(name: str, number: int) -> None:
             with Traffic(ctx) as trace:
                 engine.train_step(batches(resolved, ctx), step=0, lr=1e-3)
             assert not trace.other
-        held: dict[str, int] = {"plain": 0, "partial": 0, "tied": 0}
+        held: dict[str, int] = {"plain": 0, "partial": 0, "shared": 0, "tied": 0}
         for bucket in engine.sharded.buckets:  # type: ignore[attr-defined]
             held[bucket.plan.kind] += bucket.plan.numel
         assert trace.bytes == step_traffic(case, stage, held).bytes, f"stage {stage}"
