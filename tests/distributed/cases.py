@@ -24,6 +24,7 @@ from megatron_port.config.schema import (
     RunConfig,
 )
 from megatron_port.engine.api import MicroBatch
+from megatron_port.optim.schedules import BatchSchedule
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.train import rounding
@@ -98,15 +99,16 @@ def make_batches(
     config: RunConfig, ctx: ParallelContext, reordering: Reordering | None = None
 ) -> Callable[[int], list[MicroBatch]]:
     """This replica's micro-batches of a step, by the data law of docs/architecture.md."""
-    total, b, dp = config.batch.global_batch_size, config.batch.micro_batch_size, ctx.topology.dp
-    order = list(range(total))
-    if reordering is not None:
-        b, order = reordering.micro_batch_size(total), reordering.order(total)
+    dp, schedule = ctx.topology.dp, BatchSchedule(config.batch, ctx.topology.dp)
 
     def batches(step: int) -> list[MicroBatch]:
         out = []
+        first, total = schedule.step_plan(step)
+        b, order = config.batch.micro_batch_size, list(range(total))
+        if reordering is not None:
+            b, order = reordering.micro_batch_size(total), reordering.order(total)
         for m in range(total // (b * dp)):
-            ids = tuple(step * total + order[(m * dp + ctx.coords.dp) * b + i] for i in range(b))
+            ids = tuple(first + order[(m * dp + ctx.coords.dp) * b + i] for i in range(b))
             drawn = [sample_tokens(config, i) for i in ids]
             tokens = torch.stack([t for t, _ in drawn])
             masks = [m for _, m in drawn if m is not None]

@@ -21,12 +21,36 @@ from typing import Any
 from cases import Order, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
-from megatron_port.config.schema import LayoutConfig, RunConfig
+from megatron_port.config.schema import BatchConfig, LayoutConfig, RunConfig
 from megatron_port.parallel.topology import Topology
 from megatron_port.train.parity import FP32, FP64, Deviation, Run, compare
 from megatron_port.train.trace import RankTrace
 
 STEPS = 3
+
+
+NOT_DRAWN = {
+    "name": "a label", "output_dir": "a folder", "model.name": "a label",
+    "layout.elastic": "chooses a layout before the run starts (tests/unit/test_elastic.py)",
+    "precision.fp8": "ranks scale their pieces by themselves: bounds of its own (test_fp8_layouts.py)",
+    "precision.grad_reduce_dtype": "rounds between replicas, which one process has not (test_layouts.py)",
+    "precision.max_skipped_steps": "only stops a run",
+    "optimizer.name": "one value",
+    "optimizer.lr": "a rate is given to the engine step by step (tests/unit/test_schedules.py)",
+    "optimizer.min_lr": "as lr", "optimizer.decay": "as lr", "optimizer.warmup_steps": "as lr",
+    "optimizer.decay_steps": "as lr",
+    "optimizer.eps": "1e-5: with Adam's usual one, rounding noise takes full steps (cases.make_config)",
+    "data.train": "batches are made by cases.make_batches; loaders: tests/unit/test_data_*.py",
+    "data.weights": "as train", "data.split": "as train", "data.synthetic": "as train", "data.tokenizer": "as train",
+    "data.order": "as train", "data.index_cache": "as train", "data.pinned": "as train",
+    "backend.device": "ranks of the tests have no GPU",
+    "backend.quantise": "only under precision.fp8", "backend.scaled_mm": "only under precision.fp8",
+    "backend.allow_jit": "forbids or permits, computes nothing", "backend.deterministic": "of GPUs only",
+    "training": "the loop, not the engine", "checkpoint": "test_resume.py", "numerics": "tests/faults/test_numerics.py",
+    "telemetry": "computes nothing", "watch": "computes nothing", "cluster": "a description", "hardware": "a description",
+    "calibration": "a description", "launch": "before the run", "preflight": "before the run",
+}
+"""Option, or whole section → why ``draw`` leaves it as ``make_config`` has it. test_fuzz.py compares with the schema."""
 
 
 @dataclass(frozen=True)
@@ -47,68 +71,130 @@ class Draw:
         c, t = self.config, self.topology
         keep = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length",
                 "position_embedding", "normalization", "activation", "add_bias", "tie_embeddings", "hidden_dropout",
-                "attention_dropout", "ffn_hidden_size")
+                "attention_dropout", "ffn_hidden_size", "parallel_residual", "rope_scaling", "rotary_percent")
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.layout.recompute,
             "schedule": c.layout.pipeline_schedule, "vp": c.layout.virtual_pipeline_size,
             "zero_stage": c.layout.zero_stage, "bucket": c.layout.reduce_bucket_size,
-            "padding": c.layout.vocab_padding_multiple,
-            "micro_batch": c.batch.micro_batch_size, "mask_loss": c.data.mask_eod_loss,
+            "padding": c.layout.vocab_padding_multiple, "split": list(c.layout.pipeline_split),
+            "micro_batch": c.batch.micro_batch_size, "global_batch": c.batch.global_batch_size,
+            "rampup": c.batch.rampup_start, "mask_loss": c.data.mask_eod_loss,
             "own_kernels": c.backend.own_kernels,
             **{k: getattr(c.model, k) for k in keep},
         }
 
 
-def draw(seed: int) -> Draw:
-    """A legal combination; every run with the same seed gives the same."""
-    r = random.Random(f"layout-{seed}")
+def _sizes(r: random.Random) -> tuple[Topology, dict[str, Any]]:
+    """(tp, pp, dp) from 1 to 6 on 2 to 8 ranks, and a batch of at most 12 samples."""
     while True:
-        tp, pp, dp = r.choice((1, 1, 2, 2, 4)), r.choice((1, 1, 2, 2, 3, 4)), r.choice((1, 1, 2, 2, 4))
-        micro = r.choice((1, 2, 4))
-        if 1 < tp * pp * dp <= 8 and 8 % (micro * dp) == 0:
+        tp, pp, dp = (r.choices(range(1, 7), (5, 5, 3, 2, 1, 1))[0] for _ in range(3))
+        world = tp * pp * dp
+        micro, count = r.choice((1, 1, 2, 4)), r.choice((1, 2, 3, 4, 5, 6))
+        unit = micro * dp
+        if 1 < world <= 8 and 4 <= unit * count <= 12 and (world < 7 or r.random() < 0.5):
             break
-    engine = r.choice(("native", "native", "native", "deepspeed"))
-    dtype = r.choice(("fp64", "fp32", "bf16", "fp16") if engine == "native" else ("fp32", "fp32", "bf16"))
-    groups = tp * r.choice((1, 1, 2))
-    heads = groups * r.choice((1, 2, 3))
+    batch: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": unit * count}
+    if count > 1 and r.random() < 0.25:
+        start = unit * r.randrange(1, count)
+        batch |= {"rampup_start": start, "rampup_increment": unit * count - start,
+                  "rampup_samples": r.choice((1, start + 1))}
+    return Topology(tp, pp, dp), batch
+
+
+def _model(r: random.Random, t: Topology) -> dict[str, Any]:
+    if t.tp > 1 and r.random() < 0.35:  # ranks share key/value heads
+        groups = r.choice([g for g in range(1, t.tp) if t.tp % g == 0])
+        heads = t.tp * r.choice((1, 1, 2))
+    else:
+        groups = t.tp * r.choice((1, 1, 2))
+        heads = groups * r.choice((1, 2, 3))
     head_dim = r.choice((4, 6, 8))
+    hidden = r.choice((24, 32, 40))
+    if r.random() < 0.3 and hidden % (2 * heads) == 0:
+        head_dim = 0
     llama = r.random() < 0.4
+    position = "rope" if llama or r.random() < 0.3 else "learned"
     model: dict[str, Any] = {
-        "num_layers": pp + r.choice((0, 1, 1, 2)), "hidden_size": r.choice((24, 32, 40)),
-        "num_attention_heads": heads, "num_query_groups": groups, "head_dim": head_dim,
-        "ffn_hidden_size": tp * r.choice((9, 16, 21)), "vocab_size": r.choice((7, 31, 53, 64, 97)),
-        "seq_length": tp * r.choice((3, 4, 5)),
-        "position_embedding": "rope" if llama or r.random() < 0.2 else "learned",
-        "normalization": "rmsnorm" if llama else "layernorm",
-        "activation": "swiglu" if llama else r.choice(("gelu", "gelu_tanh")),
+        "hidden_size": hidden, "num_attention_heads": heads, "num_query_groups": 0 if groups == heads else groups,
+        "head_dim": head_dim,
+        "ffn_hidden_size": 0 if not llama and 4 * hidden % t.tp == 0 and r.random() < 0.2 else t.tp * r.choice((9, 16)),
+        "vocab_size": r.choice((7, 31, 53, 64, 97)), "seq_length": t.tp * r.choice((3, 4, 5)),
+        "position_embedding": position, "normalization": "rmsnorm" if llama else "layernorm",
+        "norm_epsilon": r.choice((1e-5, 1e-6)), "activation": "swiglu" if llama else r.choice(("gelu", "gelu_tanh")),
         "add_bias": r.random() < (0.2 if llama else 0.85), "tie_embeddings": r.random() < 0.5,
+        "parallel_residual": r.random() < 0.25, "init_std": r.choice((0.02, 0.04)),
         "hidden_dropout": r.choice((0.0, 0.1, 0.3)), "attention_dropout": r.choice((0.0, 0.0, 0.1)),
     }
+    if position == "rope":
+        size = head_dim or hidden // heads
+        model["rope_theta"] = r.choice((10000.0, 500.0))
+        model["rotary_percent"] = 0.5 if size % 4 == 0 and r.random() < 0.3 else 1.0
+        model["rope_scaling"] = r.choice(("none", "none", "linear", "llama3"))
+        if model["rope_scaling"] != "none":
+            model["rope_factor"] = r.choice((2.0, 8.0))
+        if model["rope_scaling"] == "llama3":
+            model |= {"rope_original_length": r.choice((4, 8)), "rope_low_freq_factor": r.choice((1.0, 2.0)),
+                      "rope_high_freq_factor": r.choice((4.0, 6.0))}
+    return model
+
+
+def _layout(r: random.Random, t: Topology, engine: str) -> dict[str, Any]:
     layout: dict[str, Any] = {
+        "tensor_parallel_size": t.tp, "pipeline_parallel_size": t.pp, "data_parallel_size": t.dp,
         "sequence_parallel": r.random() < 0.5, "recompute": r.choice(("none", "selective", "full")),
-        "pipeline_schedule": "1f1b" if engine == "deepspeed" else r.choice(("gpipe", "1f1b")),
         "vocab_padding_multiple": r.choice((1, 1, 8)),
     }
-    rest: dict[str, Any] = {
-        "clip_grad": r.choice((0.0, 0.1, 0.5)), "mask_loss": r.random() < 0.3, "own_kernels": r.choice(("on", "off")),
-    }
-    # Drawn last, so that what was drawn before these options existed stays what it was.
     if engine == "native":
-        schedule, chunks = r.choice((
-            (layout["pipeline_schedule"], 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2),
-        ))
-        model["num_layers"] += pp * (chunks - 1)
-        layout |= {
-            "pipeline_schedule": schedule, "virtual_pipeline_size": chunks, "zero_stage": r.choice((0, 1, 1)),
-            "reduce_bucket_size": r.choice((500, 4000, 1 << 25)),
-        }
-        if layout["zero_stage"] == 1 and not schedule.startswith("zb-") and r.random() < 0.5:
-            layout["zero_stage"] = 2
+        schedule, chunks = r.choice((("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2)))
+        zero = r.choice((0, 1, 1) if schedule.startswith("zb-") else (0, 1, 2, 2))
+        layout |= {"pipeline_schedule": schedule, "virtual_pipeline_size": chunks, "zero_stage": zero,
+                   "reduce_bucket_size": r.choice((500, 4000, 1 << 25))}
+    return layout
+
+
+def _backend(r: random.Random, engine: str, dtype: str, model: dict[str, Any], own: str) -> dict[str, Any]:
+    """Providers that are not those of ``own_kernels``: torch's for single ops."""
+    ops = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy")
+    backend: dict[str, Any] = {op: "torch" for op in ops if own == "on" and r.random() < 0.15}
+    # In half precision one process has the layout's providers, and its emulation those that cut nothing themselves.
+    if dtype in ("fp32", "fp64") and not model["attention_dropout"] and r.random() < 0.25:
+        backend["attention"] = "sdpa"
+    if engine == "native" and r.random() < 0.25:
+        backend["optimizer"] = "torch"
+    return backend
+
+
+def draw(seed: int) -> Draw:
+    """A legal combination; every run with the same seed gives the same."""
+    r = random.Random(f"combination-{seed}")
+    t, batch = _sizes(r)
+    engine = r.choice(("native", "native", "native", "deepspeed"))
+    dtype = r.choice(("fp64", "fp32", "bf16", "fp16") if engine == "native" else ("fp32", "bf16", "bf16"))
+    model, layout = _model(r, t), _layout(r, t, engine)
+    stages = t.pp * layout.get("virtual_pipeline_size", 1)
+    model["num_layers"] = stages + r.choice((0, 1, 1, 2))
+    if stages > 1 and r.random() < 0.25:
+        cuts = sorted(r.sample(range(1, model["num_layers"]), stages - 1))
+        layout["pipeline_split"] = tuple(b - a for a, b in zip([0, *cuts], [*cuts, model["num_layers"]]))
+    own = r.choice(("on", "off"))
     config = make_config(
-        engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=micro, **rest,
+        engine=engine, dtype=dtype, model=model, layout=layout, own_kernels=own,
+        clip_grad=r.choice((0.0, 0.1, 0.5)), mask_loss=r.random() < 0.3,
     )
-    return Draw(seed, config, Topology(tp, pp, dp))
+    change = dataclasses.replace
+    config = change(
+        config, seed=r.randrange(1000), batch=BatchConfig(**batch),
+        backend=change(config.backend, **_backend(r, engine, dtype, model, config.backend.own_kernels)),
+        optimizer=change(config.optimizer, beta1=r.choice((0.9, 0.8)), beta2=r.choice((0.95, 0.99)),
+                         weight_decay=r.choice((0.1, 0.0))),
+    )
+    if dtype == "fp16":
+        config = change(config, precision=change(
+            config.precision, initial_loss_scale=r.choice((128.0, 1024.0)), loss_scale_window=r.choice((1, 1000)),
+            loss_scale_hysteresis=r.choice((1, 2)), min_loss_scale=r.choice((1.0, 64.0)),
+        ))
+    return Draw(seed, config, t)
 
 
 def plain(config: RunConfig) -> RunConfig:

@@ -233,9 +233,7 @@ GENERATE = {
     "gpt2": lambda **c: hf.gpt2(256, **c), "neox": lambda **c: hf.neox(256, **c),
     "llama": lambda **c: hf.llama(256, **c),
 }
-FOUR = {"llama": {"num_key_value_heads": 4}}
-"""For tp 4."""
-LAYOUTS = [Topology(tp=2), Topology(pp=2), Topology(tp=4, pp=1), Topology(tp=2, pp=2), Topology(pp=3),
+LAYOUTS = [Topology(tp=2), Topology(pp=2), Topology(tp=4), Topology(tp=2, pp=2), Topology(pp=3),
            Topology(pp=2, dp=2), Topology(tp=2, dp=2), Topology(2, 2, 2)]
 
 
@@ -249,7 +247,8 @@ def check_greedy(found: list[Continuation], wanted: list[tuple[list[int], list[f
 
 @pytest.mark.parametrize("case", GENERATE)
 def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) -> None:
-    """Greedy: 200 tokens equal, of a batch and one by one; 60 of Llama with grouped queries on tp 2 × pp 2."""
+    """Greedy: 200 tokens equal, of a batch and one by one; 60 of Llama with grouped queries on tp 2 × pp 2, and on
+    tp 4, whose ranks share its two key/value heads."""
     folder = hf.saved(hf.reference(GENERATE[case]()), tmp_path / "m")
     config, prompts = run_config(HFFolder(folder).model, folder), PROMPTS[1:3]
     wanted = [greedy(folder, p, NEW) for p in prompts]
@@ -259,9 +258,11 @@ def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) 
         check_greedy(found, wanted, "one process")
     if case == "llama":
         short = replace(best, max_new_tokens=60)
-        results = ranks.run(4, generated, config, Topology(tp=2, pp=2), [(prompts, short, 2)])
-        assert all(r == results[0] for r in results), "ranks differ"
-        check_greedy(results[0][0], wanted, "tp 2 x pp 2")
+        assert config.model.kv_heads == 2
+        for topology in (Topology(tp=2, pp=2), Topology(tp=4, kv_copies=2)):
+            results = ranks.run(4, generated, config, topology, [(prompts, short, 2)])
+            assert all(r == results[0] for r in results), "ranks differ"
+            check_greedy(results[0][0], wanted, topology)
 
 
 @pytest.mark.slow
@@ -270,8 +271,9 @@ def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) 
 @pytest.mark.parametrize("case", GENERATE)
 def test_generation_on_every_layout(ranks: RankPool, tmp_path: Path, case: str, topology: Topology) -> None:
     """200 tokens on eight layouts, in a batch of four and one by one. Collectives of gloo wait for the scheduler."""
-    folder = hf.saved(hf.reference(GENERATE[case](**FOUR.get(case, {}))), tmp_path / "m")
+    folder = hf.saved(hf.reference(GENERATE[case]()), tmp_path / "m")
     config = run_config(HFFolder(folder).model, folder)
+    topology = replace(topology, kv_copies=max(topology.tp // config.model.kv_heads, 1))
     wanted = [greedy(folder, p, NEW) for p in PROMPTS]
     best = Sampling(max_new_tokens=NEW, temperature=0.0)
     jobs = [(PROMPTS, best, 4), (PROMPTS[:2], best, 1)]

@@ -142,7 +142,7 @@ def straight_and_resumed(config: RunConfig, topology: Topology, folder: Path) ->
 def config_of(engine: str, dtype: str, num_layers: int = 4, **changes: object) -> RunConfig:
     """Dropout on, an odd vocabulary, clipping active, a schedule whose rate differs at every step."""
     layout = {"sequence_parallel": True, "vocab_padding_multiple": 8, **changes}
-    model = {"num_layers": num_layers, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    model = {"num_layers": num_layers, "num_query_groups": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     config = make_config(
         engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=1, global_batch_size=4
     )
@@ -209,13 +209,16 @@ def load_save_step(config: RunConfig, topology: Topology, folder: Path, again: P
 
 
 CROSSINGS = [
-    ("deepspeed", Topology(tp=2, pp=2), "native", Topology(), "fp32"),
+    ("deepspeed", Topology(tp=4, kv_copies=2), "native", Topology(tp=2), "fp32"),
     ("native", Topology(dp=4), "deepspeed", Topology(tp=2, dp=2), "fp32"),
-    ("deepspeed", Topology(pp=2, dp=2), "native", Topology(tp=4), "fp32"),
+    ("deepspeed", Topology(pp=2, dp=2), "native", Topology(tp=4, kv_copies=2), "fp32"),
     ("native", Topology(tp=2, pp=2), "deepspeed", Topology(dp=2), "bf16"),
     ("native", Topology(pp=2, dp=2, vp=2, folded=True), "deepspeed", Topology(tp=2, pp=2), "fp32"),
     ("deepspeed", Topology(pp=2), "native", Topology(pp=2, dp=2, vp=2), "bf16"),
 ]
+
+
+"""Two key/value heads: on tp 4 each is held twice."""
 
 
 def chunks_of(topology: Topology) -> dict[str, object]:

@@ -110,12 +110,13 @@ def _long_message() -> int:
     return 0
 
 
-def _sums_by_axis(tp: int, pp: int, dp: int) -> dict[str, float | None]:
+def _sums_by_axis(tp: int, pp: int, dp: int, copies: int) -> dict[str, float | None]:
     """All-reduce the rank over each axis, twice over (a second context beside the first)."""
-    first = ParallelContext.create(Topology(tp=tp, pp=pp, dp=dp), "cpu", "gloo")
-    ctx = ParallelContext.create(Topology(tp=tp, pp=pp, dp=dp), "cpu")
+    topology = Topology(tp=tp, pp=pp, dp=dp, kv_copies=copies)
+    first = ParallelContext.create(topology, "cpu", "gloo")
+    ctx = ParallelContext.create(topology, "cpu")
     sums: dict[str, float | None] = {}
-    for axis in ("tp", "dp", "pp", "embedding"):
+    for axis in ("tp", "dp", "pp", "embedding", "kv"):
         group = ctx.group(axis)
         if group is None:
             sums[axis] = None
@@ -227,10 +228,14 @@ def test_rank_0_tells_the_others_a_text(ranks: RankPool) -> None:
     assert text_of_rank_zero("alone") == "alone"
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 1), (1, 4, 1), (1, 2, 2), (4, 1, 1), (1, 1, 1)])
-def test_groups_join_the_ranks_of_an_axis(ranks: RankPool, tp: int, pp: int, dp: int) -> None:
+@pytest.mark.parametrize(("tp", "pp", "dp", "copies"), [
+    (2, 2, 1, 2), (1, 4, 1, 1), (1, 2, 2, 1), (4, 1, 1, 2), (1, 1, 1, 1),
+])
+def test_groups_join_the_ranks_of_an_axis(ranks: RankPool, tp: int, pp: int, dp: int, copies: int) -> None:
     topology = Topology(tp=tp, pp=pp, dp=dp)
-    for rank, sums in enumerate(ranks.run(topology.world_size, _sums_by_axis, tp, pp, dp)):
+    for rank, sums in enumerate(ranks.run(topology.world_size, _sums_by_axis, tp, pp, dp, copies)):
+        first = rank // copies * copies
+        assert sums["kv"] == (None if copies == 1 else float(sum(range(first, first + copies))))
         for axis in ("tp", "dp", "pp"):
             alone = getattr(topology, axis) == 1
             assert sums[axis] == (None if alone else float(sum(topology.group(axis, rank))))

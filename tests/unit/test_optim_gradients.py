@@ -29,8 +29,15 @@ from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, vocab_size=13, seq_length=8)
-TOPOLOGIES = [Topology(), Topology(tp=2), Topology(pp=4), Topology(tp=2, pp=2, dp=2), Topology(tp=4, pp=3)]
+TOPOLOGIES = [Topology(), Topology(tp=2), Topology(pp=4), Topology(tp=2, pp=2, dp=2), Topology(tp=4, pp=3),
+              Topology(tp=4, kv_copies=2), Topology(tp=4, pp=2, kv_copies=4)]
 Pairs = list[tuple[ParameterRecord, torch.Tensor]]
+
+
+def model_of(topology: Topology, *, tied: bool = True) -> ModelConfig:
+    """With fewer key/value heads than tp ranks where the topology has copies of them."""
+    groups = topology.tp // topology.kv_copies if topology.kv_copies > 1 else 0
+    return dataclasses.replace(MODEL, tie_embeddings=tied, num_query_groups=groups)
 
 
 def stage_of(topology: Topology, rank: int, *, tied: bool, sp: bool) -> GPTStage:
@@ -40,7 +47,7 @@ def stage_of(topology: Topology, rank: int, *, tied: bool, sp: bool) -> GPTStage
         vocab_padding_multiple=8,
     )
     build = BuildContext(
-        model=dataclasses.replace(MODEL, tie_embeddings=tied), layout=layout, ctx=ctx, providers=torch_providers(),
+        model=model_of(topology, tied=tied), layout=layout, ctx=ctx, providers=torch_providers(),
         stream=DropoutStream(0, ctx.device), dtype=torch.float32,
     )
     return build_stage(build, balanced_layers([0.0, *[1.0] * MODEL.num_layers, 0.0], topology.pp))
@@ -74,7 +81,7 @@ def test_each_logical_element_counts_once_in_a_replica(topology: Topology, sp: b
         for record in (record_of(p) for p in stage.parameters()):
             seen = count.setdefault(record.name, torch.zeros(record.shape, dtype=torch.int64))
             seen[record.box()] += counts_in_norm(record, stage.build.ctx)
-    want = {n: r.shape for n, r in model_records(dataclasses.replace(MODEL, tie_embeddings=tied)).items()}
+    want = {n: r.shape for n, r in model_records(model_of(topology, tied=tied)).items()}
     assert {n: tuple(c.shape) for n, c in count.items()} == want
     for name, seen in count.items():
         assert bool((seen == 1).all()), name
@@ -92,7 +99,8 @@ def test_the_ranks_squares_add_up_to_the_whole_models(topology: Topology, dtype:
         share = global_square_norm(rank_gradients(stage, dtype), stage.build.ctx)
         assert share.dtype == torch.float64 and share.dim() == 0  # the same on ranks that count nothing
         total += float(share)
-    want = sum(float(whole_gradient(r, dtype).double().square().sum()) for r in model_records(MODEL).values())
+    records = model_records(model_of(topology)).values()
+    want = sum(float(whole_gradient(r, dtype).double().square().sum()) for r in records)
     assert total == pytest.approx(want, rel=1e-12 if dtype == torch.float64 else 1e-6)
 
 
@@ -144,6 +152,19 @@ def test_only_partial_gradients_are_summed_over_tp(monkeypatch: pytest.MonkeyPat
     assert doubled == {r.name for r, _ in grads if not r.is_split} and doubled
     assert unchanged == {r.name for r, _ in grads if r.is_split}
     assert recorder.calls == [(torch.float32, sum(g.numel() for r, g in grads if not r.is_split), "tp")]
+
+
+def test_copies_of_key_value_heads_are_summed_over_those_that_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    stage = stage_of(Topology(tp=4, kv_copies=2), 1, tied=True, sp=False)
+    grads = rank_gradients(stage, torch.float32)
+    before = [g.clone() for _, g in grads]
+    reduce_partial_gradients(grads, dataclasses.replace(stage.build.ctx, tp_group="tp", kv_group="kv"))
+    doubled = [r for (r, g), b in zip(grads, before) if not torch.equal(g, b)]
+    assert sorted(r.name for r in doubled) == sorted(
+        f"layers.{i}.attention.qkv.{kind}" for i in range(4) for kind in ("weight", "bias")
+    )
+    assert all(r.extent[0] == 2 * 4 for r in doubled) and {call[2] for call in recorder.calls} == {"kv"}
 
 
 def test_without_sequence_parallelism_nothing_is_partial(monkeypatch: pytest.MonkeyPatch) -> None:

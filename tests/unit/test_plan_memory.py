@@ -32,8 +32,11 @@ def machine(name: str = "selene") -> Machine:
     return machine_of(load(f"clusters/{name}").config)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "gpt-1.4b", "gpt-22b", "llama-8b"])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 3), (2, 4)])
+@pytest.mark.parametrize(("name", "tp", "pp"), [
+    *((name, tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 3), (2, 4))
+      for name in ("gpt-tiny", "llama-tiny", "gpt-1.4b", "gpt-22b", "llama-8b")),
+    ("llama-8b", 32, 2),  # 8 key/value heads
+])
 def test_elements_of_every_rank_are_the_meta_models(name: str, tp: int, pp: int) -> None:
     model = load(f"models/{name}").config.model
     layout = LayoutConfig(
@@ -41,7 +44,7 @@ def test_elements_of_every_rank_are_the_meta_models(name: str, tp: int, pp: int)
     )
     config = RunConfig(model=model, layout=layout, engine="native")
     case, _ = case_of(config)
-    topology = Topology(tp=tp, pp=pp, dp=1)
+    topology = Topology(tp=tp, pp=pp, dp=1, kv_copies=max(tp // model.kv_heads, 1))
     for stage in range(pp):
         rank = topology.rank(pp=stage, dp=0, tp=tp - 1)
         ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
