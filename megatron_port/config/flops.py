@@ -71,16 +71,21 @@ def model_flops(model: ModelConfig) -> int:
     return 3 * (model.num_layers * layer_forward_flops(model) + head_forward_flops(model))
 
 
-def hardware_flops(model: ModelConfig, recompute: str = "none") -> int:
+def hardware_flops(model: ModelConfig, recompute: str = "none", tp: int = 1) -> int:
     """Operations that are executed for one sample; the numerator of HFU.
 
     ``recompute``: ``none``; ``selective`` adds one forward of the attention core of every
-    layer; ``full`` adds one forward of every layer (not of the head).
+    layer; ``full`` adds one forward of every layer (not of the head). Each of ``tp`` tensor-parallel
+    ranks projects at least one key/value head, so with fewer heads some are projected several times.
+
+    Raises ValueError for an unknown ``recompute``.
     """
-    again = {"none": 0, "selective": attention_core_flops(model), "full": layer_forward_flops(model)}
+    copies = model.kv_heads_held(tp) - model.kv_heads
+    copied = 2 * model.seq_length * model.hidden_size * model.head_size * 2 * copies
+    again = {"none": 0, "selective": attention_core_flops(model), "full": layer_forward_flops(model) + copied}
     if recompute not in again:
         raise ValueError(f"unknown recompute {recompute!r}; one of {', '.join(again)}")
-    return model_flops(model) + model.num_layers * again[recompute]
+    return model_flops(model) + model.num_layers * (again[recompute] + 3 * copied)
 
 
 def _norm_parameters(model: ModelConfig) -> int:

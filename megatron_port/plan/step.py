@@ -143,7 +143,7 @@ def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepP
     seconds, peak = split.total, machine.cluster.peak_tflops * (2 if case.dtype == "fp8" else 1)
     model = model_flops(case.model) * case.global_batch / seconds / case.world / 1e12
     recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
-    hardware = hardware_flops(case.model, recompute) * case.global_batch / seconds / case.world / 1e12
+    hardware = hardware_flops(case.model, recompute, case.tp) * case.global_batch / seconds / case.world / 1e12
     return StepPlan(
         split=split, seconds=seconds, samples=case.global_batch, model_tflops=model, hardware_tflops=hardware,
         mfu=model / peak, hfu=hardware / peak,

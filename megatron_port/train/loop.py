@@ -337,7 +337,7 @@ class Trainer:
         c, p = self.config, self.progress
         devices = self.ctx.topology.world_size
         model = model_flops(c.model) * size / seconds / devices / 1e12
-        hardware = hardware_flops(c.model, c.layout.recompute) * size / seconds / devices / 1e12
+        hardware = hardware_flops(c.model, c.layout.recompute, self.ctx.topology.tp) * size / seconds / devices / 1e12
         record = {
             "step": p.step, "loss": r.loss if r.tokens else None, "learning_rate": lr, "loss_scale": r.loss_scale,
             "skipped": r.skipped,

@@ -88,11 +88,11 @@ def sample_tokens(config: RunConfig, sample_id: int) -> tuple[torch.Tensor, torc
         return tokens, None
     # Samples count very differently many tokens, so a mean of means is not the mean. Of the first step one pair counts
     # none (a whole micro-batch, or all that a replica has), of the second step no sample does.
-    share = (0.2, 0.9, 0.5)[sample_id % 3]
-    total = config.batch.global_batch_size
-    if sample_id % total in (total - 4, total - 3) or sample_id // total == 1:
-        share = 0.0
-    return tokens, (torch.rand(config.model.seq_length, generator=generator) < share).float()
+    mask = (torch.rand(config.model.seq_length, generator=generator) < (0.2, 0.9, 0.5)[sample_id % 3]).float()
+    mask[0], total = 1.0, config.batch.global_batch_size
+    if (total > 4 and sample_id % total in (total - 4, total - 3)) or sample_id // total == 1:
+        mask.zero_()
+    return tokens, mask
 
 
 def make_batches(

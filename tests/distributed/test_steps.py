@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
+import torch
 from cases import LR, make_batches, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
@@ -66,6 +67,33 @@ def test_a_batch_that_grows(ranks: RankPool, engine: str) -> None:
             assert ours[2] == theirs[2]
             assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
             assert ours[1] == pytest.approx(theirs[1], rel=1e-4)
+
+
+def _own_gradients(config: RunConfig, rank: int) -> dict[str, torch.Tensor]:
+    """What one of two replicas adds up by itself in the first step."""
+    topology = Topology(dp=2)
+    ctx = ParallelContext(topology, rank, torch.device("cpu"), topology.coordinates(rank))
+    engine = build_engine(config, ctx, torch_providers())
+    found: dict[str, torch.Tensor] = {}
+    engine.on_gradients = lambda grads: found.update({r.name: g.clone() for r, g in grads})  # type: ignore[attr-defined]
+    engine.train_step(make_batches(config, ctx)(0), step=0, lr=LR)
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype", "zero_stage"), [("bf16", torch.bfloat16, 1), ("fp16", torch.float16, 0)])
+def test_gradients_travel_between_replicas_as_asked(
+    ranks: RankPool, name: str, dtype: torch.dtype, zero_stage: int
+) -> None:
+    """Each replica's sum is rounded once, and so is the sum of the two; nothing else is."""
+    config = make_config(layout={"zero_stage": zero_stage})
+    config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, grad_reduce_dtype=name))
+    found = Run.of([r[0] for r in ranks.run(2, run_cases, [(config, Topology(dp=2), 1, 1)])]).gradients[0]
+    alone = dataclasses.replace(config, layout=dataclasses.replace(config.layout, zero_stage=0))
+    first, second = (_own_gradients(alone, rank) for rank in range(2))
+    assert found.keys() == first.keys()
+    for key, gradient in found.items():
+        wanted = (first[key].to(dtype) + second[key].to(dtype)).double()
+        assert torch.equal(gradient, wanted), key
 
 
 def _reader(saved: dict[tuple[str, str], StatePiece]) -> StateReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -111,3 +112,12 @@ def test_llama_by_hand() -> None:
 def test_unknown_recompute() -> None:
     with pytest.raises(ValueError, match="some"):
         hardware_flops(ModelConfig(), "some")
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_shared_key_value_heads_are_projected_on_every_rank(recompute: str) -> None:
+    """What 8 ranks execute of 2 heads, and of 8."""
+    m = ModelConfig(hidden_size=64, num_attention_heads=16, num_query_groups=2, head_dim=6)
+    eight = hardware_flops(replace(m, num_query_groups=8), recompute, tp=8)
+    assert hardware_flops(m, recompute, tp=8) == eight > hardware_flops(m, recompute, tp=2)
+    assert hardware_flops(m, recompute, tp=2) == hardware_flops(m, recompute)
