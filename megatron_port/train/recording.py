@@ -26,7 +26,7 @@ from megatron_port.train.trace import RankTrace, Slice, record_run
 
 def _pack(prefix: str, slices: list[Slice], tensors: dict[str, torch.Tensor], table: list[dict]) -> None:
     for name, shape, offset, tensor in slices:
-        key = f"{prefix}/{name}"
+        key = f"{prefix}/{name}/{'.'.join(map(str, offset))}"  # of a split name a rank may hold two slices
         tensors[key] = tensor.contiguous()
         table.append({"key": key, "prefix": prefix, "name": name, "shape": list(shape), "offset": list(offset)})
 
