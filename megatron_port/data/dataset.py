@@ -168,6 +168,8 @@ class BlendedDataset:
 
     Within a period corpus d serves c_d samples, the j-th of them at the place nearest to
     (j + ½) / c_d of the period, so every stretch of the run has the proportions of the whole.
+    In stored order (evaluation) each sample of each corpus comes once: mixed until the first corpus has been used, then
+    what is left of the others, one after the other.
     ``order`` (corpus [n], its sample [n]) replaces the pattern by a given sequence (Megatron's).
     """
 
@@ -185,8 +187,20 @@ class BlendedDataset:
         self._rank = np.concatenate([np.arange(c) for c in self.counts])[place].astype(np.int32)
 
     def __len__(self) -> int:
-        """Samples until the first corpus has been used once; at least 1."""
-        return max(1, min(len(d) * self.period // c for d, c in zip(self.datasets, self.counts)))
+        """Samples of all corpora."""
+        return sum(len(d) for d in self.datasets)
+
+    @cached_property
+    def _mixed(self) -> int:
+        """Samples in stored order until the first corpus has been used."""
+        return min(len(d) * self.period // c for d, c in zip(self.datasets, self.counts))
+
+    @cached_property
+    def _used(self) -> list[int]:
+        """Of each corpus so many are among the mixed ones."""
+        turns, rest = divmod(self._mixed, self.period)
+        served = np.bincount(self._owner[:rest], minlength=len(self.counts))
+        return [turns * c + int(n) for c, n in zip(self.counts, served)]
 
     def order(self) -> Sequence[np.ndarray] | None:
         """The given order, made now if it was not yet."""
@@ -207,8 +221,15 @@ class BlendedDataset:
         return owner, turn * self.counts[owner] + int(self._rank[at])
 
     def sample(self, index: int) -> np.ndarray:
-        owner, local = self.locate(index)
-        return self.datasets[owner].sample(local % len(self.datasets[owner]))
+        left = index - self._mixed
+        if left < 0 or self._order is not None:
+            owner, local = self.locate(index)
+            return self.datasets[owner].sample(local)
+        for dataset, used in zip(self.datasets, self._used):
+            if left < len(dataset) - used:
+                return dataset.sample(used + left)
+            left -= len(dataset) - used
+        raise IndexError(f"sample {index} of {len(self)}")
 
     def draw(self, seed: int, k: int) -> np.ndarray:
         owner, local = self.locate(k)

@@ -13,7 +13,9 @@ from pool import RankPool
 from megatron_port.backend.jit_guard import prebuilt_deepspeed_ops
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import RunConfig
-from megatron_port.engine.api import MicroBatch, StatePiece, StateReader
+from megatron_port.data.dataset import SyntheticDataset
+from megatron_port.data.loader import StepLoader
+from megatron_port.engine.api import Engine, MicroBatch, StatePiece, StateReader
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.train.assemble import build_engine
@@ -55,11 +57,28 @@ def _ramp(config: RunConfig, topology: Topology) -> list[tuple[float, float | No
         at = dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_batch_size=size))
         r = engine.train_step(make_batches(at, ctx)(step), step=step, lr=LR)
         out.append((r.loss, r.grad_norm, r.tokens))
+    out.append(_evaluated(config, ctx, engine))
     return out
+
+
+def _evaluated(config: RunConfig, ctx: ParallelContext, engine: Engine) -> tuple[float, float | None, int]:
+    """Over a split of 21 samples in batches of 16: the last has 5, in as many micro-batches as they need."""
+    model = config.model
+    data = SyntheticDataset(seq_length=model.seq_length, vocab_size=model.vocab_size, seed=3, samples=21)
+    loader = StepLoader(
+        data, seq_length=model.seq_length, micro_batch_size=config.batch.micro_batch_size, dp_rank=ctx.coords.dp,
+        dp_size=ctx.topology.dp, seed=0, eod_id=-1, mask_eod_loss=False, need_tokens=ctx.is_first_stage,
+        need_labels=ctx.is_last_stage,
+    )
+    found = [engine.eval_step(batch) for batch in loader.eval_batches(99, 16)]
+    tokens = sum(f.tokens for f in found)
+    assert tokens == 21 * model.seq_length
+    return sum(f.loss_sum for f in found) / tokens, 1.0, tokens
 
 
 @pytest.mark.parametrize("engine", ["native", "deepspeed"])
 def test_a_batch_that_grows(ranks: RankPool, engine: str) -> None:
+    """Then an evaluation of a split that the batch does not divide."""
     config = make_config(engine=engine, model=MODEL, micro_batch_size=2, global_batch_size=16, mask_loss=True)
     reference = _ramp(dataclasses.replace(config, engine="native"), Topology())
     for steps in ranks.run(4, _ramp, config, Topology(1, 2, 2), deepspeed=engine == "deepspeed"):

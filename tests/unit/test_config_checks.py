@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.config.checks import CHOICES, check, legal_neighbour, problems, resolve, topology_sizes
-from megatron_port.config.layout import divisors, nearest, with_values
+from megatron_port.config.layout import divisors, legal_tensor_sizes, nearest, with_values
 from megatron_port.config.loader import load, shipped_names
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
@@ -299,3 +299,12 @@ def test_absurd_sizes_are_answered_quickly() -> None:
     config = replace(BASE, layout=replace(BASE.layout, tensor_parallel_size=2**61 - 1, pipeline_parallel_size=10**18))
     assert problems(config, world_size=2**62)
     assert problems(made(model__hidden_size=2**62 + 1, model__num_attention_heads=2**40), world_size=10**15)
+
+
+def test_tensor_sizes_divide_the_key_value_heads_or_are_multiples_of_them() -> None:
+    def sizes(heads: int, groups: int) -> list[int]:
+        return legal_tensor_sizes(made(model__num_attention_heads=heads, model__num_query_groups=groups), None)
+
+    assert sizes(24, 2) == [1, 2, 4, 6, 8, 12, 24]
+    assert sizes(12, 6) == [1, 2, 3, 6, 12]
+    assert sizes(12, 1) == [1, 2, 3, 4, 6, 12] == sizes(12, 12)

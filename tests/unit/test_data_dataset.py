@@ -114,6 +114,25 @@ def test_blend_epochs_are_permutations(tmp_path):
     assert sorted(firsts) == sorted([(0, 10 * i) for i in range(10)] + [(1, 10 * i) for i in range(30)])
 
 
+@pytest.mark.parametrize(("sizes", "weights"), [
+    ((10, 30), (1, 3)), ((10, 30), (1, 1)), ((7, 12, 31), (7, 12, 31)), ((1, 50), (0.99, 0.01)),
+    ((97, 3, 5), (5, 3, 9)),
+])
+def test_a_blend_holds_each_stored_sample_once(sizes, weights):
+    """In the proportions asked for until the first corpus has been used; the rest of the others afterwards."""
+    parts = [SyntheticDataset(seq_length=9, vocab_size=60000, seed=i, samples=n) for i, n in enumerate(sizes)]
+    blend = BlendedDataset(parts, weights)
+    wanted = sorted(part.sample(i).tolist() for part in parts for i in range(len(part)))
+    assert len(blend) == sum(sizes) and sorted(blend.sample(k).tolist() for k in range(len(blend))) == wanted
+    mixed = min(int(n * sum(weights) / w) for n, w in zip(sizes, weights))
+    first = [next(i for i, p in enumerate(parts) if blend.sample(k).tolist() in [p.sample(j).tolist() for j in
+             range(len(p))]) for k in range(mixed)]
+    for i, w in enumerate(weights):
+        assert abs(first.count(i) - mixed * w / sum(weights)) <= 1.5
+    with pytest.raises(IndexError):
+        blend.sample(len(blend))
+
+
 def test_synthetic_is_reproducible_and_learnable():
     dataset = SyntheticDataset(seq_length=255, vocab_size=1000, seed=3)
     sample = dataset.sample(12345678901)
