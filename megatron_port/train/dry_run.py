@@ -114,6 +114,12 @@ def group_lines(topology: Topology, gpus_per_node: int) -> list[str]:
             f"{axis:>5}  {topology.world_size // size:>6} groups of {size:<4} ({what}); the first: "
             f"ranks {every(first)} on {nodes} node{'s' if nodes > 1 else ''}"
         )
+    copies = topology.kv_copies
+    if copies > 1:
+        lines.append(
+            f"{'kv':>5}  {topology.world_size // copies:>6} groups of {copies:<4} (hold the same key/value heads); the "
+            f"first: ranks {every(tuple(range(copies)))}"
+        )
     return lines
 
 

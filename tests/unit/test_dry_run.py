@@ -50,3 +50,14 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
         cwd=ROOT, text=True, capture_output=True, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, timeout=120,
     )
     assert done.returncode == 2 and "a device of frontier has 64 GB" in done.stderr, done.stderr
+
+
+def test_tensor_ranks_beyond_the_key_value_heads() -> None:
+    """Two heads on eight ranks: every rank is built, and the slices cover each parameter once."""
+    text, _, _ = dry_run(
+        "runs/quickstart", "--set", "model.num_attention_heads=8", "--set", "model.num_query_groups=2", "--set",
+        "layout.tensor_parallel_size=8", "--set", "layout.data_parallel_size=2", "--set", "data.synthetic=true",
+        "--set", "cluster.nodes=0", "--dry-run",
+    )
+    assert "tp 8 x pp 2 x dp 2 = 32 ranks" in text
+    assert "8 groups of 4    (hold the same key/value heads); the first: ranks 0-3" in text
