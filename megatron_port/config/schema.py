@@ -330,12 +330,14 @@ class NumericsConfig:
     """skip (go on with the next samples) | stop (exit 6) | rewind (back to the last checkpoint; samples that do it
     again are left out of the order)"""
     loss_spike: float = 3.0
-    """A loss above this times the running median is an anomaly; 0: only a loss that is not finite. A loss below 1 nat
+    """A loss above this times the running median is an anomaly, and so is one above 1.25 times that of guessing
+    (ln(vocab_size), or the first step's loss where it is larger); 0: only a loss that is not finite. A loss below 1 nat
     never is."""
     grad_norm_spike: float = 100.0
     """The same for the gradient norm; 0: only a norm that is not finite. A norm below optimizer.clip_grad never is."""
     window: int = 64
-    """Applied steps in the running medians; spikes are looked for once half of them are known."""
+    """Applied steps in the running medians. Until half of them are known the largest value stands for the median, from
+    8 steps on."""
     max_anomalies: int = 10
     """Anomalies within 1,000 steps at which training stops with exit 6, whatever on_anomaly says."""
 

@@ -303,6 +303,9 @@ class Trainer:
         if too_many or c.numerics.on_anomaly == "stop":
             count = len(self.numerics.anomaly_steps)
             why = f"; {count} anomalies within 1,000 steps (numerics.max_anomalies)" if too_many else ""
+            if self.numerics.steps_in_a_row > 2:
+                row = self.numerics.steps_in_a_row
+                why += f", {row} in a row on other samples each: suspect the weights, not the data"
             raise NumericsError(
                 f"{anomaly.summary}{why}. Samples {position} to {position + size - 1}; see "
                 f"{run_folder(c)}/anomaly-{p.step}.json. Lower optimizer.lr, check the data, leave the host out, or "

@@ -18,6 +18,11 @@ from megatron_port.engine.api import StepLimits, StepResult
 
 LOSS_FLOOR = 1.0
 """Nats a token: a memorised corpus has a loss near 0, of which a multiple means nothing."""
+CHANCE_FACTOR = 1.25
+"""A loss above this times that of guessing all tokens alike (or of the first step, where that is larger) is no training
+curve's: warm-ups fall from there, and a spike of a few percent at a high rate stays below."""
+FEW = 8
+"""Applied steps after which spikes are looked for: the start is where a rate that is too high shows."""
 MEMORY_STEPS = 1000
 """``numerics.max_anomalies`` counts those of so many steps."""
 
@@ -54,16 +59,29 @@ class NumericsGuard:
         """Steps (1 is the first) at which one was met, of this run's last ``MEMORY_STEPS``."""
         self.anomalies_total = 0
         self.left_out: list[LeftOut] = []
+        self.first_loss = 0.0
+        """Of the first step of training that was applied; 0: none was."""
 
     def _limit(self, seen: deque[float], factor: float, floor: float) -> float:
-        if factor == 0.0 or 2 * len(seen) < self.settings.window:
+        count = 2 * len(seen)
+        if factor == 0.0 or count < min(self.settings.window, 2 * FEW):
             return math.inf
-        return max(factor * statistics.median(seen), floor)
+        # Few values have a median of little worth; the largest of them gives no false alarm.
+        usual = statistics.median(seen) if count >= self.settings.window else max(seen)
+        return max(factor * usual, floor)
+
+    def _chance(self) -> float:
+        """The largest loss that a model which has learned anything can have; from the first step on."""
+        if self.settings.loss_spike == 0.0:
+            return math.inf
+        return max(CHANCE_FACTOR * max(math.log(self.config.model.vocab_size), self.first_loss), LOSS_FLOOR)
 
     def limits(self) -> StepLimits:
         """For the next step; a few microseconds."""
+        loss = self._limit(self.losses, self.settings.loss_spike, LOSS_FLOOR)
         return StepLimits(
-            loss=self._limit(self.losses, self.settings.loss_spike, LOSS_FLOOR),
+            # The very first loss may be anything: it is what the others are compared with.
+            loss=min(loss, self._chance()) if self.first_loss else loss,
             grad_norm=self._limit(self.grad_norms, self.settings.grad_norm_spike, self.config.optimizer.clip_grad),
         )
 
@@ -87,8 +105,19 @@ class NumericsGuard:
         """Take a step without anomaly into the medians. One that fp16 skipped has no norm, one whose labels are all
         masked no loss: they do not count."""
         if result.grad_norm is not None and result.tokens:
+            self.first_loss = self.first_loss or result.loss
             self.losses.append(result.loss)
             self.grad_norms.append(result.grad_norm)
+
+    @property
+    def steps_in_a_row(self) -> int:
+        """Anomalies at consecutive steps, the last one included."""
+        count = 0
+        for at, step in enumerate(reversed(self.anomaly_steps)):
+            if step != self.anomaly_steps[-1] - at:
+                break
+            count += 1
+        return count
 
     def record(self, step: int) -> bool:
         """Count an anomaly at ``step``; True when there were too many."""
@@ -105,6 +134,7 @@ class NumericsGuard:
         return {
             "losses": list(self.losses), "grad_norms": list(self.grad_norms), "anomaly_steps": self.anomaly_steps,
             "anomalies_total": self.anomalies_total, "left_out": [[g.first, g.count] for g in self.left_out],
+            "first_loss": self.first_loss,
         }
 
     def load(self, state: Mapping[str, Any], *, medians_only: bool = False) -> None:
@@ -113,6 +143,8 @@ class NumericsGuard:
             seen = getattr(self, name)
             seen.clear()
             seen.extend(float(x) for x in state.get(name, ()))
+        # A checkpoint of an earlier version does not know it; its losses were all sound.
+        self.first_loss = float(state.get("first_loss", max(self.losses, default=0.0)))
         if medians_only:
             return
         self.anomaly_steps = [int(s) for s in state.get("anomaly_steps", ())]

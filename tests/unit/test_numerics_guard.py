@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.config.checks import problems
-from megatron_port.config.schema import DataConfig, NumericsConfig, OptimizerConfig, PrecisionConfig, RunConfig
+from megatron_port.config.schema import (
+    DataConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
 from megatron_port.engine.api import NO_LIMITS, StepLimits, StepResult
 from megatron_port.engine.probe import Finding, Probe, trace_finding
 from megatron_port.optim.loss_scale import LossScaler
@@ -31,13 +38,74 @@ def step(loss: float = 4.0, grad_norm: float | None = 2.0, *, skipped: bool = Fa
     return StepResult(loss=loss, tokens=1, grad_norm=grad_norm, skipped=skipped)
 
 
-def test_limits_begin_when_half_the_window_is_known() -> None:
+def test_medians_begin_when_half_the_window_is_known() -> None:
     g = guard(window=8, loss_spike=3.0, grad_norm_spike=10.0)
+    chance = 1.25 * math.log(g.config.model.vocab_size)
+    assert g.limits() == NO_LIMITS  # the first loss may be anything
     for _ in range(3):
         g.accept(step())
-        assert g.limits() == NO_LIMITS
+        assert g.limits() == StepLimits(loss=pytest.approx(chance))
     g.accept(step(loss=5.0, grad_norm=2.0))
     assert g.limits() == StepLimits(loss=12.0, grad_norm=20.0)
+
+
+def test_before_that_the_largest_of_eight_steps_stands_for_the_median() -> None:
+    g = guard(window=64, loss_spike=3.0, grad_norm_spike=10.0)
+    for n in range(7):
+        g.accept(step(loss=2.0, grad_norm=1.0 + n))
+        assert g.limits().grad_norm == math.inf
+    g.accept(step(loss=2.5, grad_norm=2.0))
+    assert g.limits() == StepLimits(loss=7.5, grad_norm=70.0)
+
+
+def test_a_start_above_chance_raises_the_limit_and_survives_a_checkpoint() -> None:
+    g = guard()
+    g.accept(step(loss=30.0))
+    assert g.limits().loss == pytest.approx(37.5)
+    other, old = guard(), guard()
+    other.load(g.state())
+    old.load({"losses": [4.0, 12.0]})  # a checkpoint of a version that did not keep the first loss
+    assert other.limits().loss == pytest.approx(37.5) and old.limits().loss == pytest.approx(15.0)
+
+
+CURVES = {
+    # Loss and gradient norm of runs/quickstart, one process, as they were recorded; lr 4e-3 is a rate that is too high.
+    "lr 4e-3": (14, [
+        5.56, 5.23, 5.01, 4.86, 4.74, 4.57, 4.4, 4.1, 3.94, 3.68, 3.65, 3.43, 3.34, 9.4, 3.4, 3.97, 3.52, 3.4,
+    ], [5.9, 3.76, 2.42, 2.44, 2.33, 2.17, 1.9, 2.27, 2.27, 1.94, 3.81, 1.01, 0.94, 12.45, 1.93, 19.77, 1.38, 3.24]),
+    "lr 2e-3, a gradient 40 times the usual": (0, [
+        5.56, 5.35, 5.13, 4.97, 4.89, 4.81, 4.74, 4.56, 4.42, 4.22, 4.21, 3.92, 3.8, 3.67, 4.42, 3.38, 3.36, 3.23,
+    ], [5.9, 4.83, 2.9, 2.51, 2.38, 2.3, 2.12, 2.26, 2.13, 2.09, 12.34, 2.04, 1.76, 1.63, 61.4, 1.56, 1.25, 1.2]),
+    "lr 1e-3, warm-up": (0, [
+        5.56, 5.45, 5.27, 5.09, 5.0, 4.94, 4.91, 4.8, 4.74, 4.64, 4.56, 4.43, 4.33, 4.22, 4.08, 3.95, 3.86, 3.74,
+    ], [5.9, 5.51, 4.09, 2.94, 2.5, 2.35, 2.19, 2.39, 2.32, 2.32, 2.21, 2.2, 2.04, 2.1, 2.67, 2.03, 1.73, 2.03]),
+    "lr 1e-3, no warm-up": (0, [
+        5.56, 5.07, 4.88, 4.71, 4.59, 4.44, 4.44, 4.16, 4.07, 3.93, 3.86, 3.73, 3.66, 3.59, 3.47, 3.39, 3.37, 3.28,
+    ], [5.9, 2.99, 2.3, 2.36, 2.25, 2.12, 17.14, 2.03, 1.9, 1.92, 1.78, 1.98, 1.51, 1.32, 1.61, 1.19, 1.13, 1.12]),
+    #MORE
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_start_of_recorded_runs(name: str) -> None:
+    """The one that diverges is called at that step; none of the others is."""
+    bad, losses, norms = CURVES[name]
+    g = NumericsGuard(RunConfig(model=ModelConfig(vocab_size=257)))
+    called = []
+    for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
+        result = step(loss=loss, grad_norm=norm)
+        if g.judge(result, g.limits()):
+            called.append(number)
+        else:
+            g.accept(result)
+    assert called == ([bad] if bad else [])
+
+
+def test_anomalies_in_a_row_are_counted() -> None:
+    g = guard()
+    for at in (3, 7, 8, 9):
+        g.record(at)
+    assert g.steps_in_a_row == 3 and guard().steps_in_a_row == 0
 
 
 def test_the_median_shrugs_off_an_outlier_and_forgets() -> None:
