@@ -151,6 +151,7 @@ _RANGES: dict[str, _Rule] = {
     "numerics.grad_norm_spike": _SPIKE,
     "numerics.window": _at_least(2),
     "numerics.max_anomalies": _ONE,
+    "numerics.state_check_interval": _ZERO,
     "telemetry.replica_check_interval": _ZERO,
     "telemetry.published_tflops": _ZERO,
     "telemetry.project": _FILLED,

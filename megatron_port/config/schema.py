@@ -340,6 +340,9 @@ class NumericsConfig:
     8 steps on."""
     max_anomalies: int = 10
     """Anomalies within 1,000 steps at which training stops with exit 6, whatever on_anomaly says."""
+    state_check_interval: int = 1
+    """Updates between checks that nothing but an update changed this rank's weights, masters and moments: they are
+    hashed after the update and before the next (docs/metrics.md); 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from megatron_port.optim.state_check import Damage
 from megatron_port.parallel.record import ParameterRecord
 
 if TYPE_CHECKING:
@@ -132,6 +133,11 @@ class Engine(Protocol):
         finite or above ``limits`` (alike on all ranks). With ``probe`` the step is a replay: the same numbers, which
         the probe looks at, no update, and the loss scale stays. Collective.
         """
+
+    def state_damage(self, *, now: bool = False) -> Damage | None:
+        """What changed in this rank's weights, masters or moments between the last two updates, though no update did
+        it; None: nothing, or ``numerics.state_check_interval`` left it out. ``now``: look at what is held now instead
+        (before a save; costs a pass over the state and a host synchronisation)."""
 
     def micro_batch_losses(self) -> Sequence[torch.Tensor]:
         """The sum of token losses of each micro-batch of the last step (scalars; empty but on the last stage)."""

@@ -30,6 +30,7 @@ from megatron_port.engine.probe import Probe
 from megatron_port.engine.totals import device_sums, global_tokens, loss_weight, shared_sums
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
+from megatron_port.optim.state_check import Damage, StateCheck
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.products import WeightCopies
 from megatron_port.parallel.random import DropoutStream
@@ -77,6 +78,8 @@ class DeepSpeedEngine:
         self._tokens = 0.0
         self._sums: list[float] = []
         self._refused = False
+        self.state_check = StateCheck(ctx.device, config.numerics.state_check_interval)
+        self._differing = 0.0
         self._loss_total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         micro_batches = config.batch.global_batch_size // (config.batch.micro_batch_size * ctx.topology.dp)
         settings = deepspeed_config(config, dp=ctx.topology.dp, micro_batches=micro_batches)
@@ -175,12 +178,14 @@ class DeepSpeedEngine:
         reduce_tied_gradients_first(grads, self.ctx)
 
     def _before_update(self) -> None:
-        """Share the loss, so that the update can depend on it, and show the final gradients to whoever asked.
+        """Check the state that is about to change; share the loss, so that the update can depend on it; show the final
+        gradients to whoever asked.
 
         ``on_gradients`` gets them summed over replicas and unscaled; costs a collective a tensor.
         """
+        self.state_check.verify()
         sums = device_sums([self._loss_total, self._tokens / self.ctx.topology.dp], self.ctx)
-        self._sums = [float(v) for v in sums.tolist()]
+        *self._sums, self._differing = torch.stack([*sums, self.state_check.differing.double()]).tolist()
         if self.on_gradients is None:
             return
         scale = self._divisor
@@ -224,6 +229,7 @@ class DeepSpeedEngine:
         with self.weight_copies.kept(), contextlib.nullcontext() if probe is None else probe.watch(self.stage):
             self.engine.train_batch(self._begin(micro_batches, step))
         self._probe = None
+        self._record_state()
         overflow = bool(self.engine.optimizer.overflow)
         norm = math.inf if overflow else float(self.engine.get_global_grad_norm())
         if probe is None:
@@ -233,6 +239,18 @@ class DeepSpeedEngine:
             loss=self._mean_loss, tokens=round(self._sums[1]), grad_norm=None if overflow else norm,
             skipped=overflow or self._refused, loss_scale=used_scale,
         )
+
+    def _record_state(self) -> None:
+        """Hash what this rank holds, after an update (its weights have been gathered)."""
+        if self.state_check.begin():
+            self.state_check.record(self._state.state_tensors(self.engine.optimizer))
+
+    def state_damage(self, *, now: bool = False) -> Damage | None:
+        """What changed since the last update; see ``engine.api.Engine``."""
+        if now:
+            self.state_check.verify()
+            self._differing = float(self.state_check.differing)
+        return self.state_check.damage() if self._differing else None
 
     def micro_batch_losses(self) -> Sequence[torch.Tensor]:
         """Scalars, last stage only; see ``engine.api.Engine``."""
@@ -273,6 +291,7 @@ class DeepSpeedEngine:
         self._state.load_state(self.engine.optimizer, read, int(scalars.get("optimizer_steps", 0)))
         self.scaler.load(scalars)
         self._push_scale()
+        self._record_state()
 
     def load_weights(self, read: StateReader) -> None:
         """Set weights; moments and counters start afresh."""

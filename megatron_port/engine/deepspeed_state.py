@@ -16,6 +16,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from megatron_port.engine.api import StatePiece, StateReader
 from megatron_port.engine.module import WholeScratch, logical_pieces, read_local, read_range
 from megatron_port.optim.gradients import counts_in_norm
+from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord, record_of
 
@@ -32,6 +33,26 @@ def flat_masters(zero: Any) -> list[torch.Tensor]:
 def parameter_groups(zero: Any) -> list[list[torch.nn.Parameter]]:
     """The model's parameters, by group, in flattening order."""
     return list(zero.bf16_groups if isinstance(zero, BF16_Optimizer) else zero.bit16_groups)
+
+
+def state_tensors(zero: Any) -> Iterator[StateTensor]:
+    """Flat weights of all replicas, and this rank's partition of masters and moments; the moments exist after the first
+    update."""
+    flats = zero.bf16_groups_flat if isinstance(zero, BF16_Optimizer) else zero.bit16_groups_flat
+    masters = flat_masters(zero)
+    owned: list[list[StateEntry]] = [[] for _ in masters]
+    for group, record, _, mapping in _fragments(zero):
+        inside = mapping.hp_fragment_address
+        owned[group].append(StateEntry(inside.start, inside.numel, record.name, mapping.lp_fragment_address.start))
+    for group, (flat, parameters, master) in enumerate(zip(flats, parameter_groups(zero), masters)):
+        first, size = flat.data_ptr(), flat.element_size()
+        entries = [StateEntry((p.data_ptr() - first) // size, p.numel(), record_of(p).name, 0) for p in parameters]
+        yield StateTensor("weight", flat.detach(), entries)
+        yield StateTensor("fp32 master", master.detach(), owned[group])
+        state = zero.optimizer.state.get(master, {})
+        for kind in MOMENTS:
+            if state.get(kind) is not None:
+                yield StateTensor(kind, state[kind].detach().view(-1), owned[group])
 
 
 def _step_value(state: dict[str, Any]) -> int:

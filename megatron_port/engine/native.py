@@ -39,7 +39,8 @@ from megatron_port.engine.probe import Probe
 from megatron_port.engine.totals import device_sums, global_tokens, loss_weight, refused_loss, shared_sums
 from megatron_port.optim.gradients import counts_in_norm, global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
-from megatron_port.optim.sharded import Piece, ShardedParameters
+from megatron_port.optim.sharded import Bucket, Piece, ShardedParameters
+from megatron_port.optim.state_check import Damage, StateCheck
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WeightGradients
 from megatron_port.parallel.products import WeightCopies
@@ -80,6 +81,13 @@ class _Gradients:
             self.added(parameter)
 
 
+def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], bucket: Bucket) -> None:
+    """A bucket's weights have come from the other replicas."""
+    alive = sharded()
+    if check.recording and alive is not None:
+        check.record([alive.weight_tensor(bucket)])
+
+
 class NativeEngine:
     """See ``engine.api.Engine``. ``chunks``: this rank's, one a virtual stage (``engine.module.StageModule``).
 
@@ -115,6 +123,11 @@ class NativeEngine:
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
         self._losses: list[torch.Tensor] = []
+        self.state_check = StateCheck(ctx.device, config.numerics.state_check_interval)
+        self._differing = 0
+        # Not a bound method: see _Gradients.
+        recording, sharded = self.state_check, weakref.ref(self.sharded)
+        self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
 
     def _by_chunk(self) -> list[list[tuple[ParameterRecord, nn.Parameter]]]:
         """Each parameter once, with the first chunk that has it (a folded pipeline's last shares the table)."""
@@ -180,10 +193,14 @@ class NativeEngine:
             ((p.record, p.gradient) for p in self.sharded.pieces), self.ctx, self.update.square_norm,
             sharded=self.sharded.shards > 1,
         )
+        self.state_check.verify()
         norm, refused = self.update.step(square, lr=lr, scale=used_scale, veto=veto, limit=largest_norm)
+        self._record_state(gathering=self.sharded.shards > 1)
         self.sharded.start_gather()
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
-        total, count, grad_norm, skipped = torch.stack([*sums, norm.double(), refused.double()]).tolist()
+        total, count, grad_norm, skipped, self._differing = torch.stack(
+            [*sums, norm.double(), refused.double(), self.state_check.differing.double()]
+        ).tolist()
         loss, finite = total / max(count, 1.0), math.isfinite(grad_norm)
         if probe is None:
             self.scaler.account(loss, grad_norm, applied=not skipped)
@@ -191,6 +208,21 @@ class NativeEngine:
             loss=loss, tokens=round(count), grad_norm=grad_norm if finite else None, skipped=bool(skipped),
             loss_scale=used_scale,
         )
+
+    def _record_state(self, *, gathering: bool) -> None:
+        """Hash what this rank owns, after an update; its weights too, unless a gather is still to bring them."""
+        if self.state_check.begin():
+            self.state_check.record(self.sharded.owned_tensors())
+            if not gathering:
+                self.state_check.record(self.sharded.weight_tensor(b) for b in self.sharded.buckets)
+
+    def state_damage(self, *, now: bool = False) -> Damage | None:
+        """What changed since the last update; see ``engine.api.Engine``."""
+        if now:
+            self.sharded.wait()
+            self.state_check.verify()
+            self._differing = int(self.state_check.differing)
+        return self.state_check.damage() if self._differing else None
 
     def micro_batch_losses(self) -> Sequence[torch.Tensor]:
         """Scalars, last stage only; see ``engine.api.Engine``."""
@@ -263,6 +295,7 @@ class NativeEngine:
                 self.update.state[piece.master] = state
         self.update.steps = int(scalars.get("optimizer_steps", 0))
         self.scaler.load(scalars)
+        self._record_state(gathering=False)
 
     def _load_place(self, p: torch.Tensor, mine: Sequence[Piece], scratch: WholeScratch) -> torch.Tensor:
         """Where to read a parameter to, in the masters' dtype: a place where it stays, if there is one."""

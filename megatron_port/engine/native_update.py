@@ -60,6 +60,10 @@ class TorchUpdate:
             eps=config.eps, foreach=True,
         )
         self.state: Any = self.optimizer.state
+        for piece in sharded.pieces:
+            self.state[piece.master] = {
+                "step": torch.tensor(0.0), "exp_avg": piece.exp_avg, "exp_avg_sq": piece.exp_avg_sq
+            }
         self.steps = 0
 
     def step(
@@ -101,6 +105,7 @@ class OwnUpdate:
             [([p.weight for p in pieces] if separate else [], [p.master for p in pieces], decay)
              for pieces, decay in zip(self.groups, (config.weight_decay, 0.0))],
             betas=(config.beta1, config.beta2), eps=config.eps, device=sharded.ctx.device,
+            moments=[(p.exp_avg, p.exp_avg_sq) for pieces in self.groups for p in pieces],
         )
         self.state: Any = self.optimizer.state
 

@@ -26,9 +26,12 @@ class MomentStates(Mapping[Tensor, dict[str, Tensor]]):
     All entries share one "step" (int64 scalar on the device): setting one sets it for all.
     """
 
-    def __init__(self, masters: Sequence[Tensor], step: Tensor) -> None:
+    def __init__(
+        self, masters: Sequence[Tensor], step: Tensor, moments: Sequence[tuple[Tensor, Tensor]] | None = None
+    ) -> None:
         self._step = step
-        self._moments = {m: (torch.zeros_like(m), torch.zeros_like(m)) for m in masters}
+        made = moments or [(torch.zeros_like(m), torch.zeros_like(m)) for m in masters]
+        self._moments = dict(zip(masters, made, strict=True))
 
     def __getitem__(self, master: Tensor) -> dict[str, Tensor]:
         exp_avg, exp_avg_sq = self._moments[master]
@@ -56,6 +59,7 @@ class FusedAdamW:
     Args:
         groups: (weights, masters, weight_decay) each; masters fp32 and contiguous, all on one device.
         betas, eps: as torch.optim.AdamW.
+        moments: (exp_avg, exp_avg_sq) of each master in the groups' order, zeros; None: made here.
         device: of the step counter; None: the first master's.
 
     Raises:
@@ -65,6 +69,7 @@ class FusedAdamW:
     def __init__(
         self, groups: Sequence[AdamWGroup | tuple[Sequence[Tensor], Sequence[Tensor], float]], *,
         betas: tuple[float, float], eps: float, device: torch.device | None = None,
+        moments: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.groups = [AdamWGroup(list(w), list(m), float(decay)) for w, m, decay in groups]
         self.betas, self.eps = betas, eps
@@ -75,7 +80,7 @@ class FusedAdamW:
         if any(m.dtype != torch.float32 for m in masters):
             raise ValueError("a master is not float32")
         self.step_count = torch.zeros((), dtype=torch.int64, device=masters[0].device if masters else device)
-        self.state = MomentStates(masters, self.step_count)
+        self.state = MomentStates(masters, self.step_count, moments)
         if len(self.state) != len(masters):
             raise ValueError("a master is in the groups twice")
 

@@ -14,15 +14,16 @@ and fewer bytes of memory: 4 a parameter become 4 / dp and two windows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_port.optim.buckets import BucketPlan, fragments, plan_buckets
+from megatron_port.optim.buckets import BucketPlan, Fragment, fragments, plan_buckets
 from megatron_port.optim.countdown import Countdown
+from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.optim.windows import Windows
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
@@ -44,6 +45,10 @@ class Piece:
     """fp32 or wider; the same memory as ``weight`` where that is as wide."""
     gradient: torch.Tensor
     """fp32 or wider: the sum over micro-batches and replicas, once ``finish`` has returned."""
+    exp_avg: torch.Tensor
+    """First moment, for the update; as wide as the master."""
+    exp_avg_sq: torch.Tensor
+    """Second moment."""
 
 
 class Bucket:
@@ -74,6 +79,8 @@ class Bucket:
             self.window = torch.empty(plan.numel, dtype=wide, device=first.device)
         own_weights = self.weights[self.own]
         self.masters = own_weights if first.dtype == wide else torch.zeros_like(own_weights, dtype=wide)
+        # The update's moments lie flat too, so that all of the state can be hashed with a few kernels a bucket.
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.masters), torch.zeros_like(self.masters)
         self.reducing: dist.Work | None = None
         self.narrow: torch.Tensor | None = None
         self.gathering: dist.Work | None = None
@@ -116,14 +123,14 @@ class ShardedParameters:
         ]
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
-        self.pieces = [
-            Piece(
-                self.parameters[f.index][0], f.start, bucket.weights[f.at : f.at + f.numel],
-                bucket.masters[f.at - bucket.own.start : f.at - bucket.own.start + f.numel],
-                bucket.sums[f.at - bucket.own.start : f.at - bucket.own.start + f.numel],
-            )
-            for bucket in self.buckets for f in fragments(bucket.plan, shard=shard, shards=shards)
-        ]
+        owned = [(bucket, f) for bucket in self.buckets for f in fragments(bucket.plan, shard=shard, shards=shards)]
+        self.pieces = [self._piece(bucket, f) for bucket, f in owned]
+        self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
+        for bucket, f in owned:
+            entry = StateEntry(f.at - bucket.own.start, f.numel, self.parameters[f.index][0].name, f.start)
+            self._owned[id(bucket)].append(entry)
+        self.on_gathered: Callable[[Bucket], None] = lambda bucket: None
+        """Called when a bucket's weights have come (on a GPU: in the stream's order)."""
         # Stage 1 has one round a step, of every bucket; stage 2 one a backward pass, of its chunk's buckets.
         groups: dict[int, list[tuple[int, list[int]]]] = {}
         for b, plan in enumerate(plans):
@@ -139,6 +146,29 @@ class ShardedParameters:
         if self.shard_gradients:
             size = max((plan.numel for plan in plans if plan.kind == "plain"), default=0)
             self.windows = Windows(size, wide, self.buckets[0].weights.device)
+
+    def _piece(self, bucket: Bucket, f: Fragment) -> Piece:
+        own = slice(f.at - bucket.own.start, f.at - bucket.own.start + f.numel)
+        return Piece(
+            self.parameters[f.index][0], f.start, bucket.weights[f.at : f.at + f.numel], bucket.masters[own],
+            bucket.sums[own], bucket.exp_avg[own], bucket.exp_avg_sq[own],
+        )
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def weight_tensor(self, bucket: Bucket) -> StateTensor:
+        """A bucket's weights, those of other replicas' shards included, for checks."""
+        entries = [StateEntry(s.start, s.numel, self.parameters[s.index][0].name, 0) for s in bucket.plan.slots]
+        return StateTensor("weight", bucket.weights, entries)
+
+    def owned_tensors(self) -> Iterator[StateTensor]:
+        """Masters (where they are not the weights) and moments of this rank's shards."""
+        for bucket in self.buckets:
+            entries = self._owned[id(bucket)]
+            if bucket.masters.dtype != bucket.weights.dtype:
+                yield StateTensor("fp32 master", bucket.masters, entries)
+            yield StateTensor("exp_avg", bucket.exp_avg, entries)
+            yield StateTensor("exp_avg_sq", bucket.exp_avg_sq, entries)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -290,6 +320,7 @@ class ShardedParameters:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
                 bucket.gathering = None
+                self.on_gathered(bucket)
 
     def wait_before(self, unit: nn.Module) -> None:
         """Make every forward pass of a module wait for its weights, and for nothing else."""

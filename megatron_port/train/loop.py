@@ -25,6 +25,7 @@ from megatron_port.errors import EXIT_OK, EXIT_REQUEUE, NumericsError, PortError
 from megatron_port.launch.outcome import FINISHED, SAVED, write_outcome
 from megatron_port.launch.outcome import Outcome as Ending
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.optim.state_check import Damage
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
@@ -46,6 +47,8 @@ from megatron_port.train.weights import load_initial
 
 FENCED = 3
 """A wish that is above those of all signals: stop without saving."""
+DAMAGED = 9
+"""Above every level of a signal: a rank's state is damaged."""
 
 
 @dataclass
@@ -105,6 +108,7 @@ class Trainer:
         self.numerics = NumericsGuard(self.config)
         self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
         self.committer = Committer(session.fence)
+        self._damage: Damage | None = None
         self.loaders = self._load_data()
         started = time.perf_counter()
         checkpoints = find_checkpoints(session)
@@ -187,6 +191,7 @@ class Trainer:
                     validation = self._evaluate(telemetry)
                 while p.step < c.training.steps and not level:
                     anomaly = self._step(telemetry)
+                    level = self._agreed(stop.level)
                     if anomaly is not None and c.numerics.on_anomaly == "rewind":
                         telemetry.close()
                         with self.session.pulse.enter(START, "rewind"):  # it may take as long as loading
@@ -194,7 +199,6 @@ class Trainer:
                             self._rewind(anomaly)
                         telemetry, saving.saved_step = self._telemetry(), p.step
                         continue
-                    level = self._agreed(stop.level)
                     saving.poll()
                     if self._due(c.training.eval_interval) or (
                         p.step == c.training.steps and c.training.eval_batches
@@ -204,13 +208,13 @@ class Trainer:
                         check_replicas(self.engine, self.ctx, step=p.step)
                     if self._due(c.checkpoint.save_interval):
                         with self.session.pulse.enter(SAVE, "checkpoint"):
-                            saving.save(self._position())
+                            self._save(saving)
                 unfinished = bool(level) and p.step < c.training.steps
                 with self.session.pulse.enter(SAVE, "checkpoint"):
                     saving.finish()
                     self._check_lease()
                     if c.checkpoint.save_final or unfinished:
-                        saving.final(self._position())
+                        self._save(saving, final=True)
                 hold()  # what comes now comes too late to matter, and must not kill a rank that has saved
                 self._check_lease()
                 if self.session.speaker:
@@ -246,15 +250,20 @@ class Trainer:
 
         Raises:
             LeaseLost: on every rank: another attempt holds the run's folder by now.
+            NumericsError: on every rank: the state of one is damaged.
         """
         if self.session.fence.lost:
             level = FENCED
+        if self._damage is not None:
+            level = DAMAGED
         if self.session.info.world_size > 1:
             self.session.pulse.at(REDUCE, "signals, agreed by all ranks")
             wish = torch.tensor([level])
             dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.session.cpu_group)
             self.session.pulse.at(IDLE)
             level = int(wish)
+        if level == DAMAGED:
+            self._stop_if_damaged()
         if level == FENCED:
             self.session.fence.check()  # rank 0 knows who it is
             raise LeaseLost(f"{run_folder(self.config)} was taken over by another attempt; rank 0 says by which")
@@ -265,6 +274,21 @@ class Trainer:
         with suppress(LeaseLost, OSError):
             self.session.fence.check()
         self._agreed(0)
+
+    def _stop_if_damaged(self) -> None:
+        """Collective. NumericsError on every rank if the state of one was changed by anything but an update."""
+        error = None if self._damage is None else NumericsError(
+            f"{self._damage} changed between two updates, though no update did it (found at step {self.progress.step})"
+            ": a bit flipped in this device's memory, or a stray write. Leave the host out, check the device's error "
+            "counters, and resume from the last checkpoint; the weights of this step are not saved"
+        )
+        agree(error, where=str(self.ctx.coords), group=self.session.cpu_group)
+
+    def _save(self, saving: Saving, *, final: bool = False) -> None:
+        """Save a state that has just been checked: a damaged one must not become the newest checkpoint."""
+        self._damage = self.engine.state_damage(now=True)
+        self._stop_if_damaged()
+        (saving.final if final else saving.save)(self._position())
 
     def _step(self, telemetry: Telemetry) -> Anomaly | None:
         c, p = self.config, self.progress
@@ -287,12 +311,14 @@ class Trainer:
         p.step += 1
         p.samples += size
         p.skipped += result.skipped
+        self._damage = self.engine.state_damage()
         reason = self.numerics.judge(result, limits)
         too_many = self.numerics.record(p.step) if reason else False
         self._report(telemetry, result, lr=lr, size=size, seconds=seconds)
         if not reason:
             self.numerics.accept(result)
             return None
+        self._stop_if_damaged()  # what a flipped bit did must not be taken for the data's fault
         with pulse.enter(EVALUATE, "replay of a step"):
             anomaly = investigate(
                 self.engine, self.session, micro_batches, result, step=p.step - 1, lr=lr, limits=limits, reason=reason,

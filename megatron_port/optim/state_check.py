@@ -1,0 +1,208 @@
+"""Has anything but an update changed the training state? Hashes of weights, masters and moments from one update to the
+next.
+
+Under ZeRO each rank owns its own shard of masters and moments, so no replica exists to compare them with, and a flipped
+bit in a weight lasts only until the next all-gather overwrites it: long enough for wrong gradients. So each rank hashes
+what it holds right after an update (weights: once they have been gathered) and again right before the next one. What
+differs was changed by the memory, the bus, or a stray write.
+
+The hashes stay on the device; a step's single host synchronisation brings the number of differing rows along. A row is
+16 KiB. From the difference of its two hashes one damaged word, and mostly its bit, can be computed (``_one_word``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_port.parallel.counter import key_of, random_bits
+
+ROW = 4096
+"""Words (32 bits) with one hash: 8 bytes are kept for 16 KiB of state, twice."""
+CHUNK_ROWS = {"cpu": 32, "cuda": 1024}
+"""Rows hashed at a time: what fits a core's cache, and what keeps a GPU busy. Bounds the memory: 32 KiB a row."""
+NAMED = 4
+"""Tensors and rows that a message names at most."""
+
+
+class StateEntry(NamedTuple):
+    """A parameter's range in a flat tensor."""
+
+    start: int
+    """First element, in the flat tensor."""
+    numel: int
+    name: str
+    """Canonical name of the parameter."""
+    offset: int
+    """That element's position in the parameter's flattened local tensor."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A flat tensor of the state. ``kind``: weight, fp32 master, exp_avg or exp_avg_sq."""
+
+    kind: str
+    flat: torch.Tensor
+    """1-D and contiguous, of 2, 4 or 8 bytes an element."""
+    entries: Sequence[StateEntry]
+
+
+class RowHashes:
+    """64-bit hashes of a tensor's rows of ``ROW`` words: each word times a fixed random odd number, summed mod 2^64.
+
+    A change of one word always changes its row's hash (an odd number has an inverse); changes of several cancel with
+    probability 2^-32 at most (multilinear hashing). Hashes compare within one process only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        counter = torch.arange(ROW, dtype=torch.int64, device=device)
+        self.factors = random_bits(counter, key_of("state rows")) | 1
+        self._buffer = torch.empty((CHUNK_ROWS.get(device.type, 256), ROW), dtype=torch.int64, device=device)
+        self._host = device.type == "cpu"  # no integer matrix-vector product elsewhere
+
+    @staticmethod
+    def words(flat: torch.Tensor) -> torch.Tensor:
+        """The bits of a flat tensor as words: int32, or int16 where they do not divide into those."""
+        flat = flat.detach()
+        size = flat.element_size()
+        even = flat.numel() * size % 4 == 0 and flat.storage_offset() * size % 4 == 0
+        return flat.view(torch.int32 if even else torch.int16)
+
+    @torch.no_grad()
+    def __call__(self, flat: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """int64 [rows], in ``out`` where given. Launches a few kernels for 16 MiB and waits for nothing."""
+        words = self.words(flat)
+        rows = -(-len(words) // ROW)
+        if out is None:
+            out = torch.empty(rows, dtype=torch.int64, device=flat.device)
+        whole = len(words) // ROW
+        table, step = words[: whole * ROW].view(whole, ROW), len(self._buffer)
+        for at in range(0, whole, step):
+            part = table[at : at + step]
+            self._sum(self._buffer[: len(part)].copy_(part), self.factors, out[at : at + len(part)])
+        if whole < rows:
+            rest = words[whole * ROW :]
+            self._sum(self._buffer[:1, : len(rest)].copy_(rest), self.factors[: len(rest)], out[whole:])
+        return out
+
+    def _sum(self, wide: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+        if self._host:
+            torch.mv(wide, factors, out=out)
+        else:
+            torch.sum(wide.mul_(factors), dim=1, out=out)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What one rank found."""
+
+    kind: str
+    places: tuple[str, ...]
+    """Where, in words; the first row of each damaged tensor."""
+    rows: int
+    """Damaged rows over all tensors."""
+
+    def __str__(self) -> str:
+        more = f"; {self.rows} blocks of {ROW * 4} bytes are damaged in all" if self.rows > 1 else ""
+        return f"the {self.kind} of {'; '.join(self.places)}{more}"
+
+
+class StateCheck:
+    """The hashes of one rank's state tensors between two updates. ``interval``: every so many updates; 0: never."""
+
+    def __init__(self, device: torch.device, interval: int) -> None:
+        self.interval = interval
+        self._device = device
+        self._hash: RowHashes | None = None
+        self._recorded: dict[tuple[str, int], tuple[StateTensor, torch.Tensor, torch.Tensor]] = {}
+        """By kind and address: the tensor, its rows' hashes after the update, and those found at the last check."""
+        self._before: list[tuple[StateTensor, torch.Tensor, torch.Tensor]] = []
+        """The same, of the state before the last update."""
+        self.recording = False
+        """The state of the last update is to be recorded."""
+        self.differing = torch.zeros((), dtype=torch.int64, device=device)
+        """Rows that differed in any check so far; on the device."""
+        self._updates = 0
+
+    def begin(self) -> bool:
+        """An update has been made, and what was recorded before it no longer holds. False: do not record this one."""
+        self._before, self._recorded = list(self._recorded.values()), {}
+        self._updates += 1
+        self.recording = self.interval > 0 and self._updates % self.interval == 0
+        return self.recording
+
+    def record(self, tensors: Iterable[StateTensor]) -> None:
+        """Hash tensors that only the next update may change. No host synchronisation."""
+        if self._hash is None:
+            self._hash = RowHashes(self._device)
+        for t in tensors:
+            if t.flat.numel():
+                hashes = self._hash(t.flat)
+                self._recorded[t.kind, t.flat.data_ptr()] = (t, hashes, hashes)
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Hash again what was recorded, and add the rows that differ to ``differing``. No host synchronisation."""
+        for key, (t, recorded, _) in self._recorded.items():
+            assert self._hash is not None
+            found = self._hash(t.flat)
+            self._recorded[key] = (t, recorded, found)
+            self.differing += (found != recorded).sum()
+
+    def damage(self) -> Damage | None:
+        """What the checks since the update before the last found, with the first damaged kind's places; None: nothing.
+        Waits for the device."""
+        rows, kind, places = 0, "", []
+        for t, recorded, found in [*self._before, *self._recorded.values()]:
+            bad = (found != recorded).nonzero().flatten().tolist()
+            rows += len(bad)
+            if bad and kind in ("", t.kind) and len(places) < NAMED:
+                kind = t.kind
+                places.append(self._place(t, bad[0], int(found[bad[0]]) - int(recorded[bad[0]])))
+        return Damage(kind, tuple(places), rows) if rows else None
+
+    def _place(self, t: StateTensor, row: int, difference: int) -> str:
+        """The parameter, and of one damaged word also the element and the bit."""
+        words = RowHashes.words(t.flat)
+        size = words.element_size()
+        assert self._hash is not None
+        found = _one_word(self._hash.factors[: min(ROW, len(words) - row * ROW)], difference, bits=8 * size)
+        if found is None:
+            first = row * ROW * size // t.flat.element_size()
+            last = min((row + 1) * ROW * size // t.flat.element_size(), t.flat.numel())
+            names = [e.name for e in t.entries if e.start < last and e.start + e.numel > first]
+            return " or ".join(names[:NAMED]) + (" or others" if len(names) > NAMED else "") or "padding"
+        word, change = found
+        byte = (row * ROW + word) * size
+        if abs(change).bit_count() == 1:
+            byte += (abs(change).bit_length() - 1) // 8
+        element = byte // t.flat.element_size()
+        for e in t.entries:
+            if e.start <= element < e.start + e.numel:
+                return f"{e.name} (element {element - e.start + e.offset}{_bit(byte, change, t.flat)})"
+        return f"padding behind {t.entries[-1].name}" if t.entries else "padding"
+
+
+def _bit(byte: int, change: int, flat: torch.Tensor) -> str:
+    """``, bit 30``, where a single bit was flipped. (A difference of 2^k may also be a carry through several bits.)"""
+    if abs(change).bit_count() != 1:
+        return ""
+    return f", bit {8 * (byte % flat.element_size()) + (abs(change).bit_length() - 1) % 8}"
+
+
+def _one_word(factors: torch.Tensor, difference: int, *, bits: int) -> tuple[int, int] | None:
+    """The one word whose change explains a difference of hashes: (index, change); None: there is none, or several.
+
+    ``change * factor = difference`` modulo 2^64 has one solution a word, and a real change has ``bits`` bits: by chance
+    that happens to one of the others once in 2^19 cases.
+    """
+    inverse = factors.clone()
+    for _ in range(5):  # Newton's iteration doubles the correct low bits: 3, 6, … 96
+        inverse = inverse * (2 - factors * inverse)
+    wrapped = (difference + (1 << 63)) % (1 << 64) - (1 << 63)
+    changes = inverse * wrapped
+    found = (changes.abs() < (1 << bits)).nonzero().flatten().tolist()
+    return (found[0], int(changes[found[0]])) if len(found) == 1 else None
