@@ -3,7 +3,8 @@
     python benchmarks/numerics_cost.py [--device cuda] [--layers 12 --hidden 512 --vocab 24576 --seq 512 --batch 4]
 
 Prints CPU seconds (wall seconds on a GPU): a step of the native engine; the scalar work that the guard adds to it on
-host and device; a replica check, and its share at the default interval.
+host and device; a replica check, and its share at the default interval; the state check of one update, which hashes
+weights, masters and moments twice (here all of them: under ZeRO-1 masters and moments are divided by dp).
 """
 
 from __future__ import annotations
@@ -79,11 +80,13 @@ def main() -> None:
     added = seconds(healthy, device, 5) / 100
     digest, weights = BitsHash(device), [p for _, p in engine.named_parameters()]
     check = seconds(lambda: torch.stack([digest(p) for p in weights]).sum().item(), device, 3)
+    state = 2 * seconds(lambda: (engine.state_check.verify(), engine.state_check.differing.item()), device, 3)
     interval = config.telemetry.replica_check_interval
     count = sum(p.numel() for p in weights)
     print(f"{count / 1e6:.1f} M parameters, {a.dtype}, {a.batch * a.seq} tokens a step, {device}")
     print(f"step                {step:.4f} s")
     print(f"guard, a step       {added * 1e6:.0f} us = {100 * added / step:.4f} % of it")
+    print(f"state check, a step {state:.4f} s = {100 * state / step:.2f} % of it (contained in it)")
     print(f"replica check       {check:.4f} s; every {interval} steps {100 * check / interval / step:.4f} % of a step")
 
 

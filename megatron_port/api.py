@@ -144,15 +144,16 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
     from megatron_port.train.leasing import leased_session
     from megatron_port.train.loop import Trainer
     from megatron_port.train.provenance import record_failure_event
+    from megatron_port.train.session import open_session
     from megatron_port.train.state import run_folder
-    from megatron_port.train.watching import watched_session
+    from megatron_port.train.watching import watch_ranks
 
     info = info or discover()
     try:
         warning = mind_memory(config, info.world_size)
         if warning and info.rank == 0:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        with open_session(config, info) as opened, watched_session(opened), leased_session(opened) as session:
+        with open_session(config, info, around=watch_ranks) as opened, leased_session(opened) as session:
             try:
                 return Trainer(session).run()
             except Exception as error:

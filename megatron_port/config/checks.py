@@ -159,6 +159,7 @@ _RANGES: dict[str, _Rule] = {
     "watch.hang_steps": _ONE,
     "watch.data_seconds": _ZERO,
     "watch.start_seconds": _POSITIVE,
+    "watch.connect_seconds": _POSITIVE,
     "watch.evaluate_seconds": _POSITIVE,
     "watch.save_seconds": _POSITIVE,
     "watch.straggler_percent": _ZERO,

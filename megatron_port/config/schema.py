@@ -381,6 +381,8 @@ class WatchConfig:
     """While a rank reads samples; 0: as elsewhere in a step. Raise it where the file system stalls."""
     start_seconds: float = 1800.0
     """Without progress of any rank until the end of the first step (model, checkpoint, connections, kernels)."""
+    connect_seconds: float = 120.0
+    """Without progress of any rank while the groups' communicators are made, at the very start."""
     evaluate_seconds: float = 600.0
     """Without progress of any rank in an evaluation."""
     save_seconds: float = 1800.0

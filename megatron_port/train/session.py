@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,7 +27,7 @@ from megatron_port.runtime.fingerprint import Fingerprint
 from megatron_port.runtime.lease import Fence
 from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.peers import explain_peer_failure
-from megatron_port.runtime.pulse import Pulse
+from megatron_port.runtime.pulse import COMMUNICATOR, START, Pulse
 from megatron_port.train.assemble import DTYPES, topology_of
 
 
@@ -104,13 +104,20 @@ def _check_world(config: RunConfig, info: ProcessInfo) -> None:
     )
 
 
+Around = Callable[[RunConfig, ProcessInfo, Pulse, Store], AbstractContextManager[None]]
+"""What runs around a session from the ranks' meeting on (``train.watching``), given what is known by then."""
+
+
 @contextmanager
 def open_session(
-    config: RunConfig, info: ProcessInfo, *, quiet: bool = False
+    config: RunConfig, info: ProcessInfo, *, quiet: bool = False, around: Around | None = None
 ) -> Iterator[Session]:
     """Check the configuration, meet the other ranks, yield the session, take the groups down.
 
-    ``quiet``: do not print where ranks and master come from.
+    Args:
+        quiet: do not print where ranks and master come from.
+        around: entered once the ranks have met and left before the groups are taken down: the watch, which must
+            see ranks that hang while communicators are made.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -149,11 +156,13 @@ def open_session(
     failed = True
     try:
         met = time.perf_counter()
-        session = replace(_assemble(config, info, device, group.backend, logger), store=group.store)
-        if info.world_size > 1 and not quiet:
-            now = time.perf_counter()
-            logger.log(f"{info.world_size} ranks met in {met - started:.1f} s, groups ready in {now - met:.1f} s")
-        yield session
+        progress = Pulse()
+        with nullcontext() if around is None else around(config, info, progress, group.store):
+            session = replace(_assemble(config, info, device, group.backend, logger, progress), store=group.store)
+            if info.world_size > 1 and not quiet:
+                now = time.perf_counter()
+                logger.log(f"{info.world_size} ranks met in {met - started:.1f} s, groups ready in {now - met:.1f} s")
+            yield session
         failed = False
     except Exception as error:
         lost = explain_peer_failure(error, info)
@@ -178,15 +187,16 @@ def _choose_device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | N
 
 
 def _assemble(
-    config: RunConfig, info: ProcessInfo, device: DeviceInfo, backend: str, logger: Logger
+    config: RunConfig, info: ProcessInfo, device: DeviceInfo, backend: str, logger: Logger, progress: Pulse
 ) -> Session:
     """Groups and providers, on ranks that have met."""
     topology = topology_of(config)
-    progress = Pulse()
+    progress.at(START, COMMUNICATOR)
     ctx = ParallelContext.create(
         topology, device.torch_device, backend, timeout_s=config.launch.collective_timeout,
         two_way=config.engine == "native", progress=progress,
     )
+    progress.at(START)
     failure: PortError | None = None
     providers: Providers | None = None
     try:

@@ -1,25 +1,36 @@
-"""The watch of a run, put together from a session."""
+"""The watch of a run, put together from what is known once the ranks have met."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from torch.distributed.distributed_c10d import Store
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.peers import explain_peer_failure
-from megatron_port.train.session import Session
+from megatron_port.runtime.pulse import Pulse
+from megatron_port.train.assemble import topology_of
 from megatron_port.train.state import run_folder
 from megatron_port.watch.client import watched
 
 
-def watched_session(session: Session) -> AbstractContextManager[None]:
-    """Heartbeats of this rank while the body runs, as ``[watch]`` says; see ``watch.client.watched``."""
-    place = session.ctx.coords
+def watch_ranks(config: RunConfig, info: ProcessInfo, progress: Pulse, store: Store) -> AbstractContextManager[None]:
+    """Heartbeats of this rank while the body runs, as ``[watch]`` says; see ``watch.client.watched``.
+
+    An ``around`` of ``train.session.open_session``: no group exists yet, so a rank that hangs while they are made is
+    seen.
+    """
+    topology, logger = topology_of(config), Logger(info.rank)
+    fits = topology.world_size == info.world_size  # else the session refuses at once
+    place = topology.coordinates(info.rank if fits else 0)
 
     def note(line: str) -> None:
-        if session.info.local_rank == 0:  # one word a node
-            session.logger.log_any(line)
+        if info.local_rank == 0:  # one word a node
+            logger.log_any(line)
 
     return watched(
-        session.config.watch, session.info, session.pulse, coords=str(place),
-        stage=place.pp, folder=run_folder(session.config), store=session.store, note=note,
-        victim_of=lambda error: explain_peer_failure(error, session.info),
+        config.watch, info, progress, coords=str(place), stage=place.pp, folder=run_folder(config), store=store,
+        note=note, victim_of=lambda error: explain_peer_failure(error, info),
     )

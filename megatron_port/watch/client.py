@@ -1,4 +1,8 @@
-"""A rank's side of the watch: a thread with one connection that sends a heartbeat a second and does as it is told."""
+"""A rank's side of the watch: a thread with one connection that sends a heartbeat a second and does as it is told.
+
+The hub sends a word a second too. Where it ends or falls silent, rank 0 starts another (``watch.hub_process``), and
+every rank connects anew.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,36 @@ import contextlib
 import faulthandler
 import json
 import os
-import secrets
 import select
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_port.config.schema import WatchConfig
 from megatron_port.errors import PortError
-from megatron_port.runtime.discovery import ProcessInfo, is_loopback, resolve_host
+from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.pulse import END, PHASES, Pulse
-from megatron_port.runtime.sockets import is_own_address, own_addresses
 from megatron_port.watch import wire
 from megatron_port.watch.hub import STACK_SIGNAL
+from megatron_port.watch.hub_process import HUB_STARTS_S, HubProcess
 from megatron_port.watch.processes import born, kill
+from megatron_port.watch.rules import PAUSE_S
 from megatron_port.watch.words import FOREIGN, Stack
 
 BEAT_S = 1.0
-HUB_STARTS_S = 30.0
 CONNECT_S = 10.0
+SILENCE_S = {True: 5.0, False: 8.0}
+"""A hub that says nothing for so long (on rank 0; elsewhere) is dead or stopped. Rank 0 is first: it starts another."""
+MOST_TRIES = 20
+"""Connections to a hub that never says a word, before a rank gives up. Rank 0's host is gone then."""
 HOLD_S = 8.0
 """A rank that lost a peer waits so long for the watch's verdict before it speaks for itself."""
-HUB_ENDS_S = 5.0
 
 
 class Store(Protocol):
@@ -68,24 +72,29 @@ class Client:
         address, port, secret: of the hub.
         coords: for messages; stage: pipeline stage.
         note: takes a line when the watch itself fails; the run goes on.
+        hub: the hub's process, on the rank that started it and will start it again.
     """
 
     def __init__(
         self, pulse: Pulse, *, rank: int, host: str, coords: str, stage: int, address: str, port: int, secret: str,
-        note: Callable[[str], None],
+        note: Callable[[str], None], hub: HubProcess | None = None,
     ) -> None:
-        self.pulse, self.note = pulse, note
+        self.pulse, self.note, self.hub = pulse, note, hub
         self.spoken = threading.Event()
         """The hub has nothing to say: a rank that lost a peer may speak."""
         self._sending = threading.Lock()
-        self._closing = False
-        self._sent_steps = -1
+        self._closing = self._failing = False
         self._handles = False
-        self.sock = socket.create_connection((address, port), timeout=CONNECT_S)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._catch_signals()
         pid = os.getpid()
-        self._send(wire.HELLO, secret, rank, host, pid, born(pid), coords, stage)
+        self._at, self._hello = (address, port), (secret, rank, host, pid, born(pid), coords, stage)
+        self._patience = SILENCE_S[hub is not None]
+        self._heard: float | None = None
+        """When the present hub last said a word."""
+        self._roster: dict[int, list[Any]] = {}
+        """Place of each rank, as the hub tells the rank that would start the next one."""
+        self.sock = self._connection()
+        self._catch_signals()
+        self._send(wire.HELLO, *self._hello)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -109,28 +118,84 @@ class Client:
             p.steps_done, round(p.step_seconds, 4), totals,
         )
 
+    def _connection(self) -> socket.socket:
+        sock = socket.create_connection(self._at, timeout=CONNECT_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
     def _run(self) -> None:
-        unpacker = wire.Unpacker()
-        due = time.monotonic()
+        """Serve one connection after the other, until the run ends or no hub can be had."""
+        tries, patience = 0, HUB_STARTS_S
         try:
             while not self._closing:
-                left = due - time.monotonic()
-                if left <= 0:
-                    self.beat()
-                    due = max(due + BEAT_S, time.monotonic())
-                    continue
-                if not select.select([self.sock], [], [], left)[0]:
-                    continue
-                data = self.sock.recv(1 << 16)
-                if not data:
-                    raise EOFError
-                for message in unpacker.feed(data):
-                    self._obey(message)
-        except (OSError, EOFError, ValueError, wire.WireError) as error:
-            if not self._closing:
-                self.note(f"the watch has ended ({error or 'its process is gone'}); the run goes on without it")
+                try:
+                    self._serve(patience)
+                except (OSError, EOFError, ValueError, wire.WireError) as error:
+                    if self._closing or self._failing:
+                        return
+                    tries = tries + 1 if self._heard is None else 0
+                    self.spoken.set()  # no verdict will come: who lost a peer may say so
+                    if not self._reconnect(str(error), last=tries >= MOST_TRIES):
+                        return
+                    self.spoken.clear()
+                    patience = HUB_STARTS_S
         finally:
             self.spoken.set()
+
+    def _serve(self, first: float) -> None:
+        """Beat, and do what the hub says. Raises OSError, EOFError or WireError when it is gone or silent.
+
+        ``first``: seconds until its first word; a new hub may still have to start.
+        """
+        unpacker, now = wire.Unpacker(), time.monotonic()
+        due, allowed, looked = now, now + first, now
+        self._heard = None
+        while not self._closing:
+            now = time.monotonic()
+            if now - looked > PAUSE_S:
+                allowed += now - looked  # this process was stopped, and the hub perhaps with it
+            looked = now
+            if now >= allowed:
+                raise TimeoutError("no word from it")
+            if now >= due:
+                self.beat()
+                due = max(due + BEAT_S, time.monotonic())
+                continue
+            if not select.select([self.sock], [], [], due - now)[0]:
+                continue
+            data = self.sock.recv(1 << 16)
+            if not data:
+                raise EOFError("its process is gone")
+            self._heard = time.monotonic()
+            allowed = self._heard + self._patience
+            for message in unpacker.feed(data):
+                self._obey(message)
+
+    def _reconnect(self, why: str, *, last: bool) -> bool:
+        """Have a hub again; on the rank that started it, start another first. False: there will be none."""
+        with contextlib.suppress(OSError):  # should it live and only be slow, this rank is not lost
+            self.sock.settimeout(0.0)
+            self._send(wire.BYE)
+        try:
+            if self.hub is not None:
+                became = self.hub.restart(list(self._roster.values()))
+                self.note(f"the watch was started again: {became}")
+            elif last:
+                raise OSError(why)
+            else:
+                time.sleep(BEAT_S)
+            new = self._connection()
+            with self._sending:
+                # Under the old number, which the signal handlers write to.
+                os.dup2(new.fileno(), self.sock.fileno(), inheritable=False)
+                new.close()
+                self.sock.settimeout(CONNECT_S)
+            self._send(wire.HELLO, *self._hello)
+        except OSError as error:
+            if not self._closing:
+                self.note(f"the watch has ended ({error}); the run goes on without it")
+            return False
+        return True
 
     def _obey(self, message: list) -> None:
         kind, values = message[0], message[1:]
@@ -139,6 +204,8 @@ class Client:
             self._send(wire.STACKS, python_stacks())
         elif kind == wire.SPEAK:
             self.spoken.set()
+        elif kind == wire.ROSTER:
+            self._roster[int(values[0][0])] = values[0]
         elif kind == wire.LEAVE and not self._closing:
             code, mute = values
             kill((pid, start) for pid, start in mute)
@@ -147,6 +214,7 @@ class Client:
 
     def failing(self, error: BaseException, *, victim: bool, told: bool) -> None:
         """Tell the hub of the error that ends this rank. A victim waits for the hub's verdict and mostly ends here."""
+        self._failing = True
         code = error.exit_code if isinstance(error, PortError) else 1
         text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}; see its traceback"
         with contextlib.suppress(OSError):
@@ -171,50 +239,6 @@ class Client:
         self.sock.close()
 
 
-def hub_address(info: ProcessInfo) -> str:
-    """One address of this host that all ranks can reach: the master's, as the rendezvous uses it."""
-    if info.num_nodes == 1:
-        return "127.0.0.1"
-    with contextlib.suppress(OSError):
-        for address in resolve_host(info.master_addr):
-            if is_own_address(address) and not is_loopback(address):
-                return address
-    found = own_addresses()
-    return found[0] if found else "127.0.0.1"
-
-
-def start_hub(config: WatchConfig, info: ProcessInfo, folder: Path) -> tuple[subprocess.Popen[bytes], dict]:
-    """Start the hub; (process, {address, port, secret}). Raises OSError, or TimeoutError when it does not answer."""
-    receive, answer = os.pipe()
-    address, secret = hub_address(info), secrets.token_hex(16)
-    setup = {
-        "secret": secret, "folder": str(folder.absolute()), "host": info.hostname, "world": info.world_size,
-        "address": address, "answer": answer, "config": asdict(config),
-    }
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_port.watch.hub"], stdin=subprocess.PIPE, pass_fds=(answer,),
-        )
-    finally:
-        os.close(answer)
-    try:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(setup).encode() + b"\n")
-        process.stdin.flush()
-        if not select.select([receive], [], [], HUB_STARTS_S)[0]:
-            raise TimeoutError(f"it did not answer within {HUB_STARTS_S:g} s")
-        line = os.read(receive, 32)
-        if not line.strip().isdigit():
-            raise OSError("it ended at once")
-    except OSError:
-        process.kill()
-        process.wait()
-        raise
-    finally:
-        os.close(receive)
-    return process, {"address": address, "port": int(line), "secret": secret}
-
-
 @contextmanager
 def watched(
     config: WatchConfig, info: ProcessInfo, pulse: Pulse, *, coords: str, stage: int, folder: Path,
@@ -230,11 +254,13 @@ def watched(
     if not config.enabled or (info.world_size == 1 and not config.single_process):
         yield
         return
-    hub: subprocess.Popen[bytes] | None = None
+    hub: HubProcess | None = None
     where: dict = {}
     if info.rank == 0:
         try:
-            hub, where = start_hub(config, info, folder)
+            hub = HubProcess(config, info, folder)
+            hub.start()
+            where = hub.where
         except OSError as error:
             note(f"the watch could not be started ({error}); the run goes on without it")
         if store is not None:
@@ -245,7 +271,7 @@ def watched(
     if where:
         try:
             client = Client(
-                pulse, rank=info.rank, host=info.hostname, coords=coords, stage=stage, note=note, **where
+                pulse, rank=info.rank, host=info.hostname, coords=coords, stage=stage, note=note, hub=hub, **where
             )
         except OSError as error:
             note(f"rank {info.rank} on {info.hostname} cannot reach the watch at {where['address']}:{where['port']} "
@@ -264,16 +290,4 @@ def watched(
             client.close()
     finally:
         if hub is not None:
-            _end_hub(hub)
-
-
-def _end_hub(hub: subprocess.Popen[bytes]) -> None:
-    """It ends by itself when every rank has left or been told to."""
-    assert hub.stdin is not None
-    with contextlib.suppress(OSError):
-        hub.stdin.close()
-    try:
-        hub.wait(HUB_ENDS_S)
-    except subprocess.TimeoutExpired:  # a rank has not left yet; its end is no longer this run's concern
-        hub.kill()
-        hub.wait()
+            hub.end()

@@ -5,8 +5,9 @@ connections that show the run's secret, applies ``rules`` to the heartbeats and,
 stacks, names the culprit, prints the message once, tells the ranks to end, and ends the ranks of its own host that
 cannot hear. It ends itself with the last connection, or when rank 0 is gone and nobody has come.
 
-Set up by one line of JSON on standard input (which stays open: its end means that rank 0 is gone); answers with its
-port on the descriptor that the line names.
+Set up by one line of JSON on standard input (which stays open: its end means that rank 0 is gone); says on the
+descriptor that the line names when it serves. The listening socket is rank 0's, and so is the duty to start another hub
+when this one dies (``watch.hub_process``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,10 @@ from megatron_port.watch.stragglers import Stragglers
 from megatron_port.watch.words import Stack, ranks_text
 
 TICK_S = 0.25
+ALIVE_S = 1.0
+"""Between the words by which ranks know that the hub lives."""
+ROSTER_AT_ONCE = 256
+"""Places told to rank 0 in a tick."""
 HELLO_S = 20.0
 """A connection that has not shown the secret within this time is closed."""
 MISSING_S = 60.0
@@ -79,6 +86,13 @@ class Hub:
         config = WatchConfig(**setup["config"])
         now = time.monotonic()
         self.rules = Rules(config, self.world, now)
+        for place in setup.get("roster", ()):  # an earlier hub knew them: one that does not come back is missed
+            self.rules.hello(Place(*place), now, met=False)
+        self.met: set[int] = set()
+        """Ranks that have been connected to this hub."""
+        self.untold: deque[Place] = deque()
+        """Places that rank 0 has not been told yet."""
+        self.alive_at = now
         self.stragglers = Stragglers(config, now)
         self.selector = selectors.DefaultSelector()
         self.listener = listener
@@ -118,10 +132,11 @@ class Hub:
     def _is_over(self) -> bool:
         if self.links:
             return False
-        if self.rules.ranks and (self.leave_until or all(s.left or s.fault for s in self.rules.ranks.values())):
+        known = [self.rules.ranks[r] for r in self.met]
+        if known and (self.leave_until or all(s.left or s.fault for s in known)):
             return True
         # Connections have all ended and somebody was lost: the verdict comes first. Nobody ever came: wait a little.
-        return not self.rules.ranks and not self.rank_zero_here and time.monotonic() - self.gone_at > LEAVE_S
+        return not known and not self.rank_zero_here and time.monotonic() - self.gone_at > LEAVE_S
 
     # Connections.
 
@@ -178,19 +193,28 @@ class Hub:
         if kind != wire.HELLO or not hmac.compare_digest(str(values[0]).encode(), self.secret.encode()):
             raise wire.WireError("no secret")
         place = Place(*values[1:])
-        if place.rank in self.links or not 0 <= place.rank < self.world:
-            raise wire.WireError("no such rank, or it is here already")
+        if not 0 <= place.rank < self.world:
+            raise wire.WireError("no such rank")
+        before = self.links.get(place.rank)
+        if before is not None:
+            if self.rules.ranks[place.rank].place != place:
+                raise wire.WireError("another process is this rank already")
+            del self.links[place.rank]  # it has connected anew
+            self._drop(before)
         link.rank = place.rank
         link.unpacker.largest = wire.LARGEST
         self.strangers.discard(link)
         self.links[place.rank] = link
+        self.met.add(place.rank)
         self.rules.hello(place, now)
+        self.untold.extend([s.place for s in self.rules.ranks.values()] if place.rank == 0 else [place])
 
     # Judgement.
 
     def _tick(self, now: float) -> None:
         for link in [x for x in self.strangers if now - x.since > HELLO_S]:
             self._drop(link)
+        self._tell(now)
         if self.leave_until:
             if now >= self.leave_until or not self._hearing(now):
                 self._finish()
@@ -214,6 +238,15 @@ class Hub:
             missing = [r for r in range(self.world) if r not in self.rules.ranks]
             if missing:
                 self._say(f"watch: {ranks_text(missing)} did not connect within {MISSING_S:g} s; not watched")
+
+    def _tell(self, now: float) -> None:
+        """A word to every rank, and to rank 0 who the others are."""
+        if now - self.alive_at >= ALIVE_S:
+            self.alive_at = now
+            self._order(wire.ALIVE)
+        if 0 in self.links:
+            for _ in range(min(ROSTER_AT_ONCE, len(self.untold))):
+                self.links[0].send(wire.pack(wire.ROSTER, list(astuple(self.untold.popleft()))))
 
     def _raise(self, alarm: Alarm, now: float) -> None:
         self.alarm = alarm
@@ -313,13 +346,9 @@ def main() -> int:
     if files != resource.RLIM_INFINITY and files < wanted:
         files = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
-    address = setup["address"]
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((address, 0))
-        listener.listen(min(4096, setup["world"] + 16))
+    with socket.socket(fileno=setup["listener"]) as listener:
         hub = Hub(setup, listener)
-        os.write(setup["answer"], b"%d\n" % listener.getsockname()[1])
+        os.write(setup["answer"], b"ready\n")
         os.close(setup["answer"])
         hub.serve(sys.stdin.fileno())
     return 0

@@ -55,11 +55,17 @@ def hang(rules: Rules, alarm: Alarm, stacks: Mapping[int, Sequence[Stack]], now:
         named = [r for r in busy if here[r].progress_at - here[busy[0]].progress_at < 1.0]
         at = innermost(stacks.get(busy[0], ()))
         why = f"it answers, and waits for no other rank{f'; it is at {at}' if at else ''}"
+    elif len(set(waits.values())) == 1:
+        named = _odd_ones(waits, here)
+        why = (f"all ranks wait in the same operation, {waits[named[0]]}: the network or a device does not answer; "
+               "this rank is the first that stood still")
     else:
         named = _odd_ones(waits, here)
         why = f"the ranks wait for one another in different operations; this one in {waits[named[0]]}"
     first = here[named[0]]
     where = f"{doing(first)} (its last heartbeat; others are at step {rules.step})" if mute else doing(first)
+    if not first.met:
+        where = f"a place unknown since the watch was started again (others are at step {rules.step})"
     headline = (
         f"{first.place} made no progress for {now - first.progress_at:.1f} s (the limit is {alarm.deadline:.1f} s) at "
         f"{where}: {why}"
@@ -72,7 +78,7 @@ def _wait(state: Rank, stacks: Sequence[Stack]) -> str:
     """What a rank that answers waits for; empty: for no other rank, as far as can be seen."""
     seen = waits_in(stacks)
     if seen:
-        return seen
+        return describe(state.beat.phase, state.beat.operation, -1) if state.beat.connects else seen
     return describe(state.beat.phase, state.beat.operation, state.beat.number) if state.beat.phase in WAITING else ""
 
 

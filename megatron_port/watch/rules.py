@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from megatron_port.config.schema import WatchConfig
-from megatron_port.runtime.pulse import DATA, EVALUATE, PHASES, SAVE, START, STEP
+from megatron_port.runtime.pulse import COMMUNICATOR, DATA, EVALUATE, PHASES, SAVE, START, STEP
 
 MARGIN_S = 1.5
 """A heartbeat is up to a second old, and stacks take a moment: so much earlier is a hang called."""
@@ -63,6 +63,11 @@ class Beat:
     totals: tuple[float, ...] = ()
     """Seconds by phase (``pulse.PHASES``) over ``steps_done`` steps."""
 
+    @property
+    def connects(self) -> bool:
+        """Communicators are being made."""
+        return self.scope == START and self.operation.startswith(COMMUNICATOR)
+
 
 @dataclass
 class Rank:
@@ -77,6 +82,8 @@ class Rank:
     left: bool = False
     """It said goodbye."""
     fault: Fault | None = None
+    met: bool = True
+    """It has been connected to this hub, and not only to one before."""
 
     @property
     def here(self) -> bool:
@@ -133,9 +140,9 @@ class Rules:
 
     # What the ranks tell.
 
-    def hello(self, place: Place, now: float) -> None:
-        """A rank has connected."""
-        self.ranks[place.rank] = Rank(place, now, now)
+    def hello(self, place: Place, now: float, *, met: bool = True) -> None:
+        """A rank has connected (``met`` is false: to an earlier hub, and is to be expected here)."""
+        self.ranks[place.rank] = Rank(place, now, now, met=met)
         self._timed = min(self._timed, place.rank)
 
     def beat(self, rank: int, beat: Beat, now: float) -> None:
@@ -201,8 +208,8 @@ class Rules:
         A hang: some rank made no progress for the longest limit of any rank's present scope, and no rank began or
         ended a step for as long. (A rank that saves or evaluates keeps the others waiting, so its limit is theirs.)
         In a scope with a limit of its own no rank at all may have made progress. Heartbeats that stay out while steps
-        go on are no trouble. A rank that cannot run is not given the long limits of evaluation and saving: three times
-        the usual one.
+        go on are no trouble. A rank that cannot run is not given the long limits of evaluation, saving and making
+        communicators: three times the usual one.
         """
         pause, self._ticked = now - self._ticked, now
         if pause > PAUSE_S:
@@ -243,13 +250,16 @@ class Rules:
         # What a rank without heartbeat was at is a second old, and may be a step old: those that answer know better.
         heard = [s for s in here.values() if now - s.heard_at < LAGS_S] or list(here.values())
         limit, own = max(self._limit(s.beat) for s in heard)
+        connecting = any(s.beat.connects for s in here.values())
+        if connecting:  # those that have their communicators wait for the others
+            limit, own = max(self.config.connect_seconds, self.hang_limit), True
         behind = min(here, key=lambda r: here[r].progress_at)
         newest = max(s.progress_at for s in here.values())
         still = now - (newest if own else max(here[behind].progress_at, self.step_at))
         silent = sorted(((r, here[r].heard_at) for r in self.silent(now) if r in here), key=lambda found: found[1])
         if still >= limit - MARGIN_S:
             return Alarm("hang", behind, limit, tuple(silent))
-        starting = any(s.beat.scope == START for s in heard)
+        starting = any(s.beat.scope == START for s in heard) and not connecting
         cannot = 3 * self.hang_limit
         cannot_run = silent and now - silent[0][1] >= cannot
         if cannot_run and not starting and now - newest >= cannot - MARGIN_S:

@@ -30,10 +30,42 @@ sys.meta_path.insert(0, Finder())
 
 FAULT = '''
 import ctypes, json, os, pathlib, re, signal, time
+def fire(here): (pathlib.Path(here) / "fired").write_text(json.dumps([time.time(), os.getpid()]))
+def hubs():
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            ours = os.getsid(int(path.name)) == os.getsid(0)
+            if ours and b"megatron_port.watch.hub" in (path / "cmdline").read_bytes(): found.append(int(path.name))
+        except OSError: pass
+    return found
+def end_hub(how, here):
+    """End or stop the watch's process, wait for the next one, then stop this rank."""
+    old = hubs()
+    for pid in old: os.kill(pid, how)
+    until = time.time() + 40
+    while time.time() < until and not set(hubs()) - set(old): time.sleep(0.1)
+    time.sleep(3)
+    fire(here)
+    os.kill(os.getpid(), signal.SIGSTOP)
+def connect(want, here):
+    """Stop in the first collective of all, that of the first communicator."""
+    import torch.distributed as dist
+    real = dist.all_reduce
+    def broken(*args, **kwargs):
+        dist.all_reduce = real
+        if dist.get_rank() == want["rank"]:
+            time.sleep(want["dwell"])
+            fire(here)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*args, **kwargs)
+    dist.all_reduce = broken
 def act(kind, loop, want):
     import torch, torch.distributed as dist
     if kind == "stop": os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "sleep": time.sleep(1000)
+    elif kind == "hub-killed": end_hub(signal.SIGKILL, want["here"])
+    elif kind == "hub-stopped": end_hub(signal.SIGSTOP, want["here"])
     elif kind == "deadlock": dist.barrier()
     elif kind == "segfault": ctypes.string_at(0)
     elif kind == "exit": os._exit(0)
@@ -47,14 +79,15 @@ def act(kind, loop, want):
     elif kind == "bug": raise KeyError("a bug of this rank alone")
     else: raise AssertionError(kind)
 def install(loop, here):
-    want = json.loads((pathlib.Path(here) / "fault.json").read_text())
+    want = {**json.loads((pathlib.Path(here) / "fault.json").read_text()), "here": here}
+    if want["kind"] == "connect": return connect(want, here)
     step = loop.Trainer._step
     def with_fault(self, telemetry):
         if self.progress.step == want["step"] and self.session.info.rank == want["rank"] and want["kind"]:
             real = self.loaders.train.step
             def broken(*args):
                 time.sleep(want["dwell"])
-                (pathlib.Path(here) / "fired").write_text(json.dumps([time.time(), os.getpid()]))
+                fire(here)
                 act(want["kind"], loop, want)
                 return real(*args)
             self.loaders.train.step = broken

@@ -61,6 +61,7 @@ steps = {steps}
 [checkpoint]
 save_final = false
 [watch]
+connect_seconds = 10
 straggler_steps = 10
 straggler_windows = 1
 """
@@ -157,6 +158,9 @@ CASES = {
     "kill": {"rank": 3, "nproc": 4},
     "error": {"rank": 1},
     "bug": {"rank": 1},
+    "hub-killed": {"rank": 1},
+    "hub-stopped": {"rank": 0},
+    "connect": {"rank": 1},
     "slow": {"kind": "", "rank": 1, "slow": 0.15, "steps": 60},
 }
 
@@ -245,6 +249,26 @@ def test_a_loader_that_sleeps_is_named(endings: dict[str, Future[Ending]]) -> No
     message = assert_hang(found, 3, "pp 1, dp 1, tp 0", 4)
     assert f"step {STEP}, data, samples from {STEP * 8}" in message and "fault_in_loop.py" in message
     assert "in act" in found.hang_file and "No stacks" not in found.hang_file
+
+
+@pytest.mark.parametrize(("name", "became"), [("hub-killed", "killed by signal 9"), ("hub-stopped", "stopped or hung")])
+def test_the_watch_survives_its_own_process(
+    endings: dict[str, Future[Ending]], name: str, became: str
+) -> None:
+    """The watch's process is killed or stopped; then a rank is stopped, rank 0 even, which started the next one."""
+    found, rank = ending(endings, name), CASES[name]["rank"]
+    message = assert_hang(found, rank, f"pp 0, dp {rank}, tp 0", 2)
+    assert f"step {STEP}, data, samples from {STEP * 8}" in message and "no heartbeat for" in message
+    assert f"the watch was started again: it was {became}" in found.output
+    assert "the run goes on without it" not in found.output
+
+
+@uses("connect")
+def test_a_rank_that_hangs_while_communicators_are_made_is_named(endings: dict[str, Future[Ending]]) -> None:
+    found = ending(endings, "connect")
+    message = assert_hang(found, 1, "pp 0, dp 1, tp 0", 2)
+    assert "at step 0, start, communicator dp (ranks 0-1)" in message and "no heartbeat for" in message
+    assert "rank 0 waits in start, communicator dp (ranks 0-1)" in found.output
 
 
 @uses("deadlock")

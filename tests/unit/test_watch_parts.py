@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,10 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.config.schema import WatchConfig
+from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.pulse import DATA, FORWARD, IDLE, PHASES, REDUCE, SAVE, START, STEP, Pulse, describe
-from megatron_port.watch import judge, wire
+from megatron_port.watch import client as client_module
+from megatron_port.watch import hub_process, judge, wire
 from megatron_port.watch.client import Client, python_stacks
 from megatron_port.watch.hub import Hub
+from megatron_port.watch.hub_process import HubProcess
 from megatron_port.watch.processes import born, kill
 from megatron_port.watch.report import add_event, write_hang
 from megatron_port.watch.rules import Alarm, Beat, Place, Rank, Rules
@@ -262,8 +267,11 @@ def test_the_hub_tells_the_others_to_end_when_one_is_lost(tmp_path: Path) -> Non
     first, second = served.connect(0), served.connect(1)
     served.await_ranks(2)
     second.close()
-    messages = wire.Unpacker().feed(first.recv(1000))
-    assert messages == [[wire.LEAVE, 3, []]]
+    unpacker, messages = wire.Unpacker(), []
+    while not messages or messages[-1][0] != wire.LEAVE:
+        messages += unpacker.feed(first.recv(1000))
+    assert messages[-1] == [wire.LEAVE, 3, []]
+    assert {m[1][0] for m in messages if m[0] == wire.ROSTER} == {0, 1}  # for the hub that would follow
     first.close()
     served.thread.join(10)
     assert not served.thread.is_alive()
@@ -317,8 +325,93 @@ def test_a_hub_that_goes_is_noted_and_nothing_else(tmp_path: Path) -> None:
     notes: list[str] = []
     client = Client(Pulse(), rank=0, host="h", coords="", stage=0, address="127.0.0.1",
                     port=listener.getsockname()[1], secret="s", note=notes.append)
-    listener.accept()[0].close()
+    first = listener.accept()[0]
+    listener.close()  # with rank 0's process
+    first.close()
     client._thread.join(10)
     assert len(notes) == 1 and "the run goes on without it" in notes[0] and client.spoken.is_set()
     client.close()
-    listener.close()
+
+
+# The hub's process.
+
+
+def a_rank(number: int, world: int = 2) -> ProcessInfo:
+    return ProcessInfo(
+        rank=number, world_size=world, local_rank=number, local_world_size=world, node_rank=0, num_nodes=1,
+        master_addr="127.0.0.1", master_port=0, launcher="single", hostname="h",
+    )
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_hub_that_is_killed_or_stopped_is_replaced_and_misses_who_does_not_return(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two real processes in the hub's place, one after the other; rank 1 was stopped before the second came."""
+    monkeypatch.setitem(client_module.SILENCE_S, True, 2.0)
+    process = HubProcess(WatchConfig(hang_seconds=3.0), a_rank(0), tmp_path)
+    process.start()
+    pulse, notes = Pulse(), []
+    pulse.begin_step(7)
+    pulse.end_step()
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    client = Client(pulse, rank=0, host="h", coords="pp 0, dp 0, tp 0", stage=0, note=notes.append, hub=process,
+                    **process.where)
+    other = socket.create_connection(("127.0.0.1", process.where["port"]))
+    other.sendall(wire.pack(wire.HELLO, process.where["secret"], 1, "h2", 1, 0, "pp 0, dp 1, tp 0", 0))
+    until(lambda: set(client._roster) == {0, 1})
+    number, first = client.sock.fileno(), process.pid
+    os.kill(first, signal.SIGSTOP)
+    until(lambda: notes)
+    assert notes == ["the watch was started again: it was stopped or hung"] and not Path(f"/proc/{first}").exists()
+    second = process.pid
+    assert client.sock.fileno() == number  # the signal handlers write there
+    other.close()
+    until(lambda: client._heard and not client.spoken.is_set())
+    os.kill(second, signal.SIGKILL)
+    until(lambda: len(notes) == 2)
+    assert notes[1] == "the watch was started again: it was killed by signal 9"
+    until(lambda: left)  # told to end
+    client.close()
+    process.end()
+    assert left == [7]
+    said = capfd.readouterr().err
+    assert "error: rank 1 on h2 (pp 0, dp 1, tp 0) made no progress for" in said
+    assert "at a place unknown since the watch was started again" in said and "no heartbeat for" in said
+
+
+def test_a_hub_is_not_replaced_for_ever_nor_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = HubProcess(WatchConfig(), a_rank(0), tmp_path)
+    monkeypatch.setattr(process, "start", lambda roster=(): None)
+    for _ in range(hub_process.MOST_RESTARTS):
+        process.restart([])
+    with pytest.raises(OSError, match="started again 10 times"):
+        process.restart([])
+    process.end()
+    with pytest.raises(OSError, match="the run is ending"):
+        process.restart([])
+
+
+def test_a_rank_that_connects_anew_replaces_itself_and_nobody_else(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    first = served.connect(0)
+    served.await_ranks(1)
+    again = served.connect(0)
+    assert first.fileno() >= 0  # open: nobody has said goodbye
+    until(lambda: served.hub.links[0].sock.getpeername() == again.getsockname())
+    stranger = socket.create_connection(("127.0.0.1", served.port))
+    stranger.settimeout(10)
+    stranger.sendall(wire.pack(wire.HELLO, "s3", 0, "h", 1, 5, "pp 0, dp 0, tp 0", 0))
+    assert stranger.recv(10) == b""
+    assert served.hub.rules.ranks[0].closed_at is None
+    again.sendall(wire.pack(wire.BYE))
+    again.close()
+    served.thread.join(10)
+    assert served.err.getvalue() == ""

@@ -140,6 +140,37 @@ def test_a_rank_that_cannot_run_in_a_save_is_found_before_the_saves_deadline() -
     assert alarm is not None and (alarm.kind, alarm.rank) == ("hang", 2) and after <= 31
 
 
+def test_communicators_have_a_deadline_of_their_own() -> None:
+    """Also where some ranks have theirs already, and wait for the others in another operation of the start."""
+    run = Run()
+    for r in range(4):
+        run.stand(r, START, START, "communicator tp (ranks 0-1)" if r < 2 else "")
+    alarm, after = run.until_alarm(300, frozen=everybody())
+    assert alarm is not None and 116 <= after <= 120 and alarm.deadline == 120
+    stacks = {r: [("MainThread", [OURS, WRAPPER, TORCH])] for r in (0, 2, 3)}
+    verdict = judge.hang(run.rules, alarm, {**stacks, 1: [("MainThread", [OURS])]}, run.now)
+    assert verdict.ranks == (1,) and "step 0, start, communicator tp (ranks 0-1): it answers" in verdict.headline
+    assert "rank 0 waits in start, communicator tp (ranks 0-1)" in verdict.details
+
+    run = Run()
+    for r in range(4):
+        run.stand(r, START, START, "communicator dp (ranks 0-3)")
+    run.second(frozen=everybody())
+    alarm, after = run.until_alarm(300, frozen=everybody(), mute={3})
+    assert alarm is not None and alarm.rank == 3 and after <= 31
+    everyone = {r: [("MainThread", [OURS, WRAPPER, TORCH])] for r in range(4)}
+    verdict = judge.hang(run.rules, Alarm("hang", 0, 120.0), everyone, run.now)
+    assert "all ranks wait in the same operation, start, communicator dp (ranks 0-3)" in verdict.headline
+
+
+def test_progress_of_a_communicator_is_progress() -> None:
+    run = Run()
+    for step in range(20):
+        for r in range(4):
+            run.stand(r, START, START, f"communicator {step} (ranks 0-3)")
+        assert run.until_alarm(60, frozen=everybody())[0] is None
+
+
 def test_data_may_be_given_more_time() -> None:
     run = Run(config=WatchConfig(data_seconds=60))
     run.until_alarm(20)
