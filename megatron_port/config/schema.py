@@ -340,9 +340,13 @@ class NumericsConfig:
     8 steps on."""
     max_anomalies: int = 10
     """Anomalies within 1,000 steps at which training stops with exit 6, whatever on_anomaly says."""
-    state_check_interval: int = 1
+    state_check_interval: int = -1
     """Updates between checks that nothing but an update changed this rank's weights, masters and moments: they are
-    hashed after the update and before the next (docs/metrics.md); 0: never."""
+    hashed after the update and before the next (docs/metrics.md). -1: every update, on GPUs as often as costs about 1 %
+    of a step of so many tokens; 0: never."""
+    replay_interval: int = 0
+    """Steps between replays of a micro-batch by another replica, whose results must be equal to the bit: finds devices
+    that compute wrongly (docs/metrics.md). On GPUs it needs backend.deterministic. 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megatron_port.optim.state_check import Damage
+from megatron_port.optim.state_check import Damage, StateCheck
 from megatron_port.parallel.record import ParameterRecord
 
 if TYPE_CHECKING:
@@ -119,6 +119,9 @@ class StateReader(Protocol):
 
 class Engine(Protocol):
     """A model, split as the layout says, that can take optimizer steps."""
+
+    state_check: StateCheck
+    """See :meth:`state_damage`."""
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,

@@ -30,7 +30,7 @@ from megatron_port.engine.probe import Probe
 from megatron_port.engine.totals import device_sums, global_tokens, loss_weight, shared_sums
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
-from megatron_port.optim.state_check import Damage, StateCheck
+from megatron_port.optim.state_check import Damage, check_of
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.products import WeightCopies
 from megatron_port.parallel.random import DropoutStream
@@ -78,7 +78,7 @@ class DeepSpeedEngine:
         self._tokens = 0.0
         self._sums: list[float] = []
         self._refused = False
-        self.state_check = StateCheck(ctx.device, config.numerics.state_check_interval)
+        self.state_check = check_of(config, ctx)
         self._differing = 0.0
         self._loss_total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         micro_batches = config.batch.global_batch_size // (config.batch.micro_batch_size * ctx.topology.dp)

@@ -40,7 +40,7 @@ from megatron_port.engine.totals import device_sums, global_tokens, loss_weight,
 from megatron_port.optim.gradients import counts_in_norm, global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.sharded import Bucket, Piece, ShardedParameters
-from megatron_port.optim.state_check import Damage, StateCheck
+from megatron_port.optim.state_check import Damage, StateCheck, check_of
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WeightGradients
 from megatron_port.parallel.products import WeightCopies
@@ -123,7 +123,7 @@ class NativeEngine:
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
         self._losses: list[torch.Tensor] = []
-        self.state_check = StateCheck(ctx.device, config.numerics.state_check_interval)
+        self.state_check = check_of(config, ctx)
         self._differing = 0
         # Not a bound method: see _Gradients.
         recording, sharded = self.state_check, weakref.ref(self.sharded)

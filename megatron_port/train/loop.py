@@ -39,6 +39,7 @@ from megatron_port.train.identity import settle
 from megatron_port.train.numerics import NumericsGuard
 from megatron_port.train.pinned import check_pins
 from megatron_port.train.provenance import record_event, record_start
+from megatron_port.train.replay import check_replay_settings, replay_on_neighbour
 from megatron_port.train.replicas import check_replicas
 from megatron_port.train.saving import Saving
 from megatron_port.train.session import Session
@@ -109,6 +110,7 @@ class Trainer:
         self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
         self.committer = Committer(session.fence)
         self._damage: Damage | None = None
+        check_replay_settings(self.config, session)
         self.loaders = self._load_data()
         started = time.perf_counter()
         checkpoints = find_checkpoints(session)
@@ -164,6 +166,9 @@ class Trainer:
             f"recompute {c.layout.recompute}, {c.precision.dtype}, engine {c.engine}; "
             f"model built in {seconds:.1f} s"
         )
+        every = self.engine.state_check.interval
+        if every != 1:
+            log(f"state check every {every} updates (numerics.state_check_interval)" if every else "no state check")
         failure: PortError | None = None
         if self.session.speaker:
             try:
@@ -206,6 +211,8 @@ class Trainer:
                         validation = self._evaluate(telemetry)
                     if self._due(c.telemetry.replica_check_interval):
                         check_replicas(self.engine, self.ctx, step=p.step)
+                    if self._due(c.numerics.replay_interval):
+                        self._replay()
                     if self._due(c.checkpoint.save_interval):
                         with self.session.pulse.enter(SAVE, "checkpoint"):
                             self._save(saving)
@@ -232,6 +239,15 @@ class Trainer:
         if self.rates:
             self.session.logger.log(closing_lines(c, list(self.rates)))
         return Outcome(p, EXIT_REQUEUE if unfinished and level == 2 else EXIT_OK, validation)
+
+    def _replay(self) -> None:
+        """Compute a micro-batch of the last step on another replica too."""
+        first, _ = self.batches.step_plan(self.progress.step - 1)
+        with self.session.pulse.enter(EVALUATE, "replay on another replica"):
+            replay_on_neighbour(
+                self.engine, self.session, self.loaders.train, first_sample=self.numerics.position(first),
+                step=self.progress.step,
+            )
 
     def _telemetry(self) -> Telemetry:
         c = self.config

@@ -78,7 +78,7 @@ def odd_ones(hashes: Sequence[int]) -> list[int]:
     return [i for i, h in enumerate(hashes) if h != reference]
 
 
-def _hosts(group: dist.ProcessGroup, device: torch.device) -> list[str]:
+def hosts_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Host name of each member, in group order."""
     own = torch.zeros(HOST_BYTES, dtype=torch.uint8)
     name = socket.gethostname().encode()[:HOST_BYTES]
@@ -99,7 +99,7 @@ def _explain(
     members = dist.get_process_group_ranks(group)
     gathered = [torch.empty_like(hashes) for _ in members]
     dist.all_gather(gathered, hashes, group=group)
-    hosts = _hosts(group, hashes.device)
+    hosts = hosts_of(group, hashes.device)
     values = [g.tolist() for g in gathered]
     odd = odd_ones([v[0] for v in values])
     if members[odd[0]] != ctx.rank:

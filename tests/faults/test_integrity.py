@@ -137,7 +137,7 @@ def test_a_flip_between_updates_names_rank_and_tensor(worlds: RankPool, tmp_path
         expect(first, case[2], where="pp 0, dp 1, tp 0")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_flip_under_deepspeed(worlds: RankPool, tmp_path: Path, dtype: str) -> None:
     config = dataclasses.replace(config_of(tmp_path, dtype, engine="deepspeed", dtype=dtype))
     config = dataclasses.replace(config, telemetry=dataclasses.replace(config.telemetry, replica_check_interval=0))
@@ -167,3 +167,112 @@ def test_it_can_be_switched_off(worlds: RankPool, tmp_path: Path) -> None:
     config = config_of(tmp_path, "off", layout={"zero_stage": 1}, numerics={"state_check_interval": 0})
     config = dataclasses.replace(config, telemetry=dataclasses.replace(config.telemetry, replica_check_interval=1))
     assert worlds.run(2, flip_in_run, config, Topology(dp=2), Flip("weight"), fresh=True) == [("", 0), ("", 0)]
+
+
+# ---------------------------------------------------------------- a device that computes wrongly
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty:
+    """The rank at (pp, dp, tp) computes ``module``'s output, or its gradient, wrongly: always, a little."""
+
+    module: str
+    dp: int
+    pp: int = 0
+    tp: int = 0
+    backward: bool = False
+
+
+def wrong(value: torch.Tensor) -> torch.Tensor:
+    """The last bit of one element, as a bad adder would."""
+    out = value.detach().clone()
+    out.view(-1).view(WORD[out.element_size()])[3] ^= 1
+    return value + (out - value).detach()
+
+
+def run_with(config: RunConfig, topology: Topology, fault: Faulty | None) -> tuple[str, list[float]]:
+    """The real loop on faulty devices: (its NumericsError, the losses)."""
+    ctx = ParallelContext.create(topology, "cpu")
+    losses: list[float] = []
+    trainer = Trainer(session_of(config, ctx))
+    engine: Any = trainer.engine
+    real = engine.train_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if kwargs.get("probe") is None:
+            losses.append(result.loss)
+        return result
+
+    engine.train_step = step
+    at = ctx.coords
+    if fault is not None and (at.pp, at.dp, at.tp) == (fault.pp, fault.dp, fault.tp):
+        def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+            if not fault.backward:
+                return wrong(output)
+            if output.requires_grad:
+                output.register_hook(wrong)
+            return None
+
+        engine.stage.get_submodule(fault.module).register_forward_hook(hook)
+    try:
+        trainer.run()
+        return "", losses
+    except NumericsError as error:
+        return str(error), losses
+    finally:
+        ctx.close()
+
+
+def all_runs_with(cases: list[tuple[RunConfig, Topology, Faulty | None]]) -> list[tuple[str, list[float]]]:
+    """Several runs on the same ranks."""
+    return [run_with(*case) for case in cases]
+
+
+def replaying(folder: Path, name: str, interval: int, **changes: Any) -> RunConfig:
+    layout = {"zero_stage": 1, **changes.pop("layout", {})}
+    return config_of(folder, name, numerics={"replay_interval": interval}, layout=layout, **changes)
+
+
+def test_a_replay_names_the_rank_that_computes_wrongly(worlds: RankPool, tmp_path: Path) -> None:
+    """dp 3: one rank. Without the replay the run ends well, with wrong numbers; it changes no loss of a sound run."""
+    t, fault = Topology(dp=3), Faulty("layers.1.mlp.up", dp=2)
+    back = Faulty("layers.0.mlp.down", dp=1, backward=True)
+    configs = [replaying(tmp_path, f"case{i}", interval) for i, interval in enumerate((0, 2, 0, 2, 2))]
+    configs = [dataclasses.replace(c, batch=dataclasses.replace(c.batch, global_batch_size=6)) for c in configs]
+    cases = [(c, t, f) for c, f in zip(configs, (None, None, fault, fault, back))]
+    said = worlds.run(3, all_runs_with, cases, fresh=True, timeout=200)
+    assert said[0] == said[1] == said[2]
+    (none, plain), (nothing, sound), (silent, wrong_losses), (forward, _), (backward, _) = said[0]
+    assert none == nothing == silent == ""  # without the replay nobody notices
+    assert sound == plain != wrong_losses
+    host = socket.gethostname()
+    assert "the output of layers.1.mlp.up came out with other bits" in forward and "after step 2" in forward
+    assert f"rank 2 on {host} computes wrongly." in forward
+    assert "the gradient of layers." in backward and f"rank 1 on {host} computes wrongly." in backward
+
+
+@pytest.mark.parametrize("engine", ["native", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_a_replay_names_the_stage(worlds: RankPool, tmp_path: Path, engine: str) -> None:
+    """pp 2 x dp 2: the second stage gets the first one's wrong output and is not named. Of two replicas both are."""
+    t, host = Topology(pp=2, dp=2), socket.gethostname()
+    first, last = Faulty("layers.0.mlp.up", dp=1), Faulty("head", pp=1, dp=0)
+    names = ("sound", "first", "last")
+    cases = [(replaying(tmp_path, n, 2, engine=engine, dtype="bf16"), t, f) for n, f in zip(names, (None, first, last))]
+    said = worlds.run(4, all_runs_with, cases, deepspeed=engine == "deepspeed", fresh=True, timeout=200)
+    (sound, _), (one, _), (two, _) = said[0]
+    assert sound == "" and [text for text, _ in said[3]] == [sound, one, two]
+    assert "the output of layers.0.mlp.up" in one and f"rank 0 on {host} or rank 1 on {host} computes wrongly" in one
+    assert "the output of head" in two and f"rank 2 on {host} or rank 3 on {host} computes wrongly" in two
+
+
+def test_a_replay_over_tensor_parallel_ranks_and_chunks(worlds: RankPool, tmp_path: Path) -> None:
+    t = Topology(tp=2, dp=2)
+    fault = Faulty("layers.0.attention.qkv", dp=0, tp=1)
+    cases = [(replaying(tmp_path, n, 3), t, f) for n, f in (("sound", None), ("bad", fault))]
+    sound, bad = worlds.run(4, all_runs_with, cases, fresh=True, timeout=200)[0]
+    assert sound[0] == "" and "the output of layers.0.attention.qkv" in bad[0]
+    assert "rank 1 on" in bad[0] and "or rank 3 on" in bad[0] and "tensor-parallel group" in bad[0]
+    chunks = replaying(tmp_path, "chunks", 3, layout={"virtual_pipeline_size": 2, "zero_stage": 1})
+    chunks = dataclasses.replace(chunks, model=dataclasses.replace(chunks.model, num_layers=4))
+    assert worlds.run(4, run_with, chunks, Topology(pp=2, dp=2, vp=2), None, fresh=True)[0][0] == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_port.optim.state_check import ROW, RowHashes, StateCheck, StateEntry, StateTensor
+from megatron_port.optim.state_check import ROW, RowHashes, StateCheck, StateEntry, StateTensor, chosen_interval
 
 CPU = torch.device("cpu")
 
@@ -99,6 +99,14 @@ def test_the_interval_counts_updates_and_what_is_forgotten_is_not_checked() -> N
     t.flat[0] += 1
     check.verify()
     assert int(check.differing) == 0
+
+
+def test_the_interval_that_is_chosen() -> None:
+    """On a GPU about 1 % of a step, whatever its tokens; never less than every update where that is cheap."""
+    gpu = torch.device("cuda")
+    assert [chosen_interval(n, tokens=1, device=gpu) for n in (0, 1, 7)] == [0, 1, 7]
+    assert chosen_interval(-1, tokens=1, device=CPU) == 1
+    assert [chosen_interval(-1, tokens=n, device=gpu) for n in (1 << 20, 310_000, 8192)] == [1, 1, 38]
 
 
 def test_what_was_found_stays_readable_after_the_update_that_follows() -> None:
