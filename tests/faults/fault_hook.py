@@ -75,6 +75,10 @@ def act(kind, loop, want):
         (pathlib.Path(want["group"]) / "cgroup.procs").write_text(str(os.getpid()))
         held = []
         while True: held.append(b"x" * (4 << 20))
+    elif kind == "flip":
+        zero = want["trainer"].engine.engine.optimizer
+        flat = zero.single_partition_of_fp32_groups[0]
+        zero.optimizer.state[flat]["exp_avg"].view(-1).view(torch.int32)[5] ^= 1 << 12
     elif kind == "error": raise loop.PortError("a fault of this rank alone")
     elif kind == "bug": raise KeyError("a bug of this rank alone")
     else: raise AssertionError(kind)
@@ -88,7 +92,7 @@ def install(loop, here):
             def broken(*args):
                 time.sleep(want["dwell"])
                 fire(here)
-                act(want["kind"], loop, want)
+                act(want["kind"], loop, {**want, "trainer": self})
                 return real(*args)
             self.loaders.train.step = broken
         if want["slow"] and self.session.info.rank == want["rank"] and self.progress.step == 2:

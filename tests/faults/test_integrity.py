@@ -7,6 +7,7 @@ comparing replicas shows nothing. Bits are flipped in the tensors themselves, fr
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
 from pool import RankPool
 from test_numerics import config_of, session_of
+from test_watch import run
 
 from megatron_port.checkpoint.reader import checkpoints_in
 from megatron_port.config.schema import RunConfig
@@ -167,6 +169,16 @@ def test_it_can_be_switched_off(worlds: RankPool, tmp_path: Path) -> None:
     config = config_of(tmp_path, "off", layout={"zero_stage": 1}, numerics={"state_check_interval": 0})
     config = dataclasses.replace(config, telemetry=dataclasses.replace(config.telemetry, replica_check_interval=1))
     assert worlds.run(2, flip_in_run, config, Topology(dp=2), Flip("weight"), fresh=True) == [("", 0), ("", 0)]
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_exit_6(tmp_path: Path) -> None:
+    """The default engine and stage, started as users do."""
+    found = run(tmp_path, "flip", rank=1, engine="deepspeed")
+    assert found.code == 6, found.output
+    assert re.match(r"error: rank 1 on \S+ \(pp 0, dp 1, tp 0\): the exp_avg of \S+ \(element \d+, bit 12\) changed", (
+        found.errors[0])), found.output
+    assert "Traceback" not in found.output and found.left == []
 
 
 # ---------------------------------------------------------------- a device that computes wrongly
