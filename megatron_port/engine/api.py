@@ -137,6 +137,9 @@ class Engine(Protocol):
         the probe looks at, no update, and the loss scale stays. Collective.
         """
 
+    def record_state(self) -> None:
+        """Take the state as it is for the reference of the next check, after weights were set from outside."""
+
     def state_damage(self, *, now: bool = False) -> Damage | None:
         """What changed in this rank's weights, masters or moments between the last two updates, though no update did
         it; None: nothing, or ``numerics.state_check_interval`` left it out. ``now``: look at what is held now instead

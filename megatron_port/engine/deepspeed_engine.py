@@ -229,7 +229,7 @@ class DeepSpeedEngine:
         with self.weight_copies.kept(), contextlib.nullcontext() if probe is None else probe.watch(self.stage):
             self.engine.train_batch(self._begin(micro_batches, step))
         self._probe = None
-        self._record_state()
+        self.record_state()
         overflow = bool(self.engine.optimizer.overflow)
         norm = math.inf if overflow else float(self.engine.get_global_grad_norm())
         if probe is None:
@@ -240,8 +240,8 @@ class DeepSpeedEngine:
             skipped=overflow or self._refused, loss_scale=used_scale,
         )
 
-    def _record_state(self) -> None:
-        """Hash what this rank holds, after an update (its weights have been gathered)."""
+    def record_state(self) -> None:
+        """Hash what this rank holds; see ``engine.api.Engine``. After an update its weights have been gathered."""
         if self.state_check.begin():
             self.state_check.record(self._state.state_tensors(self.engine.optimizer))
 
@@ -291,7 +291,7 @@ class DeepSpeedEngine:
         self._state.load_state(self.engine.optimizer, read, int(scalars.get("optimizer_steps", 0)))
         self.scaler.load(scalars)
         self._push_scale()
-        self._record_state()
+        self.record_state()
 
     def load_weights(self, read: StateReader) -> None:
         """Set weights; moments and counters start afresh."""

@@ -216,6 +216,11 @@ class NativeEngine:
             if not gathering:
                 self.state_check.record(self.sharded.weight_tensor(b) for b in self.sharded.buckets)
 
+    def record_state(self) -> None:
+        """See ``engine.api.Engine``."""
+        self.sharded.wait()
+        self._record_state(gathering=False)
+
     def state_damage(self, *, now: bool = False) -> Damage | None:
         """What changed since the last update; see ``engine.api.Engine``."""
         if now:

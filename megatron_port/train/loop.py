@@ -125,6 +125,8 @@ class Trainer:
             loaded = load_first_whole(self.engine, checkpoints, session)
             self._resume(loaded)
             loaded.close()
+        else:
+            self.engine.record_state()
         self._announce(time.perf_counter() - started, loaded)
 
     def _resume(self, loaded: Checkpoint) -> None:

@@ -251,7 +251,9 @@ def test_a_loader_that_sleeps_is_named(endings: dict[str, Future[Ending]]) -> No
     assert "in act" in found.hang_file and "No stacks" not in found.hang_file
 
 
-@pytest.mark.parametrize(("name", "became"), [("hub-killed", "killed by signal 9"), ("hub-stopped", "stopped or hung")])
+@pytest.mark.parametrize(("name", "became"), [
+    pytest.param("hub-killed", "killed by signal 9", marks=pytest.mark.slow), ("hub-stopped", "stopped or hung"),
+])
 def test_the_watch_survives_its_own_process(
     endings: dict[str, Future[Ending]], name: str, became: str
 ) -> None:
