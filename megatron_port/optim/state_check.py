@@ -181,7 +181,8 @@ class StateCheck:
     def damage(self) -> Damage | None:
         """What the checks since the update before the last found, with the first damaged kind's places; None: nothing.
         Waits for the device."""
-        rows, kind, places = 0, "", []
+        rows, kind = 0, ""
+        places: list[str] = []
         for t, recorded, found in [*self._before, *self._recorded.values()]:
             bad = (found != recorded).nonzero().flatten().tolist()
             rows += len(bad)

@@ -405,6 +405,9 @@ def test_a_rank_that_connects_anew_replaces_itself_and_nobody_else(tmp_path: Pat
     served.await_ranks(1)
     again = served.connect(0)
     assert first.fileno() >= 0  # open: nobody has said goodbye
+    unpacker, words = wire.Unpacker(), []
+    while [wire.ALIVE] not in words:  # by which ranks know that the hub lives
+        words += unpacker.feed(again.recv(1000))
     until(lambda: served.hub.links[0].sock.getpeername() == again.getsockname())
     stranger = socket.create_connection(("127.0.0.1", served.port))
     stranger.settimeout(10)
