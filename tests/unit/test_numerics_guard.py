@@ -61,6 +61,7 @@ def test_before_that_the_largest_of_eight_steps_stands_for_the_median() -> None:
 def test_a_start_above_chance_raises_the_limit_and_survives_a_checkpoint() -> None:
     g = guard()
     g.accept(step(loss=30.0))
+    g.accept(step(loss=20.0))
     assert g.limits().loss == pytest.approx(37.5)
     other, old = guard(), guard()
     other.load(g.state())
