@@ -45,6 +45,8 @@ class PortError(Exception):
     speaks: bool | None = None
     """This process prints it (or not); None: the run's speaker does (``runtime.speak``). For errors that rank 0 may
     not be there to tell."""
+    permanent = False
+    """Another attempt of the same job would meet it again, whatever its nodes; exit codes 2, 4, 5 and 6 always do."""
 
 
 class ConfigError(PortError):
@@ -68,6 +70,12 @@ class EnvironmentFault(PortError):
     """The machine, the launcher, the network or a package version is not usable."""
 
     exit_code = EXIT_ENVIRONMENT
+
+
+class LauncherFault(EnvironmentFault):
+    """What started the processes says too little, or contradicts itself; starting the job again changes nothing."""
+
+    permanent = True
 
 
 class PeerLost(EnvironmentFault):

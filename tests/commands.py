@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "megatron_port.cli.main", "megatron_port.cli.train",
            "megatron_port.cli.checkpoint", "megatron_port.runtime.local", "megatron_port.train.loop")
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_",
+             "PMIX_", "FLUX_", "PALS_", "JSM_", "MV2_", "MVP_")
 START_TIMEOUT_S = 120.0
 POLL_S = 0.002
 
@@ -128,12 +129,12 @@ class Commands:
             self.close()
             raise RuntimeError(f"the server did not start: {greeting}\n{(folder / 'server.log').read_text()[-3000:]}")
 
-    def start(self, *argv: str) -> Command:
-        """Fork ``megatron-port ARGV``."""
+    def start(self, *argv: str, env: dict[str, str] | None = None) -> Command:
+        """Fork ``megatron-port ARGV``; ``env`` is added to its environment."""
         self._count += 1
         log = self.folder / f"command-{self._count:04d}.log"
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"argv": argv, "log": str(log)}).encode() + b"\n")
+        self._process.stdin.write(json.dumps({"argv": argv, "log": str(log), "env": env or {}}).encode() + b"\n")
         while True:
             message = self._message(30.0)
             if message is None:
@@ -238,6 +239,7 @@ def _serve() -> None:
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.environ.update(request["env"])
                 _command(request["argv"], request["log"])
             alive.add(pid)
             _say({"started": pid})

@@ -1,9 +1,10 @@
-"""Who is this process, and who leads: from flags, torchrun, a SLURM step, or nothing.
+"""Who is this process, and who leads: from flags, torchrun, a SLURM step, another launcher, or nothing.
 
-    explicit --master-addr/--master-port  >  torchrun  >  SLURM step  >  single process
+    explicit --master-addr/--master-port  >  torchrun  >  SLURM step  >  other launchers  >  single process
 
-A pure function of an environment mapping. Every value says where it came from, and
-whatever disagreed and lost is listed as a conflict, to be printed.
+A pure function of an environment mapping. Every value says where it came from, and whatever disagreed and lost is
+listed as a conflict, to be printed. A launcher that says one process loses to one that says more: a wrapper's single
+task (``mpirun`` started by ``srun -n 1``) must not turn N ranks into N runs of one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_port.errors import EnvironmentFault
-from megatron_port.runtime import slurm
+from megatron_port.errors import EnvironmentFault, LauncherFault
+from megatron_port.runtime import launchers, slurm
 
 SECRET = "MEGATRON_PORT_SECRET"
 """Set by the job scripts to the same random text for all ranks of an attempt."""
@@ -37,7 +38,7 @@ class ProcessInfo:
     master_port: int
     """0: any free port (a single process)."""
     launcher: str
-    """torchrun | slurm | single"""
+    """torchrun | slurm | local (--nproc) | single | a name of ``launchers.LAUNCHERS``"""
     hostname: str
     agent_store: bool = False
     """torchrun's agent already serves the store at the master's address; rank 0 must not bind it."""
@@ -99,8 +100,8 @@ def is_loopback(address: str) -> bool:
 class _Reader:
     """Takes integers out of the environment and remembers which variable each came from."""
 
-    def __init__(self, env: Mapping[str, str], launcher: str) -> None:
-        self.env, self.launcher = env, launcher
+    def __init__(self, env: Mapping[str, str], launcher: str, sign: str) -> None:
+        self.env, self.launcher, self.sign = env, launcher, sign
         self.sources: dict[str, str] = {}
 
     def integer(self, name: str, *variables: str, default: int | None = None) -> int:
@@ -110,21 +111,21 @@ class _Reader:
             if not text:
                 continue
             if not text.isdigit():
-                raise EnvironmentFault(f"{variable}=\"{text}\" is not a whole number ({self.launcher} sets it)")
+                raise LauncherFault(f"{variable}=\"{text}\" is not a whole number ({self.launcher} sets it)")
             self.sources[name] = variable
             return int(text)
         if default is None:
-            raise EnvironmentFault(
+            raise LauncherFault(
                 f"this looks like {self.launcher}, but {' and '.join(variables)} "
                 f"{'is' if len(variables) == 1 else 'are'} not set; start the processes with srun or torchrun, "
-                f"and keep their variables (srun --export=ALL)"
+                f"and keep their variables (srun --export=ALL); if it is not, unset {self.sign}"
             )
         self.sources[name] = "default"
         return default
 
 
 def _torchrun(env: Mapping[str, str], hostname: str) -> ProcessInfo:
-    read = _Reader(env, "torchrun")
+    read = _Reader(env, "torchrun", "TORCHELASTIC_RUN_ID")
     world = read.integer("world_size", "WORLD_SIZE")
     local_world = read.integer("local_world_size", "LOCAL_WORLD_SIZE", default=world)
     address = env.get("MASTER_ADDR", "") or "127.0.0.1"
@@ -147,7 +148,7 @@ def _torchrun(env: Mapping[str, str], hostname: str) -> ProcessInfo:
 
 
 def _slurm(env: Mapping[str, str], hostname: str) -> ProcessInfo:
-    read = _Reader(env, "a SLURM step")
+    read = _Reader(env, "a SLURM step", "SLURM_STEP_ID")
     world = read.integer("world_size", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes = read.integer("num_nodes", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     node = read.integer("node_rank", "SLURM_NODEID", default=0)
@@ -212,14 +213,68 @@ def _slurm_nodes(
     return tuple(zip(hosts, tasks))
 
 
+def _other(claim: launchers.Claim, env: Mapping[str, str], hostname: str, addr: str | None) -> ProcessInfo:
+    """A rank that none of torchrun and SLURM started. Its master address is empty where nothing names one."""
+    address = addr or env.get("MASTER_ADDR", "")
+    place = launchers.place_of(claim, env, address=address, loopback=bool(address) and is_loopback(address))
+    return ProcessInfo(
+        rank=place.rank, world_size=place.size, local_rank=place.local_rank, local_world_size=place.local_size,
+        node_rank=place.node_rank, num_nodes=place.nodes, master_addr=place.address, master_port=place.port,
+        launcher=claim.launcher.name, hostname=hostname, sources=place.sources,
+    )
+
+
 def _single(env: Mapping[str, str], hostname: str) -> ProcessInfo:
     conflicts = []
-    world = env.get("WORLD_SIZE", "")
-    if world.isdigit() and int(world) > 1:
-        conflicts.append(f"WORLD_SIZE={world} is set, but neither torchrun nor srun started this process")
+    tasks = env.get("SLURM_NTASKS", "")
+    if tasks.isdigit() and int(tasks) > 1:
+        conflicts.append(f"SLURM_NTASKS={tasks}, but no srun started this process: it runs alone")
     sources = dict.fromkeys(("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes",
                              "master_addr", "master_port"), "single process")
     return ProcessInfo(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "single", hostname, sources=sources, conflicts=conflicts)
+
+
+def _started_by(env: Mapping[str, str], hostname: str, addr: str | None) -> ProcessInfo:
+    """What the environment says, before flags; every claim that is not used is among the conflicts."""
+    if env.get("TORCHELASTIC_RUN_ID"):
+        return _beside_torchrun(_torchrun(env, hostname), env)
+    if slurm.in_step(env):
+        return _beside_step(_slurm(env, hostname), env, addr)
+    found = launchers.claims(env)
+    more = launchers.several(found)
+    if more is None:
+        return _single(env, hostname)
+    lost = launchers.conflicts(more.launcher.title, more.rank, more.size, found)
+    return replace(_other(more, env, hostname, addr), conflicts=lost)
+
+
+def _beside_step(info: ProcessInfo, env: Mapping[str, str], addr: str | None) -> ProcessInfo:
+    """A SLURM step's word; that of an inner launcher (mpirun in a step of one task), where only it says several."""
+    found, lost = launchers.claims_beside(env)
+    more = launchers.several(found)
+    if info.world_size == 1 and more is not None and more.size:
+        line = f"the SLURM step (SLURM_STEP_NUM_TASKS) is of one task and not used, {more} is"
+        return replace(_other(more, env, info.hostname, addr), conflicts=[line])
+    lost += launchers.conflicts("the SLURM step", info.rank, info.world_size, found)
+    return replace(info, conflicts=[*info.conflicts, *lost])
+
+
+def _beside_torchrun(info: ProcessInfo, env: Mapping[str, str]) -> ProcessInfo:
+    """torchrun's word against that of what started it: one torchrun a task, each of which believes to be alone."""
+    outer = {k: v for k, v in env.items() if k not in ("RANK", "WORLD_SIZE")}  # those are torchrun's own
+    more = launchers.several(launchers.claims_beside(outer)[0])
+    tasks, who = (more.size, more.launcher.title) if more else (1, "")
+    if slurm.in_step(env) and env.get("SLURM_STEP_NUM_TASKS", "").isdigit():
+        tasks, who = int(env["SLURM_STEP_NUM_TASKS"]), "srun"
+    if tasks < 2 or info.num_nodes > 1:
+        return info
+    if info.world_size == 1:
+        raise LauncherFault(
+            f"{who} started {tasks} torchruns, and each says that its one process is the whole run; start the ranks "
+            f"with {who} alone, or give torchrun --nnodes={tasks} and --rdzv-endpoint=HOST:PORT"
+        )
+    said = f"{who} says {tasks} tasks, torchrun says one node: if every task starts a torchrun, these are {tasks} runs"
+    return replace(info, conflicts=[*info.conflicts, said])
 
 
 def slurm_hosts(env: Mapping[str, str]) -> list[str]:
@@ -252,6 +307,8 @@ def _with_flags(info: ProcessInfo, addr: str | None, port: int | None, resolve: 
         before, source = values[name], sources.get(name, "default")
         # Under SLURM the port is ours, derived from the job: nobody asked for it.
         if (info.launcher == "torchrun" and before != value) or (
+            info.launcher not in ("torchrun", "slurm") and source.startswith("MASTER_") and before != value
+        ) or (
             info.launcher == "slurm" and name == "master_addr" and not _same_place(str(value), before, resolve)
         ):
             conflicts.append(f"{flag} {value} is used, not {before} ({source})")
@@ -275,6 +332,12 @@ def _check(info: ProcessInfo, env: Mapping[str, str], resolve: Resolver) -> None
     if info.num_nodes < 2:
         return
     master, source = info.master_addr, info.sources.get("master_addr", "default")
+    if not master:
+        how = next((x.give_address for x in launchers.LAUNCHERS if x.name == info.launcher), "set MASTER_ADDR")
+        raise LauncherFault(
+            f"{info.launcher} started {info.world_size} ranks on {info.num_nodes} nodes and does not say where rank 0 "
+            f"listens; {how}, or pass --master-addr HOST to every rank"
+        )
     submit, hosts = env.get("SLURM_SUBMIT_HOST", ""), slurm_hosts(env)
     example = f"; use a compute node, e.g. --master-addr {hosts[0]}" if hosts else "; use the first compute node"
     if submit and slurm.same_host(master, submit) and hosts and not any(slurm.same_host(master, h) for h in hosts):
@@ -313,17 +376,13 @@ def discover(
         resolve: host name → addresses, for tests.
 
     Raises:
-        EnvironmentFault: a launcher's variables are missing or senseless, or the master cannot be reached by
-            all nodes: submit host, loopback, unresolvable.
+        LauncherFault: a launcher's variables are missing or senseless, or say that there are several processes without
+            saying who this is and where rank 0 listens.
+        EnvironmentFault: the master cannot be reached by all nodes: submit host, loopback, unresolvable.
     """
     env = os.environ if env is None else env
     hostname = hostname or socket.gethostname()
-    if env.get("TORCHELASTIC_RUN_ID"):
-        info = _torchrun(env, hostname)
-    elif slurm.in_step(env):
-        info = _slurm(env, hostname)
-    else:
-        info = _single(env, hostname)
+    info = _started_by(env, hostname, master_addr)
     info = _with_flags(info, master_addr, master_port, resolve)
     _check(info, env, resolve)
     return replace(info, secret=env.get(SECRET, ""))

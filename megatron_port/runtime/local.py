@@ -22,7 +22,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.runtime import launchers, slurm
 from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.runtime.speak import LOCAL_RANK_VARIABLE
 
 GRACE_S = 8.0
 """After the first rank failed the others may finish speaking; then they are killed. A failing rank leaves within 7 s
@@ -58,8 +60,7 @@ def run_local(
     """
     if nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least 1")
-    if os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
-        raise EnvironmentFault("--nproc under torchrun or srun would start ranks twice; leave it out")
+    _refuse_launcher()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     _import_for_all(preload)
@@ -73,7 +74,7 @@ def run_local(
         if pid == 0:
             _die_with_parent()
             gc.enable()
-            os.environ["RANK"] = str(rank)
+            os.environ["RANK"] = os.environ[LOCAL_RANK_VARIABLE] = str(rank)
             sources = dict.fromkeys(("rank", "world_size", "local_rank", "master_addr", "master_port"), "--nproc")
             return rank_main(
                 ProcessInfo(
@@ -84,6 +85,17 @@ def run_local(
         children[pid] = rank
     gc.enable()
     return _wait(children)
+
+
+def _refuse_launcher() -> None:
+    """Raise EnvironmentFault where a launcher has started several processes: each would fork ranks of its own."""
+    env = os.environ
+    if env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
+        raise EnvironmentFault("--nproc under torchrun or srun would start ranks twice; leave it out")
+    more = launchers.several(launchers.claims(env))
+    if more is not None and (more.size or not slurm.in_step(env)):
+        names = " and ".join(more.sources.values())
+        raise EnvironmentFault(f"{more}: --nproc would start ranks twice; leave it out, or unset {names}")
 
 
 def _import_for_all(modules: Sequence[str]) -> None:

@@ -267,8 +267,12 @@ def test_speaker() -> None:
     assert speaker({"SLURM_PROCID": "5"}) and speaker({"SLURM_PROCID": "5", "SLURM_STEP_ID": "batch"})
     assert not speaker({"SLURM_PROCID": "5", "SLURM_STEP_ID": "0"})
     assert speaker({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
-    assert speaker({"RANK": "0", "SLURM_PROCID": "5", "SLURM_STEP_ID": "0"})
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "SLURM_PROCID": "5", "SLURM_STEP_ID": "0"}
+    assert speaker(torchrun) and not speaker({**torchrun, "RANK": "1"})
+    assert speaker({"RANK": "3", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}), "a RANK left over in the user's shell"
     assert speaker({"RANK": "x"})
+    mpirun = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
+    assert speaker({**mpirun, "OMPI_COMM_WORLD_RANK": "0"}) and not speaker({**mpirun, "OMPI_COMM_WORLD_RANK": "1"})
 
 
 def test_the_reference_is_current(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,12 +40,6 @@ def test_a_process_without_launcher_is_alone() -> None:
     assert not info.conflicts and info.sources["rank"] == "single process"
 
 
-def test_a_stray_world_size_is_a_conflict() -> None:
-    info = found({"WORLD_SIZE": "4", "RANK": "2"})
-    assert info.world_size == 1 and "WORLD_SIZE=4" in info.conflicts[0]
-    assert "conflict: WORLD_SIZE=4" in info.describe()
-
-
 def test_torchrun_is_read_and_beats_slurm() -> None:
     info = found({**SLURM, **TORCHRUN})
     assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (5, 8, 1, 4)
@@ -66,6 +60,7 @@ def test_a_slurm_step_is_read() -> None:
 def test_a_batch_script_or_interactive_shell_is_no_step(step: str) -> None:
     env = {**SLURM, "SLURM_STEP_ID": step}
     assert not in_step(env) and found(env).launcher == "single"
+    assert "SLURM_NTASKS=99, but no srun" in found(env).conflicts[0]
 
 
 def test_an_exported_master_is_a_conflict_under_slurm() -> None:
