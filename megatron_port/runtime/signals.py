@@ -1,13 +1,14 @@
 """SIGINT, SIGTERM and SIGUSR1 ask the loop to save and stop; they do not interrupt a step.
 
-| signal | sent by | afterwards |
-|---|---|---|
-| SIGINT | a person | save, exit 0 |
-| SIGTERM | the scheduler or a person | save, exit 0 |
-| SIGUSR1 | the batch script before the time limit | save, exit 85: queue me again |
+| level | signal | sent by | afterwards |
+|---|---|---|---|
+| 1 | SIGUSR1 | the batch script before the time limit | save, exit 85: queue me again |
+| 2 | SIGTERM | the scheduler or a person | save, exit 0 |
+| 3 | SIGINT | a person at the terminal | save, exit 130 |
 
-A signal reaches some ranks earlier than others, or only some: the loop makes the
-ranks agree (a max over :attr:`StopRequest.level`) before it acts.
+The highest level wins, whatever the order: a job that is cancelled after it was told to save must not come back. A
+signal reaches some ranks earlier than others, or only some: the loop makes the ranks agree (a max over
+:attr:`StopRequest.level`) before it acts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from megatron_port.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LEVELS = {signal.SIGUSR1: 1, signal.SIGTERM: 2, signal.SIGINT: 3}
+EXIT_CODES = (EXIT_OK, EXIT_REQUEUE, EXIT_OK, EXIT_INTERRUPTED)
+"""By level, of a run that stopped before its end."""
+
+
+def name_of(level: int) -> str:
+    """``SIGUSR1`` of 1; empty of 0."""
+    return next((number.name for number, own in LEVELS.items() if own == level), "")
 
 
 class StopRequest:
@@ -28,33 +39,32 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self._first: signal.Signals | None = None
+        self._level = 0
         self._before: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
         """A signal arrived (or :meth:`request` was called)."""
-        return self._first is not None
+        return self._level > 0
 
     @property
     def signal_name(self) -> str | None:
-        """Of the first signal."""
-        return None if self._first is None else self._first.name
+        """Of the signal with the highest level."""
+        return name_of(self._level) or None
 
     @property
     def requeue(self) -> bool:
-        """The job wants to be queued again (SIGUSR1 came first)."""
-        return self._first == signal.SIGUSR1
+        """The job wants to be queued again (SIGUSR1 came, and nothing that ends it for good)."""
+        return self._level == LEVELS[signal.SIGUSR1]
 
     @property
     def level(self) -> int:
-        """0: go on, 1: save and stop, 2: save and ask for a requeue. The ranks' maximum is what all do."""
-        return 0 if self._first is None else 2 if self.requeue else 1
+        """0: continue; else that of ``LEVELS``. The ranks' maximum is what all do."""
+        return self._level
 
     def request(self, number: int = signal.SIGINT) -> None:
-        """Ask as a signal would. The first wins."""
-        if self._first is None:
-            self._first = signal.Signals(number)
+        """Ask as a signal would."""
+        self._level = max(self._level, LEVELS[signal.Signals(number)])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.request(number)

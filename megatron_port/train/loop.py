@@ -21,7 +21,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.files import write_bytes
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
-from megatron_port.errors import EXIT_OK, EXIT_REQUEUE, NumericsError, PortError
+from megatron_port.errors import NumericsError, PortError
 from megatron_port.launch.outcome import FINISHED, SAVED, write_outcome
 from megatron_port.launch.outcome import Outcome as Ending
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
@@ -30,7 +30,7 @@ from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.pulse import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
-from megatron_port.runtime.signals import StopRequest, hold
+from megatron_port.runtime.signals import EXIT_CODES, StopRequest, hold, name_of
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.train.assemble import build_engine
@@ -227,7 +227,7 @@ class Trainer:
                 hold()  # what comes now comes too late to matter, and must not kill a rank that has saved
                 self._check_lease()
                 if self.session.speaker:
-                    signal_name = {0: "", 1: "SIGTERM", 2: "SIGUSR1"}[level] if unfinished else ""
+                    signal_name = name_of(level) if unfinished else ""
                     status = SAVED if unfinished else FINISHED
                     record_event(self.session, status, p.step, **({"signal": signal_name} if signal_name else {}))
                     write_outcome(run_folder(c), Ending(attempt_name(), status, p.step, signal_name, time.time()))
@@ -240,7 +240,7 @@ class Trainer:
             self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
         if self.rates:
             self.session.logger.log(closing_lines(c, list(self.rates)))
-        return Outcome(p, EXIT_REQUEUE if unfinished and level == 2 else EXIT_OK, validation)
+        return Outcome(p, EXIT_CODES[level if unfinished else 0], validation)
 
     def _replay(self) -> None:
         """Compute a micro-batch of the last step on another replica too."""

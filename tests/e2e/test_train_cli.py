@@ -191,7 +191,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_as_if_nothing_had_happened(
     """SIGINT to the parent alone. Every loss, weight and moment is that of the run that was not interrupted."""
     command = train_command(home, "interrupted")
     code, output = stopped_by(signal.SIGINT, *command)
-    assert code == errors.EXIT_OK and "Traceback" not in output, output
+    assert code == errors.EXIT_INTERRUPTED and "Traceback" not in output, output
     folder = home / "runs" / "interrupted"
     done = metrics(folder)[-1]["step"]
     assert 3 <= done < STEPS and f"stopped by SIGINT after step {done}" in output, output

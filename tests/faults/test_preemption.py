@@ -1,12 +1,13 @@
 """A scheduler's signal at every kind of moment: a committed save, all ranks gone together, the right exit code, and a
 resume that is bit-equal to a run which nobody stopped.
 
-tests/e2e stops runs between steps with SIGINT and SIGUSR1, tests/slurm through a real scheduler; here are the moments
+tests/e2e stops runs between steps with SIGUSR1, tests/slurm through a real scheduler; here are the moments
 that those do not choose, and signals that reach one rank only.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ import pytest
 from commands import Command, Commands
 from small_runs import Layout, Run, resumed_at, trajectory
 
-from megatron_port.errors import EXIT_OK, EXIT_REQUEUE
+from megatron_port.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
 
 LAYOUT = Layout(tp=2)
 STEPS = 10
@@ -81,8 +82,8 @@ def send_at(command: Command, run: Run, moment: str, number: signal.Signals, ran
     return there(run)
 
 
-USR1, TERM = (signal.SIGUSR1, EXIT_REQUEUE), (signal.SIGTERM, EXIT_OK)
-CASES = [("step", *TERM), ("save", *USR1)]
+USR1, TERM, INT = (signal.SIGUSR1, EXIT_REQUEUE), (signal.SIGTERM, EXIT_OK), (signal.SIGINT, EXIT_INTERRUPTED)
+CASES = [("step", *TERM), ("save", *USR1), ("step", *INT)]
 LONG = [
     ("step", *USR1), ("evaluation", *TERM), ("save", *TERM), ("start", *USR1), ("evaluation", *USR1), ("start", *TERM),
 ]
@@ -126,3 +127,24 @@ def test_stopped_at(
     last = [str(r.checkpoints / f"step-{STEPS:08d}") for r in (run, whole)]
     same, output = commands.run("checkpoint", "diff", *last, "--kind", "all")
     assert same == 0 and re.search(r"^0 of \d+ tensors differ", output, re.M), output
+
+
+def test_a_job_that_is_cancelled_after_its_warning_does_not_ask_to_come_back(
+    commands: Commands, tmp_path: Path
+) -> None:
+    """SIGUSR1 to all ranks, as the batch script sends it, then SIGTERM to one before the step has ended."""
+    run = Run(tmp_path, "cancelled", LAYOUT, *SETS, steps=STEPS)
+    command = commands.start(*run.command())
+    try:
+        until = time.monotonic() + 90
+        while len(command.ranks(9)) < LAYOUT.ranks:
+            assert command.poll() is None and time.monotonic() < until, command.output()
+            time.sleep(0.001)
+        time.sleep(0.3)  # the ranks keep both signals until the loop is there
+        os.kill(command.pid, signal.SIGUSR1)
+        os.kill(command.ranks(9)[1], signal.SIGTERM)
+        ended = command.wait(LEAVE_S)
+    finally:
+        command.end()
+    assert ended == EXIT_OK, command.output()
+    assert json.loads((run.folder / "outcome.json").read_text())["signal"] == "SIGTERM"

@@ -16,7 +16,7 @@ from megatron_port.parallel.topology import Topology
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.rendezvous import ranges
-from megatron_port.runtime.signals import StopRequest
+from megatron_port.runtime.signals import EXIT_CODES, StopRequest, name_of
 
 
 def test_only_rank_0_speaks_unless_a_rank_must() -> None:
@@ -28,7 +28,7 @@ def test_only_rank_0_speaks_unless_a_rank_must() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "requeue", "level"), [(signal.SIGINT, False, 1), (signal.SIGTERM, False, 1), (signal.SIGUSR1, True, 2)]
+    ("number", "requeue", "level"), [(signal.SIGINT, False, 3), (signal.SIGTERM, False, 2), (signal.SIGUSR1, True, 1)]
 )
 def test_a_signal_sets_the_flag(number: int, requeue: bool, level: int) -> None:
     before = signal.getsignal(number)
@@ -38,9 +38,22 @@ def test_a_signal_sets_the_flag(number: int, requeue: bool, level: int) -> None:
         assert stop.requested and stop.requeue is requeue and stop.level == level
         assert stop.signal_name == signal.Signals(number).name
         stop.request(signal.SIGUSR1)
-        assert stop.level == level  # the first wins
+        assert stop.level == level  # nothing that ends a job for good is taken back
         assert (signal.getsignal(signal.SIGINT) == signal.SIG_DFL) is (number == signal.SIGINT)
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(
+    ("numbers", "level", "code"),
+    [((), 0, 0), ((signal.SIGUSR1,), 1, 85), ((signal.SIGUSR1, signal.SIGTERM), 2, 0),
+     ((signal.SIGTERM, signal.SIGUSR1), 2, 0), ((signal.SIGUSR1, signal.SIGINT), 3, 130)],
+)
+def test_a_cancelled_job_does_not_ask_to_come_back(numbers: tuple[int, ...], level: int, code: int) -> None:
+    with StopRequest() as stop:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        assert stop.level == level and EXIT_CODES[stop.level] == code and stop.requeue is (level == 1)
+        assert (stop.signal_name or "") == name_of(level)
 
 
 def test_handlers_need_the_main_thread() -> None:
