@@ -12,8 +12,8 @@ from megatron_port.config.checks import check
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EnvironmentFault
 from megatron_port.launch import attempts
-from megatron_port.launch.continuation import continue_job
-from megatron_port.runtime.job import Job, current_job, limit_reached, nodes_down
+from megatron_port.launch.continuation import continue_job, remember_request
+from megatron_port.runtime.job import Job, ask_record, current_job, fate_of, nodes_down
 from megatron_port.runtime.lease import refuse_array_in_one_folder, refuse_if_held
 
 
@@ -33,7 +33,7 @@ def add_actions(actions: Any) -> None:
     add_run_options(after)
     after.add_argument("--code", type=int, required=True, metavar="N", help="exit code of srun")
     after.add_argument("--srun-log", type=Path, metavar="FILE", help="srun's own lines")
-    after.add_argument("--asked", default="", metavar="SIGNAL", help="signal that the script received")
+    after.add_argument("--asked", default="", metavar="SIGNALS", help="signals that the script received")
     after.add_argument("--not-started", default="", choices=tuple(attempts.NOT_STARTED), help="why no rank was started")
     after.usage = "%(prog)s [options] run.toml --code N [-- arguments of the job script]"
     after.set_defaults(act=run_after)
@@ -58,6 +58,7 @@ def run_before(args: argparse.Namespace) -> int:
     refuse_if_held(_folder(config))
     for line in attempts.before(_folder(config), job, config.launch, nodes_down=nodes_down):
         print(f"launch: {line}", file=sys.stderr)
+    remember_request(_folder(config), job)
     print(_folder(config))
     return 0
 
@@ -68,15 +69,16 @@ def run_after(args: argparse.Namespace) -> int:
     log = ""
     if args.srun_log is not None and args.srun_log.is_file():
         log = args.srun_log.read_text(encoding="utf-8", errors="replace")
-    at_limit = args.asked == "TERM" and limit_reached(job.id)
+    asked = args.asked.split()
+    fate = fate_of(job, asked, ask_record(job.id))
     verdict = attempts.after(
-        _folder(config), job, config.launch, code=args.code, srun_log=log, asked=args.asked,
-        at_limit=at_limit, nodes_down=nodes_down,
-        not_started=args.not_started,
+        _folder(config), job, config.launch, code=args.code, srun_log=log, asked=" and ".join(asked), fate=fate,
+        nodes_down=nodes_down, not_started=args.not_started,
     )
     for line in filter(None, verdict.lines):
         print(f"launch: {line}", flush=True)
     if verdict.action in ("requeue", "chain"):
-        print(f"launch: {continue_job(verdict.action, job, args.rest)}", flush=True)
+        line = continue_job(verdict.action, job, args.rest, run_folder=_folder(config), asked=asked)
+        print(f"launch: {line}", flush=True)
         return 0
     return verdict.exit_code

@@ -46,6 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
                         help="nodes that must have answered, e.g. \"$SLURM_JOB_NODELIST\" (default: those that did)")
     report.add_argument("--select", type=int, metavar="N",
                         help="write the first N good nodes to selected.txt; exit 3 if there are fewer")
+    report.add_argument("--unfit", type=Path, metavar="FILE",
+                        help="nodes that are bad for another reason: a line of name, tab and reason each")
 
     network = actions.add_parser(
         "network", help="measure the network between all ranks, and name what is slow",
@@ -99,7 +101,8 @@ def run_report(args: argparse.Namespace) -> int:
             f"no node of this job ({attempt}) has written to {folder}; run `preflight node` on each first"
         )
     network = read_network(folder, attempt)
-    report = make_report(nodes, config.preflight, network)
+    unfit = files.read_reasons(args.unfit) if args.unfit else {}
+    report = make_report(nodes, config.preflight, network, unfit)
     write_report(folder, report, config.preflight, attempt)
     print(render(report))
     faults = (network or {}).get("faults", [])

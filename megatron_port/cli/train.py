@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.errors import PortError
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import RunConfig
@@ -63,9 +65,21 @@ def run(args: argparse.Namespace) -> int:
         from megatron_port.runtime.local import run_local
 
         return run_local(args.nproc, lambda info: train(config, info), preload=_modules(config), port=args.master_port)
-    from megatron_port.runtime.discovery import discover
+    return train(config, _discover(config, args))
 
-    return train(config, discover(master_addr=args.master_addr, master_port=args.master_port))
+
+def _discover(config: RunConfig, args: argparse.Namespace) -> ProcessInfo:
+    """Who this rank is. What is wrong with the launcher is left for the job script too: it must not try that again."""
+    from megatron_port.launch.outcome import record_failure
+    from megatron_port.runtime.discovery import discover
+    from megatron_port.runtime.job import attempt_name
+    from megatron_port.runtime.slurm import step_rank
+
+    try:
+        return discover(master_addr=args.master_addr, master_port=args.master_port)
+    except PortError as error:
+        record_failure(Path(config.output_dir) / config.name, attempt_name(), step_rank(), error)
+        raise
 
 
 def _modules(config: RunConfig) -> list[str]:

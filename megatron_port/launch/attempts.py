@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -28,11 +27,14 @@ from megatron_port.errors import (
     EnvironmentFault,
 )
 from megatron_port.launch.outcome import FINISHED, GONE, SAVED, Failure, Outcome, read_failure, read_outcome
-from megatron_port.runtime.job import Job
+from megatron_port.launch.srun_log import first_srun_failure, refused_by_srun
+from megatron_port.runtime.job import Fate, Job
 from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
 
 HISTORY = "attempts.jsonl"
 FAILED = "failed"
+FIRST_FAILURE = "first failure: "
+FOLLOWS = "and goes on from the last checkpoint"
 HOPELESS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NUMERICS)
 """Exit codes of faults that another attempt would meet again."""
 
@@ -60,7 +62,7 @@ class Verdict:
     """What the job script does now."""
 
     action: str
-    """done | requeue | chain | stop"""
+    """done | requeue | chain | stop; stop also where SLURM has queued the job again by itself"""
     exit_code: int
     """Of the job, if it ends here."""
     lines: tuple[str, ...]
@@ -190,24 +192,6 @@ def _failure_text(failure: Failure) -> str:
     return failure.message if failure.message.startswith("rank ") else mark + failure.message
 
 
-def first_srun_failure(text: str) -> str:
-    """The first of srun's own lines that says that a task or a node was lost; empty if none does.
-
-    srun reports in the order in which it learns; what it says of tasks it ended itself comes later.
-    """
-    patterns = (
-        r"srun: error: (?P<where>[^:\s]+): tasks? (?P<task>[\d,\-]+): (?P<what>.+)",
-        r"srun: error: (?P<what>Node failure on (?P<where>\S+))",
-    )
-    for line in text.splitlines():
-        for pattern in patterns:
-            found = re.match(pattern, line.strip())
-            if found:
-                task = found.groupdict().get("task")
-                return f"{found['where']}: {'task ' + task + ': ' if task else ''}{found['what']}"
-    return ""
-
-
 def after(
     run_folder: Path,
     job: Job,
@@ -216,7 +200,7 @@ def after(
     code: int,
     srun_log: str,
     asked: str,
-    at_limit: bool,
+    fate: Fate,
     nodes_down: Callable[[str], list[str]],
     not_started: str = "",
     now: float | None = None,
@@ -227,31 +211,48 @@ def after(
         code: srun's exit code; only told, never trusted on its own.
         srun_log: srun's own lines ("srun: error: …").
         asked: signals that the job script received ("USR1", "TERM", "" …).
-        at_limit: the job's time is over.
+        fate: what SLURM does with the job; a cancelled one is never queued again, whatever came before.
         nodes_down: SLURM node list → those of them that are down, described.
         not_started: why the ranks were never started: ``nodes`` (preflight), ``setup`` (said above), ``signal``.
     """
     now = time.time() if now is None else now
     if not_started:
-        return _without_ranks(run_folder, job, launch, not_started, code, now)
+        return _under(fate, _without_ranks(run_folder, job, launch, not_started, code, now))
     outcome = read_outcome(run_folder)
     if outcome is not None and outcome.attempt == job.attempt:
         _append(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
         if outcome.status == FINISHED:
             return Verdict("done", EXIT_OK, ())
-        return _after_save(run_folder, job, launch, outcome, at_limit)
+        return _under(fate, _after_save(run_folder, job, launch, outcome, fate == "limit"))
     step = steps_done(run_folder)
     failure = read_failure(run_folder, job.attempt)
-    cause, exit_code = _cause(run_folder, job, failure, code, srun_log, asked, nodes_down)
-    _append(run_folder, _ended(job, FAILED, step, cause, now))
+    found = _cause(run_folder, job, failure, code, srun_log, asked, nodes_down)
+    _append(run_folder, _ended(job, FAILED, step, found.text, now))
     head = f"attempt {job.attempt} failed after step {step}; srun ended with {code}"
-    action, why = _after_failure(run_folder, job, launch, failure, step)
-    return Verdict(action, exit_code, (head, why, f"first failure: {cause}"))
+    action, why = _after_failure(run_folder, job, launch, found, step)
+    return _under(fate, Verdict(action, found.exit_code, (head, why, FIRST_FAILURE + found.text)))
+
+
+FATES: dict[Fate, str] = {
+    "cancelled": "the job was cancelled: it is not queued again",
+    "requeued": "SLURM has queued the job again by itself",
+}
+
+
+def _under(fate: Fate, verdict: Verdict) -> Verdict:
+    """The verdict on a job of which SLURM has disposed already."""
+    if fate not in FATES or verdict.action == "done":
+        return verdict
+    lines = [line for line in verdict.lines if FOLLOWS not in line and "launch.when_" not in line]
+    last = len(lines) - 1 if lines and lines[-1].startswith(FIRST_FAILURE) else len(lines)
+    code = EXIT_OK if verdict.exit_code == EXIT_REQUEUE else verdict.exit_code
+    return Verdict("stop", code, (*lines[:last], FATES[fate], *lines[last:]))
 
 
 NOT_STARTED = {
     "nodes": "preflight left too few good nodes",
     "setup": "the job could not be set up, see above",
+    "ended": "a SIGTERM came before the ranks had started",
     "signal": "the signal that a time limit is near came before the ranks had started; give the job more time, or the "
               "signal less: sbatch --signal=B:USR1@SECONDS (launch.signal_seconds)",
 }
@@ -270,7 +271,7 @@ def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, c
 
 def _after_save(run_folder: Path, job: Job, launch: LaunchConfig, outcome: Outcome, at_limit: bool) -> Verdict:
     """A person who cancels a job wants it gone; a time limit wants it to go on."""
-    wanted = outcome.signal == "SIGUSR1" or at_limit
+    wanted = outcome.signal == "SIGUSR1" or at_limit  # a job cancelled after its SIGUSR1: ``_under``
     signal = outcome.signal or "a signal"
     line = f"saved at step {outcome.step} on {signal}" if outcome.step else f"stopped by {signal} before the first step"
     again = fruitless(read_history(run_folder), job.series)
@@ -290,39 +291,54 @@ def _next(action: str, wanted: bool) -> str:
     if action == "stop":
         return "" if not wanted else "launch.when_stopped is stop: submit the job again to go on"
     who = "the job is queued again" if action == "requeue" else "a new job is submitted"
-    return f"{who} and goes on from the last checkpoint"
+    return f"{who} {FOLLOWS}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What ended an attempt."""
+
+    text: str
+    """One line."""
+    exit_code: int
+    permanent: bool = False
+    """Another attempt would meet it again."""
 
 
 def _cause(
     run_folder: Path, job: Job, failure: Failure | None, code: int, srun_log: str, asked: str,
     nodes_down: Callable[[str], list[str]],
-) -> tuple[str, int]:
-    """What ended the attempt, in one line, and the exit code for it."""
+) -> Cause:
+    """What ended the attempt, and the exit code for it."""
     if failure is not None:
-        return _failure_text(failure), failure.exit_code
+        permanent = failure.permanent or failure.exit_code in HOPELESS
+        return Cause(_failure_text(failure), failure.exit_code, permanent)
     first = first_srun_failure(srun_log)
     noticed = read_failure(run_folder, job.attempt, lost_peer=True)
+    down = nodes_down(job.node_list)
+    lost = [f"nodes that cannot run jobs now: {', '.join(down)}"] if down else []
+    if noticed is None and not first:
+        refused = refused_by_srun(srun_log)
+        if refused is not None:  # with a node lost the allocation is smaller than the step: another start may do
+            return Cause("; ".join([refused.text, *lost]), EXIT_ENVIRONMENT, refused.permanent and not down)
     if noticed is not None and (not first or "Exited with exit code" in first):
         first = _failure_text(noticed)  # the rank that exited is the one that noticed
     elif noticed is not None and GONE in noticed.message:
         first = f"{first}; {_failure_text(noticed)}"  # srun knows why, the watch where
-    parts = [first] if first else []
-    down = nodes_down(job.node_list)
-    if down:
-        parts.append(f"nodes that cannot run jobs now: {', '.join(down)}")
+    parts = [*([first] if first else []), *lost]
     if not parts and asked:
         parts.append(f"{asked} came before there was anything to save")
     if not parts:
         parts.append(f"srun ended with {code} and no rank said why; the lines above are all there is")
-    return "; ".join(parts), EXIT_ENVIRONMENT
+    return Cause("; ".join(parts), EXIT_ENVIRONMENT)
 
 
 def _after_failure(
-    run_folder: Path, job: Job, launch: LaunchConfig, failure: Failure | None, step: int
+    run_folder: Path, job: Job, launch: LaunchConfig, cause: Cause | None, step: int
 ) -> tuple[str, str]:
     """(action, why) after an attempt that failed."""
-    if failure is not None and failure.exit_code in HOPELESS:
-        return "stop", f"exit {failure.exit_code}: another attempt would meet the same fault"
+    if cause is not None and cause.permanent:
+        return "stop", f"exit {cause.exit_code}: another attempt would meet the same fault"
     if launch.when_failed == "stop":
         return "stop", "launch.when_failed is stop"
     failed = fruitless(read_history(run_folder), job.series)

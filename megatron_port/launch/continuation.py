@@ -2,36 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_port.errors import EnvironmentFault
-from megatron_port.runtime.job import SERIES, Job, run_tool
+from megatron_port.launch.outcome import write_json
+from megatron_port.runtime.job import SERIES, Job, ask_record, fate_of, run_tool
+from megatron_port.runtime.slurm import expand_hosts
+
+REQUESTS = "requests"
+"""Folder in the run's: what the first job of a series asked for."""
+OPTIONS = (
+    ("JobName", "job-name"), ("NumNodes", "nodes"), ("TimeLimit", "time"), ("Partition", "partition"),
+    ("Account", "account"), ("QOS", "qos"), ("Reservation", "reservation"), ("Features", "constraint"),
+    ("NtasksPerN:B:S:C", "ntasks-per-node"), ("CPUs/Task", "cpus-per-task"), ("TresPerNode", "gres"),
+    ("ExcNodeList", "exclude"), ("MinMemoryNode", "mem"), ("Network", "network"),
+)
+"""Field of a job's record, and the option of sbatch that asks for it."""
 
 
-def job_record(text: str) -> dict[str, str]:
-    """Fields of ``scontrol show job``. Command, WorkDir and the paths of the streams have a line each and may hold
-    spaces; the other lines are words.
+def remember_request(run_folder: Path, job: Job) -> None:
+    """Keep what the first job of a series asked for. Once a node is lost SLURM's record shows only what is left.
+
+    Never raises: without the file a chained job asks for what this job's start tells.
     """
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        line = line.strip()
-        name, _, value = line.partition("=")
-        if name in ("Command", "WorkDir", "StdErr", "StdIn", "StdOut"):
-            found[name] = value
-            continue
-        for word in line.split():
-            name, equals, value = word.partition("=")
-            if equals:
-                found.setdefault(name, value)
-    return found
+    path = run_folder / REQUESTS / f"{job.series}.json"
+    record = {} if path.exists() else ask_record(job.id)
+    asked = {field: record[field] for field, _ in OPTIONS if field in record}
+    if asked:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, asked)
+
+
+def request_of(run_folder: Path, job: Job) -> dict[str, str]:
+    """What :func:`remember_request` kept; at least as many nodes as this job began with."""
+    try:
+        kept = json.loads((run_folder / REQUESTS / f"{job.series}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        kept = {}
+    asked = {k: v for k, v in kept.items() if isinstance(v, str)} if isinstance(kept, dict) else {}
+    if "NumNodes" not in asked and job.node_list:
+        asked["NumNodes"] = str(len(expand_hosts(job.node_list)))
+    return asked
 
 
 def chain_command(record: dict[str, str], job: Job, arguments: Sequence[str]) -> list[str]:
     """The sbatch command of a job like ``record`` that starts when this one has ended.
 
-    What was given on this job's command line is in the record, so it holds for the next one too.
-    ``arguments``: of the job script.
+    What was given on the job's command line is in the record, so it holds for the next one too.
+
+    Args:
+        record: of :func:`job_record`, with :func:`request_of` on top.
+        arguments: of the job script.
+
+    Raises:
+        EnvironmentFault: SLURM has no script for it.
     """
     script = record.get("Command", "")
     tail = " " + " ".join(arguments)
@@ -40,12 +69,7 @@ def chain_command(record: dict[str, str], job: Job, arguments: Sequence[str]) ->
     if not script or script == "(null)":
         raise EnvironmentFault(f"job {job.id} has no script that sbatch could take again; submit the run again")
     command = ["sbatch", "--parsable", f"--dependency=afterany:{job.id}", f"--export=ALL,{SERIES}={job.series}"]
-    for field, option in (
-        ("JobName", "job-name"), ("NumNodes", "nodes"), ("TimeLimit", "time"), ("Partition", "partition"),
-        ("Account", "account"), ("QOS", "qos"), ("Reservation", "reservation"), ("Features", "constraint"),
-        ("NtasksPerN:B:S:C", "ntasks-per-node"), ("CPUs/Task", "cpus-per-task"), ("TresPerNode", "gres"),
-        ("ExcNodeList", "exclude"), ("MinMemoryNode", "mem"), ("Network", "network"),
-    ):
+    for field, option in OPTIONS:
         value = record.get(field, "")
         if field == "NumNodes":
             value = value.partition("-")[0]
@@ -63,12 +87,27 @@ def chain_command(record: dict[str, str], job: Job, arguments: Sequence[str]) ->
     return [*command, script, *arguments]
 
 
-def continue_job(action: str, job: Job, arguments: Sequence[str]) -> str:
+def continue_job(action: str, job: Job, arguments: Sequence[str], *, run_folder: Path, asked: Sequence[str]) -> str:
     """Do what a verdict asks for: ``requeue`` or ``chain``. Returns a line for the log.
+
+    Nothing is done where the job was cancelled meanwhile, or SLURM has queued it again by itself.
+
+    Args:
+        asked: signals that the job script received.
 
     Raises:
         EnvironmentFault: SLURM refused.
     """
+    if action == "chain":  # from here on a lost node cannot make SLURM start this job again beside the next one
+        run_tool(["scontrol", "update", f"JobId={job.id}", "Requeue=0"])
+    record = ask_record(job.id)
+    fate = fate_of(job, asked, record)
+    if fate == "requeued":
+        if action == "chain":
+            run_tool(["scontrol", "update", f"JobId={job.id}", "Requeue=1"])
+        return f"SLURM has queued job {job.id} again by itself"
+    if fate == "cancelled":
+        return f"job {job.id} was cancelled: nothing is queued again"
     if action == "requeue":
         code, text = run_tool(["scontrol", "requeue", job.id])
         if code:
@@ -77,10 +116,9 @@ def continue_job(action: str, job: Job, arguments: Sequence[str]) -> str:
                 f"set launch.when_stopped and launch.when_failed to \"chain\", or submit it again by hand"
             )
         return f"job {job.id} is queued again"
-    code, text = run_tool(["scontrol", "show", "job", job.id])
-    if code:
-        raise EnvironmentFault(f"scontrol show job {job.id}: {text}; submit the run again by hand")
-    code, text = run_tool(chain_command(job_record(text), job, arguments))
+    if not record:
+        raise EnvironmentFault(f"scontrol show job {job.id} does not answer; submit the run again by hand")
+    code, text = run_tool(chain_command({**record, **request_of(run_folder, job)}, job, arguments))
     if code:
         raise EnvironmentFault(f"no job could be chained: {text}; submit the run again by hand")
     return f"job {text.splitlines()[-1].partition(';')[0]} follows"

@@ -57,6 +57,8 @@ class Failure:
     exit_code: int
     message: str
     time: float = 0.0
+    permanent: bool = False
+    """Another attempt would meet it again (``PortError.permanent``)."""
 
 
 def write_outcome(run_folder: Path, outcome: Outcome) -> None:
@@ -90,13 +92,19 @@ def record_failure(
         code = EXIT_INTERRUPTED
     text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
     text = redact(text)[:MESSAGE_CHARACTERS]
-    failure = Failure(attempt, rank, host or socket.gethostname(), code, text, time.time())
+    permanent = isinstance(error, PortError) and error.permanent
+    failure = Failure(attempt, rank, host or socket.gethostname(), code, text, time.time(), permanent)
     folder = run_folder / FAILURES
     target = folder / f"{attempt}.{'lost' if lost_peer else 'json'}"
     with contextlib.suppress(OSError):
         if not target.exists():  # thousands of ranks may fail at once
             folder.mkdir(parents=True, exist_ok=True)
             _commit(target, asdict(failure), replace=False)
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Commit a small file. Raises OSError."""
+    _commit(path, values, replace=True)
 
 
 def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> Failure | None:

@@ -67,3 +67,12 @@ def read_hosts(path: Path) -> list[str]:
         return expand_hosts(path.read_text(encoding="utf-8").strip())
     except OSError:
         return []
+
+
+def read_reasons(path: Path) -> dict[str, str]:
+    """Node → reason, of lines with a tab between them; none if it is not there."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {name: reason for name, tab, reason in (line.partition("\t") for line in lines) if tab}

@@ -74,17 +74,21 @@ def read_nodes(folder: Path, hosts: Sequence[str], attempt: str) -> dict[str, Ma
 
 
 def make_report(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightConfig,
-                network: Mapping[str, Any] | None = None) -> Report:
+                network: Mapping[str, Any] | None = None, unfit: Mapping[str, str] | None = None) -> Report:
     """Judge all nodes; those that the network check blamed are bad too.
 
     Args:
         network: contents of network.json of the same attempt, if there is one.
+        unfit: node → why the environment could not be staged there.
     """
     verdicts, middle = judge(nodes, limits)
     for verdict in verdicts:
         for host, text in (network or {}).get("bad", {}).items():
             if same_host(host, verdict.node):
                 verdict.reasons.append(Finding("network", text, ""))
+        for host, text in (unfit or {}).items():
+            if same_host(host, verdict.node):
+                verdict.reasons.append(Finding("staging", text, "look at the node's own disk (cluster.local_disk)"))
     return Report(verdicts, middle, {n: c for n, c in nodes.items() if not isinstance(c, str)})
 
 

@@ -49,7 +49,7 @@ class ProcessInfo:
     conflicts: list[str] = field(default_factory=list)
     """What disagreed with the values above and was not used."""
     secret: str = field(default="", repr=False)
-    """Prefix of every key in the rendezvous store; empty: none. Never printed."""
+    """What only the ranks of this attempt know: never printed, never sent; keys are derived from it. Empty: none."""
     nodes: tuple[tuple[str, int], ...] = ()
     """Host and number of ranks of each node in rank order, where the launcher tells (a SLURM step in blocks)."""
 

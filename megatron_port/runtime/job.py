@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_port.runtime.slurm import FIRST_RESERVED_STEP
 
@@ -13,6 +14,12 @@ LOCAL = "local"
 """Attempt of a run that no job scheduler started."""
 SERIES = "MEGATRON_PORT_SERIES"
 """Set by a chained job: the id of the job that began the series."""
+
+
+Fate = Literal["running", "limit", "cancelled", "requeued"]
+"""What SLURM does with the job of a script that is still there: nothing yet; ends it at its time limit; ends it for
+good, for a person (``scancel``) or an administrator; has queued it again by itself, after the loss of a node."""
+ENDING = ("COMPLETING", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "DEADLINE", "FAILED")
 
 
 @dataclass(frozen=True)
@@ -121,12 +128,49 @@ def nodes_down(node_list: str) -> list[str]:
     return list(found.values())
 
 
-def limit_reached(job_id: str) -> bool:
-    """The job has run for as long as its time limit says. (Its EndTime says nothing: a cancelled job's is now.)"""
+def job_record(text: str) -> dict[str, str]:
+    """Fields of ``scontrol show job``. Command, WorkDir and the paths of the streams have a line each and may hold
+    spaces; the other lines are words.
+    """
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        line = line.strip()
+        name, _, value = line.partition("=")
+        if name in ("Command", "WorkDir", "StdErr", "StdIn", "StdOut"):
+            found[name] = value
+            continue
+        for word in line.split():
+            name, equals, value = word.partition("=")
+            if equals:
+                found.setdefault(name, value)
+    return found
+
+
+def ask_record(job_id: str) -> dict[str, str]:
+    """:func:`job_record` of a job as SLURM has it now; empty where SLURM does not answer."""
     code, text = run_tool(["scontrol", "show", "job", job_id])
-    words = dict(word.partition("=")[::2] for line in text.splitlines() for word in line.split()) if code == 0 else {}
-    ran, limit = clock_seconds(words.get("RunTime", "")), clock_seconds(words.get("TimeLimit", ""))
-    return ran is not None and limit is not None and ran >= limit - 1
+    return job_record(text) if code == 0 else {}
+
+
+def fate_of(job: Job, asked: Sequence[str], record: Mapping[str, str]) -> Fate:
+    """What becomes of the job around a script that has come to its end.
+
+    SLURM shows a cancelled job, one at its limit and one that lost a node alike: COMPLETING, after a SIGTERM. The count
+    of restarts and the time tell them apart; what is left was cancelled. (EndTime says nothing: a cancelled job's is
+    now.)
+
+    Args:
+        asked: signals that the script received, in order.
+        record: :func:`ask_record`; empty: only ``asked`` is known.
+    """
+    restarts = record.get("Restarts", "")
+    if restarts.isdigit() and int(restarts) > job.restart:
+        return "requeued"
+    ran, limit = clock_seconds(record.get("RunTime", "")), clock_seconds(record.get("TimeLimit", ""))
+    ending = record.get("JobState", "") in ENDING or "TERM" in asked
+    if ending and ran is not None and limit is not None and ran >= limit - 1:
+        return "limit"
+    return "cancelled" if ending else "running"
 
 
 def clock_seconds(text: str) -> int | None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import json
 import os
 import random
@@ -124,10 +126,14 @@ def connect(info: ProcessInfo, timeout_s: float) -> Store:
 
 
 def _apart(info: ProcessInfo, store: Store) -> Store:
-    """Under keys of this run's own: of this attempt where torchrun's agent keeps the store, and behind the secret."""
+    """Under keys of this run's own: of this attempt where torchrun's agent keeps the store, and behind the secret.
+
+    The store lists its keys to whoever connects, so they show a digest of the secret, from which nothing follows.
+    """
     if info.agent_store:
         store = PrefixStore(f"attempt {info.attempt}", store)
-    return PrefixStore(f"run {info.secret}", store) if info.secret else store
+    digest = hmac.new(info.secret.encode(), b"rendezvous", hashlib.sha256).hexdigest()[:32]
+    return PrefixStore(f"run {digest}", store) if info.secret else store
 
 
 def _join(info: ProcessInfo, seconds: float, found: list[Store]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -95,6 +96,13 @@ def in_step(env: Mapping[str, str]) -> bool:
     """True for a task of srun; false in a batch script, an interactive shell and outside of SLURM."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < FIRST_RESERVED_STEP
+
+
+def step_rank(env: Mapping[str, str] | None = None) -> int:
+    """This task's number in its step; 0 outside of one."""
+    env = os.environ if env is None else env
+    text = env.get("SLURM_PROCID", "")
+    return int(text) if in_step(env) and text.isdigit() else 0
 
 
 def step_port(env: Mapping[str, str]) -> int:

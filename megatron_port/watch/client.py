@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_port.config.schema import WatchConfig
 from megatron_port.errors import PortError
@@ -30,6 +30,7 @@ from megatron_port.watch.hub import STACK_SIGNAL
 from megatron_port.watch.hub_process import HUB_STARTS_S, HubProcess
 from megatron_port.watch.processes import born, kill
 from megatron_port.watch.rules import PAUSE_S
+from megatron_port.watch.secret import Store, look_up, publish
 from megatron_port.watch.words import FOREIGN, Stack
 
 BEAT_S = 1.0
@@ -40,16 +41,6 @@ MOST_TRIES = 20
 """Connections to a hub that never says a word, before a rank gives up. Rank 0's host is gone then."""
 HOLD_S = 8.0
 """A rank that lost a peer waits so long for the watch's verdict before it speaks for itself."""
-
-
-class Store(Protocol):
-    """What is used of the rendezvous' store."""
-
-    def set(self, key: str, value: str) -> None:
-        """Publish."""
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key."""
 
 
 def python_stacks() -> list[Stack]:
@@ -264,9 +255,15 @@ def watched(
         except OSError as error:
             note(f"the watch could not be started ({error}); the run goes on without it")
         if store is not None:
-            store.set("watch", json.dumps(where))
+            try:
+                publish(store, where, info, folder)
+            except OSError as error:
+                note(f"the ranks cannot be told of the watch ({error}); only rank 0 is watched")
     elif store is not None:
-        where = json.loads(store.get("watch"))
+        try:
+            where = look_up(store, info, folder)
+        except OSError as error:
+            note(f"rank {info.rank} on {info.hostname} does not know the watch ({error}); it is not watched")
     client: Client | None = None
     if where:
         try:

@@ -5,14 +5,17 @@ Losses are compared with unbroken runs.
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from cluster import Cluster, Options, start_cluster, why_not
+from cluster import Cluster, Options, parse_job, start_cluster, why_not
 from jobs import ROOT, environment, losses, metrics, settings, steps, train_here
 
 pytestmark = pytest.mark.slurm
@@ -186,6 +189,29 @@ def test_a_killed_task_ends_the_job_and_is_named(runs: Runs) -> None:
 
 
 @pytest.fixture
+def patient() -> Iterator[Cluster]:
+    """Nodes whose SLURM gives a cancelled job as long as sites do (KillWait 30 s): time enough to queue it again."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with start_cluster(3, options=Options(kill_wait=30)) as cluster:
+        yield cluster
+
+
+def test_a_job_cancelled_after_its_warning_stays_cancelled(patient: Cluster) -> None:
+    runs = Runs(patient, "cancelled")
+    job = runs.submit(["--nodes=3", "--ntasks-per-node=1"], settings(training__steps=100000, **SHORT))
+    runs.wait_for_step(job, 3)
+    runs.cluster.run(["sh", "-c", f"scancel --batch --signal=USR1 {job}; sleep 0.3; scancel {job}"])
+    record = runs.wait(job, "CANCELLED", timeout=60)
+    log = runs.log()
+    assert record["Restarts"] == "0" and "queued again" not in log.replace("it is not queued again", ""), log
+    assert "the job was cancelled" in log and "saved at step" in log, log
+    done = steps(runs.run_folder)
+    assert (runs.run_folder / "checkpoints" / f"step-{done:08d}").is_dir(), log
+
+
+@pytest.fixture
 def impatient() -> Iterator[Cluster]:
     """Four nodes whose loss SLURM notices in seconds; a site's SLURM takes minutes, and nothing else differs."""
     reason = why_not()
@@ -196,16 +222,18 @@ def impatient() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "length"),
-    [("crash_node", 60), pytest.param("cut_link", 60, marks=pytest.mark.slow),
-     pytest.param("kill_slurmd", 450, marks=pytest.mark.slow)],  # its tasks go on until SLURM misses it
+    ("fault", "length", "again"),
+    [("crash_node", 60, "chain"), pytest.param("crash_node", 60, "requeue", marks=pytest.mark.slow),
+     pytest.param("cut_link", 60, "requeue", marks=pytest.mark.slow),
+     # Its tasks run until SLURM misses it.
+     pytest.param("kill_slurmd", 450, "requeue", marks=pytest.mark.slow)],
 )
 def test_a_lost_node_ends_the_job_or_requeues_it(
-    impatient: Cluster, fault: str, length: int
+    impatient: Cluster, fault: str, length: int, again: str
 ) -> None:
-    """Three of four nodes are used, so the job can start again elsewhere at once."""
-    runs = Runs(impatient, fault)
-    change = settings(training__steps=length, **SHORT)
+    """Three of four nodes are used, so the job can start again elsewhere at once; once, on as many nodes."""
+    runs = Runs(impatient, f"{fault}-{again}")
+    change = settings(training__steps=length, launch__when_failed=f'"{again}"', **SHORT)
     job = runs.submit(["--nodes=3", "--ntasks-per-node=1"], [*change, "--set", "checkpoint.save_interval=20"])
     runs.wait_for_step(job, 25)
     victim = runs.cluster.nodes[1]
@@ -214,6 +242,79 @@ def test_a_lost_node_ends_the_job_or_requeues_it(
     log = runs.log()
     assert "resumed from" in log and victim in log, log
     assert losses(runs.run_folder) == train_here(3, *change)
+    jobs = [parse_job(text)["JobId"] for text in runs.cluster.run(["scontrol", "show", "job"]).stdout.split("\n\n")
+            if text.strip()]
+    assert jobs == [str(job)], f"SLURM's own requeue is enough\n{log}"
+
+
+STALE = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
+"""As they stay behind in a shell, whose environment sbatch hands to the job."""
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [({"SRUN_OPTIONS": "--gres=gpu:99"}, "srun did not start the ranks: .*gpu:99 is more than.*Invalid generic resource"),
+     (STALE, "this looks like torchrun, but WORLD_SIZE is not set.*unset TORCHELASTIC_RUN_ID")],
+)
+def test_what_no_other_attempt_can_change_is_tried_once(runs: Runs, env: dict[str, str], says: str) -> None:
+    job = runs.submit(["--nodes=2", "--ntasks-per-node=1"], settings(), env=env)
+    record = runs.wait(job, "FAILED", timeout=120)
+    log = runs.log()
+    assert record["Restarts"] == "0" and record["ExitCode"] == "3:0", record
+    last = [line for line in log.splitlines() if line][-1]
+    assert re.search(f"^launch: first failure: .*{says}", last) and "another attempt would meet the same" in log, log
+
+
+LISTEN = """\
+import socket, sys, time
+s = socket.socket()
+s.bind((sys.argv[1], int(sys.argv[2])))
+s.listen()
+time.sleep(600)
+"""
+
+
+def test_a_full_disk_a_taken_port_and_a_prepared_folder_do_not_end_a_job(runs: Runs) -> None:
+    """n2's disk cannot take the environment, and a spare is there; somebody listens on the job's port; another user has
+    made the folder that he expects the job to unpack into.
+    """
+    archive = packed_environment(runs)
+    change = settings(training__steps=2, model__num_layers=1)
+    job = runs.submit(["--hold", "--nodes=3", "--ntasks-per-node=1"], change,
+                      env={"SPARE_NODES": "1", "STAGE": str(archive)})
+    port, guessed = 15000 + 31 * job % 17000, f"/tmp/megatron_port-{job}"
+    cluster = runs.cluster
+    cluster.on_node("n2", ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/tmp"])
+    try:
+        prepare = f"mkdir {guessed} && echo mine > {guessed}/file && chown -R 12345 {guessed}"
+        cluster.on_node("n1", ["sh", "-c", prepare])
+        listen = shlex.join([sys.executable, "-c", LISTEN, cluster.addresses["n1"], str(port)])
+        cluster.on_node("n1", ["sh", "-c", f"setsid {listen} > /dev/null 2>&1 &"])
+        cluster.run(["scontrol", "release", str(job)])
+        record = runs.wait(job, "COMPLETED", timeout=240)
+        kept = cluster.on_node("n1", ["ls", guessed]).stdout.split()
+        left = cluster.on_node("n1", ["ls", "/tmp"]).stdout.split()
+    finally:
+        cluster.on_node("n2", ["umount", "/tmp"], check=False)
+        cluster.on_node("n1", ["rm", "-rf", guessed], check=False)
+    log = runs.log()
+    assert record["Restarts"] == "0" and len(losses(runs.run_folder)) == 2
+    assert re.search(r"staging failed on n2: \d+ MiB free for /tmp/megatron_port-.*, at least \d+ needed", log), log
+    assert "(n1,n3)" in log and f"port {port} of {cluster.addresses['n1']} is taken, trying the next" in log, log
+    assert kept == ["file"] and [n for n in left if n.startswith("megatron_port-")] == [f"megatron_port-{job}"], log
+
+
+def packed_environment(runs: Runs) -> Path:
+    """An archive as ``STAGE`` takes it, of an environment that says where it ran."""
+    folder = runs.folder / "environment"
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (folder / "ballast").write_bytes(bytes(1 << 20))
+    archive = runs.folder / "env.tar"
+    subprocess.run(["tar", "-C", folder, "-cf", archive, "."], check=True)
+    return archive
 
 
 @pytest.mark.slow
@@ -231,13 +332,7 @@ def test_a_chained_job_goes_on(runs: Runs) -> None:
 @pytest.mark.slow
 def test_a_sick_node_is_left_out_for_a_spare(runs: Runs) -> None:
     """Preflight in the job, with an environment that is copied to each node's own disk."""
-    environment_folder = runs.folder / "environment"
-    (environment_folder / "bin").mkdir(parents=True)
-    python = environment_folder / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    archive = runs.folder / "env.tar"
-    subprocess.run(["tar", "-C", environment_folder, "-cf", archive, "."], check=True)
+    archive = packed_environment(runs)
     victim = runs.cluster.nodes[1]
     runs.cluster.throttle(victim, 0.2)
     change = settings(training__steps=20, preflight__share_of_median=0.3, **SHORT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.config.schema import LaunchConfig
-from megatron_port.errors import DataError, EnvironmentFault
+from megatron_port.errors import DataError, EnvironmentFault, LauncherFault
+from megatron_port.launch import continuation
 from megatron_port.launch.attempts import (
     HISTORY,
     Attempt,
     after,
     before,
-    first_srun_failure,
     fruitless,
     read_history,
     steps_done,
 )
-from megatron_port.launch.continuation import chain_command, job_record
+from megatron_port.launch.continuation import chain_command, continue_job, remember_request, request_of
 from megatron_port.launch.outcome import Outcome, read_failure, read_outcome, record_failure, write_outcome
-from megatron_port.runtime.job import Job, attempt_name, clock_seconds, current_job
+from megatron_port.launch.srun_log import first_srun_failure, refused_by_srun
+from megatron_port.runtime.job import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
 from megatron_port.telemetry.metrics import MetricsWriter
 
 LAUNCH = LaunchConfig()
@@ -48,8 +50,8 @@ def reach(folder: Path, step: int) -> None:
 
 
 def end(folder: Path, job: Job, code: int = 0, log: str = "", asked: str = "", launch: LaunchConfig = LAUNCH,
-        at_limit: bool = False):
-    return after(folder, job, launch, code=code, srun_log=log, asked=asked, at_limit=at_limit, nodes_down=healthy)
+        fate: Fate = "running", nodes_down=healthy):
+    return after(folder, job, launch, code=code, srun_log=log, asked=asked, fate=fate, nodes_down=nodes_down)
 
 
 def test_job_of_an_environment() -> None:
@@ -77,17 +79,102 @@ def test_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signal", "asked", "at_limit", "action", "code"),
-    [("SIGUSR1", "USR1", False, "requeue", 0), ("SIGTERM", "TERM", False, "stop", 0),
-     ("SIGTERM", "TERM", True, "requeue", 0)],
+    ("signal", "asked", "fate", "action", "code"),
+    [("SIGUSR1", "USR1", "running", "requeue", 0), ("SIGTERM", "TERM", "cancelled", "stop", 0),
+     ("SIGTERM", "TERM", "limit", "requeue", 0), ("SIGUSR1", "USR1 and TERM", "limit", "requeue", 0),
+     ("SIGUSR1", "USR1 and TERM", "cancelled", "stop", 0), ("SIGUSR1", "USR1", "requeued", "stop", 0)],
 )
-def test_saved(tmp_path: Path, signal: str, asked: str, at_limit: bool, action: str, code: int) -> None:
+def test_saved(tmp_path: Path, signal: str, asked: str, fate: Fate, action: str, code: int) -> None:
     before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
     write_outcome(tmp_path, Outcome(JOB.attempt, "saved", 5, signal))
-    verdict = end(tmp_path, JOB, asked=asked, at_limit=at_limit)
+    verdict = end(tmp_path, JOB, asked=asked, fate=fate)
     assert (verdict.action, verdict.exit_code) == (action, code) and "step 5" in verdict.lines[0]
+    said = " ".join(verdict.lines)
+    assert ("cancelled" in said, "by itself" in said) == (fate == "cancelled", fate == "requeued"), said
+    assert ("goes on from" in said) is (action == "requeue"), said
     lines = before(tmp_path, AGAIN, LAUNCH, nodes_down=healthy)
     assert "saved step 5" in lines[0] and signal in lines[0]
+
+
+@pytest.mark.parametrize("launch", [LAUNCH, LaunchConfig(when_failed="chain")])
+@pytest.mark.parametrize("fate", ["cancelled", "requeued"])
+def test_a_failed_job_that_slurm_has_disposed_of_is_left_alone(
+    tmp_path: Path, launch: LaunchConfig, fate: Fate
+) -> None:
+    """scancel while the ranks start: SIGTERM ends them before there is anything to save."""
+    before(tmp_path, JOB, launch, nodes_down=healthy)
+    verdict = end(tmp_path, JOB, code=143, asked="TERM", launch=launch, fate=fate)
+    assert verdict.action == "stop" and verdict.lines[-1].startswith("first failure: TERM came before"), verdict
+    assert {"cancelled": "cancelled", "requeued": "by itself"}[fate] in verdict.lines[-2]
+    no_ranks = after(tmp_path, JOB, launch, code=3, srun_log="", asked="TERM", fate=fate, nodes_down=healthy,
+                     not_started="nodes")
+    assert no_ranks.action == "stop"
+
+
+RUNNING = {"JobState": "RUNNING", "Restarts": "0", "RunTime": "00:00:20", "TimeLimit": "00:01:00"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "change", "fate"),
+    [
+        ("", {}, "running"), ("USR1", {}, "running"), ("USR1", {"RunTime": "00:01:01"}, "running"),
+        ("USR1 TERM", {"JobState": "COMPLETING"}, "cancelled"), ("USR1", {"JobState": "COMPLETING"}, "cancelled"),
+        ("USR1 TERM", {}, "cancelled"), ("TERM", {"JobState": "COMPLETING", "RunTime": "00:01:00"}, "limit"),
+        ("USR1 TERM", {"JobState": "COMPLETING", "RunTime": "00:01:03"}, "limit"),
+        ("TERM", {"JobState": "COMPLETING", "RunTime": "00:00:00", "Restarts": "1"}, "requeued"),
+        ("", {"JobState": "PENDING", "Restarts": "1"}, "requeued"),
+        ("TERM", {"JobState": "COMPLETING", "TimeLimit": "UNLIMITED"}, "cancelled"),
+    ],
+)
+def test_what_becomes_of_a_job(asked: str, change: dict[str, str], fate: Fate) -> None:
+    """Records as SLURM 22.05 showed them: after scancel, at the limit, and after a node was lost."""
+    assert fate_of(JOB, asked.split(), {**RUNNING, **change}) == fate
+    assert fate_of(JOB, asked.split(), {}) == ("cancelled" if "TERM" in asked else "running")
+
+
+def test_a_second_start_of_a_job_is_not_taken_for_a_third() -> None:
+    assert fate_of(AGAIN, [], {**RUNNING, "Restarts": "1"}) == "running"
+    assert fate_of(AGAIN, ["TERM"], {**RUNNING, "Restarts": "2", "JobState": "COMPLETING"}) == "requeued"
+
+
+GRES = """\
+srun: error: Step requested gres_per_node=gpu:99 is more than the job's gres_per_node=gpu:8
+srun: error: Unable to create step for job 2: Invalid generic resource (gres) specification
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "says", "permanent"),
+    [
+        (GRES, "gpu:99 is more than the job's.*Invalid generic resource", True),
+        ("srun: error: Only allocated 3 nodes asked for 9\n", "Only allocated 3 nodes", True),
+        ("srun: unrecognized option '--foo'\nTry \"srun --help\" for more information\n", "option '--foo'", True),
+        ('srun: error: Invalid numeric value "x" for --ntasks.\n', 'value "x"', True),
+        ("srun: error: Unable to create step for job 2: More processors requested than permitted\n", "More proc", True),
+        ("srun: error: cannot find mpi plugin for mpi/foo\n", "mpi/foo", True),
+        ("srun: error: Unable to create step for job 2: Socket timed out on send/recv operation\n", "timed out", False),
+        ("srun: error: Task launch for StepId=3.0 failed on node n2: Invalid job credential\n", "node n2", False),
+        ("srun: error: Unable to create step for job 2: Job/step already completing or completed\n", "already", False),
+        ("srun: error: Unable to contact slurm controller (connect failure)\n", "controller", False),
+    ],
+)
+def test_a_step_that_srun_refuses_is_asked_for_once(tmp_path: Path, log: str, says: str, permanent: bool) -> None:
+    before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
+    verdict = end(tmp_path, JOB, code=1, log=log)
+    assert verdict.action == ("stop" if permanent else "requeue"), verdict
+    assert re.search(f"first failure: srun did not start the ranks: .*{says}", verdict.lines[-1]), verdict
+    assert end(tmp_path, JOB, code=1, log=log, nodes_down=n3_down).action == "requeue", "a smaller allocation"
+
+
+def test_srun_lines_that_refuse_nothing() -> None:
+    text = "srun: got SIGCONT\nsrun: forcing job termination\nsrun: Job step aborted: Waiting up to 7 seconds\n"
+    assert refused_by_srun(text) is None
+
+
+def test_a_fault_of_the_launcher_is_not_tried_again(tmp_path: Path) -> None:
+    record_failure(tmp_path, JOB.attempt, 0, LauncherFault("this looks like torchrun, but RANK is not set"))
+    verdict = end(tmp_path, JOB, code=3, log="srun: error: n1: tasks 0-3: Exited with exit code 3\n")
+    assert (verdict.action, verdict.exit_code) == ("stop", 3) and "looks like torchrun" in verdict.lines[-1]
 
 
 def test_saved_and_no_requeue_wanted_asks_by_its_exit_code(tmp_path: Path) -> None:
@@ -205,7 +292,7 @@ def test_a_rank_that_only_noticed_is_told_when_nobody_else_is(tmp_path: Path) ->
 @pytest.mark.parametrize(("why", "action"), [("setup", "stop"), ("signal", "stop"), ("nodes", "requeue")])
 def test_ranks_that_were_never_started(tmp_path: Path, why: str, action: str) -> None:
     before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
-    verdict = after(tmp_path, JOB, LAUNCH, code=3, srun_log="", asked="", at_limit=False, nodes_down=healthy,
+    verdict = after(tmp_path, JOB, LAUNCH, code=3, srun_log="", asked="", fate="running", nodes_down=healthy,
                     not_started=why)
     assert (verdict.action, verdict.exit_code) == (action, 3)
     assert read_history(tmp_path)[-1].status == "failed"
@@ -275,3 +362,62 @@ def test_a_chained_job_keeps_what_the_command_line_gave() -> None:
 def test_a_job_without_a_script_cannot_be_chained() -> None:
     with pytest.raises(EnvironmentFault, match="submit the run again"):
         chain_command({"Command": "(null)"}, JOB, [])
+
+
+class Slurm:
+    """scontrol and sbatch of a test: the records that ``scontrol show job`` gives in turn, and what was called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *records: str) -> None:
+        self.records, self.calls = list(records), []
+        monkeypatch.setattr(continuation, "run_tool", self.run)
+        monkeypatch.setattr("megatron_port.runtime.job.run_tool", self.run)
+
+    def run(self, command, **_: object) -> tuple[int, str]:
+        self.calls.append(list(command))
+        if command[:2] == ["scontrol", "show"]:
+            return 0, self.records.pop(0) if len(self.records) > 1 else self.records[0]
+        return 0, "13"
+
+    def did(self) -> list[str]:
+        return [" ".join(call[:3]) for call in self.calls if call[1] != "show"]
+
+
+HEALTHY = RECORD + "   JobState=RUNNING Restarts=0 Requeue=1\n"
+LOST = RECORD.replace("NumNodes=4-4", "NumNodes=3").replace("02:00:00", "01:00:00")
+
+
+def test_a_chained_job_asks_for_what_the_first_one_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun notices a lost node first: SLURM still has the job running, with a node less."""
+    slurm = Slurm(monkeypatch, HEALTHY, LOST + "   JobState=RUNNING Restarts=0 Requeue=0\n")
+    remember_request(tmp_path, JOB)
+    line = continue_job("chain", JOB, ["my run.toml", "--set", "a=1"], run_folder=tmp_path, asked=[])
+    assert line == "job 13 follows" and slurm.did() == [
+        "scontrol update JobId=12", "sbatch --parsable --dependency=afterany:12"]
+    assert slurm.calls[1] == ["scontrol", "update", "JobId=12", "Requeue=0"], "before it looks"
+    assert {"--nodes=4", "--time=02:00:00"} <= set(slurm.calls[-1])
+    # The next job of the series keeps the first one's wishes, also where it began with less.
+    slurm.records = [LOST]
+    following = replace(JOB, id="13", series="12")
+    remember_request(tmp_path, following)
+    assert request_of(tmp_path, following)["NumNodes"] == "4-4"
+
+
+def test_without_a_kept_request_the_nodes_are_those_of_the_start(tmp_path: Path) -> None:
+    assert request_of(tmp_path, JOB) == {"NumNodes": "4"}
+
+
+def test_no_second_job_beside_slurms_own_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(monkeypatch, LOST + "   JobState=COMPLETING Restarts=1 Requeue=0\n")
+    for action in ("chain", "requeue"):
+        line = continue_job(action, JOB, [], run_folder=tmp_path, asked=["TERM"])
+        assert line == "SLURM has queued job 12 again by itself"
+    assert [c[-1] for c in slurm.calls if c[1] == "update"] == ["Requeue=0", "Requeue=1"]
+    assert not any(c[0] == "sbatch" or c[1] == "requeue" for c in slurm.calls)
+
+
+@pytest.mark.parametrize("action", ["chain", "requeue"])
+def test_a_cancel_that_comes_last_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    """scancel after the verdict: the script's trap cannot run while it waits for Python."""
+    slurm = Slurm(monkeypatch, RECORD + "   JobState=COMPLETING Restarts=0\n")
+    assert "was cancelled" in continue_job(action, JOB, [], run_folder=tmp_path, asked=["USR1"])
+    assert not any(c[0] == "sbatch" or c[1] == "requeue" for c in slurm.calls)
