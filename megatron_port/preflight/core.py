@@ -16,7 +16,9 @@ each window records four numbers:
 A window is *conclusive* if own + idle covers 90 % of it: whatever the process did not get then,
 no other process took. Between windows that are not, the measurement waits for a random, doubling
 time, so that checks which got into each other's way part. The rate is the best conclusive
-window's: a quota of 25 % leaves 25 % in all of them, contention none of its marks. Stopped time counts
+window's: a quota of 25 % leaves 25 % in all of them. One that falls short says nothing yet: where a process comes and
+goes, ours waits behind it for a moment while another CPU idles, which looks the same. So a rate below the core's own is
+believed after four such windows, or else the node counts as never free. Stopped time counts
 against the time that the process did not wait for others, stopped / (own + stopped), so that a quota
 shows on a busy node too.
 """
@@ -33,6 +35,8 @@ from typing import Any
 
 WINDOW_S = 0.5
 CONCLUSIVE = 0.9
+SHORT_WINDOWS = 4
+"""Conclusive windows that must all fall short before a core is called slow."""
 SIZE = 256
 
 
@@ -65,7 +69,8 @@ class CoreRate:
     """What :func:`measure_core` found."""
 
     gflops: float
-    """Of the best conclusive window, over wall time; of the best window at all if none was."""
+    """Of the best conclusive window, over wall time; of the best window at all if none was. Not to be judged unless
+    ``conclusive``."""
     cpu_gflops: float
     """The best window's rate over CPU time."""
     share: float
@@ -85,19 +90,20 @@ def rate_of(windows: list[Window], flop: float, seconds: float) -> CoreRate:
     """The verdict on some windows, each product costing ``flop``."""
     sure = [w for w in windows if w.conclusive]
     best = max(sure or windows, key=lambda w: w.products / w.wall_s)
+    certain = any(w.share >= CONCLUSIVE for w in sure) or len(sure) >= SHORT_WINDOWS
     return CoreRate(
         gflops=best.products * flop / best.wall_s / 1e9,
         cpu_gflops=max(w.products * flop / max(w.own_s, 1e-9) for w in windows) / 1e9,
         share=best.share,
         stopped=sum(w.stopped_s for w in windows) / max(sum(w.own_s + w.stopped_s for w in windows), 1e-9),
-        conclusive=bool(sure), windows=len(windows), seconds=seconds,
+        conclusive=certain, windows=len(windows), seconds=seconds,
     )
 
 
 def enough(windows: list[Window]) -> bool:
     """Two clear windows, or four conclusive ones that all fell short."""
     sure = [w for w in windows if w.conclusive]
-    return sum(w.share >= CONCLUSIVE for w in sure) >= 2 or len(sure) >= 4
+    return sum(w.share >= CONCLUSIVE for w in sure) >= 2 or len(sure) >= SHORT_WINDOWS
 
 
 def allowed_cpus() -> list[int]:

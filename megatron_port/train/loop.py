@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from collections import deque
@@ -29,6 +28,7 @@ from megatron_port.optim.state_check import Damage
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
+from megatron_port.runtime.memory import peak_resident_bytes
 from megatron_port.runtime.pulse import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
 from megatron_port.runtime.signals import EXIT_CODES, StopRequest, hold, name_of
 from megatron_port.telemetry.sinks import Telemetry
@@ -404,7 +404,7 @@ class Trainer:
     def _peak_memory(self) -> int:
         if self.session.device.is_gpu:
             return int(torch.cuda.max_memory_allocated())
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_resident_bytes()
 
     def _evaluate(self, telemetry: Telemetry) -> float:
         c = self.config

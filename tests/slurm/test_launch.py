@@ -253,7 +253,7 @@ STALE = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
 
 @pytest.mark.parametrize(
     ("env", "says"),
-    [({"SRUN_OPTIONS": "--gres=gpu:99"}, "srun did not start the ranks: .*gpu:99 is more than.*Invalid generic resource"),
+    [({"SRUN_OPTIONS": "--gres=gpu:99"}, "srun did not start the ranks: .*gpu:99 is more than.*Invalid generic"),
      (STALE, "this looks like torchrun, but WORLD_SIZE is not set.*unset TORCHELASTIC_RUN_ID")],
 )
 def test_what_no_other_attempt_can_change_is_tried_once(runs: Runs, env: dict[str, str], says: str) -> None:

@@ -183,7 +183,7 @@ def test_contention_is_not_held_against_a_core_and_a_quota_is() -> None:
     clean = rate_of([window(0.5, 0.0), window(0.4, 0.05), window(0.97, 1.0)], FLOP, 2.0)
     assert clean.conclusive and clean.gflops == pytest.approx(58.2, rel=0.01) and clean.share == 0.97
     # A quota of a quarter, with and without company.
-    held = rate_of([window(0.25, 0.0), window(0.25, 0.9), window(0.26, 0.8)], FLOP, 2.0)
+    held = rate_of([window(0.25, 0.0), *[window(0.25, 0.9)] * 3, window(0.26, 0.8)], FLOP, 2.0)
     assert held.conclusive and held.gflops == pytest.approx(15.6, rel=0.02)
     assert held.cpu_gflops == pytest.approx(60, rel=0.01)
     busy = rate_of([window(0.5, 0.0), window(0.4, 0.1)], FLOP, 12.0)
@@ -194,6 +194,15 @@ def test_contention_is_not_held_against_a_core_and_a_quota_is() -> None:
     held = rate_of([window(0.2, 0.0, stopped=0.8), window(0.1, 0.0, stopped=0.1)], FLOP, 1.0)
     assert held.stopped == pytest.approx(0.75)
     assert rate_of([window(0.1, 0.0)], FLOP, 1.0).stopped == 0.0
+
+
+def test_one_window_in_which_others_came_and_went_condemns_no_core() -> None:
+    """A busy node: the process waited for its CPU while another idled for a moment; it was never free for two windows."""
+    busy, moment = window(0.3, 0.0), window(0.55, 0.4)
+    for windows in ([*[busy] * 5, moment], [busy, moment, busy, moment, moment]):
+        found = rate_of(windows, FLOP, 12.0)
+        assert not found.conclusive and found.cpu_gflops == pytest.approx(60, rel=0.01)
+    assert rate_of([busy, moment, window(0.95, 0.5)], FLOP, 12.0).conclusive, "a rate that is good needs no second one"
 
 
 def test_a_measurement_ends_when_it_is_sure() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -54,6 +56,21 @@ def test_a_cancelled_job_does_not_ask_to_come_back(numbers: tuple[int, ...], lev
             os.kill(os.getpid(), number)
         assert stop.level == level and EXIT_CODES[stop.level] == code and stop.requeue is (level == 1)
         assert (stop.signal_name or "") == name_of(level)
+
+
+def test_peak_memory_is_this_programs_not_its_parents() -> None:
+    """A parent with 300 MB more than the program needs; ru_maxrss would give them to it."""
+    ballast = bytearray(b"x") * (300 << 20)
+    program = (
+        "import resource\nfrom megatron_port.runtime.memory import peak_resident_bytes\n"
+        "before = peak_resident_bytes()\n"
+        "held = bytearray(b'x') * (64 << 20)\ndel held\n"
+        "print(before, peak_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
+    before, after, inherited = map(int, done.stdout.split())
+    assert before < 100 << 20 and 60 << 20 < after - before < 80 << 20, done.stdout
+    assert inherited > len(ballast), "the measure that this one replaces"
 
 
 def test_handlers_need_the_main_thread() -> None:
