@@ -13,6 +13,15 @@ from jobs import ROOT, environment
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
+UNJUDGED = """\
+extends = ["clusters/cpu"]
+[preflight]
+share_of_median = 0.0
+"""
+"""Both nodes are this machine, and whatever else runs on it slows one of them. What is tested here is the archive; the
+verdicts are tested in test_sick_nodes.py."""
+
+
 def contents(archive: Path) -> dict[str, str]:
     """File → text."""
     found = {}
@@ -30,11 +39,13 @@ def states(summary: str) -> dict[str, str]:
 
 
 def test_a_job_of_two_nodes_leaves_an_archive_without_their_names(cluster: Cluster) -> None:
-    out = cluster.shared / "report"
+    out, description = cluster.shared / "report", cluster.shared / "unjudged.toml"
+    description.write_text(UNJUDGED)
     parts = ["doctor", "preflight-node", "preflight-network", "preflight-report", "preflight-nodes"]
     job = cluster.sbatch(
         "-N2", "--ntasks-per-node=1", "--gpus-per-node=8", "-t5", "-o", cluster.shared / "job.out",
-        ROOT / "launch" / "site_report.sh", "--short", "--out", out, "--only", *parts, cwd=ROOT, env=environment(),
+        ROOT / "launch" / "site_report.sh", "--short", "--out", out, "--cluster", description, "--only", *parts,
+        cwd=ROOT, env=environment(),
     )
     record = cluster.wait(job)
     log = (cluster.shared / "job.out").read_text()

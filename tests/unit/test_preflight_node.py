@@ -197,7 +197,7 @@ def test_contention_is_not_held_against_a_core_and_a_quota_is() -> None:
 
 
 def test_one_window_in_which_others_came_and_went_condemns_no_core() -> None:
-    """A busy node: the process waited for its CPU while another idled for a moment; it was never free for two windows."""
+    """A busy node: the process waited for its CPU while another idled for a moment, and was never free."""
     busy, moment = window(0.3, 0.0), window(0.55, 0.4)
     for windows in ([*[busy] * 5, moment], [busy, moment, busy, moment, moment]):
         found = rate_of(windows, FLOP, 12.0)
