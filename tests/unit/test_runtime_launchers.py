@@ -102,6 +102,14 @@ def test_a_batch_jobs_variables_do_not_hide_the_launcher(name: str, stale: Env) 
     assert found({**stale, **ALL[name](1, 2, 2)}).rank == 1
 
 
+def test_a_launcher_that_gives_only_ranks_is_completed_by_the_user() -> None:
+    env = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PALS_NODEID": "1"}
+    info = found({**env, "MASTER_ADDR": "n0", "WORLD_SIZE": "4"})
+    assert (info.rank, info.world_size, info.local_rank, info.num_nodes, info.launcher) == (3, 4, 1, 2, "pals")
+    info = found({"PMIX_RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n0"})
+    assert (info.rank, info.local_rank, info.node_rank, info.num_nodes, info.launcher) == (3, 1, 1, 2, "pmix")
+
+
 def test_a_pytorchjob_has_one_rank_a_pod() -> None:
     env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
     info = found(env)

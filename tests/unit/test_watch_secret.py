@@ -60,6 +60,7 @@ def forged(kind: str, store: dist.Store, folder: Path) -> None:
         path.chmod(0o640)
     elif kind == "link":
         (folder / "other").write_text(json.dumps(WHERE))
+        (folder / "other").chmod(0o600)
         path.unlink()
         path.symlink_to(folder / "other")
     elif kind == "owner":
@@ -76,7 +77,7 @@ def test_a_file_that_others_could_have_written_is_refused(tmp_path: Path, kind: 
     store, folder = dist.HashStore(), tmp_path / "run"
     publish(store, WHERE, rank(0, ""), folder)
     forged(kind, store, folder)
-    with pytest.raises(OSError, match="another user's|not from this run|symbolic link"):
+    with pytest.raises(OSError, match="another user's|not from this run|symbolic links"):
         look_up(store, rank(1, ""), folder)
 
 
