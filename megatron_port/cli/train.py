@@ -19,9 +19,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "train", help="train a model, or resume a run",
-        description="Train as run.toml says. Under torchrun or srun every process is one rank; --nproc starts the "
-        "ranks of one machine itself. A run resumes from the newest whole checkpoint of its folder; `train runs/NAME` "
-        "takes the configuration that is in that folder.",
+        description="Train as run.toml says. Under torchrun, srun, mpirun and the like every process is one rank; "
+        "--nproc starts the ranks of one machine itself. A run resumes from the newest whole checkpoint of its folder; "
+        "`train runs/NAME` takes the configuration that is in that folder.",
     )
     add_run_options(parser)
     add_rendezvous_options(parser)

@@ -213,11 +213,13 @@ def test_a_job_cancelled_after_its_warning_stays_cancelled(patient: Cluster) -> 
 
 @pytest.fixture
 def impatient() -> Iterator[Cluster]:
-    """Four nodes whose loss SLURM notices in seconds; a site's SLURM takes minutes, and nothing else differs."""
+    """Four nodes whose loss SLURM notices in seconds; a site's SLURM takes minutes. Jobs get the usual KillWait, so that
+    their scripts come to their end.
+    """
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    with start_cluster(4, options=Options(slurmd_timeout=5, message_timeout=3, cred_expire=6)) as cluster:
+    with start_cluster(4, options=Options(kill_wait=30, slurmd_timeout=5, message_timeout=3, cred_expire=6)) as cluster:
         yield cluster
 
 
