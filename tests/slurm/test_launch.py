@@ -211,6 +211,9 @@ def test_a_job_cancelled_after_its_warning_stays_cancelled(patient: Cluster) -> 
     assert (runs.run_folder / "checkpoints" / f"step-{done:08d}").is_dir(), log
 
 
+IMPATIENT = Options(kill_wait=30, slurmd_timeout=5, message_timeout=3, cred_expire=6)
+
+
 @pytest.fixture
 def impatient() -> Iterator[Cluster]:
     """Four nodes whose loss SLURM notices in seconds; a site's SLURM takes minutes. Jobs get the usual KillWait, so that
@@ -219,7 +222,7 @@ def impatient() -> Iterator[Cluster]:
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    with start_cluster(4, options=Options(kill_wait=30, slurmd_timeout=5, message_timeout=3, cred_expire=6)) as cluster:
+    with start_cluster(4, options=IMPATIENT) as cluster:
         yield cluster
 
 
