@@ -216,8 +216,8 @@ IMPATIENT = Options(kill_wait=30, slurmd_timeout=5, message_timeout=3, cred_expi
 
 @pytest.fixture
 def impatient() -> Iterator[Cluster]:
-    """Four nodes whose loss SLURM notices in seconds; a site's SLURM takes minutes. Jobs get the usual KillWait, so that
-    their scripts come to their end.
+    """Four nodes whose loss SLURM notices in seconds; a site's SLURM takes minutes. KillWait is the usual one, so that
+    the scripts of jobs come to their end.
     """
     reason = why_not()
     if reason:
