@@ -11,6 +11,8 @@ from megatron_port.checkpoint.format import MAX_BLOCK, FileEntry
 MIN_BLOCK, _BLOCKS = 1 << 20, 128
 CHUNK = 1 << 20
 """Bytes read, written or hashed at a time: they are still in the core's cache when the next hand touches them."""
+GRAIN = 1 << 16
+"""Bytes of a verified block that have a hash of their own in memory: the least that can be read again and trusted."""
 
 
 def block_bytes(size: int) -> int:
@@ -44,6 +46,44 @@ class SpanHashes:
             if self._at == stop:
                 self.hashes.append(self._digest.hexdigest() if stop - start < self._limit else "")
                 self._digest.reset()
+
+
+class GrainHashes:
+    """xxh3-128 of each ``grain`` bytes of a stream, one after the other; the last may be shorter."""
+
+    WIDTH = 16
+    """Bytes of a hash."""
+
+    def __init__(self, grain: int) -> None:
+        self._grain, self._room = grain, grain
+        self._digest = xxhash.xxh3_128()
+        self._done = bytearray()
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the stream."""
+        at, size, grain = 0, len(data), self._grain
+        while at < size:
+            if self._room == grain and size - at >= grain:  # a whole one at once
+                self._done += xxhash.xxh3_128_digest(data[at : at + grain])
+                at += grain
+                continue
+            part = data[at : at + self._room]
+            self._digest.update(part)
+            at += len(part)
+            self._room -= len(part)
+            if not self._room:
+                self._close()
+
+    def digests(self) -> bytes:
+        """The hashes of all that has passed, ``WIDTH`` bytes each."""
+        if self._room != self._grain:
+            self._close()
+        return bytes(self._done)
+
+    def _close(self) -> None:
+        self._done += self._digest.digest()
+        self._digest.reset()
+        self._room = self._grain
 
 
 class Digest:

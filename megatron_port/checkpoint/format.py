@@ -49,7 +49,6 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 _MAX_MANIFEST = 1 << 31
 _MAX_DIMS = 16
 _MAX_COUNT = 1 << 63
-_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -149,15 +148,6 @@ def step_of(name: str) -> int | None:
     """The step of a committed directory's name; None if it is not one."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
-
-
-def hash_file(path: Path) -> str:
-    """xxh3-128 of a file's content, in constant memory."""
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def plain(value: Any) -> Any:

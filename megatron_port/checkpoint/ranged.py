@@ -1,8 +1,13 @@
-"""Ranged reads of one file in which every block is verified before its first byte is used.
+"""Ranged reads of one file in which every byte that is used was hashed where it lies.
 
 What is wanted of a block is read straight into its destination and hashed there, a mebibyte at a time while it is in
 the core's cache. What else is in it goes to a scratch buffer, where the next read may find it; several files share it,
-so the memory is one block whatever is read. A block is hashed once: later reads of it fetch only the bytes they want.
+so the memory is one block whatever is read.
+
+A file may return other bytes when it is read again (a flipped bit on the way, a writer, another server's copy). So a
+block's hash proves nothing about a later read: while a block is verified, each ``GRAIN`` of it is hashed too, and a
+later read fetches whole grains and compares them with that. 16 bytes of hash per 64 KiB are kept, and what is read
+beyond what is wanted is less than two grains.
 """
 
 from __future__ import annotations
@@ -13,8 +18,9 @@ from pathlib import Path
 
 import xxhash
 
-from megatron_port.checkpoint.digest import CHUNK
-from megatron_port.checkpoint.format import FileEntry, hash_file
+from megatron_port.checkpoint.digest import CHUNK, GRAIN, GrainHashes
+from megatron_port.checkpoint.disk import open_regular
+from megatron_port.checkpoint.format import FileEntry
 from megatron_port.checkpoint.shard import MAX_HEADER, parse_header
 from megatron_port.errors import DamagedCheckpoint
 
@@ -26,6 +32,8 @@ class Scratch:
         self._buffer = bytearray()
         self._holds: tuple[Path, int] | None = None
         self._hole = (0, 0)
+        self.edges = memoryview(bytearray(2 * GRAIN))
+        """What a second read fetches before and after what is wanted."""
 
     def space(self, size: int) -> memoryview:
         """``size`` bytes to fill; what was there is gone."""
@@ -63,12 +71,16 @@ class RangedFile:
         self, path: Path, entry: FileEntry, scratch: Scratch, contents: Callable[[int, int], str]
     ) -> None:
         self.path, self._entry, self._scratch, self._contents = path, entry, scratch, contents
-        self._verified = bytearray(max(len(entry.blocks), 1))
+        self._width = entry.block_bytes or max(entry.size, 1)
+        """Version 1 has no blocks: its one hash is that of a block as long as the file."""
+        self._hashes = entry.blocks or (entry.hash,)
+        self._known: dict[int, bytes] = {}
+        """Block → the hashes of its grains, taken while the block was verified."""
         self._handle: int | None = None
         self._header: dict[str, tuple[str, int, int]] | None = None
 
     def close(self) -> None:
-        """Let go of the file descriptor; what was verified stays known."""
+        """Let go of the file descriptor; the hashes of what was verified stay known."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -97,41 +109,34 @@ class RangedFile:
         Raises:
             DamagedCheckpoint: a block that they lie in is not what was saved, or cannot be read.
         """
-        stop, width = start + len(out), self._entry.block_bytes
+        stop, width = start + len(out), self._width
         if not 0 <= start <= stop <= self._entry.size:
             raise ValueError(f"bytes {start} to {stop} of a file of {self._entry.size}")
-        if not width:
-            self._verify_whole()
-            self._pread(start, out)
-            return
         for index in range(start // width, -(-stop // width)):
             low, high = index * width, min((index + 1) * width, self._entry.size)
             a, z = max(low, start), min(high, stop)
             part = out[a - start : z - start]
-            known = self._scratch.part(self.path, index, a - low, z - low) if self._verified[index] else None
-            if known is not None:
-                part[:] = known
-            elif self._verified[index]:
-                self._pread(a, part)
+            held = self._scratch.part(self.path, index, a - low, z - low)
+            if held is not None:
+                part[:] = held
+            elif index in self._known:
+                self._read_again(index, a, part)
             elif (a, z) == (low, high):
                 self._read_block(index, part)
+            elif not self._entry.block_bytes:
+                self._read_whole()
+                self._read_again(index, a, part)
             else:
                 around = self._scratch.space(high - low)
-                self._read_block(index, around[: a - low], part, around[z - low :])
+                self._read_block(index, around[: a - low], part, around[z - low :], keep=True)
                 self._scratch.keep(self.path, index, (a - low, z - low))
 
     def faults(self) -> Iterator[str]:
         """Read and hash everything anew; yields what is wrong, one text a block."""
         entry = self._entry
-        self._verified = bytearray(len(self._verified))
+        self._known.clear()
         self._header = None
         self._scratch.forget()
-        if not entry.block_bytes:
-            try:
-                self._verify_whole()
-            except DamagedCheckpoint as error:
-                yield str(error)
-            return
         clean = True
         whole = xxhash.xxh3_128()
         for index in range(len(entry.blocks)):
@@ -144,46 +149,83 @@ class RangedFile:
                 yield str(error)
             if clean:
                 whole.update(block)
-        if clean and whole.hexdigest() != entry.hash:
+        if not entry.block_bytes:
+            try:
+                self._read_whole()
+            except DamagedCheckpoint as error:
+                yield str(error)
+        elif clean and whole.hexdigest() != entry.hash:
             yield f"{self.path}: every block matches its hash, the whole file does not: the manifest contradicts itself"
 
-    def _verify_whole(self) -> None:
-        """Version 1: no block hashes."""
-        if self._verified[0]:
-            return
-        try:
-            found = hash_file(self.path)
-        except OSError as error:
-            raise self._unreadable(error, 0, self._entry.size) from error
-        if found != self._entry.hash:
-            raise DamagedCheckpoint(
-                f"{self.path}: its content does not match its hash ({found}, expected {self._entry.hash}): damaged is "
-                f"one of {self._contents(0, self._entry.size)}"
-            )
-        self._verified[0] = 1
+    def _read_whole(self) -> None:
+        """Version 1: verify the file as one block, in constant memory."""
+        size = self._entry.size
+        buffer = memoryview(bytearray(min(size, CHUNK)))
+        digest, grains = xxhash.xxh3_128(), GrainHashes(GRAIN)
+        for at in range(0, size, CHUNK):
+            part = buffer[: min(CHUNK, size - at)]
+            self._pread(at, part)
+            digest.update(part)
+            grains.update(part)
+        self._compare(0, digest.hexdigest())
+        self._known[0] = grains.digests()
 
-    def _read_block(self, index: int, *outs: memoryview) -> None:
-        """Read a block into ``outs``, one after the other, and verify it."""
-        at = low = index * self._entry.block_bytes
-        digest = xxhash.xxh3_128()
+    def _read_block(self, index: int, *outs: memoryview, keep: bool = False) -> None:
+        """Read a block into ``outs``, one after the other, and verify it. ``keep``: it may be read again in part."""
+        at = index * self._width
+        digest, grains = xxhash.xxh3_128(), GrainHashes(GRAIN)
         for out in outs:
             for start in range(0, len(out), CHUNK):
                 part = out[start : start + CHUNK]
                 self._pread(at, part)
                 digest.update(part)
+                if keep:
+                    grains.update(part)
                 at += len(part)
-        found = digest.hexdigest()
-        if found != self._entry.blocks[index]:
+        self._compare(index, digest.hexdigest())
+        if keep:
+            self._known[index] = grains.digests()
+
+    def _compare(self, index: int, found: str) -> None:
+        if found != self._hashes[index]:
+            low = index * self._width
+            high = min(low + self._width, self._entry.size)
+            what = f"block {index} (bytes {low} to {high - 1})" if self._entry.block_bytes else "its content"
             raise DamagedCheckpoint(
-                f"{self.path}: block {index} (bytes {low} to {at - 1}) does not match its hash ({found}, "
-                f"expected {self._entry.blocks[index]}): damaged is {self._contents(low, at)}"
+                f"{self.path}: {what} does not match its hash ({found}, expected {self._hashes[index]}): damaged is "
+                f"{self._contents(low, high)}"
             )
-        self._verified[index] = 1
+
+    def _read_again(self, index: int, start: int, out: memoryview) -> None:
+        """Fill ``out`` from byte ``start`` of a block that was verified: whole grains, each compared with its hash."""
+        low = index * self._width
+        high = min(low + self._width, self._entry.size)
+        stop = start + len(out)
+        first, last = (start - low) // GRAIN, -(-(stop - low) // GRAIN)
+        head = start - (low + first * GRAIN)
+        tail = min(low + last * GRAIN, high) - stop
+        at, grains = start - head, GrainHashes(GRAIN)
+        for part in (self._scratch.edges[:head], out, self._scratch.edges[head : head + tail]):
+            for begin in range(0, len(part), CHUNK):
+                chunk = part[begin : begin + CHUNK]
+                self._pread(at, chunk)
+                grains.update(chunk)
+                at += len(chunk)
+        found, width = grains.digests(), GrainHashes.WIDTH
+        known = self._known[index][first * width : last * width]
+        if found != known:
+            wrong = next(i for i in range(0, len(known), width) if found[i : i + width] != known[i : i + width])
+            a = low + (first + wrong // width) * GRAIN
+            z = min(a + GRAIN, high)
+            raise DamagedCheckpoint(
+                f"{self.path}: bytes {a} to {z - 1} were right when block {index} was verified and are not now: the "
+                f"file changed, or was read wrongly; in them: {self._contents(a, z)}"
+            )
 
     def _pread(self, start: int, out: memoryview) -> None:
         try:
             if self._handle is None:
-                self._handle = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                self._handle = open_regular(self.path)
             at = 0
             while at < len(out):
                 count = os.preadv(self._handle, [out[at:]], start + at)

@@ -15,7 +15,7 @@ import xxhash
 
 from megatron_port.checkpoint import reader
 from megatron_port.checkpoint.digest import Digest
-from megatron_port.checkpoint.format import SavedState, hash_file
+from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.checkpoint.shard import parse_header
 from megatron_port.checkpoint.writer import save_checkpoint
@@ -175,7 +175,8 @@ def test_a_forged_shard_with_a_mended_hash(tmp_path: Path) -> None:
     data[0] = 0xFF
     data[7] = 0x7F
     path.write_bytes(data)
-    forge(at, lambda b: b["files"][SHARD].update(hash=hash_file(path), blocks=[hash_file(path)]))
+    digest = xxhash.xxh3_128_hexdigest(data)
+    forge(at, lambda b: b["files"][SHARD].update(hash=digest, blocks=[digest]))
     with pytest.raises(CheckpointError):
         read_all(at)
 
@@ -240,7 +241,7 @@ def big(folder: Path, rows: int = 64, columns: int = 16, width: int = 256) -> tu
     return at, w, (at / SHARD).stat().st_size - 2 * w.numel() * 4
 
 
-def test_only_blocks_that_are_read_are_verified_and_only_once(
+def test_only_blocks_that_are_read_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at, w, start = big(tmp_path)
@@ -256,7 +257,7 @@ def test_only_blocks_that_are_read_are_verified_and_only_once(
     assert min(a for a, _ in touched) == first // 256 * 256 and max(z for _, z in touched) <= first + 512 + 255
     assert sum(z - a for a, z in touched) <= 512 + 2 * 255
     checkpoint.read("w", "weight", (32, 0), (4, 16))
-    assert sum(z - a for a, z in reads.take()) <= 256  # verified before: nothing but the bytes that are wanted
+    assert sum(z - a for a, z in reads.take()) <= 2 * 256  # again: what it takes to verify them
     checkpoint.verify()
     assert sum(z - a for a, z in reads.take()) >= (at / SHARD).stat().st_size
 
@@ -293,7 +294,7 @@ def test_a_place_in_memory_hides_no_damage(tmp_path: Path) -> None:
 
 
 def test_what_lies_beside_a_read_is_kept_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads in the order of the file fetch each block once; going back fetches again just what is wanted."""
+    """Reads in the order of the file fetch each block once; going back fetches what it takes to verify it again."""
     at, w, _start = big(tmp_path)
     checkpoint, reads = open_checkpoint(at), Reads(monkeypatch)
     size = (at / SHARD).stat().st_size
@@ -304,7 +305,7 @@ def test_what_lies_beside_a_read_is_kept_for_the_next(tmp_path: Path, monkeypatc
     touched = reads.take()
     assert sum(z - a for a, z in touched) == size and len({a for a, _ in touched}) == len(touched)
     assert torch.equal(checkpoint.read("w", "weight", (3, 0), (3, 16)), w[3:6])
-    assert sum(z - a for a, z in reads.take()) == 192
+    assert 192 <= sum(z - a for a, z in reads.take()) <= 2 * 256
 
 
 @pytest.mark.parametrize("span", [1 << 24, 100, 64])
