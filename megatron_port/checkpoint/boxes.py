@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 Shape = tuple[int, ...]
 
@@ -142,57 +141,83 @@ def stacked(pieces: Sequence[Ranged], global_shape: Shape) -> bool:
 
 
 def cover_fault(pieces: Sequence[FlatRange], global_shape: Shape) -> str | None:
-    """Why the pieces do not cover the tensor exactly once; None if they do.
+    """Why the pieces do not cover the tensor exactly once; None if they do. Linear in the pieces, but for a sort.
 
-    Within bounds, free of overlap and as many elements as the tensor has is an exact cover.
+    How often each element is covered is a function whose mixed difference along all dimensions is zero but at the
+    boxes' corners, +1 or -1 at each, and which that difference determines. So the cover is exact if and only if the
+    corners of all boxes cancel, but for those of the tensor itself. Where they do not, the first corner in
+    lexicographic order is an element that is covered too often or not at all.
     """
     for piece in pieces:
         fault = range_fault(piece, global_shape)
         if fault:
             return f"{fault} ({piece.label})" if piece.label else fault
-    fault = _overlap_fault(pieces)
-    if fault:
-        return fault
-    total, have = prod(global_shape), sum(p.numel for p in pieces)
-    if have != total:
-        return f"{have} of {total} elements are covered"
-    return None
+    solids = list(_solids(pieces))
+    corners = _corners([(box, 1) for box in solids] + [(Box((0,) * len(global_shape), global_shape), -1)])
+    if not corners:
+        return None
+    element = min(corners)
+    if corners[element] < 0:
+        total, have = prod(global_shape), sum(p.numel for p in pieces)
+        return f"{have} of {total} elements are covered; none covers element {element}"
+    owners = [p for p in pieces if _holds(p, element)]
+    a, b = owners[0], owners[1]
+    return (
+        f"range {a.flat_start} + {a.numel} of box {a.offset} + {a.shape} ({a.label}) and range {b.flat_start} + "
+        f"{b.numel} of box {b.offset} + {b.shape} ({b.label}) overlap at element {element}"
+    )
 
 
-def _overlap_fault(pieces: Sequence[FlatRange]) -> str | None:
-    """Name two pieces that share an element. Pieces of one box are compared as ranges, others as boxes."""
-    by_box: dict[tuple[Shape, Shape], list[FlatRange]] = {}
+def _solids(pieces: Sequence[FlatRange]) -> Iterator[Box]:
+    """The pieces as boxes; ranges of one box that follow one another are taken together."""
+    by_box: dict[tuple[Shape, Shape], list[tuple[int, int]]] = {}
     for piece in pieces:
-        by_box.setdefault((piece.offset, piece.shape), []).append(piece)
-    solids: list[tuple[Box, str]] = []
-    for (offset, shape), members in by_box.items():
-        if len(members) == 1 and members[0].numel == prod(shape):  # most are, and there may be 10^5
-            solids.append((Box(offset, tuple([o + n for o, n in zip(offset, shape)])), members[0].label))
-            continue
-        members.sort(key=lambda p: p.flat_start)
-        for a, b in pairwise(members):
-            if a.flat_start + a.numel > b.flat_start:
-                return (
-                    f"ranges {a.flat_start} + {a.numel} ({a.label}) and {b.flat_start} + {b.numel} ({b.label}) "
-                    f"of box {offset} + {shape} overlap"
-                )
-        if sum(p.numel for p in members) == prod(shape):
-            high = tuple(o + n for o, n in zip(offset, shape))
-            solids.append((Box(offset, high), members[0].label))
-        else:
-            solids.extend((box, p.label) for p in members for box in p.boxes())
-    return _solids_fault(solids)
+        if piece.numel:
+            spans = by_box.setdefault((piece.offset, piece.shape), [])
+            spans.append((piece.flat_start, piece.flat_start + piece.numel))
+    for (offset, shape), ranges in by_box.items():
+        ranges.sort()
+        start, stop = ranges[0]
+        for a, z in [*ranges[1:], (-1, -1)]:
+            if a == stop:
+                stop = z
+                continue
+            for box in range_boxes(shape, start, stop):
+                yield box.shifted(offset)
+            start, stop = a, z
 
 
-def _solids_fault(solids: list[tuple[Box, str]]) -> str | None:
-    """Sweep along the first dimension; boxes that are open together are compared pairwise."""
-    solids.sort(key=lambda s: s[0].low[:1])
-    open_boxes: list[tuple[Box, str]] = []
-    for box, label in solids:
-        if open_boxes:
-            open_boxes = [(o, n) for o, n in open_boxes if o.high[:1] > box.low[:1] or not box.low]
-        for other, name in open_boxes:
-            if box.intersect(other) is not None:
-                return f"boxes {other.low}..{other.high} ({name}) and {box.low}..{box.high} ({label}) overlap"
-        open_boxes.append((box, label))
-    return None
+def _corners(boxes: Sequence[tuple[Box, int]]) -> dict[Shape, int]:
+    """Sum over weighted boxes of ±weight at each corner, zeros left out: a corner of k upper bounds counts (-1)^k.
+
+    Dimension by dimension, so that corners of neighbours cancel before they are multiplied by the next dimension.
+    """
+    sums: dict[tuple[Shape, Shape, Shape], int] = {}  # (corner so far, low and high of the dimensions to come)
+    for box, weight in boxes:
+        if all(lo < hi for lo, hi in zip(box.low, box.high)):
+            _add(sums, ((), box.low, box.high), weight)
+    for _ in range(len(boxes[0][0].low)):
+        following: dict[tuple[Shape, Shape, Shape], int] = {}
+        for (corner, low, high), weight in sums.items():
+            _add(following, ((*corner, low[0]), low[1:], high[1:]), weight)
+            _add(following, ((*corner, high[0]), low[1:], high[1:]), -weight)
+        sums = following
+    return {corner: weight for (corner, _, _), weight in sums.items()}
+
+
+def _add(sums: dict[Any, int], key: Any, weight: int) -> None:
+    """Add to a sum; one that becomes zero is removed."""
+    total = sums.get(key, 0) + weight
+    if total:
+        sums[key] = total
+    else:
+        sums.pop(key, None)
+
+
+def _holds(piece: FlatRange, element: Shape) -> bool:
+    """Is the element in the piece?"""
+    inside = [i - o for i, o in zip(element, piece.offset)]
+    if not all(0 <= i < n for i, n in zip(inside, piece.shape)):
+        return False
+    at = sum(i * s for i, s in zip(inside, strides(piece.shape)))
+    return piece.flat_start <= at < piece.flat_start + piece.numel

@@ -53,18 +53,19 @@ class GrainHashes:
 
     WIDTH = 16
     """Bytes of a hash."""
+    UNKNOWN = bytes(WIDTH)
 
     def __init__(self, grain: int) -> None:
         self._grain, self._room = grain, grain
         self._digest = xxhash.xxh3_128()
         self._done = bytearray()
 
-    def update(self, data: memoryview) -> None:
-        """The next bytes of the stream."""
+    def update(self, data: memoryview, *, skip: bool = False) -> None:
+        """The next bytes of the stream. ``skip``: whole grains in them are not hashed, but entered as ``UNKNOWN``."""
         at, size, grain = 0, len(data), self._grain
         while at < size:
             if self._room == grain and size - at >= grain:  # a whole one at once
-                self._done += xxhash.xxh3_128_digest(data[at : at + grain])
+                self._done += self.UNKNOWN if skip else xxhash.xxh3_128_digest(data[at : at + grain])
                 at += grain
                 continue
             part = data[at : at + self._room]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -72,7 +74,11 @@ def test_what_is_stacked_covers(rows: list[int], inner: tuple[int, ...], data: s
 @pytest.mark.parametrize(
     ("pieces", "says"),
     [
-        ([FlatRange((0,), (4,), 0, 4, "a")], "4 of 10"),
+        ([FlatRange((0,), (4,), 0, 4, "a")], "4 of 10 elements are covered; none covers element (4,)"),
+        ([], "0 of 10"),
+        ([FlatRange((0,), (10,), 0, 10, "a"), FlatRange((0,), (10,), 0, 10, "b")], "(a) and range 0 + 10"),
+        # As many elements as the tensor has, one twice and one never.
+        ([FlatRange((0,), (6,), 0, 6, "a"), FlatRange((5,), (4,), 0, 4, "b")], "overlap at element (5,)"),
         ([FlatRange((0,), (10,), 0, 6, "a"), FlatRange((0,), (10,), 5, 5, "b")], "overlap"),
         ([FlatRange((0,), (6,), 0, 6, "a"), FlatRange((5,), (5,), 0, 5, "b")], "overlap"),
         ([FlatRange((0,), (11,), 0, 11, "a")], "leaves the tensor"),
@@ -83,3 +89,33 @@ def test_what_is_stacked_covers(rows: list[int], inner: tuple[int, ...], data: s
 )
 def test_faults_are_named(pieces: list[FlatRange], says: str) -> None:
     assert says in str(cover_fault(pieces, (10,)))
+
+
+def _columns(n: int) -> list[FlatRange]:
+    """Columns that are each their own piece: all are open at once in a sweep along the first dimension."""
+    return [FlatRange((0, i), (3, 1), 0, 3, "f") for i in range(n)]
+
+
+def _ragged(n: int) -> list[FlatRange]:
+    """Two ranges of each box, cut in the middle of a row, in no order."""
+    return [FlatRange((0, 2 * i), (3, 2), a, 3, "f") for i in range(n // 2) for a in (3, 0)]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("make", [_columns, _ragged])
+def test_the_time_grows_with_the_number_of_pieces(make: Callable[[int], list[FlatRange]], fault: bool) -> None:
+    """Eight times as many take eight times as long, where a pairwise comparison takes 64 times."""
+
+    def seconds(n: int) -> float:
+        pieces = make(n)
+        if fault:
+            pieces[-1] = pieces[0]
+        best = math.inf
+        for _ in range(3):
+            began = time.process_time()
+            found = cover_fault(pieces, (3, n))
+            best = min(best, time.process_time() - began)
+            assert (found is not None) == fault
+        return best
+
+    assert seconds(4000) < 24 * seconds(500)
