@@ -20,6 +20,7 @@ in the format. No pickle. Torch is not needed to read a manifest.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -30,7 +31,9 @@ from typing import Any
 import xxhash
 
 from megatron_port.checkpoint.boxes import FlatRange, cover_fault, stacked
+from megatron_port.checkpoint.disk import open_regular
 from megatron_port.checkpoint.lineage import Lineage, order, parse_lineage
+from megatron_port.checkpoint.schema import MAX_COUNT, MAX_TEXT, field_fault, is_count, shown
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 SCHEMA = "megatron_port.checkpoint"
@@ -43,12 +46,14 @@ REPLACED = ".old"
 DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 """Name in the manifest → (safetensors code, bytes an element)."""
 
-_FILE = re.compile(r"rank-\d{5,9}\.safetensors")
-_STEP = re.compile(r"step-(\d{8,18})(?:\.old)?")
+MAX_HEADER = 100_000_000
+"""Bytes of a data file's header; the safetensors library has the same limit."""
+
+_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+_STEP = re.compile(r"step-([0-9]{8,18})(?:\.old)?")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _MAX_MANIFEST = 1 << 31
-_MAX_DIMS = 16
-_MAX_COUNT = 1 << 63
+_MAX_DIMS = 8
 
 
 @dataclass(frozen=True)
@@ -219,10 +224,14 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        size = path.stat().st_size
-        if size > _MAX_MANIFEST:
-            raise DamagedCheckpoint(f"{path}: {size} bytes; a manifest has at most {_MAX_MANIFEST}")
-        raw = path.read_bytes()
+        with open(open_regular(path), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > _MAX_MANIFEST:
+                raise DamagedCheckpoint(f"{path}: {size} bytes; a manifest has at most {_MAX_MANIFEST}")
+            raw = stream.read(4096)
+            if raw.lstrip()[:1] != b"{":  # before gigabytes of anything are read
+                raise DamagedCheckpoint(f"{path}: damaged: not JSON; use another checkpoint")
+            raw += stream.read(size)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{directory} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
@@ -233,7 +242,7 @@ def read_manifest(directory: Path) -> Manifest:
 def decode_manifest(raw: bytes, where: str = MANIFEST) -> Manifest:
     """Parse the bytes of a manifest; ``where`` names it in messages. Raises CheckpointError."""
     try:
-        outer = json.loads(raw)
+        outer = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{where}: damaged: not JSON ({error}); use another checkpoint") from None
     if not isinstance(outer, dict) or not isinstance(outer.get("manifest"), dict):
@@ -259,7 +268,7 @@ def decode_manifest(raw: bytes, where: str = MANIFEST) -> Manifest:
 
 
 def check_cover(pieces: tuple[PieceEntry, ...], where: str) -> None:
-    """Each (name, kind) is tiled exactly once, with one global shape and dtype. Raises CheckpointError."""
+    """Each (name, kind) is tiled exactly once, with one global shape and dtype. Raises DamagedCheckpoint."""
     groups: dict[tuple[str, str], list[PieceEntry]] = {}
     for piece in pieces:
         groups.setdefault((piece.name, piece.kind), []).append(piece)
@@ -289,25 +298,25 @@ class _Parser:
 
     # ``what`` and ``of`` are joined in the message only: there may be 10^5 pieces.
     def count(self, value: Any, what: str, of: str = "") -> int:
-        if type(value) is not int or not 0 <= value < _MAX_COUNT:  # not isinstance: True is an int
-            raise self.fail(f"{what}{of} is {value!r:.60}; expected an integer from 0 to 2^63 - 1")
+        if not is_count(value):
+            raise self.fail(f"{what}{of} is {shown(value)}; expected an integer from 0 to 2^63 - 1")
         return value
 
     def text(self, value: Any, what: str, of: str = "") -> str:
-        if not isinstance(value, str) or not value or len(value) > 4096:
-            raise self.fail(f"{what}{of} is {value!r:.60}; expected a name")
+        if not isinstance(value, str) or not value or len(value) > MAX_TEXT:
+            raise self.fail(f"{what}{of} is {shown(value)}; expected a name")
         return value
 
     def mapping(self, value: Any, what: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise self.fail(f"{what} is {value!r:.60}; expected an object")
+            raise self.fail(f"{what} is {shown(value)}; expected an object")
         return value
 
     def dims(self, value: Any, what: str, of: str) -> tuple[int, ...]:
         if not isinstance(value, list) or len(value) > _MAX_DIMS:
-            raise self.fail(f"{what}{of} is {value!r:.60}; expected a list of at most {_MAX_DIMS} sizes")
+            raise self.fail(f"{what}{of} is {shown(value)}; expected a list of at most {_MAX_DIMS} sizes")
         for v in value:
-            if type(v) is not int or not 0 <= v < _MAX_COUNT:
+            if type(v) is not int or not 0 <= v < MAX_COUNT:
                 self.count(v, what, of)  # says what is wrong; called for none that is right
         return tuple(value)
 
@@ -334,7 +343,7 @@ class _Parser:
 
     def digest(self, value: Any, what: str, of: str = "") -> str:
         if not isinstance(value, str) or not _HASH.fullmatch(value):
-            raise self.fail(f"{what}{of} is {value!r:.60}; expected 32 hex digits")
+            raise self.fail(f"{what}{of} is {shown(value)}; expected 32 hex digits")
         return value
 
     def piece(self, value: Any, files: Mapping[str, FileEntry]) -> PieceEntry:
@@ -362,11 +371,14 @@ class _Parser:
         nbytes = piece.numel * DTYPES[piece.dtype][1]
         if nbytes > files[file].size:
             raise self.fail(f"{name} needs {nbytes} bytes of {file}, which has {files[file].size}")
-        if prod(piece.global_shape) >= _MAX_COUNT:
+        if prod(piece.global_shape) >= MAX_COUNT:
             raise self.fail(f"{name} has {prod(piece.global_shape)} elements, more than 2^63 - 1")
         return piece
 
     def manifest(self, body: dict[str, Any]) -> Manifest:
+        fault = field_fault(body, self.version)
+        if fault:
+            raise self.fail(fault)
         files = {
             self.file_name(name): self.file_entry(name, value)
             for name, value in self.mapping(body.get("files"), "files").items()
@@ -374,41 +386,44 @@ class _Parser:
         listed = body.get("pieces")
         if not isinstance(listed, list):
             raise self.fail("pieces is not a list")
-        pieces = tuple(self.piece(value, files) for value in listed)
+        pieces = tuple([self.piece(value, files) for value in listed])
+        self.check_files(files, pieces)
         check_cover(pieces, self.where)
-        saved_at = body.get("saved_at")
-        if not isinstance(saved_at, (int, float)) or isinstance(saved_at, bool):
-            raise self.fail(f"saved_at is {saved_at!r:.60}; expected seconds")
-        state = SavedState(
-            step=self.count(body.get("step"), "step"),
-            samples=self.count(body.get("samples"), "samples"),
-            tokens=self.count(body.get("tokens"), "tokens"),
-            layout=self.mapping(body.get("layout"), "layout"),
-            config=self.mapping(body.get("config"), "config"),
-            scalars=self.scalars(body.get("scalars")),
-            extra=self.mapping(body.get("extra"), "extra"),
-            **(self.context(body) if self.version > 1 else {}),
-        )
-        versions = {str(k): str(v) for k, v in self.mapping(body.get("versions"), "versions").items()}
+        self.check_kinds(pieces)
+        names = ("step", "samples", "tokens", "layout", "config", "scalars", "extra")
+        later = ("rng", "data", "schedule", "config_hash", "tokenizer")
+        state = SavedState(**{name: body[name] for name in (*names, *(later if self.version > 1 else ()))})
         try:
             lineage = parse_lineage(body.get("lineage"))
         except ValueError as error:
             raise self.fail(str(error)) from None
         return Manifest(
-            state=state, saved_at=float(saved_at), versions=versions, files=files, pieces=pieces, lineage=lineage
+            state=state, saved_at=float(body["saved_at"]), versions=body["versions"], files=files, pieces=pieces,
+            lineage=lineage,
         )
 
-    def context(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What version 2 added to the state."""
-        digest = body.get("config_hash")
-        if not isinstance(digest, str) or len(digest) > 128:
-            raise self.fail(f"config_hash is {digest!r:.60}; expected a hash")
-        names = ("rng", "data", "schedule", "tokenizer")
-        return {"config_hash": digest, **{name: self.mapping(body.get(name), name) for name in names}}
+    def check_files(self, files: Mapping[str, FileEntry], pieces: tuple[PieceEntry, ...]) -> None:
+        """A file is its header and its pieces, without holes: so no size is believed that the pieces do not explain."""
+        held = dict.fromkeys(files, 0)
+        keys = set()
+        for piece in pieces:
+            held[piece.file] += piece.numel * DTYPES[piece.dtype][1]
+            keys.add((piece.file, piece.key))
+        if len(keys) != len(pieces):
+            raise self.fail(f"{len(pieces)} pieces share {len(keys)} stored tensors")
+        for name, entry in files.items():
+            if not 8 <= entry.size - held[name] <= 8 + MAX_HEADER:
+                raise self.fail(f"{name} has {entry.size} bytes, its tensors {held[name]}: the rest is no header")
 
-    def scalars(self, value: Any) -> dict[str, float | int]:
-        scalars = self.mapping(value, "scalars")
-        for name, number in scalars.items():
-            if not isinstance(number, (int, float)) or isinstance(number, bool):
-                raise self.fail(f"scalar {name} is {number!r:.60}; expected a number")
-        return scalars
+    def check_kinds(self, pieces: tuple[PieceEntry, ...]) -> None:
+        """Every parameter has the kinds that the others have, with one shape: moments are not lost for some."""
+        found: dict[str, dict[str, tuple[int, ...]]] = {}
+        for piece in pieces:
+            found.setdefault(piece.name, {})[piece.kind] = piece.global_shape
+        every = {kind for shapes in found.values() for kind in shapes}
+        for name, shapes in found.items():
+            if len(shapes) != len(every):
+                lacking = ", ".join(sorted(every - shapes.keys()))
+                raise self.fail(f"{name} lacks {lacking}, which others have")
+            if len(set(shapes.values())) != 1:
+                raise self.fail(f"the shapes of {name} differ from kind to kind: {shapes}"[:500])

@@ -20,8 +20,8 @@ import xxhash
 
 from megatron_port.checkpoint.digest import CHUNK, GRAIN, GrainHashes
 from megatron_port.checkpoint.disk import open_regular
-from megatron_port.checkpoint.format import FileEntry
-from megatron_port.checkpoint.shard import MAX_HEADER, parse_header
+from megatron_port.checkpoint.format import MAX_HEADER, FileEntry
+from megatron_port.checkpoint.shard import parse_header
 from megatron_port.errors import DamagedCheckpoint
 
 

@@ -6,6 +6,7 @@ the blocks around them were verified (``ranged``). What is damaged is named: the
 
 from __future__ import annotations
 
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import xxhash
 
 from megatron_port.checkpoint.boxes import Box, strides
+from megatron_port.checkpoint.disk import kind_of, open_regular
 from megatron_port.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
 from megatron_port.checkpoint.ranged import RangedFile, Scratch
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
@@ -42,11 +44,17 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     checkpoint = Checkpoint(directory, manifest)
     for name, entry in manifest.files.items():
         try:
-            size = (directory / name).stat().st_size
+            found = (directory / name).lstat()
         except OSError as error:
             raise DamagedCheckpoint(
                 f"{directory / name}: {error.strerror or error}; it held {checkpoint.contents(name)}"
             ) from None
+        if not stat.S_ISREG(found.st_mode):
+            what = kind_of(found.st_mode)
+            raise DamagedCheckpoint(
+                f"{directory / name} is {what}, not a regular file; it held {checkpoint.contents(name)}"
+            )
+        size = found.st_size
         if size != entry.size:
             raise DamagedCheckpoint(
                 f"{directory / name}: {size} bytes, the manifest says {entry.size}; in it: {checkpoint.contents(name)}"
@@ -65,7 +73,11 @@ def checkpoints_in(
     folder = Path(directory)
     if not folder.is_dir():
         return []
-    for path in folder.iterdir():
+    try:
+        paths = list(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    for path in paths:
         if step_of(path.name) is None or not path.is_dir():
             continue
         try:
@@ -209,7 +221,7 @@ class Checkpoint:
         inside = self._layout(file, start, stop)
         found = []
         try:
-            with open(self.path / file, "rb") as stream:
+            with open(open_regular(self.path / file), "rb") as stream:
                 for name, a, z, digest in inside:
                     if digest:
                         stream.seek(a)

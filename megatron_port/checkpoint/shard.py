@@ -24,8 +24,6 @@ from megatron_port.checkpoint.format import DTYPES, FileEntry, PieceEntry
 from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
-MAX_HEADER = 100_000_000
-"""Bytes; the safetensors library has the same limit."""
 _WIDTHS = dict(DTYPES.values())
 
 

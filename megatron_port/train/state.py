@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
+from megatron_port.interop.sidecar import model_of
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import learning_rate
 from megatron_port.runtime.agreement import agree, text_of_rank_zero
@@ -58,9 +60,9 @@ def find_checkpoints(session: Session) -> list[Path]:
     if session.speaker and session.config.checkpoint.resume != "never":
         try:
             whole = _look(session.config, session.logger.log)
+            whole = _of_this_model(whole, session.config, session.logger.log)
             if whole:
                 path, manifest = whole[0]
-                check_same_model(manifest, session.config, path)
                 check_batch(manifest, session.config, session.ctx.topology.dp, str(path))
                 check_seed(manifest, session.config, str(path))
             found = [path for path, _ in whole]
@@ -68,6 +70,32 @@ def find_checkpoints(session: Session) -> list[Path]:
             failure = error
     agree(failure)
     return [Path(path) for path in _from_rank_zero([str(path) for path in found], session)]
+
+
+def _of_this_model(
+    whole: list[tuple[Path, Manifest]], config: RunConfig, note: Any
+) -> list[tuple[Path, Manifest]]:
+    """The checkpoints from the first on that does not contradict itself, which must be of this model.
+
+    Raises:
+        CheckpointError: it is of another, or none is left.
+    """
+    fault: CheckpointError | None = None
+    for i, (path, manifest) in enumerate(whole):
+        try:
+            check_same_model(manifest, config, path)
+        except CheckpointError:
+            try:
+                _check_describes_itself(open_checkpoint(path))
+            except DamagedCheckpoint as damage:
+                note(f"passing over {path.name}: {damage}")
+                fault = damage
+                continue
+            raise
+        return whole[i:]
+    if fault is not None:
+        raise fault
+    return []
 
 
 def find_checkpoint(session: Session) -> Path | None:
@@ -105,9 +133,8 @@ def _look(config: RunConfig, note: Any) -> list[tuple[Path, Manifest]]:
 
 def check_same_model(manifest: Manifest, config: RunConfig, path: Path) -> None:
     """Raise CheckpointError naming the model fields that differ; a layout may differ, a model may not."""
-    saved = manifest.state.config
     mine = as_dict(config)["model"]
-    theirs = saved.get("model", {}) if isinstance(saved, dict) else {}
+    theirs = manifest.state.config.get("model", {})
     if not theirs:
         return
     free = {"name", "hidden_dropout", "attention_dropout", "init_std"}
@@ -119,6 +146,53 @@ def check_same_model(manifest: Manifest, config: RunConfig, path: Path) -> None:
     ]
     if different:
         raise CheckpointError(f"{path} holds another model: " + "; ".join(different))
+
+
+def _check_describes_itself(checkpoint: Checkpoint) -> None:
+    """Raise DamagedCheckpoint if its tensors are not those of the model that its own manifest describes."""
+    names = len(set(checkpoint.names()))
+    try:
+        model = model_of(checkpoint.manifest.state.config, str(checkpoint.path))
+        fault = None
+        if model.num_layers > names:  # before as many are built
+            fault = f"{model.num_layers} layers"
+        else:
+            fault = shape_fault(checkpoint, parameter_shapes(model))
+    except (PortError, ValueError, TypeError, ArithmeticError, RuntimeError, AssertionError) as error:
+        fault = f"no model that can be built ({error})"
+    if fault:
+        raise DamagedCheckpoint(
+            f"{checkpoint.path}: its configuration and its {names} tensors contradict each other: {fault}"
+        )
+
+
+def shape_fault(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why a checkpoint's weights are not those of a model with these shapes; None if they are."""
+    have = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    missing = [name for name in expected if name not in have]
+    if missing:
+        return f"it has no weight of {missing[0]} ({len(missing)} of {len(expected)} are missing)"
+    unknown = [name for name in have if name not in expected]
+    if unknown:
+        return f"the model has no {unknown[0]} ({len(unknown)} such)"
+    wrong = [name for name, shape in expected.items() if have[name] != tuple(shape)]
+    return f"{wrong[0]} has shape {have[wrong[0]]}, the model's has {tuple(expected[wrong[0]])}" if wrong else None
+
+
+def check_resumable(checkpoint: Checkpoint, model: ModelConfig, *, weights_only: bool = False) -> None:
+    """Raise DamagedCheckpoint if a tensor of the model, or state of the optimizer, is not there.
+
+    An import of weights alone is of step 0; what was trained and has lost its moments would resume as another run.
+    """
+    fault = shape_fault(checkpoint, parameter_shapes(model))
+    lost = [kind for kind in ("exp_avg", "exp_avg_sq") if kind not in checkpoint.kinds()]
+    if fault is None and not weights_only:
+        if lost and (checkpoint.step or len(lost) == 1):
+            fault = f"it is of step {checkpoint.step} and has no {' and no '.join(lost)}"
+        elif not lost and "optimizer_steps" not in checkpoint.scalars:
+            fault = "it does not say how many steps the optimizer took"
+    if fault:
+        raise DamagedCheckpoint(f"{checkpoint.path}: {fault}")
 
 
 def load_into(engine: Engine, path: Path, session: Session, *, weights_only: bool = False) -> Checkpoint:
@@ -133,7 +207,12 @@ def load_into(engine: Engine, path: Path, session: Session, *, weights_only: boo
     checkpoint: Checkpoint | None = None
     try:
         checkpoint = open_checkpoint(path)
-        check_same_model(checkpoint.manifest, session.config, checkpoint.path)
+        try:
+            check_same_model(checkpoint.manifest, session.config, checkpoint.path)
+        except CheckpointError:
+            _check_describes_itself(checkpoint)
+            raise
+        check_resumable(checkpoint, session.config.model, weights_only=weights_only)
         if weights_only or "exp_avg" not in checkpoint.kinds():  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
