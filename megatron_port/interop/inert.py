@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_port.errors import CheckpointError
+from megatron_port.interop.pickle_size import check_size
 
 MAX_BYTES = 1 << 31
+_MAX_VALUES = 1 << 28
+_MAX_KEY = 1000
 
 
 @dataclass(eq=False)
@@ -63,7 +66,7 @@ class _Machine:
             "ADDITEMS": lambda _: self._append(self._marked()),
             "SETITEM": lambda _: self._set(self._take(2)), "SETITEMS": lambda _: self._set(self._marked()),
             "GLOBAL": lambda a: self.stack.append(Inert(".".join(str(a).split(" ", 1)))),
-            "STACK_GLOBAL": lambda _: self.stack.append(Inert(".".join(map(str, self._take(2))))),
+            "STACK_GLOBAL": lambda _: self.stack.append(Inert(".".join(self._take(2)))),
             "NEWOBJ": lambda _: self._make(), "REDUCE": lambda _: self._make(), "NEWOBJ_EX": lambda _: self._make_ex(),
             "BUILD": lambda _: self._build(),
             "POP": lambda _: self._drop(),
@@ -105,15 +108,15 @@ class _Machine:
         if not isinstance(target, dict):
             raise TypeError("items are set on something that is no dict")
         for key, value in zip(values[::2], values[1::2]):
-            target[_frozen(key)] = value
+            target[_frozen(key, [_MAX_KEY])] = value
 
     def _make(self) -> None:
         made, args = self._take(2)
-        self.stack.append(Inert(getattr(made, "name", repr(made)), tuple(args)))
+        self.stack.append(Inert(_name(made), tuple(args)))
 
     def _make_ex(self) -> None:
         made, args, _ = self._take(3)
-        self.stack.append(Inert(getattr(made, "name", repr(made)), tuple(args)))
+        self.stack.append(Inert(_name(made), tuple(args)))
 
     def _build(self) -> None:
         (state,) = self._take(1)
@@ -127,9 +130,17 @@ class _Machine:
                 target.raw_state = state
 
 
-def _frozen(key: Any) -> Any:
-    """A dict's key; objects are compared by identity."""
-    return tuple(map(_frozen, key)) if isinstance(key, (list, tuple)) else key
+def _name(made: Any) -> str:
+    """What would be called. Not ``repr``: that of a list in which all levels are shared has no end."""
+    return made.name if isinstance(made, Inert) else type(made).__name__
+
+
+def _frozen(key: Any, left: list[int]) -> Any:
+    """A dict's key; objects are compared by identity. ``left``: how many values it may have."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise ValueError(f"a key of more than {_MAX_KEY} values")
+    return tuple([_frozen(part, left) for part in key]) if isinstance(key, (list, tuple)) else key
 
 
 def read_inert(data: bytes, where: str) -> Any:
@@ -140,6 +151,7 @@ def read_inert(data: bytes, where: str) -> Any:
     """
     machine = _Machine()
     try:
+        check_size(data, values=_MAX_VALUES)
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
             if name in machine.actions:

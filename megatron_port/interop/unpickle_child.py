@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megatron_port.interop.pickle_size import check_torch_file
 from megatron_port.interop.sandbox import forbid_network_and_programs, limit
 
 _MAX_DEPTH = 64
@@ -80,6 +81,7 @@ class Writer:
 
 def read_file(path: str) -> Any:
     """The file's content, its objects as :class:`Stub`."""
+    check_torch_file(path)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     stubs = [(type("Stub", (Stub,), {"stands_for": name}), name) for name in names]
     with torch.serialization.safe_globals(stubs):  # type: ignore[arg-type]

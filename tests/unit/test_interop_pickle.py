@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.errors import CheckpointError
+from megatron_port.interop.inert import read_inert
 from megatron_port.interop.megatron_files import find_files, name_layers, name_without_pipeline
 from megatron_port.interop.megatron_model import model_from_args
 from megatron_port.interop.names import megatron_names
+from megatron_port.interop.pickle_size import check_size, check_torch_file
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.interop.sandbox import forbid_network_and_programs
 from megatron_port.interop.unpickle import Stubbed, read_pickles
@@ -242,3 +246,67 @@ def test_old_versions_and_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"dense_h_to_4h.*\(32, 16\); the model needs \(24, 16\)"):
         import_checkpoint(tmp_path / "new", tmp_path / "ours", trusted=True, model=other)
     assert not (tmp_path / "ours").exists() and not list(tmp_path.glob(".*"))
+
+
+def _twice(empty: bytes, fill: bytes, levels: int = 60) -> bytes:
+    """A value of ``levels`` levels, each of which holds the one below it twice. ``%i``: the one below."""
+    out = empty + b"q\x00"
+    for i in range(levels):
+        out += fill.replace(b"%i", b"h" + bytes([i])) + b"q" + bytes([i + 1])
+    return out
+
+
+LISTS = b"\x80\x02" + _twice(b"]", b"](%i%ie") + b"."
+KEY = b"\x80\x02" + _twice(b")", b"%i%i\x86") + b"}h\x3cK\x01s."
+NAME = b"\x80\x04" + _twice(b"]", b"](%i%ie") + b"h\x3ch\x3c\x93."
+BOMBS = {
+    "lists": (LISTS, "values, shared ones counted"), "a key": (KEY, "values, shared ones counted"),
+    "a name": (NAME, "values, shared ones counted"),
+    "deep": (b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".", "nested 100000 deep"),
+    "a deep key": (b"\x80\x02})" + b"\x85" * 50_000 + b"K\x01s.", "nested 50002 deep"),
+    "in itself": (b"\x80\x02]q\x00h\x00a.", "contains itself"),
+    "no memo": (b"\x80\x02h\x07.", "memo 7 is not there"),
+    "no stack": (b"\x80\x02a.", "stack"), "no mark": (b"\x80\x02]e.", "mark"), "no end": (b"\x80\x02]", "exhausted"),
+    "nothing": (b"", "exhausted"),
+}
+
+
+@pytest.mark.parametrize(("data", "says"), BOMBS.values(), ids=BOMBS.keys())
+def test_a_bomb_is_measured_before_it_is_read(data: bytes, says: str) -> None:
+    """A few bytes that would take 2^60 steps to walk, hash or print, or overflow the stack: refused in no time."""
+    with pytest.raises(ValueError, match=says):
+        check_size(data)
+    with pytest.raises(CheckpointError, match="damaged, or no metadata"):
+        read_inert(data, "f")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_is_no_bomb_is_measured_right(protocol: int) -> None:
+    shared = [1, 2, 3]
+    value = {"a": (shared, shared), "b": [None, 2.5, {"c": "text"}], 3: b"x"}
+    data = pickle.dumps(value, protocol)
+    # Counted by hand: the dict, 3 keys, a tuple, two lists of 3, a list of 3, a dict of 2, bytes. Protocol 2 makes
+    # bytes by a call: a name and two arguments in a tuple more.
+    check_size(data, values=23 if protocol > 2 else 30)
+    with pytest.raises(ValueError, match="at most 15"):
+        check_size(data, values=15)
+    assert read_inert(data, "f")["a"] == (shared, shared)
+
+
+def test_the_child_measures_first(tmp_path: Path) -> None:
+    """In a zip file and in one of old: one error, and no ten minutes of CPU. Real files pass (the tests above)."""
+    files = {}
+    for name, zipped in (("new.pt", True), ("old.pt", False)):
+        files[name] = tmp_path / name
+        torch.save({"x": torch.zeros(2)}, files[name], _use_new_zipfile_serialization=zipped)
+        check_torch_file(files[name])
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", LISTS)
+        archive.writestr("archive/version", "3\n")
+    old = files["old.pt"].read_bytes()
+    start = old.rindex(b"\x80\x02", 0, old.index(b"X\x01\x00\x00\x00x"))  # of the object, fourth of five pickles
+    (tmp_path / "old-bomb.pt").write_bytes(old[:start] + LISTS)
+    with pytest.raises(ValueError, match="values, shared ones counted"):
+        check_torch_file(tmp_path / "old-bomb.pt")
+    with pytest.raises(CheckpointError, match=r"bomb\.pt: cannot be read: ValueError: .*values, shared ones counted"):
+        read_pickles([tmp_path / "bomb.pt"], tmp_path, trusted=True)
