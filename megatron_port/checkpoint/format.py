@@ -303,8 +303,8 @@ class _Parser:
         return value
 
     def text(self, value: Any, what: str, of: str = "") -> str:
-        if not isinstance(value, str) or not value or len(value) > MAX_TEXT:
-            raise self.fail(f"{what}{of} is {shown(value)}; expected a name")
+        if not isinstance(value, str) or not value or len(value) > MAX_TEXT or not value.isprintable():
+            raise self.fail(f"{what}{of} is {shown(value)}; expected a name of printable characters")
         return value
 
     def mapping(self, value: Any, what: str) -> dict[str, Any]:

@@ -33,15 +33,19 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= MAX_TEXT
 
 
+def _is_word(value: Any) -> bool:
+    return _is_text(value) and value.isprintable()
+
+
 def _list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(test, value))
 
 
 COUNT: _Type = (is_count, "an integer from 0 to 2^63 - 1")
-COUNT_OR_NULL: _Type = (lambda x: x is None or is_count(x), "null or an integer from 0 to 2^63 - 1")
 NUMBER: _Type = (is_number, "a finite number")
 POSITIVE: _Type = ((lambda x: is_number(x) and x > 0), "a finite number above 0")
 SECONDS: _Type = ((lambda x: is_number(x) and 0 <= x < _LAST_SECOND), "seconds since 1970")
+WORD: _Type = (_is_word, f"a text of at most {MAX_TEXT} printable characters")
 TEXT: _Type = (_is_text, f"a text of at most {MAX_TEXT} characters")
 TEXT_OR_NULL: _Type = (lambda x: x is None or _is_text(x), f"null or a text of at most {MAX_TEXT} characters")
 TABLE: _Type = (lambda x: isinstance(x, dict), "an object")
@@ -60,7 +64,7 @@ FIELDS: dict[str, _Type] = {
     "layout.virtual_pipeline_size": COUNT, "layout.data_parallel_size": COUNT, "layout.zero_stage": COUNT,
     "config": TABLE,
     "config.model": TABLE, "config.layout": TABLE, "config.batch": TABLE, "config.precision": TABLE,
-    "config.optimizer": TABLE, "config.data": TABLE, "config.engine": TEXT, "config.precision.dtype": TEXT,
+    "config.optimizer": TABLE, "config.data": TABLE, "config.engine": WORD, "config.precision.dtype": WORD,
     "scalars": TABLE, "scalars.*": NUMBER,
     "scalars.optimizer_steps": COUNT, "scalars.loss_scale": POSITIVE, "scalars.loss_scale_good_steps": COUNT,
     "scalars.loss_scale_hysteresis_left": COUNT, "scalars.skipped_in_a_row": COUNT,
@@ -71,11 +75,11 @@ FIELDS: dict[str, _Type] = {
     "extra.numerics.first_loss": NUMBER,
     "extra.numerics.left_out": SPANS,
     # Version 2.
-    "rng": TABLE, "data": TABLE, "data.corpora": TABLES, "schedule": TABLE, "config_hash": TEXT,
+    "rng": TABLE, "data": TABLE, "data.corpora": TABLES, "schedule": TABLE, "config_hash": WORD,
     "tokenizer": TABLE, "tokenizer.name": TEXT, "tokenizer.hash": TEXT, "tokenizer.eod_id": NUMBER,
     # Which run wrote it, and after which commit of that run.
-    "lineage": TABLE, "lineage.run": TEXT, "lineage.commit": COUNT, "lineage.epoch": COUNT, "lineage.attempt": TEXT,
-    "lineage.parent": TABLE, "lineage.parent.run": TEXT, "lineage.parent.commit": COUNT, "lineage.parent.step": COUNT,
+    "lineage": TABLE, "lineage.run": WORD, "lineage.commit": COUNT, "lineage.epoch": COUNT, "lineage.attempt": TEXT,
+    "lineage.parent": TABLE, "lineage.parent.run": WORD, "lineage.parent.commit": COUNT, "lineage.parent.step": COUNT,
 }
 """Dotted path → type. ``*`` stands for every key of an object."""
 

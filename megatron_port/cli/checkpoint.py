@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli import checkpoint_convert
 from megatron_port.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError
+from megatron_port.runtime.printable import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -239,7 +240,7 @@ def _leaves(name: str, a: Any, b: Any) -> Iterator[str]:
         for key in [*a, *(k for k in b if k not in a)]:
             yield from _leaves(f"{name}.{key}", a.get(key, _ABSENT), b.get(key, _ABSENT))
     elif a != b:
-        yield f"{name:<48} {_shown(a)} in A, {_shown(b)} in B"
+        yield f"{one_line(name):<48} {_shown(a)} in A, {_shown(b)} in B"
 
 
 def _shown(value: Any) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_port import __version__
 from megatron_port.errors import ConfigError, PortError
 from megatron_port.runtime.permissions import tighten
+from megatron_port.runtime.printable import safe_output
 from megatron_port.runtime.speak import speaker
 
 if TYPE_CHECKING:
@@ -111,7 +112,15 @@ def available_commands() -> dict[str, tuple[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the process's exit code (``errors`` lists them, 130: interrupted)."""
+    """Run one command; the process's exit code (``errors`` lists them, 130: interrupted).
+
+    Whatever it prints passes through ``runtime.printable``: names in files are not commands to a terminal.
+    """
+    with safe_output():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
     tighten()
     try:

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
+from megatron_port.runtime.printable import trusted
 from megatron_port.telemetry.text import duration, quantity
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class ProgressLine:
     """Takes the progress of ``prepare``; redrawn at most five times a second."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stderr
+        self.stream = trusted(stream or sys.stderr)
         self.live = self.stream.isatty()
         self.started = self.shown = time.monotonic()
         self.drawn = 0

@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_port.telemetry.run_data import read_run
 
     runs = [read_run(folder) for folder in args.runs]
+    for one in runs:
+        if one.left_out:
+            print(f"note: {one.name}: {one.note()}", file=sys.stderr)
     out = args.out or args.runs[0] / "report.html"
     html = render(runs, comparisons=predictions(runs))
     try:

@@ -67,6 +67,12 @@ _ONE, _ZERO = _at_least(1), _at_least(0)
 _POSITIVE: _Rule = ((lambda x: x > 0), "above 0")
 _FRACTION: _Rule = ((lambda x: 0 <= x < 1), "at least 0 and below 1")
 _SPIKE: _Rule = ((lambda x: x == 0 or x > 1), "0 (off) or above 1")
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255 for a folder's, of which names made from it (NAME-tune) need some."""
+_SHARE: _Rule = ((lambda x: 0 < x <= 1), "a share, above 0 and at most 1")
+_PATH: _Rule = (
+    (lambda x: bool(x.strip()) and "\0" not in x and len(x.encode()) < 4096), "a path of at most 4095 bytes",
+)
 _FILLED: _Rule = ((lambda x: bool(x.strip())), "a non-empty string")
 
 _SIZES: dict[str, _Rule] = {
@@ -95,8 +101,12 @@ _SIZES: dict[str, _Rule] = {
 """Sizes of the split: while one of them is out of range, no layout can be judged."""
 
 _RANGES: dict[str, _Rule] = {
-    "name": ((lambda x: bool(x.strip()) and not set(x) & set("/\\\0") and x not in (".", "..")), "a folder name"),
-    "output_dir": _FILLED,
+    "name": (
+        (lambda x: bool(x.strip()) and x.isprintable() and not set(x) & set("/\\") and x not in (".", "..")
+         and len(x.encode()) <= LONGEST_NAME),
+        "a folder name of at most 200 bytes, all of them printable",
+    ),
+    "output_dir": _PATH,
     "seed": _ZERO,
     "model.rope_theta": _POSITIVE,
     "model.rotary_percent": ((lambda x: 0 < x <= 1), "above 0 and at most 1"),
@@ -130,11 +140,41 @@ _RANGES: dict[str, _Rule] = {
     "checkpoint.keep": _ZERO,
     "checkpoint.max_failures": _ZERO,
     "checkpoint.lease_seconds": _POSITIVE,
-    "checkpoint.resume": _FILLED,
+    "checkpoint.resume": _PATH,
     "cluster.peak_tflops": _ZERO,
     "cluster.memory_gb": _ZERO,
     "cluster.cores_per_task": _ZERO,
     "cluster.local_disk": ((lambda x: x.startswith("/")), "an absolute path"),
+    "hardware.matmul_tflops": _ZERO,
+    "hardware.fp32_matmul_tflops": _ZERO,
+    "hardware.fp8_peak_tflops": _ZERO,
+    "hardware.fp8_matmul_tflops": _ZERO,
+    "hardware.compute_units": _ZERO,
+    "hardware.tile_rows": _ONE,
+    "hardware.tile_columns": _ONE,
+    "hardware.inner_fill": _ZERO,
+    "hardware.attention_forward_tflops": _ZERO,
+    "hardware.attention_backward_tflops": _ZERO,
+    "hardware.launch_us": _ZERO,
+    "hardware.memory_bandwidth_gb": _ZERO,
+    "hardware.memory_efficiency": _SHARE,
+    "hardware.reserved_gb": _ZERO,
+    "hardware.fragmentation": _FRACTION,
+    "hardware.package_devices": _ONE,
+    "hardware.package_gb": _ZERO,
+    "hardware.node_gb": _ZERO,
+    "hardware.node_efficiency": _SHARE,
+    "hardware.node_latency_us": _ZERO,
+    "hardware.nics": _ZERO,
+    "hardware.nic_gb": _ZERO,
+    "hardware.network_efficiency": _SHARE,
+    "hardware.network_latency_us": _ZERO,
+    "hardware.nodes_per_group": _ZERO,
+    "hardware.group_taper": _SHARE,
+    "hardware.jitter": _ZERO,
+    "calibration.matmul_scale": _POSITIVE,
+    "calibration.memory_scale": _POSITIVE,
+    "calibration.network_scale": _POSITIVE,
     "launch.max_attempts": _ONE,
     "launch.signal_seconds": ((lambda x: 1 <= x <= 65535), "from 1 to 65535"),  # sbatch takes 16 bits
     "launch.spare_nodes": _ZERO,

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from megatron_port.runtime.printable import printable
+
 
 @dataclass(frozen=True)
 class Logger:
@@ -29,7 +31,7 @@ class Logger:
 
     def _write(self, prefix: str, message: str) -> None:
         # One write a message, so that lines of several processes do not interleave.
-        text = "".join(f"{prefix}{line}\n" for line in message.splitlines() or [""])
+        text = "".join(f"{prefix}{printable(line)}\n" for line in message.splitlines() or [""])
         try:
             self.stream.write(text)
             self.stream.flush()

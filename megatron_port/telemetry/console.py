@@ -7,6 +7,7 @@ from collections import deque
 from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megatron_port.runtime.printable import trusted
 from megatron_port.telemetry.metrics import Record
 from megatron_port.telemetry.text import cells, duration
 
@@ -107,7 +108,7 @@ class LiveConsole:
         from rich.console import Console
         from rich.live import Live
 
-        console = Console(file=stream)
+        console = Console(file=trusted(stream))
         if not console.is_terminal or console.is_dumb_terminal:
             raise ValueError("the terminal cannot move its cursor")
         self._total, self._interval, self._name = total_steps, log_interval, name

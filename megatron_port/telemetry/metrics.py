@@ -15,6 +15,12 @@ from pathlib import Path
 from typing import IO, Any
 
 FILE_NAME = "metrics.jsonl"
+LINE_CHARACTERS = 1 << 20
+"""A longer line is no record."""
+MOST = 1e100
+"""Largest finite number that is believed: squares and sums of such are still finite."""
+LAST_SECOND = 1e11
+"""Of the year 5138."""
 Value = float | int | bool
 Record = Mapping[str, "Value | None"]
 
@@ -40,6 +46,8 @@ FIELDS: Mapping[str, type] = {
     "time": float,
 }
 """Name → type of every field, in the order in which lines hold them."""
+_TIMES = ("time", "seconds")
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def encode(record: Record) -> str:
@@ -72,33 +80,59 @@ def _json_value(name: str, value: Any) -> Value | str:
 
 
 def decode(line: str) -> dict[str, Value] | None:
-    """A record of a line; None if the line is torn or not a record. Fields of other versions are kept out."""
+    """A record of a line; None if the line is torn or not a record. Fields of other versions are kept out.
+
+    A line in which one known field has a value that no run writes (another type, a count below 0 or above 63 bits, a
+    time that no clock shows) is not a record: none of it is believed.
+    """
     try:
         raw = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(raw, dict) or not isinstance(raw.get("step"), int):
+    if not isinstance(raw, dict) or "step" not in raw:
         return None
     record: dict[str, Value] = {}
     for name, value in raw.items():
-        want = FIELDS.get(name)
-        if want is float and isinstance(value, (int, float, str)):
-            try:
-                record[name] = float(value)
-            except ValueError:
-                continue
-        elif want is not None and isinstance(value, (int, bool)):
-            record[name] = value
+        if name in FIELDS:
+            known = _read_value(name, value)
+            if known is None:
+                return None
+            record[name] = known
     return record
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Value]]:
-    """Records in the order of the file; torn lines are passed over. Constant memory."""
-    with open(path, encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            record = decode(line)
+def _read_value(name: str, value: Any) -> Value | None:
+    """A field's value, or None if it cannot be one."""
+    want = FIELDS[name]
+    if want is bool:
+        return value if isinstance(value, bool) else None
+    if want is int:
+        return value if type(value) is int and 0 <= value < 1 << 63 else None
+    if isinstance(value, str):
+        value = _WORDS.get(value)
+    finite = type(value) in (int, float) and abs(value) < MOST
+    if not finite and not (type(value) is float and not math.isfinite(value)):
+        return None
+    if name in _TIMES and not 0 <= value < LAST_SECOND:
+        return None
+    return float(value)
+
+
+def read_metrics(path: Path, on_bad: Callable[[int], None] | None = None) -> Iterator[dict[str, Value]]:
+    """Records in the order of the file; torn and hostile lines are passed over. Constant memory.
+
+    ``on_bad`` is called with the number of each line that is passed over.
+    """
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as stream:
+        number, within = 0, False
+        while line := stream.readline(LINE_CHARACTERS):
+            first, within = not within, not line.endswith("\n")
+            number += first
+            record = decode(line) if first and len(line) < LINE_CHARACTERS else None
             if record is not None:
                 yield record
+            elif first and line.strip() and on_bad is not None:
+                on_bad(number)
 
 
 class MetricsWriter:

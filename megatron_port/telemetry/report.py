@@ -112,8 +112,9 @@ def _head(title: str, runs: Sequence[RunData]) -> str:
         if one.outcome.get("status"):
             what.append(f"{one.outcome['status']} at step {one.outcome.get('step', '?')}")
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    left = "".join(f'<p class="soft">{escape(f"{r.name}: {r.note()}.")}</p>' for r in runs if r.left_out)
     return (f"<h1>{escape(title)}</h1><p class=\"soft\">{escape(' · '.join(what))}{' · ' if what else ''}"
-            f"report made {made}</p>")
+            f"report made {made}</p>{left}")
 
 
 def _tiles(run: RunData) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_port.errors import ConfigError
-from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
+from megatron_port.telemetry.metrics import FILE_NAME, LAST_SECOND, MOST, read_metrics
 from megatron_port.telemetry.series import Series
 
 try:
@@ -48,8 +48,19 @@ class RunData:
     """Dotted name → value."""
     config_text: str = ""
     outcome: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+    """File → lines that are torn, or hold what no run writes."""
     facts: dict[str, float] = field(default_factory=dict)
     """Numbers of the whole run; ``LABELS`` of the report says which."""
+
+    def leave_out(self, file: str) -> None:
+        """Count a line of ``file`` that is not believed."""
+        self.left_out[file] = self.left_out.get(file, 0) + 1
+
+    def note(self) -> str:
+        """What was left out, in words; empty: nothing."""
+        parts = [f"{n} line{'s' if n > 1 else ''} of {file}" for file, n in self.left_out.items()]
+        return f"left out, torn or not what a run writes: {', '.join(parts)}" if parts else ""
 
 
 def read_run(folder: str | Path) -> RunData:
@@ -62,8 +73,8 @@ def read_run(folder: str | Path) -> RunData:
     run.environment, run.outcome = _json(folder / "environment.json"), _json(folder / "outcome.json")
     if not isinstance(run.environment.get("versions", {}), dict):
         del run.environment["versions"]
-    run.events = _events(folder)
-    run.spread = [line for line in _lines(folder / "ranks.jsonl") if isinstance(line.get("median"), (int, float))]
+    run.events = _events(run, folder)
+    run.spread = list(_lines(run, "ranks.jsonl", _is_spread))
     try:
         run.config_text = (folder / "config.toml").read_text(encoding="utf-8")
         run.config = dict(_flat(tomllib.loads(run.config_text)))
@@ -73,7 +84,7 @@ def read_run(folder: str | Path) -> RunData:
     return run
 
 
-def _events(folder: Path) -> list[dict[str, Any]]:
+def _events(run: RunData, folder: Path) -> list[dict[str, Any]]:
     """Those of this run. An attempt with other settings that failed before it trained was never a part of it."""
     identity = _json(folder / IDENTITY)
     known, digest = identity.get("id"), identity.get("config_hash")
@@ -85,7 +96,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
             return bool(event["run"] == known)
         return "config_hash" not in event or bool(event["config_hash"] == digest)
 
-    return [event for event in _lines(folder / "events.jsonl") if ours(event)]
+    return [event for event in _lines(run, "events.jsonl", _is_event) if ours(event)]
 
 
 def _read_metrics(run: RunData, path: Path) -> None:
@@ -94,7 +105,7 @@ def _read_metrics(run: RunData, path: Path) -> None:
     recent: list[tuple[int, float]] = []
     applied = evaluating = 0.0
     last: dict[str, Any] = {}
-    for record in read_metrics(path):
+    for record in read_metrics(path, lambda _: run.leave_out(FILE_NAME)):
         step = int(record["step"])
         when = record.get("time")
         seconds = float(record.get("seconds", 0.0))
@@ -158,10 +169,10 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a file of JSON lines; torn lines are passed over."""
+def _lines(run: RunData, name: str, believed: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
+    """Objects of a file of JSON lines; others are counted and passed over."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
+        with open(run.folder / name, encoding="utf-8", errors="replace") as stream:
             for _ in range(MOST_EVENTS):
                 line = stream.readline(LINE_BYTES)
                 if not line:
@@ -169,11 +180,33 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 try:
                     value = json.loads(line)
                 except (ValueError, RecursionError):
-                    continue
-                if isinstance(value, dict):
+                    value = None
+                if isinstance(value, dict) and believed(value):
                     yield value
+                elif line.strip():
+                    run.leave_out(name)
     except OSError:
         return
+
+
+def _number(value: Any, most: float = MOST) -> bool:
+    return type(value) in (int, float) and 0 <= value < most
+
+
+def _is_event(line: Mapping[str, Any]) -> bool:
+    """Its time and its step, where it has them, are such."""
+    step = line.get("step", 0)
+    return _number(line.get("time", 0.0), LAST_SECOND) and (step is None or _number(step, 1 << 63))
+
+
+def _is_spread(line: Mapping[str, Any]) -> bool:
+    """Seconds of a step over the ranks."""
+    named = line.get("own_seconds") or line.get("slowest") or {}
+    return (
+        all(_number(line.get(name, 0.0), LAST_SECOND) for name in ("least", "most"))
+        and _number(line.get("median"), LAST_SECOND) and _number(line.get("step"), 1 << 63)
+        and isinstance(named, dict) and all(_number(seconds, LAST_SECOND) for seconds in named.values())
+    )
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

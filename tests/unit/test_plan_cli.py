@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.config.checks import check
+from megatron_port.config.checks import check, problems
 from megatron_port.config.flops import model_flops
 from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load, shipped_names
+from megatron_port.config.machine import CalibrationConfig, HardwareConfig
 from megatron_port.plan import arithmetic
 from megatron_port.plan.case import case_of, machine_of
 from megatron_port.plan.memory import plan_memory
@@ -76,7 +79,7 @@ def test_neighbours_are_legal_fit_and_are_faster() -> None:
         (["cluster.nodes=-2"], "at least 1"),
         (["model.vocab_size=2"], "vocab_size 2 is smaller than tensor_parallel_size 4"),
         (["hardware.matmul_tflops=1000"], "nothing reaches more than the peak"),
-        (["hardware.node_efficiency=1.5"], "it is a share"),
+        (["hardware.node_efficiency=1.5"], "must be a share"),
         (["hardware.nics=0"], "has no network"),
         (["batch.global_batch_size=641"], "does not divide"),
         (["model.hidden_size=12289"], "does not divide"),
@@ -103,6 +106,22 @@ def test_nodes_that_nothing_gives_are_assumed_and_told(capsys: pytest.CaptureFix
     assert code == 0 and json.loads(out)["fits"] and "planned for 2 nodes" in err
     for given in (("--nodes", "4"), ("--set", "layout.data_parallel_size=2")):
         assert "planned for" not in run(capsys, str(file), *given)[1]
+
+
+@pytest.mark.parametrize("section", [HardwareConfig, CalibrationConfig], ids=["hardware", "calibration"])
+def test_no_number_of_a_machine_is_negative(section: type) -> None:
+    """Every number of the description, those that are still to be added too, has a range that ends at 0 or above."""
+    room = section.__name__.removesuffix("Config").lower()
+    config = load("runs/frontier-175b", []).config
+    checked = 0
+    for field in dataclasses.fields(section):
+        value = getattr(getattr(config, room), field.name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            wrong = replace(config, **{room: replace(getattr(config, room), **{field.name: type(value)(-3)})})
+            found = [p for p in problems(wrong) if f"{room}.{field.name} is -3" in p]
+            assert len(found) == 1, field.name
+            checked += 1
+    assert checked >= 3
 
 
 def test_other_refusals(capsys: pytest.CaptureFixture[str]) -> None:

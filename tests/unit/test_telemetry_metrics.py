@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_port.cli.main import main
 from megatron_port.telemetry.metrics import FIELDS, MetricsWriter, decode, encode, read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +108,45 @@ def test_a_step_without_a_loss_is_a_step(tmp_path: Path) -> None:
             writer.write(line)
         writer.close()
     assert list(read_metrics(path)) == [{"step": 1, "grad_norm": 0.0}, {"step": 1, "validation_loss": 2.0}]
+
+
+GOOD = '{"step": 3, "loss": 2.5, "seconds": 1.0, "time": 1.7e9}'
+HOSTILE = {
+    "step of 400 digits": '{"step": 1%s, "loss": 2.0}' % ("0" * 400),
+    "step of 5000 digits": '{"step": 1%s}' % ("0" * 5000),
+    "step negative": '{"step": -1}', "step true": '{"step": true, "loss": 1.0}', "step a fraction": '{"step": 1.5}',
+    "step above 63 bits": '{"step": 9223372036854775808, "loss": 1.0}',
+    "loss of 400 digits": '{"step": 1, "loss": 1%s}' % ("0" * 400),
+    "loss near the largest": '{"step": 1, "loss": 1e308}', "loss a list": '{"step": 1, "loss": [1]}',
+    "loss a word": '{"step": 1, "loss": "inf"}', "loss null": '{"step": 1, "loss": null}',
+    "time infinite": '{"step": 1, "time": 1e999}', "time NaN": '{"step": 1, "time": NaN}',
+    "time of the future": '{"step": 1, "time": 1e18}', "seconds negative": '{"step": 1, "seconds": -5.0}',
+    "seconds infinite": '{"step": 1, "seconds": "Infinity"}', "tokens text": '{"step": 1, "tokens": "9"}',
+    "skipped a number": '{"step": 1, "skipped": 2}', "nested": "[" * 100_000,
+    "long": '{"step": 1, "x": "%s"}' % ("x" * (1 << 20)),
+    "torn": '{"step": 1, "lo', "not UTF-8": '\udcff\udcfe', "no step": '{"loss": 1.0}',
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_lines_are_no_records(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are passed over and counted, also by `report`, which says how many; those around them are read."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{GOOD}\n{line}\n\n{line}\n{GOOD}\n", errors="surrogateescape")
+    bad: list[int] = []
+    rows = list(read_metrics(path, bad.append))
+    assert [row["step"] for row in rows] == [3, 3] and bad == [2, 4]
+    for name in ("events.jsonl", "ranks.jsonl"):
+        (tmp_path / name).write_text(f'{line}\n{{"event": "start", "time": {"9" * 300}}}\n', errors="surrogateescape")
+    assert main(["report", str(tmp_path)]) == 0
+    told = f"{tmp_path.name}: left out, torn or not what a run writes: "
+    err, page = capsys.readouterr().err, (tmp_path / "report.html").read_text()
+    assert told in err and "2 lines of metrics.jsonl" in err and "lines of ranks.jsonl" in err
+    assert told in page and "2 lines of metrics.jsonl" in page
+
+
+def test_numbers_that_are_not_finite_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": "NaN", "grad_norm": "Infinity"}\n')
+    row = next(read_metrics(path))
+    assert math.isnan(row["loss"]) and row["grad_norm"] == math.inf
