@@ -47,21 +47,22 @@ def load_config(file: str | Path | Sequence[str | Path] | None = None, *override
 
 
 def open_session(
-    config: RunConfig, info: ProcessInfo | None = None, *, quiet: bool = False
+    config: RunConfig, info: ProcessInfo | None = None, *, quiet: bool = False, writes: bool = False
 ) -> AbstractContextManager[Session]:
     """Meet the other ranks, choose device and providers, make the groups; leaving it takes them down.
 
     ``info``: who this rank is; None: as torchrun, srun or nobody (one process) says.
+    ``writes``: the run's folder will be written, so rank 0 tries that before the ranks meet.
     ``session.config`` is the configuration with every derived value filled in. One session a process at a time.
 
     Raises:
         ConfigError: the configuration is wrong.
-        EnvironmentFault: launcher, network, device, or a number of ranks that the layout cannot use.
+        EnvironmentFault: launcher, network, device, output folder, or a number of ranks that the layout cannot use.
     """
     from megatron_port.runtime.discovery import discover
     from megatron_port.train import session
 
-    return session.open_session(config, info or discover(), quiet=quiet)
+    return session.open_session(config, info or discover(), quiet=quiet, writes=writes)
 
 
 def build_model(session: Session) -> list[GPTStage]:
@@ -153,7 +154,8 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
         warning = mind_memory(config, info.world_size)
         if warning and info.rank == 0:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        with open_session(config, info, around=watch_ranks) as opened, leased_session(opened) as session:
+        opening = open_session(config, info, around=watch_ranks, writes=True)
+        with opening as opened, leased_session(opened) as session:
             try:
                 return Trainer(session).run()
             except Exception as error:

@@ -29,6 +29,7 @@ from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.peers import explain_peer_failure
 from megatron_port.runtime.pulse import COMMUNICATOR, START, Pulse
 from megatron_port.train.assemble import DTYPES, topology_of
+from megatron_port.train.output import check_output
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ Around = Callable[[RunConfig, ProcessInfo, Pulse, Store], AbstractContextManager
 
 @contextmanager
 def open_session(
-    config: RunConfig, info: ProcessInfo, *, quiet: bool = False, around: Around | None = None
+    config: RunConfig, info: ProcessInfo, *, quiet: bool = False, around: Around | None = None, writes: bool = False
 ) -> Iterator[Session]:
     """Check the configuration, meet the other ranks, yield the session, take the groups down.
 
@@ -118,11 +119,12 @@ def open_session(
         quiet: do not print where ranks and master come from.
         around: entered once the ranks have met and left before the groups are taken down: the watch, which must
             see ranks that hang while communicators are made.
+        writes: the run's folder will be written, so rank 0 tries that first.
 
     Raises:
         ConfigError: the configuration is wrong.
-        EnvironmentFault: launcher, network or device, ranks that are missing or differ, or a number of processes
-            that the layout cannot use; the same message on every rank.
+        EnvironmentFault: launcher, network, device or output folder, ranks that are missing or differ, or a number of
+            processes that the layout cannot use; the same message on every rank.
         PeerLost: another rank ended or stopped answering while the session was open. Any other error of the body
             passes unchanged.
     """
@@ -134,6 +136,11 @@ def open_session(
         logger.log(fitted)
     started = time.perf_counter()
     device, fault = _choose_device(config, info)
+    if writes and info.rank == 0 and fault is None:
+        try:
+            check_output(config)
+        except EnvironmentFault as error:
+            fault = error
     meeting_s, collective_s = config.launch.rendezvous_timeout, config.launch.collective_timeout
     fingerprint = Fingerprint.of(info.world_size, config)
     if device is None or fault is not None:

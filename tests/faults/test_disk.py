@@ -142,6 +142,37 @@ def test_a_disk_that_fills_up_while_training(small_disk: Path) -> None:
     assert sorted(found) == steps
 
 
+# ---------------------------------------------------------------- before it starts
+
+
+@pytest.mark.parametrize("how", ["read-only", "full", "too small", "a file"])
+def test_an_output_folder_that_cannot_hold_the_run(small_disk: Path, how: str, commands: Any) -> None:
+    """One error that names the folder and the numbers, exit 3, before the ranks meet; nothing is left behind."""
+    folder, says, settings = small_disk / "out", "", []
+    if how == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        says = "Read-only file system"
+    elif how == "full":
+        with suppress(OSError), open(small_disk / "ballast", "wb", buffering=0) as stream:
+            while stream.write(bytes(1 << 12)):
+                pass
+        says = "No space left on device"
+    elif how == "too small":
+        settings = ["--set", "model.vocab_size=20000"]
+        says = "bytes are free, and one checkpoint of this run takes "
+    else:
+        folder.write_text("")
+        says = "Not a directory"
+    run_file = Path(tempfile.mkdtemp(dir=small_disk.parent)) / "run.toml"
+    run_file.write_text(f'output_dir = "{folder}"\n{RUN_FILE}')
+    code, output = commands.run("train", str(run_file), "--nproc", "2", *settings)
+    errors = [line for line in output.splitlines() if "error:" in line]
+    assert code == 3 and len(errors) == 1 and "Traceback" not in output, output
+    assert f"{folder}/run: " in errors[0] and says in errors[0] and "choose another output_dir" in errors[0]
+    assert "ranks met" not in output and "step 1/" not in output
+    assert not folder.is_dir() or not list((folder / "run").glob("*"))
+
+
 # ---------------------------------------------------------------- without root's rights
 
 

@@ -1,0 +1,54 @@
+"""The output folder before a run starts: can it be written, and does a checkpoint fit into it?"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_port.checkpoint.disk import free_bytes
+from megatron_port.config.flops import parameter_count
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import EnvironmentFault
+
+_PROBE = 1 << 16
+"""Bytes written and taken away again: more than a full file system finds room for in what it has allocated."""
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Bytes of one checkpoint, but for headers and the manifest: a master weight and two moments per parameter."""
+    return 3 * (8 if config.precision.dtype == "fp64" else 4) * parameter_count(config.model)
+
+
+def check_output(config: RunConfig) -> None:
+    """Write a file into the run's folder and remove it; rank 0 calls this before it meets the others.
+
+    A folder that refuses would be found hours later, by the first save.
+
+    Raises:
+        EnvironmentFault: the folder cannot be made or written, or has no room for one checkpoint.
+    """
+    folder = Path(config.output_dir) / config.name
+    probe = folder / f".write-check-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(probe, "wb", buffering=0) as stream:
+                written = stream.write(bytes(_PROBE))
+                os.fsync(stream.fileno())
+            if written != _PROBE:
+                raise OSError(28, os.strerror(28))
+        finally:
+            with suppress(OSError):
+                probe.unlink()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{folder}: cannot be written ({error.strerror or error}), so nothing of this run could be saved; make "
+            "room or give this user write permission there, or choose another output_dir"
+        ) from error
+    needed, free = checkpoint_bytes(config), free_bytes(folder)
+    if free is not None and free < needed:
+        raise EnvironmentFault(
+            f"{folder}: {free} bytes are free, and one checkpoint of this run takes {needed}; make room, or choose "
+            "another output_dir"
+        )
