@@ -21,6 +21,7 @@ from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import MOMENTS, Imported
 from megatron_port.interop.export_dcp import dcp_key
 from megatron_port.interop.inert import MAX_BYTES, Inert, read_inert
+from megatron_port.interop.pickle_size import check_torch_file
 from megatron_port.interop.sidecar import model_of, read_sidecar
 from megatron_port.interop.staged import Stage
 from megatron_port.model.shapes import parameter_shapes
@@ -106,6 +107,7 @@ def _load(source: Path, chunk: _Chunk, size: tuple[int, ...] | None, key: str) -
         with open(path, "rb") as stream:
             stream.seek(chunk.start)
             data = stream.read(chunk.length)
+        check_torch_file(io.BytesIO(data))
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None

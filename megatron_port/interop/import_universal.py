@@ -18,6 +18,7 @@ from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import Imported, whole
 from megatron_port.interop.export_universal import KINDS
 from megatron_port.interop.names import Foreign, megatron_names
+from megatron_port.interop.pickle_size import check_torch_file
 from megatron_port.interop.sidecar import model_of, read_sidecar
 
 LATEST = "latest_universal"
@@ -77,6 +78,7 @@ def read_universal(folder: Path, model: ModelConfig | None = None) -> Imported:
 def load_plain(path: Path) -> Any:
     """A ``torch.save`` file of tensors and plain values, mapped. Raises CheckpointError if it is not one."""
     try:
+        check_torch_file(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None

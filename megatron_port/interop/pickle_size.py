@@ -42,21 +42,27 @@ def check_size(stream: bytes | IO[bytes], *, values: int = MAX_VALUES) -> None:
         raise ValueError(f"{root.values:.3g} values, shared ones counted each time; at most {values} are read")
 
 
-def check_torch_file(path: Path | str) -> None:
-    """The same for every pickle in a file of ``torch.save``."""
-    if not zipfile.is_zipfile(path):
-        with open(path, "rb") as stream:
-            for i in range(_LEGACY_PICKLES):
-                if i and not stream.peek(1):
-                    break
-                check_size(stream)
+def check_torch_file(file: Path | str | IO[bytes]) -> None:
+    """The same for every pickle in what ``torch.save`` wrote; an open file is left at its start."""
+    if isinstance(file, (Path, str)):
+        with open(file, "rb") as stream:
+            check_torch_file(stream)
         return
-    with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            if info.filename.endswith(".pkl"):
-                if info.file_size > MAX_PICKLE:
-                    raise ValueError(f"{info.filename} has {info.file_size} bytes; at most {MAX_PICKLE} are read")
-                check_size(archive.read(info))
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if info.filename.endswith(".pkl"):
+                    if info.file_size > MAX_PICKLE:
+                        raise ValueError(f"{info.filename} has {info.file_size} bytes; at most {MAX_PICKLE} are read")
+                    check_size(archive.read(info))
+    else:
+        file.seek(0)
+        for _ in range(_LEGACY_PICKLES):
+            check_size(file)
+            if not file.read(1):
+                break
+            file.seek(-1, 1)
+    file.seek(0)
 
 
 def _graph(stream: bytes | IO[bytes]) -> _Node:
