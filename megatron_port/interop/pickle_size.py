@@ -48,7 +48,9 @@ def check_torch_file(file: Path | str | IO[bytes]) -> None:
         with open(file, "rb") as stream:
             check_torch_file(stream)
         return
-    if zipfile.is_zipfile(file):
+    zipped = file.read(4) == b"PK\x03\x04"  # as torch tells them apart
+    file.seek(0)
+    if zipped:
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
                 if info.filename.endswith(".pkl"):
@@ -56,7 +58,6 @@ def check_torch_file(file: Path | str | IO[bytes]) -> None:
                         raise ValueError(f"{info.filename} has {info.file_size} bytes; at most {MAX_PICKLE} are read")
                     check_size(archive.read(info))
     else:
-        file.seek(0)
         for _ in range(_LEGACY_PICKLES):
             check_size(file)
             if not file.read(1):
@@ -74,11 +75,12 @@ def _graph(stream: bytes | IO[bytes]) -> _Node:
         if name == "MARK":
             stack.append(None)
         elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if name == "MEMOIZE" else int(argument)] = _top(stack)
+            memo[len(memo) if name == "MEMOIZE" else int(argument or 0)] = _top(stack)
         elif name in ("GET", "BINGET", "LONG_BINGET"):
-            if int(argument) not in memo:
-                raise ValueError(f"memo {argument} is not there")
-            stack.append(memo[int(argument)])
+            index = int(argument or 0)
+            if index not in memo:
+                raise ValueError(f"memo {index} is not there")
+            stack.append(memo[index])
         elif name == "DUP":
             stack.append(_top(stack))
         elif name == "STOP":
