@@ -351,11 +351,12 @@ def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def test_a_hub_that_is_killed_or_stopped_is_replaced_and_misses_who_does_not_return(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Two real processes in the hub's place, one after the other; rank 1 was stopped before the second came."""
     monkeypatch.setitem(client_module.SILENCE_S, True, 2.0)
     process = HubProcess(WatchConfig(hang_seconds=3.0), a_rank(0), tmp_path)
+    request.addfinalizer(process._kill)  # a test that fails must not leave a stopped process
     process.start()
     pulse, notes = Pulse(), []
     pulse.begin_step(7)
