@@ -5,6 +5,7 @@ Losses are compared with unbroken runs.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -227,18 +228,16 @@ def impatient() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "length", "again"),
-    [("crash_node", 60, "chain"), pytest.param("crash_node", 60, "requeue", marks=pytest.mark.slow),
-     pytest.param("cut_link", 60, "requeue", marks=pytest.mark.slow),
-     # Its tasks run until SLURM misses it.
-     pytest.param("kill_slurmd", 450, "requeue", marks=pytest.mark.slow)],
+    ("fault", "length"),
+    [("crash_node", 60), pytest.param("cut_link", 60, marks=pytest.mark.slow),
+     pytest.param("kill_slurmd", 450, marks=pytest.mark.slow)],  # its tasks run until SLURM misses it
 )
 def test_a_lost_node_ends_the_job_or_requeues_it(
-    impatient: Cluster, fault: str, length: int, again: str
+    impatient: Cluster, fault: str, length: int
 ) -> None:
-    """Three of four nodes are used, so the job can start again elsewhere at once; once, on as many nodes."""
-    runs = Runs(impatient, f"{fault}-{again}")
-    change = settings(training__steps=length, launch__when_failed=f'"{again}"', **SHORT)
+    """Three of four nodes are used, so the job can start again elsewhere at once."""
+    runs = Runs(impatient, fault)
+    change = settings(training__steps=length, **SHORT)
     job = runs.submit(["--nodes=3", "--ntasks-per-node=1"], [*change, "--set", "checkpoint.save_interval=20"])
     runs.wait_for_step(job, 25)
     victim = runs.cluster.nodes[1]
@@ -247,9 +246,25 @@ def test_a_lost_node_ends_the_job_or_requeues_it(
     log = runs.log()
     assert "resumed from" in log and victim in log, log
     assert losses(runs.run_folder) == train_here(3, *change)
-    jobs = [parse_job(text)["JobId"] for text in runs.cluster.run(["scontrol", "show", "job"]).stdout.split("\n\n")
-            if text.strip()]
-    assert jobs == [str(job)], f"SLURM's own requeue is enough\n{log}"
+
+
+def test_no_job_is_chained_beside_slurms_own_requeue(impatient: Cluster) -> None:
+    """Ranks that end at once leave the script its KillWait, while SLURM has the job queued with what the loss left."""
+    runs = Runs(impatient, "beside")
+    python = runs.folder / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *"megatron_port train"*) exec sleep 600 ;; esac\n'
+                      f'exec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    job = runs.submit(["--nodes=3", "--ntasks-per-node=1"], settings(launch__when_failed='"chain"'),
+                      env={"PYTHON": str(python)})
+    cluster = runs.cluster
+    cluster.wait_for(lambda: any("sleep 600" in line for _, line in cluster.processes("n2")), 120, "the ranks")
+    cluster.crash_node("n2")
+    told = re.compile(r"again by itself|follows$", re.MULTILINE)
+    cluster.wait_for(lambda: told.search(runs.log()), 120, "the script's decision")
+    jobs = [parse_job(text) for text in cluster.run(["scontrol", "show", "job"]).stdout.split("\n\n") if text.strip()]
+    assert [(j["JobId"], j["Restarts"], j["Requeue"]) for j in jobs] == [(str(job), "1", "1")], f"{jobs}\n{runs.log()}"
+    assert json.loads((runs.run_folder / "requests" / f"{job}.json").read_text())["NumNodes"].partition("-")[0] == "3"
 
 
 STALE = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
