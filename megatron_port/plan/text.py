@@ -68,9 +68,16 @@ def _time(plan: Plan) -> list[str]:
         f"step      {step.seconds:.2f} s: {parts}",
         f"rate      model {step.model_tflops:.1f} TFLOP/s a {label} (MFU {step.mfu:.1%}), hardware, recompute counted, "
         f"{step.hardware_tflops:.1f} (HFU {step.hfu:.1%}); {step.tokens_per_second:,.0f} tokens/s",
-        f"budget    {budget.tokens:.4g} tokens: {budget.steps:,} steps, {budget.days:.3g} days, "
-        f"{budget.node_hours:,.0f} node-hours",
+        f"budget    {budget.tokens:.4g} tokens: {budget.steps:,} steps, {_span(budget.days)}, "
+        f"{budget.node_hours:{',.0f' if budget.node_hours >= 10 else '.2g'}} node-hours",
     ]
+
+
+def _span(days: float) -> str:
+    """A time in the unit in which it is at least 1, minutes at the least."""
+    if days >= 1:
+        return f"{days:.3g} days"
+    return f"{days * 24:.3g} hours" if days * 24 >= 1 else f"{days * 1440:.2g} minutes"
 
 
 def _neighbours(plan: Plan) -> list[str]:

@@ -100,6 +100,8 @@ def test_nodes_that_nothing_gives_are_assumed_and_told(capsys: pytest.CaptureFix
     code, out, _ = run(capsys, str(file))
     assert code == 0 and out.startswith("planned for 2 nodes of 8 devices: ") and "--nodes N" in out
     assert "on 16 devices (2 nodes" in out
+    code, out, _ = run(capsys, str(file), "--set", "training.steps=1000")
+    assert code == 0 and " minutes, 0.0" in out  # not "0.000545 days, 0 node-hours"
     code, out, _ = run(capsys, str(file), "--set", "layout.pipeline_parallel_size=1")
     assert code == 0 and out.startswith("planned for 1 node of 8 devices: ") and "dp 2" in out
     code, out, err = run(capsys, str(file), "--json")
