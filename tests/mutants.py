@@ -105,6 +105,8 @@ class Ran:
 
     code: int
     failed: tuple[str, ...]
+    why: str
+    """What the first failed test said, in a line."""
     tail: str
 
 
@@ -126,7 +128,9 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float = LIMIT_S) -> Ran
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         output, code = process.communicate()[0], -1
-    return Ran(code, tuple(re.findall(r"^FAILED (\S+)", output, re.M)), output[-3000:])
+    said = re.search(r"^E +(\S.*)$", output, re.M)
+    failed = tuple(re.findall(r"^FAILED (\S+)", output, re.M))
+    return Ran(code, failed, said.group(1)[:200] if said else "", output[-3000:])
 
 
 def judge(tree: Path, mutant: Mutant) -> dict[str, Any]:
@@ -136,6 +140,7 @@ def judge(tree: Path, mutant: Mutant) -> dict[str, Any]:
     started = time.monotonic()
     by_test: dict[str, str] = {}
     failed: list[str] = []
+    why: list[str] = []
     tail = ""
     path.write_text(mutant.applied(before))
     try:
@@ -144,12 +149,14 @@ def judge(tree: Path, mutant: Mutant) -> dict[str, Any]:
             # 1: tests failed; 0: none did; all else (no tests, an error in importing them, a hang) proves nothing.
             by_test[test] = {0: SURVIVED, 1: CAUGHT if ran.failed else ERROR}.get(ran.code, ERROR)
             failed += ran.failed
+            why += [ran.why] if ran.failed else []
             tail = ran.tail if by_test[test] == ERROR else tail
     finally:
         path.write_text(before)
     outcome = next(o for o in (ERROR, SURVIVED, CAUGHT) if o in by_test.values())
     row = {"name": mutant.name, "outcome": outcome, "file": mutant.file, "old": mutant.old.strip(),
-           "new": mutant.new.strip(), "failed": failed, "seconds": round(time.monotonic() - started, 1)}
+           "new": mutant.new.strip(), "failed": failed, "why": why,
+           "seconds": round(time.monotonic() - started, 1)}
     if outcome != CAUGHT:
         row["by_test"] = by_test
     return row | ({"tail": tail} if tail else {})

@@ -43,6 +43,7 @@ def test_outcomes(tree: Path, new: str, outcome: str) -> None:
     row = mutants.judge(tree, Mutant("one", "thing.py", "x + x", new, ("test_thing.py",)))
     assert row["outcome"] == outcome
     assert row["failed"] == (["test_thing.py::test_double"] if outcome == CAUGHT else [])
+    assert row["why"] == (["assert 6 == 4"] if outcome == CAUGHT else [])
     assert (tree / "thing.py").read_text() == before
 
 
