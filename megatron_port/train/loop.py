@@ -30,7 +30,7 @@ from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.memory import peak_resident_bytes
 from megatron_port.runtime.pulse import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
-from megatron_port.runtime.signals import EXIT_CODES, StopRequest, hold, name_of
+from megatron_port.runtime.signals import EXIT_CODES, LEVELS, StopRequest, hold, name_of
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.train.assemble import build_engine
@@ -46,9 +46,9 @@ from megatron_port.train.session import Session
 from megatron_port.train.state import Position, find_checkpoints, load_first_whole, run_folder
 from megatron_port.train.weights import load_initial
 
-FENCED = 3
+FENCED = max(LEVELS.values()) + 1
 """A wish that is above those of all signals: stop without saving."""
-DAMAGED = 9
+DAMAGED = FENCED + 1
 """Above every level of a signal: a rank's state is damaged."""
 
 
