@@ -13,10 +13,12 @@ from pathlib import Path
 from commands import Command, Commands
 from small_runs import Layout, Run, resumed_at, trajectory
 
+from megatron_port.checkpoint.reader import checkpoints_in
 from megatron_port.errors import EXIT_CHECKPOINT, EXIT_CONFIG
 from megatron_port.runtime.holder import Holder
 from megatron_port.runtime.lease import lease_file, newest_epoch, read_holder
 from megatron_port.telemetry.run_data import read_run
+from megatron_port.train.identity import read_identity
 
 SETS = ("checkpoint.save_interval=4", "checkpoint.keep=2")
 
@@ -56,10 +58,12 @@ def test_a_second_start_is_refused_and_the_first_loses_nothing(commands: Command
         assert (run.folder / "config.toml").read_bytes() == before
         assert not any(e["event"] == "failed" for e in read_run(run.folder).events)
         whole = trajectory(run.steps_done())
+        assert {m.lineage.epoch for _, m in checkpoints_in(run.checkpoints)} == {1}
 
         os.kill(first.pid, signal.SIGKILL)
         done = run.committed()
-        last = Run(tmp_path, "run", Layout(dp=2), *SETS, steps=max(whole) + 4)
+        # One save beside training, and one at the end, which is synchronous.
+        last = Run(tmp_path, "run", Layout(dp=2), *SETS, steps=max(whole) // 4 * 4 + 6)
         code, output = commands.run(*last.command())
         assert code == 0 and (resumed_at(output) or 0) >= done, output
         assert f"process {holder.pid} is gone" in output and "watching its heartbeat" not in output
@@ -67,6 +71,10 @@ def test_a_second_start_is_refused_and_the_first_loses_nothing(commands: Command
         ours = trajectory(last.steps_done())
         assert all(ours[step] == whole[step] for step in whole)
         assert not list(last.checkpoints.glob("*.tmp"))
+        made, identity = [m.lineage for _, m in checkpoints_in(run.checkpoints)], read_identity(run.folder)
+        assert identity is not None and [(m.run, m.epoch) for m in made] == [(identity.id, 2)] * 2, made
+        assert made[0].commit == made[1].commit + 1 and made[0].parent is not None
+        assert made[0].parent.commit == made[1].commit
     finally:
         first.end()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_checkpoint_roundtrip import whole
 
@@ -76,6 +76,7 @@ def test_a_changed_batch_is_a_matter_of_configuration_with_the_numbers() -> None
     check_batch(saved(BASE, 100), replace(BASE, batch=BatchConfig(global_batch_size=8, micro_batch_size=4)), 2, "x")
 
 
+@settings(deadline=None)
 @given(old=st.integers(1, 64), new=st.integers(1, 256), step=st.integers(1, 3000))
 def test_the_ramp_up_that_is_advised_is_right(old: int, new: int, step: int) -> None:
     """With it every step before the checkpoint has the old batch, and every one from it on the new one."""
