@@ -42,6 +42,7 @@ def _list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 COUNT: _Type = (is_count, "an integer from 0 to 2^63 - 1")
+INTEGER: _Type = ((lambda x: type(x) is int and abs(x) < MAX_COUNT), "an integer of less than 64 bits")
 NUMBER: _Type = (is_number, "a finite number")
 POSITIVE: _Type = ((lambda x: is_number(x) and x > 0), "a finite number above 0")
 SECONDS: _Type = ((lambda x: is_number(x) and 0 <= x < _LAST_SECOND), "seconds since 1970")
@@ -67,7 +68,7 @@ FIELDS: dict[str, _Type] = {
     "config.optimizer": TABLE, "config.data": TABLE, "config.engine": WORD, "config.precision.dtype": WORD,
     "scalars": TABLE, "scalars.*": NUMBER,
     "scalars.optimizer_steps": COUNT, "scalars.loss_scale": POSITIVE, "scalars.loss_scale_good_steps": COUNT,
-    "scalars.loss_scale_hysteresis_left": COUNT, "scalars.skipped_in_a_row": COUNT,
+    "scalars.loss_scale_hysteresis_left": INTEGER, "scalars.skipped_in_a_row": COUNT,
     "extra": TABLE,
     "extra.skipped_total": COUNT, "extra.tokenizer": TEXT_OR_NULL, "extra.imported_from": TEXT,
     "extra.numerics": TABLE, "extra.numerics.losses": NUMBERS, "extra.numerics.grad_norms": NUMBERS,

@@ -85,6 +85,7 @@ def test_there_are_enough_of_them() -> None:
 
 @pytest.mark.parametrize(("path", "value"), [
     ("lineage.run", "4f2a"), ("lineage.commit", 7), ("lineage.epoch", 2), ("unheard", {"of": [1, None]}),
+    ("scalars.loss_scale_hysteresis_left", -1),  # after an overflow more than it allows
     ("extra.later", [1.5, "x"]), ("config.later", {"a": {"b": True}}),
 ])
 def test_fields_that_may_be_there(place: Place, path: str, value: Any) -> None:
