@@ -28,6 +28,7 @@ from megatron_port.engine.deepspeed_config import deepspeed_config
 from megatron_port.engine.module import recorded_parameters, zero_moments
 from megatron_port.engine.probe import Probe
 from megatron_port.engine.totals import device_sums, global_tokens, loss_weight, shared_sums
+from megatron_port.errors import EnvironmentFault
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.state_check import Damage, check_of
@@ -116,6 +117,11 @@ class DeepSpeedEngine:
                 config=settings, config_class=DeepSpeedConfig(settings, module.mpu()),
             )
         logging.getLogger("megatron_port").debug("%s", chatter.getvalue())
+        if engine.gradient_average:  # an unknown key is ignored, and every gradient would be divided by dp
+            raise EnvironmentFault(
+                f"DeepSpeed {deepspeed.__version__} cannot sum gradients over replicas (gradient_allreduce_op); "
+                "install the version that constraints/ pins"
+            )
         return engine
 
     def _build_optimizer(self, provider: str) -> torch.optim.Optimizer:
