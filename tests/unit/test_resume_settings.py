@@ -286,6 +286,7 @@ def test_failed_attempts_with_other_settings_are_not_in_the_report(tmp_path: Pat
     record_failure_event(early, CheckpointError("its own end"))
     with open(folder / "events.jsonl", "a") as stream:  # of the watch, and of versions that did not say
         stream.write(json.dumps({"time": 1.0, "event": "straggler", "rank": 3}) + "\n")
+        stream.write(json.dumps({"time": 1.0, "event": "start", "run": "another", "step": 0}) + "\n")
     run = read_run(folder)
     told = [e.get("message", e["event"]) for e in run.events]
     assert told == ["ConfigError: a node was not there", "start", "CheckpointError: its own end", "straggler"]
