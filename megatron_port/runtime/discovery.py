@@ -205,7 +205,7 @@ def _slurm_nodes(
     """Host and ranks of each node in rank order; empty where ranks are not dealt to the nodes in blocks."""
     hosts = slurm_hosts(env)
     blocks = env.get("SLURM_DISTRIBUTION", "block").startswith("block")
-    if not blocks or len(hosts) != len(tasks) or sum(tasks) != world:
+    if not blocks or not tasks or len(hosts) != len(tasks) or sum(tasks) != world:
         return ()
     first = sum(tasks[:node])
     if not first <= rank < first + tasks[node]:

@@ -31,6 +31,7 @@ STEPS = 3
 
 NOT_DRAWN = {
     "name": "a label", "output_dir": "a folder", "model.name": "a label",
+    "backend.share_devices": "of GPUs (tests/unit/test_backend_providers.py)",
     "layout.elastic": "chooses a layout before the run starts (tests/unit/test_elastic.py)",
     "precision.fp8": "ranks scale their pieces by themselves: bounds of its own (test_fp8_layouts.py)",
     "precision.grad_reduce_dtype": "rounds between replicas, which one process has not (test_steps.py)",

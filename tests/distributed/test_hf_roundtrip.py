@@ -152,7 +152,7 @@ def test_in_one_step_and_out(ranks: RankPool, tmp_path: Path, case: str) -> None
     if dtype == "fp32":
         (rounding, _), _ = gradient_deviation(exact, gradients, config.model)
         assert 1e-6 < rounding < 2e-5  # else the bound below says nothing
-        bounds = {"gradient": 1.25 * rounding, "key": 1e-6, "weight": 1e-6}
+        bounds = {"gradient": 1.25 * rounding, "key": KEY_NOISE, "weight": 1e-6}
     assert run.losses[0] == pytest.approx(loss, rel=1e-6)
     assert worst <= bounds["gradient"] and key <= bounds["key"], (worst, name, key, bounds)
 
@@ -229,6 +229,9 @@ def greedy(folder: Path, prompt: list[int], count: int) -> tuple[list[int], list
     return out.sequences[0, len(prompt):].tolist(), [float(b[0] - b[1]) for b in best]
 
 
+KEY_NOISE = 32 * 2.0**-24
+"""Key biases' gradients, zero but for rounding, in units of the query biases' (docs/parity.md): 23 roundoffs of fp32 were
+measured here, 12 in transformers."""
 GENERATE = {
     "gpt2": lambda **c: hf.gpt2(256, **c), "neox": lambda **c: hf.neox(256, **c),
     "llama": lambda **c: hf.llama(256, **c),

@@ -105,7 +105,8 @@ class Blend:
             common *= c
         places = [((2 * j + 1) * common // c, d, j) for d, c in enumerate(self.counts) for j in range(c)]
         self.pattern = [(d, j) for _, d, j in sorted(places)]
-        self.size = max(1, min(p.size * self.period // c for p, c in zip(parts, self.counts)))
+        self.mixed = min(p.size * self.period // c for p, c in zip(parts, self.counts))
+        self.size = sum(p.size for p in parts)
 
     def _locate(self, k: int) -> tuple[int, int]:
         turn, at = divmod(k, self.period)
@@ -113,9 +114,14 @@ class Blend:
         return d, turn * self.counts[d] + j
 
     def stored(self, index: int) -> np.ndarray:
-        """In stored order (evaluation)."""
-        d, k = self._locate(index)
-        return self.parts[d].stored(k % self.parts[d].size)
+        """In stored order (evaluation): mixed until the first part has been used, then what is left, part by part."""
+        if index < self.mixed:
+            d, k = self._locate(index)
+            return self.parts[d].stored(k)
+        used = [d for d, _ in map(self._locate, range(self.mixed))]
+        rest = [(d, k) for d, part in enumerate(self.parts) for k in range(used.count(d), part.size)]
+        d, k = rest[index - self.mixed]
+        return self.parts[d].stored(k)
 
     def drawn(self, seed: int, k: int) -> np.ndarray:
         """In training order: each corpus has a seed of its own."""

@@ -112,8 +112,8 @@ class Twin:
     def evaluate(self, step: int) -> None:
         """Add an evaluation's line: the same samples each time, in stored order, every token weighs the same."""
         size = self.config["batch"]["global_batch_size"]
-        batches = min(self.config["training"]["eval_batches"], max(1, self.valid.size // size))
-        total, count = self.losses([self.valid.stored(k % self.valid.size) for k in range(batches * size)])
+        samples = min(self.config["training"]["eval_batches"] * size, self.valid.size)
+        total, count = self.losses([self.valid.stored(k) for k in range(samples)])
         self.lines.append({"step": step, "validation_loss": float(total) / count})
 
     def run(self) -> list[dict[str, float]]:

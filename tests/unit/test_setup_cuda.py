@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +24,16 @@ case "$1" in
 *) exit 1 ;;
 esac
 """
+
+
+def load_setup() -> ModuleType:
+    """``scripts/setup.py``: by its path, as the folder above has a module of that name."""
+    spec = importlib.util.spec_from_file_location("setup_of_cuda", ROOT / "scripts" / "setup.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["setup_of_cuda"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def toolkit(home: Path, version: str = "13.0", *, without: str = "", library: str = "lib64") -> Path:
@@ -155,7 +167,7 @@ def test_setup_stops_before_its_first_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing of torch is downloaded where its op could not be compiled."""
-    import setup as script_module
+    script_module = load_setup()
 
     monkeypatch.setattr(script_module, "ROOT", tmp_path)
     monkeypatch.setattr(script_module, "check_machine", lambda *_, **__: None)
@@ -173,7 +185,7 @@ def test_setup_stops_before_its_first_phase(
 def test_what_trains_needs_the_device_and_what_installs_does_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import setup as script_module
+    script_module = load_setup()
 
     monkeypatch.setattr(script_module, "gpu_missing", lambda device: "no GPU here" if device == "cuda" else "")
     with pytest.raises(SystemExit) as stopped:

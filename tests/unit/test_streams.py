@@ -238,8 +238,10 @@ def test_blends_are_the_twins_and_each_corpus_has_its_own_seed(
     for k in range(2 * period + 3):
         mine.draw(seed, k)
         other.drawn(seed, k)
+    for k in range(len(mine)):
         mine.sample(k)
         other.stored(k)
+    assert [sorted(d.read) for d in ours] == [list(range(n)) for n in sizes], "each sample once"
     assert [(d.asked, d.read) for d in ours] == [(d.asked, d.read) for d in parts]
     seeds = [{s for s, _ in d.asked} for d in ours]
     assert all(len(s) == 1 for s in seeds) and len(set.union(*seeds, {seed})) == len(sizes) + 1
