@@ -230,8 +230,8 @@ def greedy(folder: Path, prompt: list[int], count: int) -> tuple[list[int], list
 
 
 KEY_NOISE = 32 * 2.0**-24
-"""Key biases' gradients, zero but for rounding, in units of the query biases' (docs/parity.md): 23 roundoffs of fp32 were
-measured here, 12 in transformers."""
+"""Key biases' gradients, zero but for rounding, in units of the query biases' (docs/parity.md): 23 roundoffs of fp32
+were measured here, 12 in transformers."""
 GENERATE = {
     "gpt2": lambda **c: hf.gpt2(256, **c), "neox": lambda **c: hf.neox(256, **c),
     "llama": lambda **c: hf.llama(256, **c),

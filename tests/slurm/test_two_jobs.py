@@ -49,6 +49,7 @@ def test_a_second_job_is_refused_and_the_first_goes_on(runs: Runs) -> None:  # n
     assert len(found) > done and newest_epoch(runs.run_folder) == 1
 
 
+@pytest.mark.slow
 def test_tasks_of_a_job_array(runs: Runs) -> None:  # noqa: F811
     """At once in one folder: each is refused, before its ranks. One after another: each resumes the one before."""
     change = settings(training__steps=6, **SHORT, batch__micro_batch_size=3)
