@@ -145,6 +145,7 @@ def test_what_does_not_fit_is_run_with_fewer_layers() -> None:
     assert replace(size, model=replace(size.model, num_layers=fewer)).step_bytes <= 0.95 * 64_000_000_000
 
 
+@pytest.mark.slow
 def test_one_command_writes_the_table(tmp_path: Path) -> None:
     out = tmp_path / "made.json"
     command = ["--sizes", "tiny", "--peers", "ours-no-kernels", "torch", "--repetitions", "1", "--steps", "1",

@@ -210,6 +210,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_as_if_nothing_had_happened(
     assert "max |a - b|" in differ
 
 
+@pytest.mark.slow
 def test_usr1_asks_to_be_queued_again_and_another_engine_goes_on(home: Path, port: Port) -> None:
     """DeepSpeed on two stages is told to leave; native takes over on the same file with tensor parallelism."""
     if importlib.util.find_spec("deepspeed") is None:

@@ -13,7 +13,8 @@ SEEDS = (7, 9, 23, 25, 27, 57)
 """Few ranks; both engines, four precisions."""
 
 
-@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SEEDS[1:])])
+@pytest.mark.slow  # make test has tests/distributed/test_resume.py and test_interop.py
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_goes_on_elsewhere(ranks: RankPool, tmp_path: Path, seed: int) -> None:
     crossing = crossings.draw(seed)
     if (crossing.source.deepspeed or crossing.target.deepspeed) and importlib.util.find_spec("deepspeed") is None:

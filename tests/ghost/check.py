@@ -27,8 +27,8 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
 from analyse import faults  # noqa: E402
-from build import build  # noqa: E402
 from environment import NoCudaTorch, find_torch, make_environment  # noqa: E402
+from libraries import build  # noqa: E402
 from machine import Machine, RankLog  # noqa: E402
 
 RUN = """

@@ -132,6 +132,7 @@ def nervous() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_crash_cut_and_dead_slurmd(nervous: Cluster) -> None:
     """One job a node, one fault a node, at once: each is noticed, and the job with --requeue runs elsewhere."""
     cluster = nervous

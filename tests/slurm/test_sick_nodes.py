@@ -115,6 +115,7 @@ def eight_devices(cluster: Cluster) -> Cluster:
         cluster.on_node(name, ["rm", "-rf", tools(cluster)])
 
 
+@pytest.mark.slow
 def test_healthy_nodes_raise_no_alarm(cluster: Cluster) -> None:
     for i in range(CLEAN_RUNS):
         found = preflight(cluster, f"clean-{i}")

@@ -73,7 +73,7 @@ def build(torch_lib: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    """``python build.py FOLDER [--torch-lib FOLDER]``."""
+    """``python libraries.py FOLDER [--torch-lib FOLDER]``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--torch-lib", type=Path, required=True, help="torch/lib of the CUDA build")
