@@ -145,7 +145,7 @@ def test_usr1_saves_requeues_and_resumes(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_usr1_by_the_clock_of_the_time_limit(runs: Runs) -> None:
-    change = settings(training__steps=400, **SHORT)
+    change = settings(training__steps=3000, **SHORT)
     job = runs.submit(["--nodes=3", "--ntasks-per-node=1", "--time=1", "--signal=B:USR1@30"], change)
     resumed_bit_for_bit(runs, job, change)
 
