@@ -69,7 +69,7 @@ def open_regular(path: Path) -> int:
 
 
 def kind_of(mode: int) -> str:
-    """What ``st_mode`` says a name stands for, in words."""
+    """Name the kind of file that ``st_mode`` describes."""
     kinds = (
         (stat.S_ISREG, "a regular file"), (stat.S_ISDIR, "a directory"), (stat.S_ISLNK, "a symbolic link"),
         (stat.S_ISFIFO, "a pipe (FIFO)"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),

@@ -36,7 +36,7 @@ class Lineage:
     commit: int = 0
     """Its place in the order of the folder's commits, from 1; 0: unknown."""
     epoch: int = 0
-    """Of the attempt's lease; of two with the same number the later epoch is the newer."""
+    """Epoch of the attempt's lease; of two commits with the same number the later epoch is the newer."""
     attempt: str = ""
     parent: Parent | None = None
 
@@ -95,7 +95,7 @@ class Committer:
     _last: int = 0
 
     def lineage(self, directory_commits: int) -> Lineage:
-        """Of the next commit. ``directory_commits``: the highest number in the folder, where it was looked up."""
+        """Lineage of the next commit. ``directory_commits``: the folder's highest number, where it was looked up."""
         return Lineage(
             run=self.fence.run, commit=max(self._last, directory_commits) + 1, epoch=self.fence.epoch,
             attempt=self.fence.attempt, parent=self.parent,

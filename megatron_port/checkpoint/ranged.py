@@ -33,7 +33,7 @@ class Scratch:
         self._holds: tuple[Path, int] | None = None
         self._hole = (0, 0)
         self.edges = memoryview(bytearray(2 * GRAIN))
-        """What a second read fetches before and after what is wanted."""
+        """Bytes that a second read fetches before and after those that are wanted."""
 
     def space(self, size: int) -> memoryview:
         """``size`` bytes to fill; what was there is gone."""
