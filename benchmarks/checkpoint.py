@@ -41,7 +41,7 @@ from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.peers import GroupPeers
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.checkpoint.writer import save_among
-from megatron_port.engine.api import StatePiece
+from megatron_port.parallel.state import StatePiece
 
 MATRICES = 8
 

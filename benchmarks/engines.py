@@ -40,9 +40,9 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.engine.api import MicroBatch
+from megatron_port.data.batch import MicroBatch
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.train.assemble import DTYPES, build_engine, topology_of
+from megatron_port.session.assemble import DTYPES, build_engine, topology_of
 
 
 def run_config(engine: str, dtype: str, device: str = "cpu") -> RunConfig:

@@ -28,7 +28,7 @@ from megatron_port.data.dataset import split_positions
 from megatron_port.data.files import write_bytes
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.tokenizer import get_tokenizer
-from megatron_port.train.provenance import commit
+from megatron_port.session.provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("holdout_spelling", "holdout_lines", "holdout_text")

@@ -20,12 +20,13 @@ from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
 from megatron_port.config.checks import resolve
 from megatron_port.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
-from megatron_port.engine.api import MicroBatch, StepResult
-from megatron_port.engine.totals import refused_loss
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.api import StepResult
+from megatron_port.engine.loss_reduction import refused_loss
+from megatron_port.health.numerics import NumericsGuard
+from megatron_port.health.replicas import BitsHash
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.train.assemble import DTYPES, build_engine
-from megatron_port.train.numerics import NumericsGuard
-from megatron_port.train.replicas import BitsHash
+from megatron_port.session.assemble import DTYPES, build_engine
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeat: int) -> float:

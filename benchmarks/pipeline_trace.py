@@ -26,17 +26,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from megatron_port.engine.api import MicroBatch
+from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native_passes import Passes
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WeightGradients
+from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import Action, make_schedule
 from megatron_port.pipeline.simulate import Span, bubble_fraction, simulate, unit_cost
 from megatron_port.pipeline.transfer import StageLink
-from megatron_port.runtime.pulse import Pulse
+from megatron_port.runtime.progress import ProgressTracker
 from megatron_port.telemetry.schedule_trace import chrome_trace, picture, write
 
 KINDS = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2))
@@ -45,7 +45,7 @@ KINDS = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2))
 class _Sleeping(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradients: WeightGradients, cost: float
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradients: WgradAccumulator, cost: float
     ) -> torch.Tensor:
         ctx.save_for_backward(weight)
         ctx.gradients, ctx.cost = gradients, cost
@@ -65,7 +65,7 @@ class _Sleeping(torch.autograd.Function):
 class Chunk(nn.Module):
     """A chunk of the model that sleeps; a ``StageModule``."""
 
-    def __init__(self, gradients: WeightGradients, cost: float) -> None:
+    def __init__(self, gradients: WgradAccumulator, cost: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.gradients, self.cost = gradients, cost
@@ -81,16 +81,16 @@ def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> lis
     """The spans of all stages, for each repetition, on rank 0."""
     topology = Topology(pp=args.stages, vp=chunks, folded=name == "zb-v")
     ctx = ParallelContext.create(topology, "cpu")
-    gradients = WeightGradients(lambda p: None)
+    gradients = WgradAccumulator(lambda p: None)
     mine = [Chunk(gradients, args.unit / chunks) for _ in range(chunks)]
-    runner = Runner(StageLink(ctx), torch.float32, Pulse())
+    runner = Runner(StageLink(ctx), torch.float32, ProgressTracker())
     runner.record = True
     tokens = torch.zeros(1, 8)
     batches = [MicroBatch((i,), tokens=tokens, labels=tokens) for i in range(args.micro_batches)]
     schedule, out = make_schedule(name, args.stages, args.micro_batches, chunks), []
     for step in range(args.repeats + 1):
         passes = Passes(
-            mine, ctx, DropoutStream(0, ctx.device), Pulse(), gradients, micro_batches=batches, step=step,
+            mine, ctx, DropoutStream(0, ctx.device), ProgressTracker(), gradients, micro_batches=batches, step=step,
             loss_factor=1.0,
         )
         dist.barrier()

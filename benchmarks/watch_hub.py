@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_port.config.schema import WatchConfig
-from megatron_port.runtime.pulse import FORWARD, STEP
+from megatron_port.runtime.progress import FORWARD, STEP
 from megatron_port.watch import wire
 
 

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from megatron_port.api import run_training as run_training
     from megatron_port.checkpoint.reader import open_checkpoint as open_checkpoint
     from megatron_port.config.schema import RunConfig as RunConfig
+    from megatron_port.data.batch import MicroBatch as MicroBatch
     from megatron_port.data.indexed import IndexedDataset as IndexedDataset
     from megatron_port.data.prepare import prepare as prepare
     from megatron_port.data.tokenizer import get_tokenizer as get_tokenizer
     from megatron_port.engine.api import Engine as Engine
-    from megatron_port.engine.api import MicroBatch as MicroBatch
     from megatron_port.errors import PortError as PortError
     from megatron_port.optim.schedules import learning_rate as learning_rate
+    from megatron_port.session.session import Session as Session
     from megatron_port.train.loop import Trainer as Trainer
-    from megatron_port.train.session import Session as Session
 
 _WHERE = {
     "build_engine": "api",
@@ -43,11 +43,11 @@ _WHERE = {
     "prepare": "data.prepare",
     "get_tokenizer": "data.tokenizer",
     "Engine": "engine.api",
-    "MicroBatch": "engine.api",
+    "MicroBatch": "data.batch",
     "PortError": "errors",
     "learning_rate": "optim.schedules",
     "Trainer": "train.loop",
-    "Session": "train.session",
+    "Session": "session.session",
 }
 
 __all__ = ["Engine", "IndexedDataset", "MicroBatch", "PortError", "RunConfig", "Session", "Trainer", "__version__",

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from megatron_port.engine.api import Engine
     from megatron_port.model.gpt import GPTStage
     from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.session.session import Session
     from megatron_port.train.loop import Outcome
-    from megatron_port.train.session import Session
 
 
 def load_config(file: str | Path | Sequence[str | Path] | None = None, *overrides: str) -> RunConfig:
@@ -60,7 +60,7 @@ def open_session(
         EnvironmentFault: launcher, network, device, output folder, or a number of ranks that the layout cannot use.
     """
     from megatron_port.runtime.discovery import discover
-    from megatron_port.train import session
+    from megatron_port.session import session
 
     return session.open_session(config, info or discover(), quiet=quiet, writes=writes)
 
@@ -73,7 +73,7 @@ def build_model(session: Session) -> list[GPTStage]:
     :func:`build_engine` makes its own.
     """
     from megatron_port.parallel.random import DropoutStream
-    from megatron_port.train import assemble
+    from megatron_port.session import assemble
 
     stream = DropoutStream(session.config.seed, session.ctx.device)
     return assemble.build_model(session.config, session.ctx, session.providers, stream)
@@ -84,10 +84,10 @@ def build_engine(session: Session, *, initialise: bool = True) -> Engine:
 
     ``initialise``: False where ``engine.load_state`` or ``load_weights`` will set them.
     """
-    from megatron_port.train import assemble
+    from megatron_port.session import assemble
 
     return assemble.build_engine(
-        session.config, session.ctx, session.providers, initialise=initialise, pulse=session.pulse
+        session.config, session.ctx, session.providers, initialise=initialise, progress=session.progress
     )
 
 
@@ -111,7 +111,7 @@ def build_loaders(session: Session) -> Loaders:
     )
 
 
-def mind_memory(config: RunConfig, world_size: int | None) -> str:
+def check_memory(config: RunConfig, world_size: int | None) -> str:
     """What the planner says where the run cannot fit, and ``launch.memory_check`` only warns; else empty.
 
     Raises:
@@ -142,16 +142,16 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
     from megatron_port.launch.outcome import record_failure
     from megatron_port.runtime.discovery import discover
     from megatron_port.runtime.job import attempt_name
-    from megatron_port.train.leasing import leased_session
+    from megatron_port.session.folders import run_folder
+    from megatron_port.session.leasing import leased_session
+    from megatron_port.session.provenance import record_failure_event
+    from megatron_port.session.session import open_session
+    from megatron_port.session.watching import watch_ranks
     from megatron_port.train.loop import Trainer
-    from megatron_port.train.provenance import record_failure_event
-    from megatron_port.train.session import open_session
-    from megatron_port.train.state import run_folder
-    from megatron_port.train.watching import watch_ranks
 
     info = info or discover()
     try:
-        warning = mind_memory(config, info.world_size)
+        warning = check_memory(config, info.world_size)
         if warning and info.rank == 0:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         opening = open_session(config, info, around=watch_ranks, writes=True)

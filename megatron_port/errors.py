@@ -43,7 +43,7 @@ class PortError(Exception):
 
     exit_code = 1
     speaks: bool | None = None
-    """This process prints it (or not); None: the run's speaker does (``runtime.speak``). For errors that rank 0 may
+    """This process prints it (or not); None: rank zero does (``runtime.rank_zero``). For errors that rank 0 may
     not be there to tell."""
     permanent = False
     """Another attempt of the same job would meet it again, whatever its nodes; exit codes 2, 4, 5 and 6 always do."""

@@ -15,16 +15,16 @@ from megatron_port.backend.device import choose_device
 from megatron_port.backend.providers import Providers
 from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.schema import BackendConfig
-from megatron_port.engine.api import MicroBatch
+from megatron_port.data.batch import MicroBatch
 from megatron_port.errors import PortError
 from megatron_port.model.build import BuildContext
 from megatron_port.model.layers import TransformerLayer
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WeightGradients
-from megatron_port.parallel.products import WeightCopies
+from megatron_port.parallel.linear import WgradAccumulator
+from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
-from megatron_port.train.assemble import DTYPES, build_engine
+from megatron_port.session.assemble import DTYPES, build_engine
 
 
 class Training:
@@ -69,14 +69,14 @@ class Layers:
         )
         build.stream.enabled = True
         self.stack = nn.Sequential(*(TransformerLayer(i, build) for i in range(size.model.num_layers)))
-        self.gradients, self.copies = WeightGradients(lambda weight: None), WeightCopies()
+        self.gradients, self.copies = WgradAccumulator(lambda weight: None), QuantizedWeightCache()
         self.others = []
         for p in self.stack.parameters():
             p.data.copy_(weights.read(record_of(p).name))
             if p.dim() > 1 and not record_of(p).name.endswith(".bias"):
                 p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
                 p.weight_gradients = self.gradients  # type: ignore[attr-defined]
-                p.weight_copies = self.copies  # type: ignore[attr-defined]
+                p.quantized_weight_cache = self.copies  # type: ignore[attr-defined]
             else:
                 self.others.append(p)
 

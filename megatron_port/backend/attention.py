@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_port.backend.cpu_upcast import product
 from megatron_port.backend.fused import CausalSoftmax, torch_causal_softmax
-from megatron_port.backend.widened import product
 
 ProbsHook = Callable[[torch.Tensor], torch.Tensor]
 """Maps attention probabilities [b, heads, s, s] to the same shape (dropout)."""

@@ -70,7 +70,7 @@ def torch_problem(recipe: str, formats: Formats, device: torch.device) -> str:
 def choose_fp8(
     config: BackendConfig, recipe: str, device: DeviceInfo, describe: Describe = describe_gpu
 ) -> tuple[Fp8, ProviderRow]:
-    """Products under precision.fp8 and their row of the table. ``recipe``: tensorwise | rowwise.
+    """LinearKernels under precision.fp8 and their row of the table. ``recipe``: tensorwise | rowwise.
 
     The reference is never taken by itself: it is no faster than bf16, so a run that gets it should have asked.
 

@@ -27,7 +27,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatron_port.backend.jit_ways import WAYS, prebuild_command
+from megatron_port.backend.compile_entry_points import WAYS, prebuild_command
 from megatron_port.errors import EnvironmentFault
 
 __all__ = ["JitGuard", "Undo", "install_guard", "prebuild_command", "prebuilt_deepspeed_ops", "prepare_deepspeed"]

@@ -82,7 +82,7 @@ class Measured:
 
 
 def shapes_of(kind: str, model: ModelConfig | None, tensor: Sequence[int]) -> list[Shape]:
-    """Products to measure: a row with a growing inner dimension, squares, and those of the model's layers."""
+    """LinearKernels to measure: a row with a growing inner dimension, squares, and those of the model's layers."""
     unit = 4096 if kind != "cpu" else 256
     out = [(unit, unit, inner) for inner in (64, 128, 256, 512, 1024, 2048, 4096, 8192) if inner <= 8 * unit]
     out += [(n, n, n) for n in ((1024, 2048, 8192) if kind != "cpu" else (64, 128, 512))]

@@ -41,8 +41,8 @@ from megatron_port.checkpoint.writer import (
     work_folder,
     write_part,
 )
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
+from megatron_port.parallel.state import StatePiece
 
 _LONGEST_NAP = 0.5
 _NICE = 10

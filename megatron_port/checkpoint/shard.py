@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from megatron_port.checkpoint.boxes import FlatRange, range_fault
 from megatron_port.checkpoint.digest import CHUNK, Digest, SpanHashes, block_bytes
 from megatron_port.checkpoint.disk import disk_error, write_chunks
 from megatron_port.checkpoint.format import DTYPES, FileEntry, PieceEntry
-from megatron_port.engine.api import StatePiece
+from megatron_port.checkpoint.slices import FlatRange, range_fault
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.parallel.state import StatePiece
 
 _WIDTHS = dict(DTYPES.values())
 

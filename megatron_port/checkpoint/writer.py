@@ -49,8 +49,8 @@ from megatron_port.checkpoint.format import (
 from megatron_port.checkpoint.lineage import Committer, epoch_of_temporary, temporary_name
 from megatron_port.checkpoint.peers import Alone, GroupPeers, Peers, together
 from megatron_port.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
+from megatron_port.parallel.state import StatePiece
 from megatron_port.runtime.lease import LeaseLost
 
 Note = Callable[[str], None]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from megatron_port.config.schema import RunConfig
     from megatron_port.runtime.discovery import ProcessInfo
-    from megatron_port.train.session import Session
-    from megatron_port.train.weights import Weights
+    from megatron_port.session.session import Session
+    from megatron_port.session.weights import Weights
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc:
         from megatron_port.runtime.local import run_local
 
-        preload = ["torch", "megatron_port.train.evaluation"]
+        preload = ["torch", "megatron_port.inference.perplexity"]
         if any(o.replace(" ", "") == "engine=deepspeed" for o in args.overrides):
             preload.append("megatron_port.runtime.deepspeed_import")
         return run_local(args.nproc, lambda info: evaluate(args, info), preload=preload, port=args.master_port)
@@ -68,18 +68,18 @@ def run(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
     """One rank's part."""
-    from megatron_port.train.session import open_session
-    from megatron_port.train.weights import inference_config, open_weights
+    from megatron_port.session.session import open_session
+    from megatron_port.session.weights import inference_config, open_weights
 
     weights = open_weights(args.checkpoint)
     config = inference_config(weights, args.overrides, info.world_size, micro_batch=args.micro_batch_size)
     if args.tasks:
-        from megatron_port.train.harness import require_harness
+        from megatron_port.inference.lm_eval_adapter import require_harness
 
         require_harness()
     with open_session(config, info, quiet=True) as session:
         result = _tasks(args, session, weights) if args.tasks else _perplexity(args, session, weights)
-        if session.speaker and args.json:
+        if session.is_rank_zero and args.json:
             from megatron_port.checkpoint.disk import write_text
 
             write_text(Path(args.json), json.dumps(result, indent=1, default=str) + "\n")
@@ -87,8 +87,8 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
 
 
 def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
-    from megatron_port.train.assemble import build_engine
-    from megatron_port.train.evaluation import perplexity
+    from megatron_port.inference.perplexity import perplexity
+    from megatron_port.session.assemble import build_engine
 
     config = session.config
     stream, tokens, size = _stream(args, weights, config)
@@ -136,14 +136,14 @@ def _stream(
 
 
 def _tasks(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
-    from megatron_port.train.harness import run_tasks
-    from megatron_port.train.inference import InferenceModel
+    from megatron_port.inference.lm_eval_adapter import run_tasks
+    from megatron_port.inference.model import InferenceModel
 
     tokenizer = weights.tokenizer(session.config.data.tokenizer)
     found, table = run_tasks(
         InferenceModel(session, weights.read), tokenizer, [t for t in args.tasks.split(",") if t],
         include_path=args.include_path, num_fewshot=args.num_fewshot, limit=args.limit,
-        batch_size=session.config.batch.micro_batch_size, speaker=session.speaker,
+        batch_size=session.config.batch.micro_batch_size, is_rank_zero=session.is_rank_zero,
     )
     session.logger.log(table)
     return found

@@ -11,8 +11,8 @@ from megatron_port.cli.train import add_rendezvous_options
 from megatron_port.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron_port.inference.generation import Sampling
     from megatron_port.runtime.discovery import ProcessInfo
-    from megatron_port.train.generation import Sampling
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; 0."""
-    from megatron_port.train.generation import Sampling
+    from megatron_port.inference.generation import Sampling
 
     sampling = Sampling(
         max_new_tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_local(
             args.nproc, lambda info: generate(args, prompts, sampling, info),
-            preload=("torch", "megatron_port.train.generation"), port=args.master_port,
+            preload=("torch", "megatron_port.inference.generation"), port=args.master_port,
         )
     from megatron_port.runtime.discovery import discover
 
@@ -76,10 +76,10 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     """One rank's part."""
     from dataclasses import replace
 
-    from megatron_port.train.generation import Generator
-    from megatron_port.train.inference import InferenceModel
-    from megatron_port.train.session import open_session
-    from megatron_port.train.weights import inference_config, open_weights
+    from megatron_port.inference.generation import Generator
+    from megatron_port.inference.model import InferenceModel
+    from megatron_port.session.session import open_session
+    from megatron_port.session.weights import inference_config, open_weights
 
     weights = open_weights(args.checkpoint)
     config = inference_config(weights, args.overrides, info.world_size)
@@ -88,7 +88,7 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     with open_session(config, info, quiet=True) as session:
         generator = Generator(InferenceModel(session, weights.read), tokenizer.decode)
         found = generator.generate([tokenizer.encode(p) for p in prompts], sampling, batch_size=args.batch_size)
-        if not session.speaker:
+        if not session.is_rank_zero:
             return 0
         for prompt, new in zip(prompts, found):
             if args.json or len(prompts) > 1:

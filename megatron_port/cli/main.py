@@ -19,7 +19,7 @@ from megatron_port import __version__
 from megatron_port.errors import ConfigError, PortError
 from megatron_port.runtime.permissions import tighten
 from megatron_port.runtime.printable import safe_output
-from megatron_port.runtime.speak import speaker
+from megatron_port.runtime.rank_zero import is_rank_zero
 
 if TYPE_CHECKING:
     from megatron_port.config.loader import Loaded
@@ -51,13 +51,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message on the speaking rank, and exit with 2."""
-        if speaker():
+        if is_rank_zero():
             self.print_usage(sys.stderr)
             print(f"error: {message}", file=sys.stderr)
         raise SystemExit(ConfigError.exit_code)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if speaker():
+        if is_rank_zero():
             super()._print_message(message, file)
 
 
@@ -132,7 +132,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except PortError as e:
         if debug:
             traceback.print_exc()
-        if speaker() if e.speaks is None else e.speaks:
+        if is_rank_zero() if e.speaks is None else e.speaks:
             from megatron_port.runtime.redact import redact
 
             print(f"error: {redact(str(e))}", file=sys.stderr)

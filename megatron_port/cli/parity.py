@@ -17,10 +17,10 @@ from megatron_port.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, Environmen
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import LayoutConfig, RunConfig
+    from megatron_port.parity.comparison import Deviation, Run
+    from megatron_port.parity.emulation import RoundingEmulation
+    from megatron_port.parity.reduction_order import Reordering
     from megatron_port.runtime.discovery import ProcessInfo
-    from megatron_port.train.parity import Deviation, Run
-    from megatron_port.train.places import Places
-    from megatron_port.train.reorder import Reordering
 
 
 PLAIN, WIDE, ORDERED, PLACES = "one-process", "one-process-fp32", "one-process-reordered", "one-process-as-"
@@ -122,12 +122,12 @@ def _spawn(args: argparse.Namespace, message: str, *what: str) -> None:
         raise EnvironmentFault(f"{message} ended with exit code {done.returncode}; what it said is above")
 
 
-def _places(config: RunConfig) -> Places | None:
+def _places(config: RunConfig) -> RoundingEmulation | None:
     from megatron_port.parallel.topology import Topology
-    from megatron_port.train.places import Places
+    from megatron_port.parity.emulation import RoundingEmulation
 
     layout = config.layout
-    return Places.of(
+    return RoundingEmulation.of(
         config, Topology(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
     )
 
@@ -142,9 +142,9 @@ def _stand_in(config: RunConfig, layout: str) -> str:
 
 def _record_single(args: argparse.Namespace, config: RunConfig) -> int:
     """Record the named runs of one process, engine native, under ``--out``."""
+    from megatron_port.parity.recording import record_orders
+    from megatron_port.parity.reduction_order import ORDERS
     from megatron_port.runtime.discovery import discover
-    from megatron_port.train.recording import record_orders
-    from megatron_port.train.reorder import ORDERS
 
     alone = replace(
         parse_layout("tp1pp1dp1", config.layout), zero_stage=0, recompute="none", pipeline_schedule="1f1b",
@@ -154,7 +154,7 @@ def _record_single(args: argparse.Namespace, config: RunConfig) -> int:
     for name in args.single:
         changed = config_for(config, name.removeprefix(PLACES) if name.startswith(PLACES) else "tp1pp1dp1")
         steps, out = args.steps, args.out / name
-        orders: list[tuple[Reordering | Places | None, Path]] = [
+        orders: list[tuple[Reordering | RoundingEmulation | None, Path]] = [
             (_places(changed) if name.startswith(PLACES) else None, out)
         ]
         changed = replace(
@@ -179,14 +179,14 @@ def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
         return _record(config, discover({}), args.out, args.steps)
     from megatron_port.runtime.local import run_local
 
-    modules = ["torch", "torch._dynamo", "megatron_port.train.recording"]
+    modules = ["torch", "torch._dynamo", "megatron_port.parity.recording"]
     if config.engine == "deepspeed":
         modules.append("megatron_port.runtime.deepspeed_import")
     return run_local(world, lambda info: _record(config, info, args.out, args.steps), preload=modules)
 
 
 def _record(config: RunConfig, info: ProcessInfo, out: Path, steps: int) -> int:
-    from megatron_port.train.recording import record_to
+    from megatron_port.parity.recording import record_to
 
     record_to(config, info, out, steps=steps)
     return EXIT_OK
@@ -216,8 +216,8 @@ def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessIn
 
 def _report(config: RunConfig, layouts: list[str], out: Path) -> int:
     """fp64 and fp32: every layout against the first."""
-    from megatron_port.train.parity import FP32, FP64, compare
-    from megatron_port.train.recording import read_recorded
+    from megatron_port.parity.comparison import FP32, FP64, compare
+    from megatron_port.parity.recording import read_recorded
 
     tolerance = {"fp64": FP64, "fp32": FP32}[config.precision.dtype]
     reference = read_recorded(out / layouts[0])
@@ -232,9 +232,9 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
     """bf16 and fp16: every layout against one process that rounds where it does, and that process against the plain
     one and fp32."""
     from megatron_port.errors import NumericsError
-    from megatron_port.train.recording import read_recorded
-    from megatron_port.train.reorder import ORDERS
-    from megatron_port.train.rounding import SingleRuns, within_rounding
+    from megatron_port.parity.half_precision import SingleRuns, within_rounding
+    from megatron_port.parity.recording import read_recorded
+    from megatron_port.parity.reduction_order import ORDERS
 
     singles = list(dict.fromkeys([PLAIN, *(_stand_in(config, layout) for layout in args.layouts)]))
     narrow = config.precision.fp8 != "none"  # of products in 8 bits ranks scale their pieces by themselves

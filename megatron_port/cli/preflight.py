@@ -87,7 +87,14 @@ def run_node(args: argparse.Namespace) -> int:
 def run_report(args: argparse.Namespace) -> int:
     """Judge all nodes; the lists and the table."""
     from megatron_port.preflight import files
-    from megatron_port.preflight.report import make_report, read_network, read_nodes, render, select, write_report
+    from megatron_port.preflight.preflight_report import (
+        make_report,
+        read_network,
+        read_nodes,
+        render,
+        select,
+        write_report,
+    )
     from megatron_port.runtime.job import attempt_name
     from megatron_port.runtime.slurm import expand_hosts
 

@@ -12,8 +12,8 @@ from megatron_port.errors import EXIT_OK, EnvironmentFault
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatron_port.telemetry.report import Comparison
     from megatron_port.telemetry.run_data import RunData
+    from megatron_port.telemetry.run_report import Comparison
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,8 +31,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report; 0. ConfigError: a folder is not a run's."""
     from megatron_port.data.files import write_bytes
-    from megatron_port.telemetry.report import render
     from megatron_port.telemetry.run_data import read_run
+    from megatron_port.telemetry.run_report import render
 
     runs = [read_run(folder) for folder in args.runs]
     for one in runs:
@@ -52,7 +52,7 @@ def predictions(runs: Sequence[RunData]) -> Mapping[str, Sequence[Comparison]]:
     """What the planner says of each run beside what was measured, by run name. A run that it cannot plan has none."""
     from megatron_port.errors import PortError
     from megatron_port.plan.compare import compare_run
-    from megatron_port.telemetry.report import Comparison
+    from megatron_port.telemetry.run_report import Comparison
 
     out: dict[str, Sequence[Comparison]] = {}
     for one in runs:

@@ -53,15 +53,15 @@ def run(args: argparse.Namespace) -> int:
     if args.ignore_memory:
         config = replace(config, launch=replace(config.launch, memory_check="warn"))
     if args.dry_run:
-        from megatron_port.train.dry_run import dry_run
+        from megatron_port.session.dry_run import dry_run
 
         print(dry_run(config, args.nproc, all_stages=args.dry_run == "all"))
         return 0
     if args.nproc:
         check(config, world_size=None if config.layout.elastic else args.nproc)
-        from megatron_port.api import mind_memory
+        from megatron_port.api import check_memory
 
-        mind_memory(config, args.nproc)
+        check_memory(config, args.nproc)
         from megatron_port.runtime.local import run_local
 
         return run_local(args.nproc, lambda info: train(config, info), preload=_modules(config), port=args.master_port)

@@ -13,6 +13,7 @@ import torch
 
 from megatron_port.config.schema import RunConfig
 from megatron_port.data import megatron_order as mo
+from megatron_port.data.batch import MicroBatch
 from megatron_port.data.dataset import (
     BlendedDataset,
     GPTDataset,
@@ -22,11 +23,10 @@ from megatron_port.data.dataset import (
     split_positions,
     too_small,
 )
+from megatron_port.data.fingerprint import check_tokenizers, pins
 from megatron_port.data.format import tokenizer_name
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.order import derive
-from megatron_port.data.pins import check_tokenizers, pins
-from megatron_port.engine.api import MicroBatch
 from megatron_port.errors import DataError
 
 SPLITS = ("train", "valid", "test")
@@ -128,7 +128,7 @@ class Loaders:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     """Name, vocab_size, eod_id and hash, by the sidecars; empty: unknown."""
     pins: list[dict[str, Any]] = field(default_factory=list)
-    """What each corpus is (``data.pins``), for checkpoints."""
+    """What each corpus is (``data.fingerprint``), for checkpoints."""
 
     def eval_batches(self, split: str, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
         """Sequential batches of ``valid`` or ``test``. DataError: the split is empty."""

@@ -14,29 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from megatron_port.data.batch import MicroBatch
 from megatron_port.optim.state_check import Damage, StateCheck
 from megatron_port.parallel.record import ParameterRecord
+from megatron_port.parallel.state import StatePiece, StateReader
 
 if TYPE_CHECKING:
     from megatron_port.engine.probe import Probe
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One micro-batch of one replica.
-
-    ``sample_ids`` are global sample indices counted from the start of training;
-    they key dropout, so every stage needs them. Only the first stage needs
-    ``tokens`` and only the last ``labels`` and ``loss_mask``; elsewhere they are None.
-    """
-
-    sample_ids: tuple[int, ...]
-    tokens: torch.Tensor | None = None
-    """int64 [batch, seq]"""
-    labels: torch.Tensor | None = None
-    """int64 [batch, seq]"""
-    loss_mask: torch.Tensor | None = None
-    """float32 [batch, seq], 1 where the label counts; None: everywhere"""
 
 
 @dataclass(frozen=True)
@@ -84,39 +68,6 @@ class EvalResult:
         return self.loss_sum / self.tokens if self.tokens else math.nan
 
 
-@dataclass(frozen=True)
-class StatePiece:
-    """A contiguous range of one tensor of the training state that this rank owns.
-
-    The box (``offset``, ``shape``) is a slice of the parameter's logical global
-    tensor; ``tensor`` is the 1-D range that starts at ``flat_start`` of the
-    row-major flattening of that box. ``kind``: ``weight`` (fp32 master under the
-    halves), ``exp_avg`` or ``exp_avg_sq``.
-    """
-
-    name: str
-    kind: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    flat_start: int
-    tensor: torch.Tensor
-
-
-class StateReader(Protocol):
-    """Where an engine's state comes from: a checkpoint, an initialisation, a folder of another system."""
-
-    def __call__(
-        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The box ``offset + shape`` of a tensor, as a tensor of that shape.
-
-        ``out`` is an offer: a reader that can puts the box there and returns ``out`` itself, which saves memory and a
-        copy; else it leaves it alone and returns a tensor of its own. After an error its content is undefined.
-        """
-
-
 class Engine(Protocol):
     """A model, split as the layout says, that can take optimizer steps."""
 
@@ -148,7 +99,7 @@ class Engine(Protocol):
     def micro_batch_losses(self) -> Sequence[torch.Tensor]:
         """The sum of token losses of each micro-batch of the last step (scalars; empty but on the last stage)."""
 
-    def bad_gradients(self) -> list[str]:
+    def nonfinite_gradients(self) -> list[str]:
         """Parameters whose gradient, summed over replicas by the last step, is not finite; empty where it is gone."""
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:

@@ -15,29 +15,23 @@ from torch import nn
 
 from megatron_port.backend.jit_guard import prepare_deepspeed
 from megatron_port.config.schema import RunConfig
-from megatron_port.engine.api import (
-    NO_LIMITS,
-    EvalResult,
-    MicroBatch,
-    StatePiece,
-    StateReader,
-    StepLimits,
-    StepResult,
-)
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
 from megatron_port.engine.deepspeed_config import deepspeed_config
+from megatron_port.engine.loss_reduction import device_sums, global_tokens, loss_weight, shared_sums
 from megatron_port.engine.module import recorded_parameters, zero_moments
 from megatron_port.engine.probe import Probe
-from megatron_port.engine.totals import device_sums, global_tokens, loss_weight, shared_sums
 from megatron_port.errors import EnvironmentFault
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.state_check import Damage, check_of
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.products import WeightCopies
+from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
-from megatron_port.parallel.upload import upload
-from megatron_port.runtime.pulse import REDUCE, Pulse
+from megatron_port.parallel.state import StatePiece, StateReader
+from megatron_port.parallel.to_device import to_device_async
+from megatron_port.runtime.progress import REDUCE, ProgressTracker
 
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
@@ -60,7 +54,7 @@ class DeepSpeedEngine:
         *,
         dtype: torch.dtype,
         optimizer_provider: str = "torch",
-        pulse: Pulse | None = None,
+        progress: ProgressTracker | None = None,
     ) -> None:
         prepare_deepspeed()
         from megatron_port.engine import deepspeed_pipeline, deepspeed_state
@@ -69,7 +63,7 @@ class DeepSpeedEngine:
         self.stage, self.config, self.ctx, self.stream, self.dtype = stage, config, ctx, stream, dtype
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
-        self.pulse = pulse or Pulse()
+        self.progress = progress or ProgressTracker()
         self._batches: Sequence[MicroBatch] = ()
         self._step = 0
         self._loss_factor = 1.0
@@ -86,10 +80,10 @@ class DeepSpeedEngine:
         settings = deepspeed_config(config, dp=ctx.topology.dp, micro_batches=micro_batches)
         self.engine = self._initialize(deepspeed_pipeline, settings, optimizer_provider)
         self.parameters = recorded_parameters(self.stage)
-        self.weight_copies = WeightCopies()
+        self.quantized_weight_cache = QuantizedWeightCache()
         for _, p in self.parameters:
-            p.weight_copies = self.weight_copies  # type: ignore[attr-defined]  # see parallel.products
-        self.engine.pulse = self.pulse
+            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.products
+        self.engine.progress = self.progress
         self.engine.around_forward = self._around_forward
         self.engine.after_backward = self._after_backward
         self.engine.reduce_shared_gradients = self._reduce_shared
@@ -110,7 +104,7 @@ class DeepSpeedEngine:
         chatter = io.StringIO()
         with contextlib.redirect_stdout(chatter):
             deepspeed.init_distributed(dist_init_required=False)
-            module = pipeline.OneStage(self.stage, self.ctx, self._loss)
+            module = pipeline.SingleStagePipelineModule(self.stage, self.ctx, self._loss)
             optimizer = self._build_optimizer(optimizer_provider)
             engine = pipeline.RecordedPipelineEngine(
                 args=None, model=module, optimizer=optimizer, mpu=module.mpu(), dist_init_required=False,
@@ -160,7 +154,7 @@ class DeepSpeedEngine:
         """DeepSpeed's loss function, called once a micro-batch, in order."""
         index = len(self._losses)
         mask = self._batches[index].loss_mask
-        loss = self.stage.loss_sum(logits, labels, upload(mask, logits.device) if mask is not None else None)
+        loss = self.stage.loss_sum(logits, labels, to_device_async(mask, logits.device) if mask is not None else None)
         self._losses.append(loss.detach())
         self._loss_total += self._losses[-1]
         if self._probe is not None:
@@ -226,13 +220,13 @@ class DeepSpeedEngine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.stream.enabled = True
-        self.pulse.at(REDUCE, "tokens of the step")
+        self.progress.at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         self._loss_factor = loss_weight(tokens)
         self._tokens, self._limits, self._probe, self._refused = tokens, limits, probe, False
         used_scale = self.scaler.scale
         # Weights change at the batch's very end, after its passes.
-        with self.weight_copies.kept(), contextlib.nullcontext() if probe is None else probe.watch(self.stage):
+        with self.quantized_weight_cache.kept(), contextlib.nullcontext() if probe is None else probe.watch(self.stage):
             self.engine.train_batch(self._begin(micro_batches, step))
         self._probe = None
         self.record_state()
@@ -262,7 +256,7 @@ class DeepSpeedEngine:
         """Scalars, last stage only; see ``engine.api.Engine``."""
         return self._losses
 
-    def bad_gradients(self) -> list[str]:
+    def nonfinite_gradients(self) -> list[str]:
         """None: DeepSpeed clears them with the step."""
         return []
 
@@ -271,7 +265,7 @@ class DeepSpeedEngine:
         self.stream.enabled = False
         self._loss_factor = 1.0
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        with self.weight_copies.kept(backward=False):
+        with self.quantized_weight_cache.kept(backward=False):
             self.engine.eval_batch(
                 self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False,
                 num_micro_batches=len(micro_batches),
@@ -285,7 +279,7 @@ class DeepSpeedEngine:
         yield from self.parameters
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """The fragments of masters and moments that ZeRO-1 gave this rank."""
+        """The shard_ranges of masters and moments that ZeRO-1 gave this rank."""
         yield from self._state.state_pieces(self.engine.optimizer, self.ctx)
 
     def scalar_state(self) -> dict[str, float | int]:

@@ -35,7 +35,7 @@ from torch import nn
 from megatron_port.optim.gradients import counts_in_norm
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord, record_of
-from megatron_port.runtime.pulse import BACKWARD, DATA, FORWARD, OPTIMIZER, REDUCE, TRANSFER, Pulse
+from megatron_port.runtime.progress import BACKWARD, DATA, FORWARD, OPTIMIZER, REDUCE, TRANSFER, ProgressTracker
 
 
 def gate(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:
@@ -49,7 +49,7 @@ def gate(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:
     inner.step = step  # type: ignore[method-assign]
 
 
-class OneStage(PipelineModule):
+class SingleStagePipelineModule(PipelineModule):
     """A PipelineModule whose layer i is our stage i: how layers are split is decided in one place, not here."""
 
     def __init__(self, stage: nn.Module, ctx: ParallelContext, loss_fn: Callable[..., torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ class OneStage(PipelineModule):
 
         with torch.no_grad():
             super().__init__(
-                layers=[LayerSpec(_Held, build) for _ in range(t.pp)],
+                layers=[LayerSpec(_ModuleHolder, build) for _ in range(t.pp)],
                 topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
                 loss_fn=loss_fn,
                 partition_method="uniform",
@@ -74,7 +74,7 @@ class OneStage(PipelineModule):
             p.ds_pipe_replicated = copy or not record.tied_primary  # type: ignore[attr-defined]
 
 
-class _Held(nn.Module):
+class _ModuleHolder(nn.Module):
     """LayerSpec builds modules by class; this one holds the stage that exists already."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
@@ -97,14 +97,14 @@ PHASES: dict[type, tuple[str, str]] = {
     schedule.ReduceTiedGrads: (REDUCE, "tied and partial gradients"),
     schedule.OptimizerStep: (OPTIMIZER, "gradient norm and update"),
 }
-"""Instruction → phase and operation that the pulse tells."""
+"""Instruction → phase and operation that the progress tells."""
 
 
 def _in_phase(phase: str, operation: str, execute: Callable[..., None]) -> Callable[..., None]:
     """An instruction that says first that it begins."""
 
     def instruction(self: RecordedPipelineEngine, *args: Any, **kwargs: Any) -> None:
-        self.pulse.at(phase, operation, kwargs.get("buffer_id", -1))
+        self.progress.at(phase, operation, kwargs.get("buffer_id", -1))
         execute(self, *args, **kwargs)
 
     return instruction
@@ -113,7 +113,7 @@ def _in_phase(phase: str, operation: str, execute: Callable[..., None]) -> Calla
 class RecordedPipelineEngine(PipelineEngine):
     """Calls back around each pass, around gradient reduction and before the update."""
 
-    pulse: Pulse
+    progress: ProgressTracker
     around_forward: Callable[[int], AbstractContextManager[None]]
     reduce_shared_gradients: Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
     before_update: Callable[[], None]

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-1 state by canonical name: each rank's fragments, without communication.
+"""DeepSpeed's ZeRO-1 state by canonical name: each rank's shard_ranges, without communication.
 
 ZeRO-1 flattens a parameter group and gives each replica a contiguous range of
 it, so a rank owns a contiguous range of some parameters' flattened local
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from megatron_port.engine.api import StatePiece, StateReader
-from megatron_port.engine.module import WholeScratch, logical_pieces, read_local, read_range
+from megatron_port.engine.module import ScratchBuffer, logical_pieces, read_local, read_range
 from megatron_port.optim.gradients import counts_in_norm
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.state import StatePiece, StateReader
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -109,7 +109,7 @@ def load_state(zero: Any, read: StateReader, steps: int) -> None:
     for group in zero.optimizer.param_groups:
         if "step" in group:
             group["step"] = steps
-    scratch = WholeScratch(torch.float32)
+    scratch = ScratchBuffer(torch.float32)
     for parameters in parameter_groups(zero):
         for p in parameters:
             record, mapping = record_of(p), p._hp_mapping  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from megatron_port.engine.api import StatePiece, StateReader
 from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.state import StatePiece, StateReader
 
 
 @runtime_checkable
@@ -55,7 +55,7 @@ def read_local(read: StateReader, record: ParameterRecord, kind: str, out: torch
                 view.copy_(found)
 
 
-class WholeScratch:
+class ScratchBuffer:
     """Memory for one whole local tensor at a time, used again for the next."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -72,7 +72,7 @@ class WholeScratch:
 
 
 def read_range(
-    read: StateReader, record: ParameterRecord, kind: str, out: torch.Tensor, start: int, scratch: WholeScratch
+    read: StateReader, record: ParameterRecord, kind: str, out: torch.Tensor, start: int, scratch: ScratchBuffer
 ) -> None:
     """Fill ``out`` (1-D) with the elements from ``start`` of this rank's flattened slice; padding becomes zero."""
     size = math.prod(record.local_shape)
@@ -123,5 +123,11 @@ def zero_moments(read: StateReader) -> StateReader:
 
 
 __all__ = [
-    "StageModule", "WholeScratch", "logical_pieces", "read_local", "read_range", "recorded_parameters", "zero_moments",
+    "ScratchBuffer",
+    "StageModule",
+    "logical_pieces",
+    "read_local",
+    "read_range",
+    "recorded_parameters",
+    "zero_moments",
 ]

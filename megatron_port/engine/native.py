@@ -16,17 +16,11 @@ import torch
 from torch import nn
 
 from megatron_port.config.schema import RunConfig
-from megatron_port.engine.api import (
-    NO_LIMITS,
-    EvalResult,
-    MicroBatch,
-    StatePiece,
-    StateReader,
-    StepLimits,
-    StepResult,
-)
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
+from megatron_port.engine.loss_reduction import device_sums, global_tokens, loss_weight, refused_loss, shared_sums
 from megatron_port.engine.module import (
-    WholeScratch,
+    ScratchBuffer,
     logical_pieces,
     read_local,
     read_range,
@@ -36,20 +30,20 @@ from megatron_port.engine.module import (
 from megatron_port.engine.native_passes import Passes
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
-from megatron_port.engine.totals import device_sums, global_tokens, loss_weight, refused_loss, shared_sums
 from megatron_port.optim.gradients import counts_in_norm, global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.sharded import Bucket, Piece, ShardedParameters
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WeightGradients
-from megatron_port.parallel.products import WeightCopies
+from megatron_port.parallel.linear import WgradAccumulator
+from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
+from megatron_port.parallel.state import StatePiece, StateReader
 from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import forward_only, make_schedule
 from megatron_port.pipeline.transfer import StageLink
-from megatron_port.runtime.pulse import OPTIMIZER, REDUCE, Pulse
+from megatron_port.runtime.progress import OPTIMIZER, REDUCE, ProgressTracker
 
 REDUCE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Of gradients between replicas; None: that of their sums (fp32, in fp64 runs fp64)."""
@@ -96,12 +90,12 @@ class NativeEngine:
 
     def __init__(
         self, chunks: Sequence[Any], config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *,
-        dtype: torch.dtype, optimizer_provider: str = "torch", pulse: Pulse | None = None,
+        dtype: torch.dtype, optimizer_provider: str = "torch", progress: ProgressTracker | None = None,
     ) -> None:
         self.chunks, self.config, self.ctx, self.stream, self.dtype = list(chunks), config, ctx, stream, dtype
         self.stage: nn.Module = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
-        self.pulse = pulse or Pulse()
-        self.runner = Runner(StageLink(ctx), dtype, self.pulse)
+        self.progress = progress or ProgressTracker()
+        self.runner = Runner(StageLink(ctx), dtype, self.progress)
         self.parameters = recorded_parameters(self.stage)
         self.sharded = ShardedParameters(
             self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
@@ -110,11 +104,11 @@ class NativeEngine:
             shard_gradients=config.layout.zero_stage == 2,
         )
         gradients = _Gradients(self.sharded)
-        self.weight_gradients = WeightGradients(gradients.added, gradients.total)
-        self.weight_copies = WeightCopies()
+        self.weight_gradients = WgradAccumulator(gradients.added, gradients.total)
+        self.quantized_weight_cache = QuantizedWeightCache()
         for _, p in self.parameters:
             p.weight_gradients = self.weight_gradients  # type: ignore[attr-defined]  # see parallel.linear
-            p.weight_copies = self.weight_copies  # type: ignore[attr-defined]  # see parallel.products
+            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.products
             p.register_post_accumulate_grad_hook(gradients.accumulate)
         for chunk in self.chunks:
             for unit in chunk.units:
@@ -151,12 +145,12 @@ class NativeEngine:
         else:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
-            self.chunks, self.ctx, self.stream, self.pulse, self.weight_gradients, micro_batches=micro_batches,
+            self.chunks, self.ctx, self.stream, self.progress, self.weight_gradients, micro_batches=micro_batches,
             step=step, loss_factor=self.scaler.scale * loss_weight(tokens), probe=probe,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
         )
         length = self.config.model.seq_length
-        with self.weight_copies.kept():
+        with self.quantized_weight_cache.kept():
             self.runner.run(
                 schedule, passes, lambda m: self.chunks[0].activation_shape(len(micro_batches[m].sample_ids), length)
             )
@@ -171,7 +165,7 @@ class NativeEngine:
         self.stream.enabled = True
         # A replay wants to see this rank's own gradients before any sum.
         self.sharded.begin(len(micro_batches), early=probe is None)
-        at = self.pulse.at
+        at = self.progress.at
         at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         with nullcontext() if probe is None else probe.watch(self.stage):
@@ -233,7 +227,7 @@ class NativeEngine:
         """Scalars, last stage only; see ``engine.api.Engine``."""
         return self._losses
 
-    def bad_gradients(self) -> list[str]:
+    def nonfinite_gradients(self) -> list[str]:
         """Of this rank's pieces; see ``engine.api.Engine``."""
         bad = [p.record.name for p in self.sharded.pieces if not bool(torch.isfinite(p.gradient).all())]
         return list(dict.fromkeys(bad))
@@ -244,7 +238,7 @@ class NativeEngine:
         self.stage.eval()
         self.stream.enabled = False
         passes = self._run(micro_batches, 0)
-        self.pulse.at(REDUCE, "loss of the batch")
+        self.progress.at(REDUCE, "loss of the batch")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         self.stream.enabled = True
         loss_sum, count = shared_sums([passes.total, tokens / self.ctx.topology.dp], self.ctx)
@@ -280,7 +274,7 @@ class NativeEngine:
         pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = {}
         for piece in self.sharded.pieces:
             pieces.setdefault(piece.record.place, []).append(piece)
-        scratch = WholeScratch(self.sharded.wide)
+        scratch = ScratchBuffer(self.sharded.wide)
         for record, p in self.parameters:
             mine = pieces.get(record.place, [])
             whole = self._load_place(p, mine, scratch)
@@ -302,7 +296,7 @@ class NativeEngine:
         self.scaler.load(scalars)
         self._record_state(gathering=False)
 
-    def _load_place(self, p: torch.Tensor, mine: Sequence[Piece], scratch: WholeScratch) -> torch.Tensor:
+    def _load_place(self, p: torch.Tensor, mine: Sequence[Piece], scratch: ScratchBuffer) -> torch.Tensor:
         """Where to read a parameter to, in the masters' dtype: a place where it stays, if there is one."""
         if p.dtype == self.sharded.wide:
             return p.detach()

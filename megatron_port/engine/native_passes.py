@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from megatron_port.engine.api import MicroBatch
+from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.probe import Probe
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WeightGradients
+from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.upload import upload
+from megatron_port.parallel.to_device import to_device_async
 from megatron_port.pipeline.schedules import Action, Kind
-from megatron_port.runtime.pulse import BACKWARD, FORWARD, Pulse
+from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
 
 Place = tuple[int, int]
 """(chunk, micro-batch)"""
@@ -32,12 +32,12 @@ class Passes:
     """
 
     def __init__(
-        self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, pulse: Pulse,
-        gradients: WeightGradients, *, micro_batches: Sequence[MicroBatch], step: int, loss_factor: float,
+        self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, progress: ProgressTracker,
+        gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int, loss_factor: float,
         probe: Probe | None = None, sums: Callable[[], list[torch.Tensor]] = list,
         after_backward: Callable[[int], None] = lambda chunk: None,
     ) -> None:
-        self.chunks, self.ctx, self.stream, self.pulse, self.gradients = chunks, ctx, stream, pulse, gradients
+        self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
         self.micro_batches, self.step, self.loss_factor = micro_batches, step, loss_factor
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
@@ -51,7 +51,7 @@ class Passes:
         """See ``pipeline.runner.Worker``."""
         if action.kind is Kind.FORWARD:
             return self._forward(action, received)
-        self.pulse.at(BACKWARD, "micro-batch", action.micro_batch)
+        self.progress.at(BACKWARD, "micro-batch", action.micro_batch)
         if action.kind is Kind.WEIGHT:
             self.gradients.run(self._weights.pop((action.chunk, action.micro_batch)))
             return None
@@ -61,13 +61,13 @@ class Passes:
         number, chunk = action.micro_batch, self.chunks[action.chunk]
         batch = self.micro_batches[number]
         self.stream.set_micro_batch(self.step, batch.sample_ids)
-        self.pulse.at(FORWARD, "micro-batch", number)
+        self.progress.at(FORWARD, "micro-batch", number)
         probe, virtual = self.probe, self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
         with nullcontext() if probe is None else probe.forward(number, virtual):
             if received is None:
                 if batch.tokens is None:
                     raise ValueError("the first stage got a micro-batch without tokens")
-                output = chunk(upload(batch.tokens, self.ctx.device))
+                output = chunk(to_device_async(batch.tokens, self.ctx.device))
             else:
                 received.requires_grad_(torch.is_grad_enabled())
                 output = chunk(received)
@@ -84,8 +84,8 @@ class Passes:
     def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if batch.labels is None:
             raise ValueError("the last stage got a micro-batch without labels")
-        mask = upload(batch.loss_mask, self.ctx.device) if batch.loss_mask is not None else None
-        loss: torch.Tensor = chunk.loss_sum(logits, upload(batch.labels, self.ctx.device), mask)
+        mask = to_device_async(batch.loss_mask, self.ctx.device) if batch.loss_mask is not None else None
+        loss: torch.Tensor = chunk.loss_sum(logits, to_device_async(batch.labels, self.ctx.device), mask)
         return loss
 
     def _backward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:

@@ -37,7 +37,7 @@ class Finding:
     """Comparable between ranks: the smallest is where it began."""
     losses: list[float] = field(default_factory=list)
     """Sum of token losses of each micro-batch (last stage; empty elsewhere)."""
-    bad_gradients: list[str] = field(default_factory=list)
+    nonfinite_gradients: list[str] = field(default_factory=list)
     """Parameters whose gradient, on this rank and before any sum over ranks, is not finite."""
     gradient_norm: float = 0.0
     """L2 norm of this rank's own gradients before any sum over ranks, loss scale included."""
@@ -135,7 +135,7 @@ class Probe:
         found = Finding(losses=[float(self._losses[m]) for m in range(micro_batches) if m in self._losses])
         self._find_first(found)
         norms = [(name, float(norm)) for name, _, norm in self._gradients]
-        found.bad_gradients = [name for name, finite, _ in self._gradients if not bool(finite)]
+        found.nonfinite_gradients = [name for name, finite, _ in self._gradients if not bool(finite)]
         found.gradient_norm = math.sqrt(sum(n * n for _, n in norms)) if norms else 0.0
         rank = sorted(norms, key=lambda pair: -pair[1] if math.isfinite(pair[1]) else -math.inf)
         found.largest_gradients = rank[:8]
@@ -160,15 +160,15 @@ class Probe:
                 take(self._order(m, 1, self.stages - 1 - place, 0), m, "backward")
 
 
-def trace_finding(losses: Sequence[torch.Tensor], bad_gradients: Sequence[str], *, stage: int) -> Finding:
+def trace_finding(losses: Sequence[torch.Tensor], nonfinite_gradients: Sequence[str], *, stage: int) -> Finding:
     """What a step leaves behind that was not looked at: its micro-batches' losses, and gradients summed already.
 
     A loss that is not finite says more than a gradient, which all replicas share.
     """
-    found = Finding(losses=[float(x) for x in losses], bad_gradients=list(bad_gradients))
+    found = Finding(losses=[float(x) for x in losses], nonfinite_gradients=list(nonfinite_gradients))
     bad = [m for m, value in enumerate(found.losses) if not math.isfinite(value)]
     if bad:
         found.micro_batch, found.phase, found.order = bad[0], "loss", bad[0]
-    elif bad_gradients:
+    elif nonfinite_gradients:
         found.phase, found.order = "sum", NOWHERE - 1 - stage
     return found

@@ -8,14 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_port.checkpoint.boxes import FlatRange, cover_fault
 from megatron_port.checkpoint.format import SavedState, directory_name
+from megatron_port.checkpoint.slices import FlatRange, cover_fault
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
 from megatron_port.model.shapes import parameter_shapes
+from megatron_port.parallel.state import StatePiece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Note = Callable[[str], None]

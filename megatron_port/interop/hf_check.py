@@ -19,7 +19,6 @@ from torch import nn
 from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.schema import LayoutConfig, ModelConfig
-from megatron_port.engine.api import StateReader
 from megatron_port.engine.module import read_local
 from megatron_port.errors import CheckpointError, EnvironmentFault
 from megatron_port.interop.hf_files import HFFolder
@@ -28,6 +27,7 @@ from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
+from megatron_port.parallel.state import StateReader
 
 TOLERANCE = 1e-6
 SCALES = (5.0, 2.0, 1.0)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from megatron_port.config.schema import ModelConfig
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import MOMENTS, Imported
 from megatron_port.interop.export_dcp import dcp_key
@@ -25,6 +24,7 @@ from megatron_port.interop.pickle_size import check_torch_file
 from megatron_port.interop.sidecar import model_of, read_sidecar
 from megatron_port.interop.staged import Stage
 from megatron_port.model.shapes import parameter_shapes
+from megatron_port.parallel.state import StatePiece
 
 METADATA = ".metadata"
 _MAX_CHUNK = 1 << 33

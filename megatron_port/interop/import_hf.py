@@ -10,11 +10,11 @@ from pathlib import Path
 from megatron_port.checkpoint.disk import write_text
 from megatron_port.config.dump import leaves, toml_value
 from megatron_port.config.schema import ModelConfig
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import Imported
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.staged import Stage
+from megatron_port.parallel.state import StatePiece
 
 KEPT = "huggingface"
 """Folder beside the imported checkpoint with the small files of the source."""

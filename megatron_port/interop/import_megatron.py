@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_port.config.schema import ModelConfig
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import MOMENTS, Imported
 from megatron_port.interop.megatron_files import (
@@ -29,6 +28,7 @@ from megatron_port.interop.megatron_files import (
 from megatron_port.interop.megatron_model import model_from_args
 from megatron_port.interop.names import Foreign, megatron_names
 from megatron_port.interop.unpickle import ForeignFile, Stubbed, read_pickles
+from megatron_port.parallel.state import StatePiece
 
 Note = Callable[[str], None]
 Weights = dict[tuple[str, int], torch.Tensor]
@@ -217,7 +217,7 @@ def _optimizer_pieces(
     shards: Mapping[tuple[int, int], ForeignFile], layers: Mapping[tuple[int, str], str], layout: _Layout
 ) -> tuple[list[StatePiece], int | None, float | None]:
     """Masters and moments from ZeRO-1 shards; how many updates they have seen, and the loss scale."""
-    fragments: _Fragments = {}
+    shard_ranges: _Fragments = {}
     steps: int | None = None
     scale: float | None = None
     for (replica, model_rank), file in sorted(shards.items()):
@@ -240,7 +240,7 @@ def _optimizer_pieces(
                     if name is None:
                         raise CheckpointError(f"{where} has {there}, which no layer file has")
                     found = {k: _part(t, address, f"{where}: {k} of {there}") for k, t in kinds.items()}
-                    fragments.setdefault((name, tensor_rank), {}).setdefault(stage, {})[replica] = found
+                    shard_ranges.setdefault((name, tensor_rank), {}).setdefault(stage, {})[replica] = found
             scaler = state.get("loss_scaler")
             dynamic = isinstance(scaler, Stubbed) and scaler.name.endswith("DynamicLossScaler")  # fp16
             if dynamic and isinstance(scaler.get("cur_scale"), (int, float)):
@@ -249,7 +249,7 @@ def _optimizer_pieces(
             raise CheckpointError(
                 f"{where}: not as ZeRO-1 saves it ({type(error).__name__}: {error}); --weights-only leaves it out"
             ) from None
-    return list(_join(fragments, layout)) if fragments else [], steps, scale
+    return list(_join(shard_ranges, layout)) if shard_ranges else [], steps, scale
 
 
 def _part(flat: torch.Tensor, address: Any, where: str) -> torch.Tensor:
@@ -259,11 +259,11 @@ def _part(flat: torch.Tensor, address: Any, where: str) -> torch.Tensor:
     return flat.reshape(-1).narrow(0, start, count)
 
 
-def _join(fragments: _Fragments, layout: _Layout) -> Iterator[StatePiece]:
+def _join(shard_ranges: _Fragments, layout: _Layout) -> Iterator[StatePiece]:
     """Replica after replica holds the next range of a slice; a tied copy on a later stage is left out."""
     for name, foreign in layout.table.items():
         for rank in layout.ranks(name):
-            stages = fragments.get((name, rank))
+            stages = shard_ranges.get((name, rank))
             if stages is None:
                 raise CheckpointError(f"{layout.where}: no optimizer shard holds {foreign.name} of tensor rank {rank}")
             parts = [p for _, p in sorted(stages[min(stages)].items())]

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from megatron_port.config.schema import ModelConfig
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import Imported, whole
 from megatron_port.interop.export_universal import KINDS
 from megatron_port.interop.names import Foreign, megatron_names
 from megatron_port.interop.pickle_size import check_torch_file
 from megatron_port.interop.sidecar import model_of, read_sidecar
+from megatron_port.parallel.state import StatePiece
 
 LATEST = "latest_universal"
 

@@ -11,7 +11,7 @@ from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.model.cache import CacheSlot
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.products import Products, make_products
+from megatron_port.parallel.linear_kernels import LinearKernels, make_linear_kernels
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec
 
@@ -32,9 +32,9 @@ class BuildContext:
     """Of generation; empty while training."""
 
     @property
-    def products(self) -> Products:
+    def products(self) -> LinearKernels:
         """Of the layers' linears; embedding, head and attention stay in the dtype."""
-        return make_products(self.providers.fp8)
+        return make_linear_kernels(self.providers.fp8)
 
     @property
     def sequence_parallel(self) -> bool:

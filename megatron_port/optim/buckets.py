@@ -18,7 +18,7 @@ ALIGN = 64
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketEntry:
     """A parameter's place in a bucket."""
 
     index: int
@@ -31,7 +31,7 @@ class Slot:
 class BucketPlan:
     """One bucket: ``numel`` elements, padding included, a multiple of ``ALIGN`` times the number of shards."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketEntry, ...]
     numel: int
     kind: str
     """plain | partial (gradients to be summed over tp) | shared (over the tp ranks that hold the same key/value heads)
@@ -59,7 +59,7 @@ def plan_buckets(
     unit = ALIGN * shards
     for chunk in reversed(chunks):
         for kind in ("plain", "partial", "shared", "tied"):
-            slots: list[Slot] = []
+            slots: list[BucketEntry] = []
             end = 0
             for index, record, numel in reversed(chunk):
                 if _kind(record) != kind:
@@ -67,7 +67,7 @@ def plan_buckets(
                 if slots and (end + numel > capacity or kind == "tied"):
                     plans.append(BucketPlan(tuple(slots), -(-end // unit) * unit, kind))
                     slots, end = [], 0
-                slots.append(Slot(index, end, numel))
+                slots.append(BucketEntry(index, end, numel))
                 end += -(-numel // ALIGN) * ALIGN
             if slots:
                 plans.append(BucketPlan(tuple(slots), -(-end // unit) * unit, kind))
@@ -75,7 +75,7 @@ def plan_buckets(
 
 
 @dataclass(frozen=True)
-class Fragment:
+class ShardRange:
     """The part of a parameter that a shard holds: elements [start, start + numel) of its flattened local tensor,
     from ``at`` on in the bucket."""
 
@@ -85,7 +85,7 @@ class Fragment:
     at: int
 
 
-def fragments(plan: BucketPlan, *, shard: int, shards: int) -> list[Fragment]:
+def shard_ranges(plan: BucketPlan, *, shard: int, shards: int) -> list[ShardRange]:
     """What shard ``shard`` of ``shards`` of a bucket holds, in order."""
     size = plan.numel // shards
     first, last = shard * size, (shard + 1) * size
@@ -93,5 +93,5 @@ def fragments(plan: BucketPlan, *, shard: int, shards: int) -> list[Fragment]:
     for slot in plan.slots:
         low, high = max(slot.start, first), min(slot.start + slot.numel, last)
         if low < high:
-            out.append(Fragment(slot.index, low - slot.start, high - low, low))
+            out.append(ShardRange(slot.index, low - slot.start, high - low, low))
     return out

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_port.optim.buckets import BucketPlan, Fragment, fragments, plan_buckets
-from megatron_port.optim.countdown import Countdown
+from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
+from megatron_port.optim.grad_buffer_pool import Windows
+from megatron_port.optim.grad_ready import GradReadyTracker
 from megatron_port.optim.state_check import StateEntry, StateTensor
-from megatron_port.optim.windows import Windows
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord
@@ -123,7 +123,7 @@ class ShardedParameters:
         ]
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
-        owned = [(bucket, f) for bucket in self.buckets for f in fragments(bucket.plan, shard=shard, shards=shards)]
+        owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=shard, shards=shards)]
         self.pieces = [self._piece(bucket, f) for bucket, f in owned]
         self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
         for bucket, f in owned:
@@ -137,7 +137,7 @@ class ShardedParameters:
             c = chunk_of[plan.slots[0].index] if self.shard_gradients else 0
             groups.setdefault(c, []).append((b, [slot.index for slot in plan.slots]))
         names = [record.name for record, _ in self.parameters]
-        self._rounds = {c: Countdown(g, names.__getitem__) for c, g in groups.items()}
+        self._rounds = {c: GradReadyTracker(g, names.__getitem__) for c, g in groups.items()}
         self._round_of = [self._rounds[c if self.shard_gradients else 0] for c in chunk_of]
         self._hold = False
         self._open: list[Bucket] = []
@@ -147,7 +147,7 @@ class ShardedParameters:
             size = max((plan.numel for plan in plans if plan.kind == "plain"), default=0)
             self.windows = Windows(size, wide, self.buckets[0].weights.device)
 
-    def _piece(self, bucket: Bucket, f: Fragment) -> Piece:
+    def _piece(self, bucket: Bucket, f: ShardRange) -> Piece:
         own = slice(f.at - bucket.own.start, f.at - bucket.own.start + f.numel)
         return Piece(
             self.parameters[f.index][0], f.start, bucket.weights[f.at : f.at + f.numel], bucket.masters[own],

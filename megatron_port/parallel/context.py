@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from megatron_port.errors import EnvironmentFault
 from megatron_port.parallel.topology import Coordinates, Topology
-from megatron_port.runtime.pulse import START, Pulse
+from megatron_port.runtime.progress import START, ProgressTracker
 from megatron_port.runtime.rendezvous import ranges
 
 AXES = ("tp", "dp", "pp")
@@ -79,7 +79,7 @@ class ParallelContext:
         *,
         timeout_s: float | None = None,
         two_way: bool = True,
-        progress: Pulse | None = None,
+        progress: ProgressTracker | None = None,
     ) -> ParallelContext:
         """Return the context of this rank, with every communicator made.
 
@@ -125,10 +125,10 @@ class ParallelContext:
             mine["tp"], mine["dp"], mine["pp"], mine["embedding"], mine["pp_reverse"], mine["kv"],
         )
         for axis in ALL:
-            ctx._warm_up(axis, progress or Pulse())
+            ctx._warm_up(axis, progress or ProgressTracker())
         return ctx
 
-    def _warm_up(self, axis: str, progress: Pulse) -> None:
+    def _warm_up(self, axis: str, progress: ProgressTracker) -> None:
         """Make the communicator of a group by using it, and in a ring of stages the connections between neighbours.
 
         Every rank is in at most one group of an axis and comes to the axes in one order, so a group only waits

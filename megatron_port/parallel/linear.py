@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megatron_port.backend.widened import widens
+from megatron_port.backend.cpu_upcast import widens
 from megatron_port.parallel.collectives import (
     Group,
     all_gather_first,
@@ -32,10 +32,10 @@ from megatron_port.parallel.collectives import (
     start_reduce_scatter,
 )
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.products import PLAIN, Products, add_product
+from megatron_port.parallel.linear_kernels import PLAIN, LinearKernels, add_product
 from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, split_record
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "WeightGradients", "add_product", "linear"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "WgradAccumulator", "add_product", "linear"]
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def _main_grad(weight: torch.Tensor) -> torch.Tensor:
     return total
 
 
-class WeightGradients:
+class WgradAccumulator:
     """What an engine puts on its weights as ``weight_gradients``: where their products are added, and when they run.
 
     ``total(weight)`` is asked for the sum, contiguous, in float32 or wider, when the product runs; default:
@@ -59,7 +59,7 @@ class WeightGradients:
         self.total = total or _main_grad
         self.holding: list[Callable[[], None]] | None = None
         self.products = 0
-        """Products computed so far."""
+        """LinearKernels computed so far."""
 
     def add(self, weight: torch.Tensor, add_to: Callable[[torch.Tensor], None]) -> None:
         """``add_to(total)``, now or later, with the weight's total as [out, in]."""
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence: bool, products: Products,
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence: bool, products: LinearKernels,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         # Not saved tensors: every micro-batch changes main_grad between a forward and its backward.
@@ -119,7 +119,7 @@ class _Linear(torch.autograd.Function):
         if wanted[0]:
             wide = None
             for (for_input, _), weight, matrix in zip(made, ctx.weights, weights):
-                one = products.input_gradient(for_input, weight, matrix.flatten(0, -2))
+                one = products.dgrad(for_input, weight, matrix.flatten(0, -2))
                 wide = one if wide is None else wide.add_(one)
             assert wide is not None
             wide = wide.view(*grad.shape[:-1], x.shape[-1])
@@ -137,23 +137,23 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(
-    products: Products, weight: torch.Tensor, rows: Any, x: torch.Tensor, known: torch.Tensor | None
+    products: LinearKernels, weight: torch.Tensor, rows: Any, x: torch.Tensor, known: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Add a weight's gradient to the sum that is kept of it, now or later; where there is none, return it."""
-    gradients: WeightGradients | None = getattr(weight, "weight_gradients", None)
+    gradients: WgradAccumulator | None = getattr(weight, "weight_gradients", None)
     main_grad = getattr(weight, "main_grad", None)
     if gradients is not None:
-        gradients.add(weight, lambda total: products.add_weight_gradient(total, rows, x, known))
+        gradients.add(weight, lambda total: products.wgrad_accumulate(total, rows, x, known))
     elif main_grad is not None:
-        products.add_weight_gradient(main_grad.view(-1, weight.shape[-1]), rows, x, known)
+        products.wgrad_accumulate(main_grad.view(-1, weight.shape[-1]), rows, x, known)
     else:
-        return products.weight_gradient(rows, x, known).view(weight.shape)
+        return products.wgrad(rows, x, known).view(weight.shape)
     return None
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: torch.Tensor | None = None,
-    group: Group = None, sequence_parallel: bool = False, products: Products = PLAIN,
+    group: Group = None, sequence_parallel: bool = False, products: LinearKernels = PLAIN,
 ) -> torch.Tensor:
     """x Wᵀ + b: x [..., in], weight [..., in] whose leading dimensions are the outputs, bias [out] → [..., out].
 
@@ -162,7 +162,7 @@ def linear(
 
     Where ``weight`` has a contiguous ``main_grad`` of its shape, in float32 or wider, the backward pass adds the
     weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs);
-    ``weight_gradients`` (:class:`WeightGradients`) says where to instead, and when.
+    ``weight_gradients`` (:class:`WgradAccumulator`) says where to instead, and when.
 
     ``shared``: a second weight [..., in], whose outputs follow those of ``weight``; ``bias`` has both.
 
@@ -220,7 +220,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias: bool = False,
         rows: tuple[Rows, Rows] | None = None,
         dtype: torch.dtype = torch.float32,
-        products: Products = PLAIN,
+        products: LinearKernels = PLAIN,
     ) -> None:
         super().__init__()
         self.ctx, self.sequence_parallel, self.skip_bias = ctx, sequence_parallel, skip_bias
@@ -276,7 +276,7 @@ class RowParallelLinear(nn.Module):
         init: InitSpec,
         skip_bias: bool = False,
         dtype: torch.dtype = torch.float32,
-        products: Products = PLAIN,
+        products: LinearKernels = PLAIN,
     ) -> None:
         super().__init__()
         self.ctx, self.sequence_parallel, self.skip_bias = ctx, sequence_parallel, skip_bias

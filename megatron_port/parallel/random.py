@@ -25,7 +25,7 @@ import torch
 
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
-from megatron_port.parallel.upload import upload
+from megatron_port.parallel.to_device import to_device_async
 
 
 @cache
@@ -72,7 +72,7 @@ class SampleKey:
     def keys(self) -> torch.Tensor:
         """int64 [batch]: one key a sample, on the device. Made at the first dropout: a model without pays nothing."""
         keys = torch.tensor([key_of("sample", self.seed, self.step, i) for i in self.sample_ids], dtype=torch.int64)
-        return upload(keys, self.device)
+        return to_device_async(keys, self.device)
 
 
 class DropoutStream:

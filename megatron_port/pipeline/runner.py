@@ -15,7 +15,7 @@ from megatron_port.pipeline.messages import Message, turns
 from megatron_port.pipeline.schedules import Action, Kind, Schedule
 from megatron_port.pipeline.simulate import Span
 from megatron_port.pipeline.transfer import Arrival, Departure, StageLink
-from megatron_port.runtime.pulse import TRANSFER, Pulse
+from megatron_port.runtime.progress import TRANSFER, ProgressTracker
 
 
 class Worker(Protocol):
@@ -32,8 +32,8 @@ class Worker(Protocol):
 class Runner:
     """The pipeline of one rank. ``record`` turned on, ``spans`` holds the times of each pass of the last run."""
 
-    def __init__(self, link: StageLink, dtype: torch.dtype, pulse: Pulse) -> None:
-        self.link, self.dtype, self.pulse = link, dtype, pulse
+    def __init__(self, link: StageLink, dtype: torch.dtype, progress: ProgressTracker) -> None:
+        self.link, self.dtype, self.progress = link, dtype, progress
         self.stage = link.ctx.coords.pp
         self.record = False
         self.spans: list[Span] = []
@@ -47,7 +47,7 @@ class Runner:
         arriving: dict[Message, Arrival] = {}
         leaving: dict[Message, Departure] = {}
         kept: dict[Action, torch.Tensor] = {}
-        at, self.spans = self.pulse.at, []
+        at, self.spans = self.progress.at, []
         for turn in turns(schedule, self.stage):
             for message in turn.post:
                 arriving[message] = self.link.start_receive(

@@ -36,11 +36,11 @@ OWN = Casts(tensor=(5.0, 2), both=(6.0, 2), again=(3.0, 1), rows=(3.0, 1), colum
 WIDE_SUM = 16.0
 """Bytes an element of a weight gradient: an fp32 product is written, read and added to the sum in a pass of its own."""
 
-Products = Sequence[tuple[float, float, float]]
+LinearKernels = Sequence[tuple[float, float, float]]
 """[rows, columns, inner] of each linear's forward product."""
 
 
-def cast_seconds(case: Case, rates: Rates, products: Products) -> tuple[float, float]:
+def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[float, float]:
     """Seconds of a layer's casts in a forward and in a backward of one micro-batch.
 
     The weights', made once a step, are shared among its micro-batches. Without the sum of ``WIDE_SUM``.

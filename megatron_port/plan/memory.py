@@ -143,8 +143,8 @@ def _logits(case: Case) -> float:
 
 
 def window_elements(case: Case, stage: int) -> int:
-    """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.windows``): two buckets, one filling
-    up while the other is reduced, and those that come all through a pass: partial over tp, shared, tied."""
+    """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
+    one filling up while the other is reduced, and those that come all through a pass: partial over tp, shared, tied."""
     m, held = case.model, bucket_elements(case, stage)
     first = m.ffn_size * (2 if m.activation == "swiglu" else 1)
     widest = max(first, m.head_size * (m.num_attention_heads + (0 if held["shared"] else 2 * m.kv_heads)))

@@ -23,7 +23,7 @@ class Split:
     """Seconds of a step by cause, on the stage that is busiest; they add up to the step."""
 
     compute: float
-    """Products, attention, memory-bound operations, recompute."""
+    """LinearKernels, attention, memory-bound operations, recompute."""
     tensor: float
     """Tensor-parallel collectives that nothing hides."""
     pipeline: float

@@ -13,7 +13,7 @@ from megatron_port.preflight.core import SIZE, CoreRate, measure_core
 
 GPU_SIZE = 8192
 GROUP = 4
-"""Products between two events."""
+"""LinearKernels between two events."""
 TOGETHER_S = 2.0
 
 

@@ -24,7 +24,7 @@ from types import FrameType
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.runtime import launchers, slurm
 from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.speak import LOCAL_RANK_VARIABLE
+from megatron_port.runtime.rank_zero import LOCAL_RANK_VARIABLE
 
 GRACE_S = 8.0
 """After the first rank failed the others may finish speaking; then they are killed. A failing rank leaves within 7 s

@@ -81,11 +81,11 @@ class MetricsSink:
 class Telemetry:
     """Passes each record to every sink. A sink that fails is reported once and left out from then on.
 
-    Only the rank with ``speaker`` writes and prints; elsewhere every call returns at once.
+    Only the rank with ``is_rank_zero`` writes and prints; elsewhere every call returns at once.
 
     Args:
         run_dir: folder of the run; gets metrics.jsonl and, if asked for, tensorboard/.
-        speaker: this rank reports.
+        is_rank_zero: this rank reports.
         total_steps: of the run, for "step 3/100".
         log_interval: steps between console lines; metrics.jsonl has every step.
         resumed_step: steps done by the state that this run starts from; later lines are removed.
@@ -103,7 +103,7 @@ class Telemetry:
         self,
         run_dir: Path,
         *,
-        speaker: bool,
+        is_rank_zero: bool,
         total_steps: int,
         log_interval: int = 1,
         resumed_step: int = 0,
@@ -119,7 +119,7 @@ class Telemetry:
         self._warn = warn if warn is not None else logging.getLogger(__name__).warning
         self._sinks: list[Sink] = []
         self._clock = time.time
-        if not speaker:
+        if not is_rank_zero:
             return
         self.metrics_path = run_dir / FILE_NAME
         self._add("metrics", lambda: MetricsSink(self.metrics_path, resumed_step, self._warn, guard))

@@ -21,6 +21,10 @@ from megatron_port.data.files import write_bytes
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
 from megatron_port.errors import NumericsError, PortError
+from megatron_port.health.anomaly import REPRODUCIBLE, Anomaly, investigate
+from megatron_port.health.numerics import NumericsGuard
+from megatron_port.health.replay import check_replay_settings, replay_on_neighbour
+from megatron_port.health.replicas import check_replicas
 from megatron_port.launch.outcome import FINISHED, SAVED, write_outcome
 from megatron_port.launch.outcome import Outcome as Ending
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
@@ -29,22 +33,19 @@ from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.memory import peak_resident_bytes
-from megatron_port.runtime.pulse import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
+from megatron_port.runtime.progress import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
 from megatron_port.runtime.signals import EXIT_CODES, LEVELS, StopRequest, hold, name_of
+from megatron_port.session.assemble import build_engine
+from megatron_port.session.changes import changes_since, check_batch
+from megatron_port.session.data_fingerprint import check_pins
+from megatron_port.session.folders import run_folder
+from megatron_port.session.identity import settle
+from megatron_port.session.provenance import record_event, record_start
+from megatron_port.session.session import Session
+from megatron_port.session.weights import load_initial
 from megatron_port.telemetry.sinks import Telemetry
-from megatron_port.train.anomaly import REPRODUCIBLE, Anomaly, investigate
-from megatron_port.train.assemble import build_engine
-from megatron_port.train.changes import changes_since, check_batch
-from megatron_port.train.identity import settle
-from megatron_port.train.numerics import NumericsGuard
-from megatron_port.train.pinned import check_pins
-from megatron_port.train.provenance import record_event, record_start
-from megatron_port.train.replay import check_replay_settings, replay_on_neighbour
-from megatron_port.train.replicas import check_replicas
 from megatron_port.train.saving import Saving
-from megatron_port.train.session import Session
-from megatron_port.train.state import Position, find_checkpoints, load_first_whole, run_folder
-from megatron_port.train.weights import load_initial
+from megatron_port.train.state import Position, find_checkpoints, load_first_whole
 
 FENCED = max(LEVELS.values()) + 1
 """A wish that is above those of all signals: stop without saving."""
@@ -116,7 +117,7 @@ class Trainer:
         checkpoints = find_checkpoints(session)
         fresh, initial = not checkpoints, self.config.checkpoint.initial_weights
         self.engine: Engine = build_engine(
-            self.config, self.ctx, session.providers, initialise=fresh and not initial, pulse=session.pulse
+            self.config, self.ctx, session.providers, initialise=fresh and not initial, progress=session.progress
         )
         if fresh and initial:
             session.logger.log(load_initial(self.engine, session))
@@ -172,7 +173,7 @@ class Trainer:
         if every != 1:
             log(f"state check every {every} updates (numerics.state_check_interval)" if every else "no state check")
         failure: PortError | None = None
-        if self.session.speaker:
+        if self.session.is_rank_zero:
             try:
                 manifest, path = (begun_at.manifest, begun_at.path) if begun_at is not None else (None, None)
                 settle(run_folder(c), c, manifest, self.session.fence, path=path)
@@ -201,7 +202,7 @@ class Trainer:
                     level = self._agreed(stop.level)
                     if anomaly is not None and c.numerics.on_anomaly == "rewind":
                         telemetry.close()
-                        with self.session.pulse.enter(START, "rewind"):  # it may take as long as loading
+                        with self.session.progress.enter(START, "rewind"):  # it may take as long as loading
                             saving.finish()
                             self._rewind(anomaly)
                         telemetry, saving.saved_step = self._telemetry(), p.step
@@ -216,17 +217,17 @@ class Trainer:
                     if self._due(c.numerics.replay_interval):
                         self._replay()
                     if self._due(c.checkpoint.save_interval):
-                        with self.session.pulse.enter(SAVE, "checkpoint"):
+                        with self.session.progress.enter(SAVE, "checkpoint"):
                             self._save(saving)
                 unfinished = bool(level) and p.step < c.training.steps
-                with self.session.pulse.enter(SAVE, "checkpoint"):
+                with self.session.progress.enter(SAVE, "checkpoint"):
                     saving.finish()
                     self._check_lease()
                     if c.checkpoint.save_final or unfinished:
                         self._save(saving, final=True)
                 hold()  # what comes now comes too late to matter, and must not kill a rank that has saved
                 self._check_lease()
-                if self.session.speaker:
+                if self.session.is_rank_zero:
                     signal_name = name_of(level) if unfinished else ""
                     status = SAVED if unfinished else FINISHED
                     record_event(self.session, status, p.step, **({"signal": signal_name} if signal_name else {}))
@@ -245,7 +246,7 @@ class Trainer:
     def _replay(self) -> None:
         """Compute a micro-batch of the last step on another replica too."""
         first, _ = self.batches.step_plan(self.progress.step - 1)
-        with self.session.pulse.enter(EVALUATE, "replay on another replica"):
+        with self.session.progress.enter(EVALUATE, "replay on another replica"):
             replay_on_neighbour(
                 self.engine, self.session, self.loaders.train, first_sample=self.numerics.position(first),
                 step=self.progress.step,
@@ -254,7 +255,7 @@ class Trainer:
     def _telemetry(self) -> Telemetry:
         c = self.config
         return Telemetry(
-            run_folder(c), speaker=self.session.speaker, total_steps=c.training.steps,
+            run_folder(c), is_rank_zero=self.session.is_rank_zero, total_steps=c.training.steps,
             log_interval=c.training.log_interval, resumed_step=self.progress.step, tensorboard=c.telemetry.tensorboard,
             trackers={"wandb": c.telemetry.wandb, "mlflow": c.telemetry.mlflow}, project=c.telemetry.project,
             config=dict(leaves(c)), name=c.name, warn=self.session.logger.log, guard=self.session.fence.check,
@@ -275,10 +276,10 @@ class Trainer:
         if self._damage is not None:
             level = DAMAGED
         if self.session.info.world_size > 1:
-            self.session.pulse.at(REDUCE, "signals, agreed by all ranks")
+            self.session.progress.at(REDUCE, "signals, agreed by all ranks")
             wish = torch.tensor([level])
             dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.session.cpu_group)
-            self.session.pulse.at(IDLE)
+            self.session.progress.at(IDLE)
             level = int(wish)
         if level == DAMAGED:
             self._stop_if_damaged()
@@ -319,12 +320,12 @@ class Trainer:
             )
         lr = learning_rate(c.optimizer, p.step, c.training.steps)
         position, limits = self.numerics.position(first), self.numerics.limits()
-        pulse = self.session.pulse
-        pulse.begin_step(p.step)
-        pulse.at(DATA, "samples from", position)
+        progress = self.session.progress
+        progress.begin_step(p.step)
+        progress.at(DATA, "samples from", position)
         micro_batches = self.loaders.train.step(position, size)
         result = self.engine.train_step(micro_batches, step=p.step, lr=lr, limits=limits)
-        pulse.end_step()
+        progress.end_step()
         seconds = time.perf_counter() - started
         p.step += 1
         p.samples += size
@@ -337,7 +338,7 @@ class Trainer:
             self.numerics.accept(result)
             return None
         self._stop_if_damaged()  # what a flipped bit did must not be taken for the data's fault
-        with pulse.enter(EVALUATE, "replay of a step"):
+        with progress.enter(EVALUATE, "replay of a step"):
             anomaly = investigate(
                 self.engine, self.session, micro_batches, result, step=p.step - 1, lr=lr, limits=limits, reason=reason,
                 first=position, count=size, run_folder=run_folder(c),
@@ -410,7 +411,7 @@ class Trainer:
         c = self.config
         started = time.perf_counter()
         total = EvalResult(0.0, 0)
-        with self.session.pulse.enter(EVALUATE):
+        with self.session.progress.enter(EVALUATE):
             for batch in self.loaders.eval_batches("valid", c.training.eval_batches, c.batch.global_batch_size):
                 result = self.engine.eval_step(batch)
                 total = EvalResult(total.loss_sum + result.loss_sum, total.tokens + result.tokens)

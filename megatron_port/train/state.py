@@ -24,16 +24,10 @@ from megatron_port.interop.sidecar import model_of
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import learning_rate
 from megatron_port.runtime.agreement import agree, text_of_rank_zero
-from megatron_port.train.changes import check_batch, check_seed
-from megatron_port.train.identity import own_checkpoints
-from megatron_port.train.session import Session
-
-FOLDER = "checkpoints"
-
-
-def run_folder(config: RunConfig) -> Path:
-    """Where a run's metrics, picture, configuration and checkpoints are."""
-    return Path(config.output_dir) / config.name
+from megatron_port.session.changes import check_batch, check_seed
+from megatron_port.session.folders import FOLDER, run_folder
+from megatron_port.session.identity import own_checkpoints
+from megatron_port.session.session import Session
 
 
 def _from_rank_zero(value: Any, session: Session) -> Any:
@@ -57,7 +51,7 @@ def find_checkpoints(session: Session) -> list[Path]:
     """
     found: list[Path] = []
     failure: PortError | None = None
-    if session.speaker and session.config.checkpoint.resume != "never":
+    if session.is_rank_zero and session.config.checkpoint.resume != "never":
         try:
             whole = _look(session.config, session.logger.log)
             whole = _of_this_model(whole, session.config, session.logger.log)
@@ -278,7 +272,7 @@ class Position:
     tokenizer_identity: dict[str, Any] | None = None
     """``data.tokenizer.identity`` of the corpora's tokenizer, where it is known."""
     corpora: list[dict[str, Any]] | None = None
-    """What the corpora are (``data.pins``)."""
+    """What the corpora are (``data.fingerprint``)."""
 
 
 def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
@@ -307,7 +301,7 @@ def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
 def save_state(engine: Engine, session: Session, at: Position, committer: Committer | None = None) -> Path:
     """Commit a checkpoint of the whole run, synchronously. Collective."""
     config = session.config
-    expected = parameter_shapes(config.model) if session.speaker else None
+    expected = parameter_shapes(config.model) if session.is_rank_zero else None
     return save_checkpoint(
         run_folder(config) / FOLDER, state_of(engine, config, at), engine.state_pieces(), keep=config.checkpoint.keep,
         group=session.cpu_group if session.info.world_size > 1 else None, expected=expected, note=session.logger.log,

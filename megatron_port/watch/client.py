@@ -23,14 +23,14 @@ from typing import Any
 from megatron_port.config.schema import WatchConfig
 from megatron_port.errors import PortError
 from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.pulse import END, PHASES, Pulse
+from megatron_port.runtime.progress import END, PHASES, ProgressTracker
 from megatron_port.watch import wire
+from megatron_port.watch.format import FOREIGN, Stack
 from megatron_port.watch.hub import STACK_SIGNAL
 from megatron_port.watch.hub_process import HUB_STARTS_S, HubProcess
 from megatron_port.watch.processes import born, kill
 from megatron_port.watch.rules import PAUSE_S
 from megatron_port.watch.secret import Store, look_up, publish
-from megatron_port.watch.words import FOREIGN, Stack
 
 BEAT_S = 1.0
 CONNECT_S = 10.0
@@ -66,10 +66,10 @@ class Client:
     """
 
     def __init__(
-        self, pulse: Pulse, *, rank: int, host: str, coords: str, stage: int, address: str, port: int, secret: str,
-        note: Callable[[str], None], hub: HubProcess | None = None,
+        self, progress: ProgressTracker, *, rank: int, host: str, coords: str, stage: int, address: str, port: int,
+        secret: str, note: Callable[[str], None], hub: HubProcess | None = None,
     ) -> None:
-        self.pulse, self.note, self.hub = pulse, note, hub
+        self.progress, self.note, self.hub = progress, note, hub
         self.spoken = threading.Event()
         """The hub has nothing to say: a rank that lost a peer may speak."""
         self._sending = threading.Lock()
@@ -101,7 +101,7 @@ class Client:
 
     def beat(self) -> None:
         """One heartbeat. Raises OSError."""
-        p = self.pulse
+        p = self.progress
         totals = [round(p.totals[phase], 4) for phase in PHASES]
         self._send(
             wire.BEAT, p.counter, p.scope, p.phase, p.operation, p.number, round(time.monotonic() - p.since, 3), p.step,
@@ -216,7 +216,7 @@ class Client:
     def close(self, *, failed: bool = False) -> None:
         """Leave. ``failed``: without a goodbye, :meth:`failing` has told."""
         with contextlib.suppress(OSError):
-            self.pulse.scope = END
+            self.progress.scope = END
             if not failed:
                 self._send(wire.BYE)
         self._closing = True
@@ -231,7 +231,7 @@ class Client:
 
 @contextmanager
 def watched(
-    config: WatchConfig, info: ProcessInfo, pulse: Pulse, *, coords: str, stage: int, folder: Path,
+    config: WatchConfig, info: ProcessInfo, progress: ProgressTracker, *, coords: str, stage: int, folder: Path,
     store: Store | None, note: Callable[[str], None], victim_of: Callable[[BaseException], PortError | None],
 ) -> Iterator[None]:
     """Watch this rank while the body runs. The watch's own failures are noted and never end a run.
@@ -267,7 +267,7 @@ def watched(
     if where:
         try:
             client = Client(
-                pulse, rank=info.rank, host=info.hostname, coords=coords, stage=stage, note=note, hub=hub, **where
+                progress, rank=info.rank, host=info.hostname, coords=coords, stage=stage, note=note, hub=hub, **where
             )
         except OSError as error:
             note(f"rank {info.rank} on {info.hostname} cannot reach the watch at {where['address']}:{where['port']} "

@@ -35,17 +35,17 @@ from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.redact import redact
 from megatron_port.runtime.signals import ignore_in_child
 from megatron_port.watch import judge, wire
+from megatron_port.watch.format import Stack, ranks_text
 from megatron_port.watch.processes import kill, out_of_memory_kills, poke
-from megatron_port.watch.report import add_event, add_spread, write_hang
 from megatron_port.watch.rules import LAGS_S, Alarm, Beat, Place, Rules
 from megatron_port.watch.stragglers import Stragglers
-from megatron_port.watch.words import Stack, ranks_text
+from megatron_port.watch.watch_report import add_event, add_spread, write_hang
 
 TICK_S = 0.25
 ALIVE_S = 1.0
 """Between the words by which ranks know that the hub lives."""
 ROSTER_AT_ONCE = 256
-"""Places told to rank 0 in a tick."""
+"""RoundingEmulation told to rank 0 in a tick."""
 HELLO_S = 20.0
 """A connection that has not shown the secret within this time is closed."""
 MISSING_S = 60.0
@@ -91,7 +91,7 @@ class Hub:
         self.met: set[int] = set()
         """Ranks that have been connected to this hub."""
         self.untold: deque[Place] = deque()
-        """Places that rank 0 has not been told yet."""
+        """RoundingEmulation that rank 0 has not been told yet."""
         self.alive_at = now
         self.stragglers = Stragglers(config, now)
         self.selector = selectors.DefaultSelector()

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from megatron_port.config.schema import WatchConfig
-from megatron_port.runtime.pulse import COMMUNICATOR, DATA, EVALUATE, PHASES, SAVE, START, STEP
+from megatron_port.runtime.progress import COMMUNICATOR, DATA, EVALUATE, PHASES, SAVE, START, STEP
 
 MARGIN_S = 1.5
 """A heartbeat is up to a second old, and stacks take a moment: so much earlier is a hang called."""
@@ -61,7 +61,7 @@ class Beat:
     steps_done: int
     step_seconds: float
     totals: tuple[float, ...] = ()
-    """Seconds by phase (``pulse.PHASES``) over ``steps_done`` steps."""
+    """Seconds by phase (``progress.PHASES``) over ``steps_done`` steps."""
 
     @property
     def connects(self) -> bool:

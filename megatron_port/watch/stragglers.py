@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_port.config.schema import WatchConfig
-from megatron_port.runtime.pulse import OWN, PHASES
+from megatron_port.runtime.progress import OWN, PHASES
 from megatron_port.watch.rules import Place, Rank
 
 WINDOW_S = 5.0

@@ -23,23 +23,32 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.engine.api import MicroBatch
+from megatron_port.data.batch import MicroBatch
 from megatron_port.optim.schedules import BatchSchedule
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.train import rounding
-from megatron_port.train.assemble import DTYPES, build_engine
-from megatron_port.train.parity import Deviation, Run
-from megatron_port.train.places import Places
-from megatron_port.train.reorder import ORDERS, REORDERINGS, Reordering, cut_sums
-from megatron_port.train.trace import RankTrace, record_run
+from megatron_port.parity import half_precision
+from megatron_port.parity.comparison import Deviation, Run
+from megatron_port.parity.emulation import RoundingEmulation
+from megatron_port.parity.reduction_order import ORDERS, REORDERINGS, Reordering, apply_reduction_order
+from megatron_port.parity.run_record import RankTrace, record_run
+from megatron_port.session.assemble import DTYPES, build_engine
 
 LR = 1e-2
-Order = Reordering | Places | None
+Order = Reordering | RoundingEmulation | None
 """Of the sums of one process: another, a layout's, its own."""
 __all__ = [
-    "LR", "REORDERINGS", "Order", "Places", "Reordering", "make_batches", "make_config", "run_case", "run_cases",
-    "single_run", "within_rounding",
+    "LR",
+    "REORDERINGS",
+    "Order",
+    "Reordering",
+    "RoundingEmulation",
+    "make_batches",
+    "make_config",
+    "run_case",
+    "run_cases",
+    "single_run",
+    "within_rounding",
 ]
 
 
@@ -163,10 +172,10 @@ def run_case(
     engine = None
     try:
         engine = build_engine(config, ctx, providers_of(config))
-        if isinstance(order, Places):
-            order.round_there(engine.stage)  # type: ignore[attr-defined]
+        if isinstance(order, RoundingEmulation):
+            order.emulate_rounding(engine.stage)  # type: ignore[attr-defined]
         elif order is not None:
-            cut_sums(engine.stage, order)  # type: ignore[attr-defined]
+            apply_reduction_order(engine.stage, order)  # type: ignore[attr-defined]
         batches = make_batches(config, ctx, order if isinstance(order, Reordering) else None)
         return record_run(
             engine, ctx, batches, steps=steps, lr=lambda step: LR, evaluate=True,
@@ -208,13 +217,13 @@ def single_run(config: RunConfig, *, steps: int, gradient_steps: int = 1, order:
 def within_rounding(
     config: RunConfig, topology: Topology, other: Run, single: Callable[[Order], Run]
 ) -> list[Deviation]:
-    """Compare ``other`` with one process that rounds where its layout does (``train.rounding``).
+    """Compare ``other`` with one process that rounds where its layout does (``parity.half_precision``).
 
     single: the run on one process, in an order.
     """
-    places = Places.of(config, topology)
+    places = RoundingEmulation.of(config, topology)
     there = single(places)
-    return rounding.within_rounding(config, other, rounding.SingleRuns(
+    return half_precision.within_rounding(config, other, half_precision.SingleRuns(
         rounding_there=there, ordered=lambda count: [single(order) for order in ORDERS[:count]],
         plain=lambda: there if places is None else _first_step(_alone(config)),
         fp32=lambda: _first_step(_alone(_in_fp32(config))),

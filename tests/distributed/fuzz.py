@@ -23,8 +23,8 @@ from pool import RankPool
 
 from megatron_port.config.schema import BatchConfig, LayoutConfig, RunConfig
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.parity import FP32, FP64, Deviation, Run, compare
-from megatron_port.train.trace import RankTrace
+from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
+from megatron_port.parity.run_record import RankTrace
 
 STEPS = 3
 

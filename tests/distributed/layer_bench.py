@@ -28,7 +28,7 @@ from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinea
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec, record_of, split_record
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.trace import assemble
+from megatron_port.parity.run_record import assemble
 
 BOUND = 1e-9
 DRAWS = 25

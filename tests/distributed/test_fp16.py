@@ -14,12 +14,12 @@ from pool import RankPool
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import RunConfig
-from megatron_port.parallel import products
+from megatron_port.parallel import linear_kernels
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_engine
-from megatron_port.train.parity import Run
-from megatron_port.train.trace import RankTrace, record_run
+from megatron_port.parity.comparison import Run
+from megatron_port.parity.run_record import RankTrace, record_run
+from megatron_port.session.assemble import build_engine
 
 STEPS = 12
 Steps = tuple[float, float | None, bool, float]
@@ -62,9 +62,11 @@ def _steps(
     engine = build_engine(config, ctx, torch_providers())
     batches = make_batches(config, ctx)
     out = []
-    product = products.add_product
-    in_fp16 = mock.patch.object(products, "add_product", lambda total, a, b: total.add_(a.t().mm(b)) if rounded else
-                                product(total, a, b))
+    product = linear_kernels.add_product
+    in_fp16 = mock.patch.object(
+        linear_kernels, "add_product",
+        lambda total, a, b: total.add_(a.t().mm(b)) if rounded else product(total, a, b),
+    )
     with in_fp16:
         for step in range(steps):
             r = engine.train_step(batches(step), step=step, lr=lr)

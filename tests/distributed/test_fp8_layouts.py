@@ -15,7 +15,7 @@ from megatron_port.backend.fp8 import OCP, Fp8, reference_scaled_mm
 from megatron_port.config.schema import RunConfig
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_port.parallel.products import make_products
+from megatron_port.parallel.linear_kernels import make_linear_kernels
 from megatron_port.parallel.record import InitSpec, record_of
 from megatron_port.parallel.topology import Topology
 
@@ -39,7 +39,7 @@ def two_linears(recipe: str, tp: int, sequence_parallel: bool) -> list[Tensor]:
     )
     first[:32] *= 9.0  # the ranks' largest elements lie in different binades
     second[:, :32] *= 5.0
-    spec, products = InitSpec("zeros"), make_products(Fp8(recipe, OCP, reference_scaled_mm))
+    spec, products = InitSpec("zeros"), make_linear_kernels(Fp8(recipe, OCP, reference_scaled_mm))
     up = ColumnParallelLinear("up", 32, 64, ctx=ctx, sequence_parallel=sequence_parallel, bias=True, init=spec,
                               products=products)
     down = RowParallelLinear("down", 64, 32, ctx=ctx, sequence_parallel=sequence_parallel, bias=False, init=spec,

@@ -21,23 +21,23 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.checks import resolve
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.inference.generation import Continuation, Generator, Sampling
+from megatron_port.inference.model import InferenceModel
+from megatron_port.inference.perplexity import perplexity
+from megatron_port.inference.scoring import Score, score
 from megatron_port.interop.export_hf import export_hf
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.hf_names import HEAD, MODULE_HEAD, hf_mapping
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
+from megatron_port.parity.comparison import Run, gradient_deviation
+from megatron_port.parity.run_record import RankTrace, record_run
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.logging import Logger
-from megatron_port.train.assemble import build_engine
-from megatron_port.train.evaluation import perplexity
-from megatron_port.train.generation import Continuation, Generator, Sampling
-from megatron_port.train.inference import InferenceModel
-from megatron_port.train.parity import Run, gradient_deviation
-from megatron_port.train.scoring import Score, score
-from megatron_port.train.session import Session
-from megatron_port.train.trace import RankTrace, record_run
-from megatron_port.train.weights import load_initial
+from megatron_port.session.assemble import build_engine
+from megatron_port.session.session import Session
+from megatron_port.session.weights import load_initial
 from tests.unit import hf_models as hf
 
 pytest.importorskip("transformers")

@@ -21,7 +21,7 @@ from megatron_port.interop.names import megatron_names
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_engine
+from megatron_port.session.assemble import build_engine
 
 STEPS, MORE = 2, 3
 WAIT_S = 400.0

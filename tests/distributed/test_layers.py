@@ -23,9 +23,9 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import ModelConfig
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_engine
-from megatron_port.train.parity import FP64, Run, compare
-from megatron_port.train.trace import RankTrace, record_run
+from megatron_port.parity.comparison import FP64, Run, compare
+from megatron_port.parity.run_record import RankTrace, record_run
+from megatron_port.session.assemble import build_engine
 
 
 def check(ranks: RankPool, tp: int, cases: Sequence[Case]) -> None:

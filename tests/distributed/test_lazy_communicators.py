@@ -15,8 +15,8 @@ from pool import RankFailed, RankPool
 from megatron_port.errors import EnvironmentFault
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.runtime.pulse import Pulse
-from megatron_port.train.assemble import build_engine
+from megatron_port.runtime.progress import ProgressTracker
+from megatron_port.session.assemble import build_engine
 
 LIMIT_S = 60.0
 
@@ -82,7 +82,7 @@ def _no_communicator(absent: int) -> str:
             dist.new_group(members)
         time.sleep(5.0)
         return "absent"
-    progress = Pulse()
+    progress = ProgressTracker()
     try:
         ParallelContext.create(Topology(tp=2, dp=2), "cpu", timeout_s=2.0, progress=progress)
     except EnvironmentFault as error:

@@ -20,13 +20,14 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
-from megatron_port.engine.api import MicroBatch, StateReader
+from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of
+from megatron_port.parallel.state import StateReader
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_engine
+from megatron_port.session.assemble import build_engine
 
 BASE = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "seq_length": 48,
         "vocab_size": 64}

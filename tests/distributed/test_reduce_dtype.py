@@ -19,11 +19,11 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.engine.api import MicroBatch
+from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_engine
+from megatron_port.session.assemble import build_engine
 
 SEED, REPLICAS, MICRO_BATCHES = 3, 2, 2
 MODEL: dict[str, Any] = {

@@ -77,7 +77,7 @@ def test_all_ranks_say_the_same(ranks: RankPool, claims: list[tuple[int, int, st
     assert set(said) == {said[0]} and said[0].startswith(says), said
 
 
-class _Held:
+class _ModuleHolder:
     """A store on which one process is held up between its claim of a rank and its report."""
 
     def __init__(self, store: dist.Store) -> None:
@@ -102,7 +102,7 @@ def _meet(info: ProcessInfo, store: Any, said: dict[str, str]) -> None:
 def test_rank_0_stays_until_a_late_one_has_read_why() -> None:
     """It serves the store. The second process of a rank does not count as one that has reported."""
     store, said = dist.HashStore(), {}
-    held = _Held(store)
+    held = _ModuleHolder(store)
     late = threading.Thread(target=_meet, args=(_info(1, 2, 1), held, said))
     late.start()
     while not store.check(["here/1"]):

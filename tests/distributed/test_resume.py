@@ -23,7 +23,7 @@ from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_engine
+from megatron_port.session.assemble import build_engine
 
 STEPS = 10
 SAVES = (1, 3, 4, 7, 9)

@@ -13,13 +13,15 @@ from pool import RankPool
 from megatron_port.backend.jit_guard import prebuilt_deepspeed_ops
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import RunConfig
+from megatron_port.data.batch import MicroBatch
 from megatron_port.data.dataset import SyntheticDataset
 from megatron_port.data.loader import StepLoader
-from megatron_port.engine.api import Engine, MicroBatch, StatePiece, StateReader
+from megatron_port.engine.api import Engine
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.state import StatePiece, StateReader
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_engine
-from megatron_port.train.parity import FP64, Run, compare
+from megatron_port.parity.comparison import FP64, Run, compare
+from megatron_port.session.assemble import build_engine
 
 MODEL = {"tie_embeddings": True, "hidden_dropout": 0.1}
 

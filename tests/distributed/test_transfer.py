@@ -16,7 +16,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.transfer import StageLink
-from megatron_port.train.assemble import build_engine
+from megatron_port.session.assemble import build_engine
 
 MICRO_BATCHES = 24
 

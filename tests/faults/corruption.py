@@ -35,8 +35,8 @@ from megatron_port.engine.api import Engine
 from megatron_port.errors import DamagedCheckpoint
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
+from megatron_port.session.assemble import build_engine
 from megatron_port.train import state
-from megatron_port.train.assemble import build_engine
 
 RANKS = 4
 GOOD, BAD = 10, 20
@@ -69,7 +69,8 @@ class Place:
         shutil.copytree(self.home, self.pristine)
         self.lines: list[str] = []
         self.session: Any = SimpleNamespace(
-            config=self.config, ctx=self.ctx, cpu_group=None, info=SimpleNamespace(world_size=1, rank=0), speaker=True,
+            config=self.config, ctx=self.ctx, cpu_group=None, info=SimpleNamespace(world_size=1, rank=0),
+            is_rank_zero=True,
             logger=SimpleNamespace(log=self.lines.append),
         )
 

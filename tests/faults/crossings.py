@@ -1,8 +1,9 @@
 """A run goes on in another layout, engine or precision: the state arrives to the bit, the losses within tolerance.
 
-``draw(seed)`` is a pure function of the seed. The judge is train/parity.py: fp64 and the first step of fp32 against
-its fixed bounds, everything else against twice the spread of one process under the eight committed reorderings, which
-starts from the same checkpoint. Run many, resumably, with ``python tests/faults/crossings.py --seeds 0-29 --out FILE``.
+``draw(seed)`` is a pure function of the seed. The judge is parity/comparison.py: fp64 and the first step of fp32
+against its fixed bounds, everything else against twice the spread of one process under the eight committed
+reorderings, which starts from the same checkpoint. Run many, resumably, with
+``python tests/faults/crossings.py --seeds 0-29 --out FILE``.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from megatron_port.engine.api import Engine
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.train.assemble import build_engine
-from megatron_port.train.parity import FP32, FP64, SPREAD_FACTOR, Deviation, Run, Tolerance, compare, spread
-from megatron_port.train.reorder import cut_sums
+from megatron_port.parity.comparison import FP32, FP64, SPREAD_FACTOR, Deviation, Run, Tolerance, compare, spread
+from megatron_port.parity.reduction_order import apply_reduction_order
+from megatron_port.session.assemble import build_engine
 
 SAVE_AT = 3
 MORE = 3
@@ -199,7 +200,7 @@ def reordered(config: RunConfig, folder: Path, reorderings: Sequence[Reordering 
             checkpoint = open_checkpoint(folder / directory_name(SAVE_AT))
             engine.load_state(checkpoint.read, checkpoint.scalars)
             if reordering is not None:
-                cut_sums(engine.stage, reordering)  # type: ignore[attr-defined]
+                apply_reduction_order(engine.stage, reordering)  # type: ignore[attr-defined]
             out.append(_steps(engine, config, ctx, SAVE_AT, MORE, reordering))
         finally:
             ctx.close()

@@ -63,7 +63,7 @@ class Corpus:
 
         from megatron_port.checkpoint.format import SavedState
         from megatron_port.checkpoint.writer import save_checkpoint
-        from megatron_port.engine.api import StatePiece
+        from megatron_port.parallel.state import StatePiece
 
         tensors = {"layers.0.weight": torch.arange(48.0).reshape(6, 8), "layers.1.bias": torch.ones(5)}
         pieces = []

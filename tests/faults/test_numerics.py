@@ -27,14 +27,14 @@ from megatron_port.backend.device import choose_device
 from megatron_port.config.checks import resolve
 from megatron_port.config.schema import CheckpointConfig, NumericsConfig, RunConfig
 from megatron_port.errors import NumericsError
+from megatron_port.health.numerics import LeftOut
+from megatron_port.health.replicas import check_replicas
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.logging import Logger
+from megatron_port.session.session import Session
 from megatron_port.train.loop import Trainer
-from megatron_port.train.numerics import LeftOut
-from megatron_port.train.replicas import check_replicas
-from megatron_port.train.session import Session
 
 STEPS, BATCH = 6, 8
 

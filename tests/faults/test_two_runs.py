@@ -17,8 +17,8 @@ from megatron_port.checkpoint.reader import checkpoints_in
 from megatron_port.errors import EXIT_CHECKPOINT, EXIT_CONFIG
 from megatron_port.runtime.holder import Holder
 from megatron_port.runtime.lease import lease_file, newest_epoch, read_holder
+from megatron_port.session.identity import read_identity
 from megatron_port.telemetry.run_data import read_run
-from megatron_port.train.identity import read_identity
 
 SETS = ("checkpoint.save_interval=4", "checkpoint.keep=2")
 

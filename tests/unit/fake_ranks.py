@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.checks import check, resolve
 from megatron_port.config.schema import RunConfig
-from megatron_port.engine.api import Engine, MicroBatch
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.api import Engine
 from megatron_port.parallel.context import ALL, ParallelContext
 from megatron_port.pipeline.transfer import Arrival
-from megatron_port.train.assemble import build_engine, topology_of
+from megatron_port.session.assemble import build_engine, topology_of
 
 
 @contextmanager

@@ -23,11 +23,12 @@ from megatron_port.checkpoint.shard import bytes_of, plan_shard
 from megatron_port.checkpoint.snapshot import HostBuffer
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import CheckpointConfig, ModelConfig, RunConfig
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
 from megatron_port.model.shapes import parameter_shapes
+from megatron_port.parallel.state import StatePiece
+from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.train.saving import Saving
-from megatron_port.train.state import FOLDER, Position, run_folder
+from megatron_port.train.state import Position
 
 
 def part(rank: int, tensor: torch.Tensor) -> StatePiece:
@@ -225,7 +226,7 @@ class Stub:
         self.home = run_folder(config) / FOLDER
         self.lines: list[str] = []
         self.session: Any = SimpleNamespace(
-            config=config, cpu_group=None, info=SimpleNamespace(world_size=1, rank=0), speaker=True,
+            config=config, cpu_group=None, info=SimpleNamespace(world_size=1, rank=0), is_rank_zero=True,
             logger=SimpleNamespace(log=self.lines.append),
         )
         self.shapes = parameter_shapes(config.model)

@@ -14,8 +14,8 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli import checkpoint as command
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import LayoutConfig, OptimizerConfig, RunConfig
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
+from megatron_port.parallel.state import StatePiece
 
 
 def save(folder: Path, step: int, config: RunConfig | None = None, **tensors: torch.Tensor) -> Path:

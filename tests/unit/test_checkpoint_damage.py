@@ -19,8 +19,8 @@ from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.checkpoint.shard import parse_header
 from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.parallel.state import StatePiece
 
 SHARD = "rank-00000.safetensors"
 

@@ -23,8 +23,8 @@ from megatron_port.checkpoint.digest import Digest, GrainHashes
 from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import DamagedCheckpoint
+from megatron_port.parallel.state import StatePiece
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 GRAIN = 96

@@ -22,8 +22,8 @@ from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.checkpoint.writer import save_among, save_checkpoint
 from megatron_port.config.schema import RunConfig
-from megatron_port.engine.api import StatePiece
 from megatron_port.errors import CheckpointError
+from megatron_port.parallel.state import StatePiece
 
 Shape = tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""The command line: exit codes, one speaker, and 200 damaged run files."""
+"""The command line: exit codes, one is_rank_zero, and 200 damaged run files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load, to_toml
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EXIT_CONFIG, DataError
-from megatron_port.runtime.speak import speaker
+from megatron_port.runtime.rank_zero import is_rank_zero
 
 WORLDS = {"runs/quickstart": 8, "runs/frontier-22b": 16, "runs/frontier-1t": 3072, "runs/gpt2-124m-1gpu": 1}
 LEAVES = dict(leaves(RunConfig()))
@@ -263,16 +263,17 @@ def test_one_rank_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_speaker() -> None:
-    assert speaker({}) and speaker({"RANK": "0"}) and not speaker({"RANK": "1"})
-    assert speaker({"SLURM_PROCID": "5"}) and speaker({"SLURM_PROCID": "5", "SLURM_STEP_ID": "batch"})
-    assert not speaker({"SLURM_PROCID": "5", "SLURM_STEP_ID": "0"})
-    assert speaker({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
+    assert is_rank_zero({}) and is_rank_zero({"RANK": "0"}) and not is_rank_zero({"RANK": "1"})
+    assert is_rank_zero({"SLURM_PROCID": "5"}) and is_rank_zero({"SLURM_PROCID": "5", "SLURM_STEP_ID": "batch"})
+    assert not is_rank_zero({"SLURM_PROCID": "5", "SLURM_STEP_ID": "0"})
+    assert is_rank_zero({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "SLURM_PROCID": "5", "SLURM_STEP_ID": "0"}
-    assert speaker(torchrun) and not speaker({**torchrun, "RANK": "1"})
-    assert speaker({"RANK": "3", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}), "a RANK left over in the user's shell"
-    assert speaker({"RANK": "x"})
+    assert is_rank_zero(torchrun) and not is_rank_zero({**torchrun, "RANK": "1"})
+    assert is_rank_zero({"RANK": "3", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}), "a RANK left over in the shell"
+    assert is_rank_zero({"RANK": "x"})
     mpirun = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
-    assert speaker({**mpirun, "OMPI_COMM_WORLD_RANK": "0"}) and not speaker({**mpirun, "OMPI_COMM_WORLD_RANK": "1"})
+    assert is_rank_zero({**mpirun, "OMPI_COMM_WORLD_RANK": "0"})
+    assert not is_rank_zero({**mpirun, "OMPI_COMM_WORLD_RANK": "1"})
 
 
 def test_the_reference_is_current(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,17 +38,17 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.engine.api import MicroBatch
+from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WeightGradients, linear
-from megatron_port.parallel.products import PLAIN, WeightCopies, make_products
+from megatron_port.parallel.linear import WgradAccumulator, linear
+from megatron_port.parallel.linear_kernels import PLAIN, QuantizedWeightCache, make_linear_kernels
 from megatron_port.plan.case import case_of, machine_of
 from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.plan.memory import plan_memory
 from megatron_port.plan.step import plan_step
-from megatron_port.train.assemble import build_engine
+from megatron_port.session.assemble import build_engine
 
 CPU = choose_device("cpu")
 RECIPES = ["tensorwise", "rowwise"]
@@ -182,15 +182,15 @@ def run_linear(
     """(what came out, exact products of the bf16 operands). ``how``: autograd | main_grad | gradients | held."""
     weight = nn.Parameter(normal(2, 24, 64, seed=5, spread=0.3))
     bias = nn.Parameter(normal(48, seed=6))
-    gradients, copies = WeightGradients(lambda w: None), WeightCopies()
-    weight.weight_copies = copies  # type: ignore[attr-defined]
+    gradients, copies = WgradAccumulator(lambda w: None), QuantizedWeightCache()
+    weight.quantized_weight_cache = copies  # type: ignore[attr-defined]
     if how != "autograd":
         weight.main_grad = torch.zeros(2, 24, 64)  # type: ignore[attr-defined]
     if how in ("gradients", "held"):
         weight.weight_gradients = gradients  # type: ignore[attr-defined]
     held: list = []
     gradients.holding = held if how == "held" else None
-    products = make_products(Fp8(recipe, OCP, product))
+    products = make_linear_kernels(Fp8(recipe, OCP, product))
     got, wanted = (Numbers([], [], torch.zeros(48, 64).double(), torch.zeros(48).double()) for _ in range(2))
 
     def passes() -> None:
@@ -293,7 +293,7 @@ def steps(run: RunConfig, count: int = 3) -> tuple[list[tuple[float, float | Non
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recompute_changes_no_bit(recipe: str) -> None:
     first, weights, engine = steps(config(recipe))
-    assert first != steps(config("none"))[0] and engine.weight_copies.bytes_held() == 0
+    assert first != steps(config("none"))[0] and engine.quantized_weight_cache.bytes_held() == 0
     for recompute in ("selective", "full"):
         again, others, _ = steps(config(recipe, recompute=recompute))
         assert again == first and all(torch.equal(w, others[name]) for name, w in weights.items())
@@ -308,14 +308,14 @@ def test_only_the_layers_linears_are_in_8_bits(recipe: str, activation: str) -> 
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, activation=activation, ffn_hidden_size=64))
     _, _, engine = steps(run, 1)
     held: list[int] = []
-    with engine.weight_copies.kept():
+    with engine.quantized_weight_cache.kept():
         for name, module in engine.stage.named_modules():
             products = getattr(module, "products", None)
             narrow = name.endswith((".qkv", ".output", ".up", ".down"))
             assert (products is not None and products is not PLAIN) == narrow
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         engine.stage(tokens).float().sum().backward()
-        held.append(engine.weight_copies.bytes_held())
+        held.append(engine.quantized_weight_cache.bytes_held())
     case, _ = case_of(run)
     assert held == [int(copy_bytes(case, 0))]
 

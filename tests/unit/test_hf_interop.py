@@ -29,7 +29,7 @@ from megatron_port.interop.hf_names import GPT2, LLAMA, NEOX, hf_mapping, hf_ten
 from megatron_port.interop.import_hf import read_hf
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.interop.staged import Stage
-from megatron_port.train.weights import model_differences, open_weights
+from megatron_port.session.weights import model_differences, open_weights
 from tests.unit import hf_models as hf
 from tests.unit.interop_cases import read_all, saved
 

@@ -16,9 +16,9 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli.main import main
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import LayoutConfig, RunConfig
+from megatron_port.data.fingerprint import pins
 from megatron_port.data.format import read_meta, tokenizer_name
 from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.pins import pins
 from megatron_port.data.prepare import prepare
 from megatron_port.data.tokenizer import get_tokenizer, identity
 from megatron_port.data.train_bpe import train_bpe
@@ -252,7 +252,7 @@ def test_sentencepiece_s_own_file_is_exported(tmp_path: Path) -> None:
 def test_generation_and_evaluation_take_the_pinned_file_too(
     tmp_path: Path, two: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_port.train.weights import open_weights
+    from megatron_port.session.weights import open_weights
 
     step = trained(tmp_path / "old", two[0]).path
     weights = open_weights(step)

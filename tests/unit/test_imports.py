@@ -119,7 +119,7 @@ def test_the_first_rooms_need_no_torch(room: str) -> None:
         ("megatron_port.model.gpt", "from ..engine import api", 1),
         ("megatron_port.model.gpt", "from ..parallel import record\nfrom . import layers", 0),
         ("megatron_port.model.gpt", "from megatron_port.config.schema import ModelConfig", 0),
-        ("megatron_port.config.checks", "from megatron_port.runtime.speak import speaker", 1),
+        ("megatron_port.config.checks", "from megatron_port.runtime.rank_zero import is_rank_zero", 1),
         ("megatron_port.errors", "from megatron_port.config.schema import RunConfig", 1),
         ("megatron_port.cli.main", "import megatron_port.train, torch", 0),
     ],

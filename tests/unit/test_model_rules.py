@@ -24,13 +24,13 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.engine.api import MicroBatch
+from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.engine.native_update import make_update
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.shapes import model_records
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.train.assemble import DTYPES, build_engine
+from megatron_port.session.assemble import DTYPES, build_engine
 
 ROPE = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=40, vocab_size=61,

@@ -22,13 +22,14 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
+from megatron_port.data.batch import MicroBatch
 from megatron_port.data.dataset import SyntheticDataset
 from megatron_port.data.loader import StepLoader
-from megatron_port.engine.api import EvalResult, MicroBatch
+from megatron_port.engine.api import EvalResult
 from megatron_port.engine.native import NativeEngine
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WeightGradients, linear
-from megatron_port.train.assemble import build_engine
+from megatron_port.parallel.linear import WgradAccumulator, linear
+from megatron_port.session.assemble import build_engine
 
 
 def make_engine(schedule: str = "1f1b", chunks: int = 1, **layout: Any) -> NativeEngine:
@@ -159,7 +160,7 @@ def test_zero_bubble_computes_no_weight_gradient_in_the_input_pass(recompute: st
 
 def test_products_wait_while_they_are_held() -> None:
     told: list[torch.Tensor] = []
-    gradients = WeightGradients(told.append)
+    gradients = WgradAccumulator(told.append)
     weight = torch.nn.Parameter(torch.randn(3, 5))
     weight.main_grad = torch.zeros(3, 5)  # type: ignore[attr-defined]
     weight.weight_gradients = gradients  # type: ignore[attr-defined]

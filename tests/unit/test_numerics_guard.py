@@ -22,9 +22,9 @@ from megatron_port.config.schema import (
 )
 from megatron_port.engine.api import NO_LIMITS, StepLimits, StepResult
 from megatron_port.engine.probe import Finding, Probe, trace_finding
+from megatron_port.health.anomaly import _culprit, chosen_micro_batch, same_bits
+from megatron_port.health.numerics import LeftOut, NumericsGuard, position
 from megatron_port.optim.loss_scale import LossScaler
-from megatron_port.train.anomaly import _culprit, chosen_micro_batch, same_bits
-from megatron_port.train.numerics import LeftOut, NumericsGuard, position
 
 
 def guard(*, dtype: str = "bf16", clip: float = 1.0, **numerics: object) -> NumericsGuard:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.optim.buckets import ALIGN, fragments, plan_buckets
+from megatron_port.optim.buckets import ALIGN, plan_buckets, shard_ranges
 from megatron_port.parallel.record import InitSpec, ParameterRecord, split_record
 
 kinds = st.sampled_from(["plain", "partial", "tied"])
@@ -41,7 +41,7 @@ def test_shards_cover_every_element_once(
             assert plan.kind == kind and (kind != "tied" or len(plan.slots) == 1)
         for shard in range(shards):
             low, high = shard * plan.numel // shards, (shard + 1) * plan.numel // shards
-            for f in fragments(plan, shard=shard, shards=shards):
+            for f in shard_ranges(plan, shard=shard, shards=shards):
                 assert low <= f.at and f.at + f.numel <= high
                 for e in range(f.start, f.start + f.numel):
                     seen[f.index][e] += 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_port.engine.module import WholeScratch, logical_pieces, read_local, read_range, recorded_parameters
+from megatron_port.engine.module import ScratchBuffer, logical_pieces, read_local, read_range, recorded_parameters
 from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, record_of, split_record
 
 NORMAL = InitSpec("normal", 0.02)
@@ -120,7 +120,7 @@ def test_a_range_is_read_to_where_it_stays() -> None:
         offered.append(out.data_ptr())
         return out.copy_(logical)
 
-    scratch = WholeScratch(torch.float32)
+    scratch = ScratchBuffer(torch.float32)
     whole = torch.full((24,), 9.0)
     read_range(read, r, "exp_avg", whole, 0, scratch)
     part = torch.full((6,), 9.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_port.config.schema import ModelConfig
-from megatron_port.train.parity import (
+from megatron_port.parity.comparison import (
     DISTANCE,
     FIRST_STEP,
     FP32,

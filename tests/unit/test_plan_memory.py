@@ -19,7 +19,7 @@ from megatron_port.pipeline.schedules import interleaved, make_schedule, peak_in
 from megatron_port.plan.case import Case, Engine, Machine, balanced_split, case_of, machine_of
 from megatron_port.plan.counts import stage_elements
 from megatron_port.plan.memory import in_flight, layer_activation_bytes, plan_memory, stage_memory
-from megatron_port.train.assemble import build_model
+from megatron_port.session.assemble import build_model
 
 GIB, MIB = 2**30, 2**20
 MEASURED_175B = (

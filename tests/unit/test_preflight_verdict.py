@@ -15,7 +15,7 @@ from megatron_port.cli.main import main
 from megatron_port.config.schema import PreflightConfig
 from megatron_port.errors import EnvironmentFault
 from megatron_port.preflight import files
-from megatron_port.preflight.report import make_report, read_nodes, render, select
+from megatron_port.preflight.preflight_report import make_report, read_nodes, render, select
 from megatron_port.preflight.verdict import common_versions, upper_median
 from megatron_port.runtime.slurm import expand_hosts
 

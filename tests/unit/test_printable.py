@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.engine.api import StatePiece
+from megatron_port.parallel.state import StatePiece
 from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.printable import SafeStream, one_line, printable, safe_output, trusted
 

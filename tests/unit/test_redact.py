@@ -15,7 +15,7 @@ from megatron_port.errors import EnvironmentFault
 from megatron_port.launch.outcome import read_failure, record_failure
 from megatron_port.preflight.files import write_json
 from megatron_port.runtime.redact import redact, redacted
-from megatron_port.watch.report import add_event
+from megatron_port.watch.watch_report import add_event
 
 KEY = "d41d8cd98f00b204e9800998ecf8427e"
 ENVIRON = {"WANDB_API_KEY": KEY, "MEGATRON_PORT_SECRET": "0123456789abcdef", "HOME": "/home/somebody", "TOKEN": "short"}

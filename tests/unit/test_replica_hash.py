@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import megatron_port.train.replicas as replicas
-from megatron_port.train.replicas import BitsHash, odd_ones
+import megatron_port.health.replicas as replicas
+from megatron_port.health.replicas import BitsHash, odd_ones
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -29,12 +29,13 @@ from megatron_port.config.schema import (
 from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.optim.schedules import BatchSchedule
 from megatron_port.runtime.lease import Fence
+from megatron_port.session.changes import changes_since, check_batch, check_seed
+from megatron_port.session.folders import FOLDER, run_folder
+from megatron_port.session.identity import read_identity, settle
+from megatron_port.session.provenance import record_event, record_failure_event
 from megatron_port.telemetry.metrics import MetricsWriter
 from megatron_port.telemetry.run_data import read_run
-from megatron_port.train.changes import changes_since, check_batch, check_seed
-from megatron_port.train.identity import read_identity, settle
-from megatron_port.train.provenance import record_event, record_failure_event
-from megatron_port.train.state import FOLDER, Position, find_checkpoints, run_folder, state_of
+from megatron_port.train.state import Position, find_checkpoints, state_of
 
 BASE = RunConfig(
     name="run", model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, seq_length=4),
@@ -176,9 +177,9 @@ def config_in(folder: Path, **changes: Any) -> RunConfig:
 
 def session_in(config: RunConfig, notes: list[str]) -> Any:
     return SimpleNamespace(
-        config=config, cpu_group=None, speaker=True, info=SimpleNamespace(world_size=1, rank=0), fence=Fence(),
+        config=config, cpu_group=None, is_rank_zero=True, info=SimpleNamespace(world_size=1, rank=0), fence=Fence(),
         ctx=SimpleNamespace(topology=SimpleNamespace(dp=1)), logger=SimpleNamespace(log=notes.append),
-        pulse=SimpleNamespace(step=0),
+        progress=SimpleNamespace(step=0),
     )
 
 

@@ -21,7 +21,7 @@ from megatron_port.runtime.discovery import SECRET, ProcessInfo, discover
 from megatron_port.runtime.fingerprint import Fingerprint, installed_versions
 from megatron_port.runtime.rendezvous import connect, listen, meet, places
 from megatron_port.runtime.sockets import holder_of_port, is_own_address, own_addresses
-from megatron_port.train.session import open_session
+from megatron_port.session.session import open_session
 
 SAME = Fingerprint({"world size": "4", "torch": "2.13.0"}, {"training.steps": "10", "seed": "1"})
 

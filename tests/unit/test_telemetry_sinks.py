@@ -24,7 +24,9 @@ class Terminal(io.StringIO):
 
 
 def make(folder: Path, warnings: list[str], **options: Any) -> Telemetry:
-    settings: dict[str, Any] = {"speaker": True, "total_steps": 20, "stream": io.StringIO(), "warn": warnings.append}
+    settings: dict[str, Any] = {
+        "is_rank_zero": True, "total_steps": 20, "stream": io.StringIO(), "warn": warnings.append,
+    }
     return Telemetry(folder, **{**settings, **options})
 
 
@@ -96,7 +98,7 @@ def test_terminals_that_cannot(monkeypatch: pytest.MonkeyPatch, term: str) -> No
 
 def test_only_the_speaker_writes(tmp_path: Path) -> None:
     out = io.StringIO()
-    telemetry = make(tmp_path / "run", [], speaker=False, stream=out)
+    telemetry = make(tmp_path / "run", [], is_rank_zero=False, stream=out)
     telemetry.step({"step": 1, "loss": 1.0})
     telemetry.close()
     assert not (tmp_path / "run").exists() and out.getvalue() == ""

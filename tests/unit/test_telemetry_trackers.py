@@ -16,8 +16,8 @@ from megatron_port.telemetry.sinks import Telemetry
 
 
 def run(folder, warn, trackers, steps=5, resumed=0, config=None):
-    telemetry = Telemetry(folder, speaker=True, total_steps=steps, resumed_step=resumed, trackers=trackers, warn=warn,
-                          stream=open("/dev/null", "w"), project="proj", name="demo",  # noqa: SIM115
+    telemetry = Telemetry(folder, is_rank_zero=True, total_steps=steps, resumed_step=resumed, trackers=trackers,
+                          warn=warn, stream=open("/dev/null", "w"), project="proj", name="demo",  # noqa: SIM115
                           config=config or {"optimizer.lr": 1e-3, "name": "demo"})
     for step in range(1, steps + 1):
         telemetry.step({"step": step, "loss": 2.0 / step, "tokens": step * 10, "skipped": False,

@@ -1,4 +1,4 @@
-"""Parts of the watch: messages, the pulse, slow ranks, the file of a hang, and hub and rank over a real socket."""
+"""Parts of the watch: messages, the progress, slow ranks, the file of a hang, and hub and rank over a real socket."""
 
 from __future__ import annotations
 
@@ -21,17 +21,28 @@ from hypothesis import strategies as st
 
 from megatron_port.config.schema import WatchConfig
 from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.pulse import DATA, FORWARD, IDLE, PHASES, REDUCE, SAVE, START, STEP, Pulse, describe
+from megatron_port.runtime.progress import (
+    DATA,
+    FORWARD,
+    IDLE,
+    PHASES,
+    REDUCE,
+    SAVE,
+    START,
+    STEP,
+    ProgressTracker,
+    describe,
+)
 from megatron_port.watch import client as client_module
 from megatron_port.watch import hub_process, judge, wire
 from megatron_port.watch.client import Client, python_stacks
+from megatron_port.watch.format import FOREIGN, ranks_text, waits_in
 from megatron_port.watch.hub import Hub
 from megatron_port.watch.hub_process import HubProcess
 from megatron_port.watch.processes import born, kill
-from megatron_port.watch.report import add_event, write_hang
 from megatron_port.watch.rules import Alarm, Beat, Place, Rank, Rules
 from megatron_port.watch.stragglers import Stragglers
-from megatron_port.watch.words import FOREIGN, ranks_text, waits_in
+from megatron_port.watch.watch_report import add_event, write_hang
 
 # Messages.
 
@@ -74,54 +85,54 @@ def test_a_length_is_checked_before_anything_is_kept() -> None:
         wire.Unpacker(1 << 20).feed(bytes((wire.MARK, 255, 255, 255)))
 
 
-# The pulse.
+# The progress.
 
 
 def test_the_pulse_sums_seconds_by_phase_and_step() -> None:
     now = [0.0]
-    pulse = Pulse(lambda: now[0])
+    progress = ProgressTracker(lambda: now[0])
 
     def take_step(step: int) -> None:
-        pulse.begin_step(step)
+        progress.begin_step(step)
         for phase, seconds in ((DATA, 1.0), (FORWARD, 2.0), (REDUCE, 4.0), (FORWARD, 2.0)):
-            pulse.at(phase)
+            progress.at(phase)
             now[0] += seconds
-        pulse.end_step()
+        progress.end_step()
 
-    assert (pulse.scope, pulse.phase) == (START, START)
+    assert (progress.scope, progress.phase) == (START, START)
     take_step(0)
-    assert pulse.scope == STEP and pulse.steps_done == 1 and pulse.step == 1
-    with pulse.enter(SAVE, "checkpoint"):
-        assert (pulse.scope, pulse.phase) == (SAVE, SAVE) and pulse.doing() == "save, checkpoint"
-        pulse.at(REDUCE)
+    assert progress.scope == STEP and progress.steps_done == 1 and progress.step == 1
+    with progress.enter(SAVE, "checkpoint"):
+        assert (progress.scope, progress.phase) == (SAVE, SAVE) and progress.doing() == "save, checkpoint"
+        progress.at(REDUCE)
         now[0] += 100
-    assert (pulse.scope, pulse.phase) == (STEP, IDLE)
+    assert (progress.scope, progress.phase) == (STEP, IDLE)
     take_step(1)
-    assert pulse.totals == {**dict.fromkeys(PHASES, 0.0), DATA: 2.0, FORWARD: 8.0, REDUCE: 8.0}
-    assert pulse.last_seconds[FORWARD] == 4.0 and pulse.step_seconds == 18.0
+    assert progress.totals == {**dict.fromkeys(PHASES, 0.0), DATA: 2.0, FORWARD: 8.0, REDUCE: 8.0}
+    assert progress.last_seconds[FORWARD] == 4.0 and progress.step_seconds == 18.0
 
 
 def test_progress_is_seen_and_a_failed_span_stays_readable() -> None:
-    pulse = Pulse()
-    before = pulse.counter
-    pulse.tick("tensor", 3)
-    assert pulse.counter == before + 1 and pulse.doing() == "start, tensor 3"
-    with pytest.raises(OSError), pulse.enter(SAVE):
+    progress = ProgressTracker()
+    before = progress.counter
+    progress.tick("tensor", 3)
+    assert progress.counter == before + 1 and progress.doing() == "start, tensor 3"
+    with pytest.raises(OSError), progress.enter(SAVE):
         raise OSError
-    assert pulse.scope == SAVE
+    assert progress.scope == SAVE
     assert describe("save", "save", -1) == "save"
 
 
 def test_a_span_costs_little() -> None:
-    pulse, n = Pulse(), 20000
-    best = min(_seconds(pulse, n) for _ in range(5)) / n
+    progress, n = ProgressTracker(), 20000
+    best = min(_seconds(progress, n) for _ in range(5)) / n
     assert best < 5e-6  # a microsecond on a quiet machine; the test must not fail on a busy one
 
 
-def _seconds(pulse: Pulse, n: int) -> float:
+def _seconds(progress: ProgressTracker, n: int) -> float:
     started = time.perf_counter()
     for i in range(n):
-        pulse.at(FORWARD, "micro-batch", i)
+        progress.at(FORWARD, "micro-batch", i)
     return time.perf_counter() - started
 
 
@@ -299,12 +310,12 @@ def test_strangers_are_shown_out(tmp_path: Path, hello: bytes) -> None:
 
 
 def test_a_rank_beats_answers_and_leaves(tmp_path: Path) -> None:
-    served, pulse, notes = Served(tmp_path, world=1), Pulse(), []
-    client = Client(pulse, rank=0, host="h", coords="pp 0, dp 0, tp 0", stage=0, address="127.0.0.1", port=served.port,
-                    secret="s3", note=notes.append)
+    served, progress, notes = Served(tmp_path, world=1), ProgressTracker(), []
+    client = Client(progress, rank=0, host="h", coords="pp 0, dp 0, tp 0", stage=0, address="127.0.0.1",
+                    port=served.port, secret="s3", note=notes.append)
     served.await_ranks(1)
-    pulse.begin_step(4)
-    pulse.at(FORWARD, "micro-batch", 2)
+    progress.begin_step(4)
+    progress.at(FORWARD, "micro-batch", 2)
     client.beat()
     until = time.monotonic() + 10
     while served.hub.rules.ranks[0].beat.number != 2 and time.monotonic() < until:
@@ -323,7 +334,7 @@ def test_a_rank_beats_answers_and_leaves(tmp_path: Path) -> None:
 def test_a_hub_that_goes_is_noted_and_nothing_else(tmp_path: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     notes: list[str] = []
-    client = Client(Pulse(), rank=0, host="h", coords="", stage=0, address="127.0.0.1",
+    client = Client(ProgressTracker(), rank=0, host="h", coords="", stage=0, address="127.0.0.1",
                     port=listener.getsockname()[1], secret="s", note=notes.append)
     first = listener.accept()[0]
     listener.close()  # with rank 0's process
@@ -358,12 +369,12 @@ def test_a_hub_that_is_killed_or_stopped_is_replaced_and_misses_who_does_not_ret
     process = HubProcess(WatchConfig(hang_seconds=3.0), a_rank(0), tmp_path)
     request.addfinalizer(process._kill)  # a test that fails must not leave a stopped process
     process.start()
-    pulse, notes = Pulse(), []
-    pulse.begin_step(7)
-    pulse.end_step()
+    progress, notes = ProgressTracker(), []
+    progress.begin_step(7)
+    progress.end_step()
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
-    client = Client(pulse, rank=0, host="h", coords="pp 0, dp 0, tp 0", stage=0, note=notes.append, hub=process,
+    client = Client(progress, rank=0, host="h", coords="pp 0, dp 0, tp 0", stage=0, note=notes.append, hub=process,
                     **process.where)
     other = socket.create_connection(("127.0.0.1", process.where["port"]))
     other.sendall(wire.pack(wire.HELLO, process.where["secret"], 1, "h2", 1, 0, "pp 0, dp 1, tp 0", 0))

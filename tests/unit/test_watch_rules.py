@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_port.config.schema import WatchConfig
-from megatron_port.runtime.pulse import DATA, EVALUATE, FORWARD, REDUCE, SAVE, START, STEP, TRANSFER
+from megatron_port.runtime.progress import DATA, EVALUATE, FORWARD, REDUCE, SAVE, START, STEP, TRANSFER
 from megatron_port.watch import judge
 from megatron_port.watch.rules import MARGIN_S, Alarm, Beat, Place, Rules
 

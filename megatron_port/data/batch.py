@@ -1,0 +1,25 @@
+"""What the loader gives an engine: one micro-batch of one replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of one replica.
+
+    ``sample_ids`` are global sample indices counted from the start of training;
+    they key dropout, so every stage needs them. Only the first stage needs
+    ``tokens`` and only the last ``labels`` and ``loss_mask``; elsewhere they are None.
+    """
+
+    sample_ids: tuple[int, ...]
+    tokens: torch.Tensor | None = None
+    """int64 [batch, seq]"""
+    labels: torch.Tensor | None = None
+    """int64 [batch, seq]"""
+    loss_mask: torch.Tensor | None = None
+    """float32 [batch, seq], 1 where the label counts; None: everywhere"""

@@ -1,0 +1,225 @@
+"""Where an anomaly comes from: the step is run once more, looked at closely, and the finding is written down.
+
+Nothing of this runs in a healthy step. The replay uses the same weights, samples and dropout, and is not applied. Of
+all ranks the one where the trouble begins is found by a minimum over small numbers, and that rank alone tells the
+others what it saw: nothing grows with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_port.data.batch import MicroBatch
+from megatron_port.data.files import write_bytes
+from megatron_port.engine.api import Engine, StepLimits, StepResult
+from megatron_port.engine.probe import NOWHERE, Finding, Probe, trace_finding
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.session.session import Session
+
+TRANSIENT, REPRODUCIBLE = "transient", "reproducible"
+LISTED = 200
+"""Names, losses and sample ids of one kind that a report holds at most."""
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """What is known of it on every rank."""
+
+    step: int
+    """As in metrics.jsonl: 1 is the first."""
+    reason: str
+    verdict: str
+    """transient | reproducible"""
+    first: int
+    """First sample of the step, by position in the data's order."""
+    count: int
+    summary: str
+    """One line for people."""
+
+
+def same_bits(a: StepResult, b: StepResult) -> bool:
+    """Loss and gradient norm are equal to the bit; all NaNs are."""
+
+    def bits(x: float | None) -> bytes | None:
+        return None if x is None else b"nan" if math.isnan(x) else struct.pack("<d", x)
+
+    return bits(a.loss) == bits(b.loss) and bits(a.grad_norm) == bits(b.grad_norm)
+
+
+def _finite_or_text(value: Any) -> Any:
+    """JSON has no NaN: the strings that metrics.jsonl uses."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {k: _finite_or_text(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite_or_text(v) for v in value]
+    return value
+
+
+def describe(found: Finding, micro_batches: Sequence[MicroBatch], ctx: ParallelContext) -> dict[str, Any]:
+    """A rank's own finding, as it goes into the report. Which micro-batch: see :func:`chosen_micro_batch`."""
+    m = chosen_micro_batch(found)
+    at = ctx.coords
+    out: dict[str, Any] = {
+        "rank": ctx.rank, "host": socket.gethostname(), "pp": at.pp, "dp": at.dp, "tp": at.tp,
+        "micro_batch": m, "sample_ids": list(micro_batches[m].sample_ids)[:LISTED] if m is not None else None,
+        "phase": found.phase or None, "module": found.module or None,
+        "non_finite_gradients": found.nonfinite_gradients[:LISTED],
+        "non_finite_gradient_count": len(found.nonfinite_gradients),
+        "own_gradient_norm": found.gradient_norm, "largest_own_gradients": found.largest_gradients,
+        "micro_batch_loss_sums": found.losses[:LISTED],
+    }
+    return {k: v for k, v in out.items() if v is not None}
+
+
+def chosen_micro_batch(found: Finding) -> int | None:
+    """The first that is not finite; of finite ones the one with the largest loss, where losses are known."""
+    if found.micro_batch is not None or found.phase == "sum":
+        return found.micro_batch
+    return max(range(len(found.losses)), key=lambda m: found.losses[m]) if found.losses else None
+
+
+def _least(value: float | int, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Any:
+    """The smallest value of any rank."""
+    packed = torch.tensor([value], dtype=dtype)
+    if group is not None:
+        dist.all_reduce(packed, op=dist.ReduceOp.MIN, group=group)
+    return packed.item()
+
+
+def _culprit(found: Finding, by: str, rank: int, group: dist.ProcessGroup | None) -> int | None:
+    """The lowest rank where it begins; None: no rank saw anything.
+
+    ``by``: finite (first number that is not) | loss (largest loss of a micro-batch) | norm (largest own gradient).
+    """
+    nobody = 1 << 40
+    mine: float | int
+    if by == "finite":
+        best, mine = _least(found.order, torch.int64, group), found.order
+        if best == NOWHERE:
+            return None
+    else:
+        mine = -max(found.losses, default=-math.inf) if by == "loss" else -found.gradient_norm
+        mine = mine if not math.isnan(mine) else -math.inf
+        best = _least(mine, torch.float64, group)
+        if best == math.inf or (by == "norm" and best == 0.0):
+            return None  # nobody knows any
+    lowest = int(_least(rank if mine == best else nobody, torch.int64, group))
+    return lowest if lowest < nobody else None
+
+
+def _tell(value: dict[str, Any], source: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """A small JSON object of one rank on all: its length, then its bytes."""
+    if group is None:
+        return value
+    data = json.dumps(_finite_or_text(value), allow_nan=False).encode() if dist.get_rank() == source else b""
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, src=source, group=group)
+    packet = torch.zeros(int(length), dtype=torch.uint8)
+    if data:
+        packet.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(packet, src=source, group=group)
+    told: dict[str, Any] = json.loads(bytes(packet.tolist()))
+    return told
+
+
+def _by(result: StepResult, limits: StepLimits) -> str:
+    """Which question finds the rank of an anomaly with these numbers."""
+    if not math.isfinite(result.loss) or result.grad_norm is None:
+        return "finite"
+    return "loss" if result.loss > limits.loss else "norm"
+
+
+def investigate(
+    engine: Engine, session: Session, micro_batches: Sequence[MicroBatch], result: StepResult, *, step: int, lr: float,
+    limits: StepLimits, reason: str, first: int, count: int, run_folder: Path,
+) -> Anomaly:
+    """Collective. Replay the step, find the rank, write ``anomaly-STEP.json`` (rank 0); no weight changes.
+
+    Args:
+        step: the schedule's, from 0; the report and its file say ``step + 1``.
+        limits: those that the step met.
+        first, count: the step's samples, by position in the data's order.
+    """
+    ctx = session.ctx
+    group = session.cpu_group if session.info.world_size > 1 else None
+    before = trace_finding(engine.micro_batch_losses(), engine.nonfinite_gradients(), stage=ctx.coords.pp)
+    probe = Probe(stage=ctx.coords.pp, stages=ctx.topology.virtual_stages)
+    again = engine.train_step(micro_batches, step=step, lr=lr, limits=limits, probe=probe)
+    after = probe.finding(len(micro_batches))
+    recurs = not math.isfinite(again.loss) or again.grad_norm is None or (
+        again.loss > limits.loss or again.grad_norm > limits.grad_norm
+    )
+    verdict = REPRODUCIBLE if recurs else TRANSIENT
+    # What happened once can only be read from what the step itself left.
+    found = after if recurs else before
+    by = _by(again if recurs else result, limits)
+    source = _culprit(found, by, ctx.rank, group)
+    told = None if source is None else _tell(describe(found, micro_batches, ctx), source, group)
+    equal = same_bits(result, again)
+    summary = _summary(step + 1, reason, verdict, told, by, equal=equal)
+    report = {
+        "schema": 1, "step": step + 1, "time": time.time(), "reason": reason, "loss": result.loss,
+        "grad_norm": result.grad_norm, "loss_scale": result.loss_scale, "loss_limit": limits.loss,
+        "grad_norm_limit": limits.grad_norm, "first_sample": first, "samples": count, "verdict": verdict,
+        "replay": {"loss": again.loss, "grad_norm": again.grad_norm, "same_bits": equal},
+        "culprit": told, "layout": {"tp": ctx.topology.tp, "pp": ctx.topology.pp, "dp": ctx.topology.dp},
+        "policy": session.config.numerics.on_anomaly, "summary": summary,
+    }
+    if session.is_rank_zero:
+        _write(run_folder, report, session)
+    return Anomaly(step + 1, reason, verdict, first, count, summary)
+
+
+def _summary(
+    step: int, reason: str, verdict: str, told: dict[str, Any] | None, by: str, *, equal: bool
+) -> str:
+    where = "no rank's own numbers show it: it arises in a sum over ranks, or left no trace"
+    if told is not None:
+        place = f"rank {told['rank']} on {told['host']} (pp {told['pp']}, dp {told['dp']}, tp {told['tp']})"
+        batch = ""
+        if "micro_batch" in told:
+            ids = told["sample_ids"]
+            batch = f", micro-batch {told['micro_batch']} (samples {ids[0]} to {ids[-1]})" if ids else ""
+        what = {
+            "forward": f"first in the forward pass of {told.get('module')}", "loss": "first in the loss",
+            "backward": "first in the backward pass", "sum": "in the gradients that the replicas of",
+            "": "with the largest loss" if by == "loss" else "with the largest own gradient",
+        }[told.get("phase", "")]
+        where = f"{what} {place} share" if told.get("phase") == "sum" else f"{what} on {place}{batch}"
+        names = told.get("non_finite_gradients") or []
+        if names:
+            more = told["non_finite_gradient_count"] - 1
+            where += f"; gradient of {names[0]}{f' and {more} more' if more else ''} not finite there"
+    if verdict == REPRODUCIBLE:
+        cause = "reproducible: data or model" + ("" if equal else " (other bits than before, and bad again)")
+    else:
+        cause = "transient: the same weights and samples gave other, sound numbers; suspect the hardware"
+        if told is not None:
+            cause += " of that rank, or of another of its replica"
+    return f"step {step}: {reason}; the update was not applied. {where[0].upper()}{where[1:]}. Replayed: {cause}"
+
+
+def _write(folder: Path, report: dict[str, Any], session: Session) -> None:
+    """A full disk must not end a run that goes on."""
+    path = folder / f"anomaly-{report['step']}.json"
+    count = 1
+    while path.exists():  # the same step after a rewind
+        count += 1
+        path = folder / f"anomaly-{report['step']}-{count}.json"
+    try:
+        write_bytes(path, (json.dumps(_finite_or_text(report), indent=1, allow_nan=False) + "\n").encode())
+    except OSError as error:
+        session.logger.log(f"{path}: {error}; the report is lost, training goes on")

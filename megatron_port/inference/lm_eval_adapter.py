@@ -1,0 +1,153 @@
+"""An adapter for lm-eval-harness (EleutherAI, ``pip install lm-eval``): its tasks on a model split in any way.
+
+Every rank runs the harness. Tasks and examples are drawn from fixed seeds, so all ask the same questions in the same
+order, and the model's collectives meet; rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
+from importlib.util import find_spec
+from typing import Any
+
+from megatron_port.data.tokenizer import Tokenizer
+from megatron_port.errors import ConfigError, DataError, EnvironmentFault
+from megatron_port.inference.generation import Generator, Sampling
+from megatron_port.inference.model import InferenceModel
+from megatron_port.inference.scoring import score
+
+
+def require_harness() -> None:
+    """Raises EnvironmentFault where the package is missing."""
+    if find_spec("lm_eval") is None:
+        raise EnvironmentFault("--tasks needs lm-eval-harness, which is not installed; run: pip install lm-eval")
+
+
+class Questions:
+    """What the harness asks of a model, without the harness: log-likelihoods and texts. Collective.
+
+    Raises DataError: the tokenizer has no end-of-text token, which stands before a text without context.
+    """
+
+    def __init__(self, model: InferenceModel, tokenizer: Tokenizer, *, batch_size: int = 1) -> None:
+        if tokenizer.eod_id < 0:
+            raise DataError(f"tokenizer {tokenizer.name} has no end-of-text token to begin a text with")
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.limit = model.model.seq_length
+
+    def pair(self, context: str, continuation: str) -> tuple[list[int], int]:
+        """(tokens, how many of them are the continuation's). Blanks between the two belong to the continuation."""
+        blanks = len(context) - len(context.rstrip())
+        head = context[: len(context) - blanks]
+        before = self.tokenizer.encode(head) if head else []
+        whole = self.tokenizer.encode(context + continuation)
+        count = max(1, len(whole) - len(before))
+        tokens = whole if len(whole) > count else [self.tokenizer.eod_id, *whole]
+        tokens = tokens[-(self.limit + 1) :]
+        return tokens, min(count, len(tokens) - 1)
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """(log-probability of the continuation given the context, whether it is the greedy one) of each pair."""
+        found = score(self.model, [self.pair(*p) for p in pairs], batch_size=self.batch_size)
+        return [(s.log_probability, s.greedy) for s in found]
+
+    def windows(self, text: str) -> list[tuple[list[int], int]]:
+        """A text cut so that each token is predicted once, and from as many before it as fit."""
+        ids = self.tokenizer.encode(text)
+        out = [([self.tokenizer.eod_id, *ids[: self.limit]], min(len(ids), self.limit))] if ids else []
+        for start in range(self.limit, len(ids), self.limit):
+            stop = min(start + self.limit, len(ids))
+            out.append((ids[stop - self.limit - 1 : stop], stop - start))
+        return out
+
+    def rolling(self, texts: Sequence[str]) -> list[float]:
+        """Log-probability of each whole text."""
+        cut = [self.windows(text) for text in texts]
+        found = iter(score(self.model, [w for windows in cut for w in windows], batch_size=self.batch_size))
+        return [sum(next(found).log_probability for _ in windows) for windows in cut]
+
+    def continuations(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+        """A text for each (context, options): ``until``, ``max_gen_toks``, ``do_sample``, ``temperature``, …"""
+        groups: dict[Sampling, list[int]] = {}
+        for i, (_, options) in enumerate(requests):
+            groups.setdefault(self._sampling(options), []).append(i)
+        out = [""] * len(requests)
+        generator = Generator(self.model, self.tokenizer.decode)
+        for sampling, members in groups.items():
+            room = max(1, self.limit - sampling.max_new_tokens)
+            prompts = [
+                (self.tokenizer.encode(requests[i][0]) or [self.tokenizer.eod_id])[-room:] for i in members
+            ]
+            for i, found in zip(members, generator.generate(prompts, sampling, batch_size=self.batch_size)):
+                out[i] = found.text or ""
+        return out
+
+    def _sampling(self, options: dict[str, Any]) -> Sampling:
+        until = options.get("until") or []
+        temperature = float(options.get("temperature") or 0.0)
+        if options.get("do_sample") is False:
+            temperature = 0.0
+        return Sampling(
+            max_new_tokens=int(options.get("max_gen_toks", 256)), temperature=temperature,
+            top_k=int(options.get("top_k") or 0), top_p=float(options.get("top_p") or 1.0),
+            stop_ids=(self.tokenizer.eod_id,),
+            stop_strings=tuple(s for s in ([until] if isinstance(until, str) else until) if s),
+        )
+
+
+def adapter(questions: Questions) -> Any:
+    """An ``lm_eval.api.model.LM`` that passes questions on."""
+    from lm_eval.api.model import LM
+
+    class Adapter(LM):  # type: ignore[misc]
+        """See :class:`Questions`."""
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            return questions.loglikelihood([r.args for r in requests])
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            return questions.rolling([r.args[0] for r in requests])
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            return questions.continuations([r.args for r in requests])
+
+    return Adapter()
+
+
+def run_tasks(
+    model: InferenceModel, tokenizer: Tokenizer, tasks: Sequence[str], *, include_path: str | None = None,
+    num_fewshot: int | None = None, limit: float | None = None, batch_size: int = 1, is_rank_zero: bool = True,
+) -> tuple[dict[str, Any], str]:
+    """(the harness' results by task, a table). Collective: every rank calls it alike.
+
+    Raises:
+        ConfigError: no such task.
+        EnvironmentFault: lm-eval is not installed.
+    """
+    require_harness()
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    if not is_rank_zero:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    os.environ["DISABLE_MULTIPROC"] = "1"  # its resampling forks processes, which ranks with connections must not
+    manager = TaskManager(include_path=include_path)
+    unknown = [t for t in tasks if t not in manager.all_tasks]
+    if unknown or not tasks:
+        near = [t for t in manager.all_tasks if unknown and unknown[0].lower() in t.lower()][:5]
+        raise ConfigError(
+            f"--tasks {','.join(tasks)}: lm-eval {lm_eval.__version__} has no task {', '.join(map(repr, unknown))}"
+            + (f"; like it: {', '.join(near)}" if near else "; --include-path names a folder with further ones")
+        )
+    with nullcontext() if is_rank_zero else redirect_stderr(io.StringIO()):  # progress bars
+        found = lm_eval.simple_evaluate(
+            model=adapter(Questions(model, tokenizer, batch_size=batch_size)), tasks=list(tasks),
+            num_fewshot=num_fewshot, limit=limit, bootstrap_iters=1000, log_samples=False, task_manager=manager,
+        )
+    results = {"results": found["results"], "n-shot": found.get("n-shot", {}), "versions": found.get("versions", {})}
+    return results, str(make_table(found))

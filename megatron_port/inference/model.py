@@ -1,0 +1,119 @@
+"""A model on this rank for forward passes only: generation and scoring, split over tensor ranks and stages.
+
+Sequence parallelism, recompute and virtual stages are left out: they save memory in training and change no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_port.engine.module import read_local, recorded_parameters
+from megatron_port.errors import PortError
+from megatron_port.model.cache import KeyValueCache
+from megatron_port.model.gpt import GPTStage
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import record_of
+from megatron_port.parallel.state import StateReader
+from megatron_port.pipeline.transfer import StageLink
+from megatron_port.runtime.agreement import agree
+from megatron_port.session.assemble import DTYPES, build_model
+from megatron_port.session.session import Session
+
+
+class InferenceModel:
+    """Collective: the ranks that hold a copy of the model (tp × pp) call the same methods with the same arguments.
+
+    Replicas (dp) are independent of one another.
+
+    Raises:
+        CheckpointError: on every rank: ``read`` found damage or another model.
+    """
+
+    def __init__(self, session: Session, read: StateReader) -> None:
+        self.ctx, config = session.ctx, session.config
+        layout = replace(config.layout, sequence_parallel=False, recompute="none", virtual_pipeline_size=1)
+        self.config = replace(config, layout=layout)
+        self.model = config.model
+        stream = DropoutStream(0, self.ctx.device)
+        stream.enabled = False
+        self.stage: GPTStage
+        (self.stage,) = build_model(self.config, self.ctx, session.providers, stream)
+        self.stage.eval()
+        failure: PortError | None = None
+        try:
+            for record, parameter in recorded_parameters(self.stage):
+                read_local(read, record, "weight", parameter)
+        except PortError as error:
+            failure = error
+        agree(failure, where=str(self.ctx.coords))
+        self.link = StageLink(self.ctx)
+        self.dtype = DTYPES[config.precision.dtype]
+        self.first, self.last = self.link.previous is None, self.link.next is None
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """(first id, how many) of this rank's slice; last stage only."""
+        record = record_of(self.stage.head.weight)  # type: ignore[union-attr]
+        return record.offset[0], record.extent[0]
+
+    @torch.no_grad()
+    def logits(
+        self, tokens: torch.Tensor, *, cache: KeyValueCache | None = None, rows: Sequence[int] | None = None
+    ) -> torch.Tensor | None:
+        """This rank's columns of the logits on the last stage, None elsewhere.
+
+        Args:
+            tokens: int64 [batch, seq], the same on all ranks.
+            cache: read and filled.
+            rows: of each sequence only the position given: [1, batch, columns] instead of [seq, batch, columns].
+        """
+        batch, seq = tokens.shape
+        stage = self.stage
+        x = tokens.to(self.ctx.device)
+        if self.link.previous is not None:
+            x = self.link.receive(stage.activation_shape(batch, seq), self.dtype, self.link.previous)
+        with nullcontext() if cache is None else stage.build.cache.using(cache):
+            if stage.embedding is not None:
+                x = stage.embedding(x)
+            for layer in stage.layers:
+                x = layer(x)
+        if self.link.next is not None:
+            self.link.send(x, self.link.next)
+            self.link.drain()
+            return None
+        if rows is not None:
+            at = torch.tensor(list(rows), device=x.device)
+            x = x[at, torch.arange(batch, device=x.device)][None]
+        assert stage.head is not None
+        out: torch.Tensor = stage.head(x)
+        return out
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Logits [..., vocab] in float32 (float64 stays) of all tensor-parallel ranks' columns; last stage only."""
+        local = local if local.dtype == torch.float64 else local.float()
+        if self.ctx.tp_group is not None:
+            local = local.contiguous()
+            parts = [torch.empty_like(local) for _ in range(self.ctx.topology.tp)]
+            dist.all_gather(parts, local, group=self.ctx.tp_group)
+            local = torch.cat(parts, dim=-1)
+        return local[..., : self.model.vocab_size]
+
+    def from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
+        """The last stage's ``value`` on every stage; the others bring one of its shape and dtype."""
+        group = self.ctx.pp_reverse_group or self.ctx.pp_group
+        if group is None:
+            return value
+        value = value.contiguous()
+        dist.broadcast(value, src=self.ctx.topology.stage_peer(self.ctx.rank, self.ctx.topology.pp - 1), group=group)
+        return value
+
+    def over_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over the replicas, in place; for results that each has a part of, zeros elsewhere."""
+        if self.ctx.dp_group is not None:
+            dist.all_reduce(value, group=self.ctx.dp_group)
+        return value

@@ -1,0 +1,326 @@
+"""One process that rounds where a layout rounds.
+
+Tensor parallelism cuts sums: of a row-parallel linear's contraction, of the input's gradient of a column-parallel one
+and of the head, of the loss over the vocabulary; sequence parallelism those of the gradients of norms and biases over
+tokens. In bf16 and fp16 every rank's part is rounded before the parts are added, and DeepSpeed rounds each gradient to
+the dtype before it adds it to its fp32 sum. That moves a run as much as anything does that rounding may. One process
+that cuts and rounds in the same places moves with it: what a layout differs from *that* by is far less, on processors
+whose products do not depend on the shape of the matrices often nothing (docs/parity.md).
+
+Sums over ranks are added in the order of gloo's ring. Two parts have one order only; with more, other backends may
+have another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_port.backend import cpu_upcast
+from megatron_port.backend.cross_entropy import CrossEntropyOps
+from megatron_port.config.schema import RunConfig
+from megatron_port.model.attention import SelfAttention, rank_rows
+from megatron_port.model.build import BuildContext
+from megatron_port.model.layers import Head, TransformerLayer
+from megatron_port.model.norm import Norm
+from megatron_port.parallel.embedding import padded_vocab_size
+from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
+from megatron_port.parallel.linear_kernels import PLAIN
+from megatron_port.parallel.record import record_of
+from megatron_port.parallel.topology import Topology
+
+Pieces = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class RoundingEmulation:
+    """Where a layout rounds and one process does not."""
+
+    tensor_parallel_size: int = 1
+    vocab_padding_multiple: int = 1
+    sequence_parallel: bool = False
+    rounded_weight_gradients: bool = False
+    """To the dtype, before they are added up: DeepSpeed takes every gradient from autograd."""
+    tied_in_the_dtype: bool = False
+    """The two gradients of a tied table are added in the dtype, by autograd: DeepSpeed with one stage."""
+
+    @classmethod
+    def of(cls, config: RunConfig, topology: Topology) -> RoundingEmulation | None:
+        """Of a run's layout and engine; None: nowhere, or the products are in 8 bits, of which ranks scale their pieces
+        by themselves."""
+        deepspeed = config.engine == "deepspeed"
+        if config.precision.fp8 != "none" or (topology.tp == 1 and not deepspeed):
+            return None
+        return cls(
+            topology.tp, config.layout.vocab_padding_multiple if topology.tp > 1 else 1,
+            sequence_parallel=config.layout.sequence_parallel and topology.tp > 1,
+            rounded_weight_gradients=deepspeed, tied_in_the_dtype=deepspeed and topology.pp == 1,
+        )
+
+    def emulate_rounding(self, stage: nn.Module) -> None:
+        """Let the model of a single process, engine native, round in these places."""
+        tp = self.tensor_parallel_size
+        for module in list(stage.modules()):
+            if isinstance(module, SelfAttention) and tp > module.build.model.kv_heads:
+                self._cut_shared(module)
+            elif isinstance(module, ColumnParallelLinear) and isinstance(module.products, SharedProducts):
+                continue
+            elif isinstance(module, RowParallelLinear):
+                module.products = self._products(inputs=_equal(module.weight.shape[1], tp))
+            elif isinstance(module, ColumnParallelLinear):
+                packed = module.weight.shape[0] if module.weight.ndim == 3 else 1
+                module.products = self._products(outputs=_equal(module.weight.shape[-2], tp), packed=packed)
+            elif isinstance(module, Head):
+                self._cut_head(module)
+            elif isinstance(module, Norm) and self.sequence_parallel:
+                _cut_norm(module, tp)
+            elif isinstance(module, TransformerLayer) and self.sequence_parallel:
+                module.build = _CutBuild.of(module.build, tp)
+
+    def _products(self, *, inputs: Pieces = (), outputs: Pieces = (), packed: int = 1) -> SplitSumLinearKernels:
+        return SplitSumLinearKernels(inputs, outputs, packed, self.rounded_weight_gradients)
+
+    def _cut_shared(self, attention: SelfAttention) -> None:
+        """Let attention run as on ranks that share key/value heads: each has its query heads and its copy."""
+        model, tp, linear_ = attention.build.model, self.tensor_parallel_size, attention.qkv
+        ranks = tuple(
+            tuple(slice(r.start, r.start + r.count) for r in rank_rows(model, tp, rank)) for rank in range(tp)
+        )
+        linear_.products = SharedProducts(ranks, self.rounded_weight_gradients)
+        attention.groups, attention.heads_per_group = tp, model.num_attention_heads // tp
+
+        def forward(x: Tensor) -> Tensor:
+            bias = None
+            if linear_.bias is not None:
+                bias = torch.cat([_share(linear_.bias, i)[rows] for i, own in enumerate(ranks) for rows in own])
+            return linear(x, linear_.weight, bias, products=linear_.products)
+
+        linear_.forward = forward  # type: ignore[method-assign]
+
+    def _cut_head(self, head: Head) -> None:
+        vocab, tp = record_of(head.weight).shape[0], self.tensor_parallel_size
+        share = padded_vocab_size(vocab, tp=tp, multiple=self.vocab_padding_multiple) // tp
+        pieces = tuple(slice(min(i * share, vocab), min((i + 1) * share, vocab)) for i in range(tp))
+        products, providers = self._products(outputs=pieces), head.build.providers
+        losses = _CutCrossEntropy(providers.cross_entropy, tuple(p for p in pieces if p.start < p.stop))
+        head.build = dataclasses.replace(head.build, providers=dataclasses.replace(providers, cross_entropy=losses))
+
+        def forward(x: Tensor) -> Tensor:
+            weight = head.weight.view_as(head.weight) if self.tied_in_the_dtype else head.weight
+            return linear(head.norm(x), weight, products=products)
+
+        head.forward = forward  # type: ignore[method-assign]
+
+
+def _equal(size: int, pieces: int) -> Pieces:
+    share = size // pieces
+    return tuple(slice(i * share, (i + 1) * share) for i in range(pieces))
+
+
+def ring_chunk(elements: int, element_size: int, ranks: int) -> int:
+    """Elements of a chunk of gloo's ring, one chunk a rank: two segments of whole elements."""
+    segment_bytes = -(-elements * element_size // (2 * ranks))
+    return 2 * -(-segment_bytes // element_size)
+
+
+def ring_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the ranks' parts as gloo's ring makes it, rounded after every addition.
+
+    Chunk c starts on the rank before c, goes down the ranks, and ends on c.
+    """
+    ranks, flat = len(parts), [part.reshape(-1) for part in parts]
+    total = torch.empty_like(flat[0])
+    size = ring_chunk(total.numel(), total.element_size(), ranks)
+    for chunk in range(ranks):
+        at = slice(chunk * size, (chunk + 1) * size)
+        first, *others = ((chunk - 1 - i) % ranks for i in range(ranks))
+        total[at] = flat[first][at]
+        for rank in others:
+            total[at] += flat[rank][at]
+    return total.view_as(parts[0])
+
+
+@dataclass(frozen=True)
+class SplitSumLinearKernels:
+    """The kernels of a linear in the compute dtype, with sums split and rounded as the ranks that share it do."""
+
+    inputs: Pieces = ()
+    """The ranks' inputs, of a row-parallel linear: y = x Wᵀ is a sum over ranks."""
+    outputs: Pieces = ()
+    """The ranks' rows of each of ``packed`` matrices, of a column-parallel linear: dx = dy W is a sum over ranks."""
+    packed: int = 1
+    rounded: bool = False
+    """The weight's gradient is rounded to the dtype before it is added to the sum."""
+
+    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See ``LinearKernels``."""
+        if not self.inputs:
+            return PLAIN.forward(x, weight, matrix, bias)
+        assert bias is None  # a row-parallel linear adds it after the sum
+        return ring_sum([PLAIN.forward(x[..., p], weight, matrix[:, p], None)[0] for p in self.inputs]), None
+
+    def gradient(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``LinearKernels``."""
+        return rows, rows
+
+    def dgrad(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        """See ``LinearKernels``."""
+        if not self.outputs:
+            return PLAIN.dgrad(rows, weight, matrix)
+        given = rows.view(rows.shape[0], self.packed, -1)
+        matrices = matrix.view(self.packed, -1, matrix.shape[1])
+        return ring_sum([
+            PLAIN.dgrad(given[:, :, p].flatten(1), weight, matrices[:, p].flatten(0, 1)) for p in self.outputs
+        ])
+
+    def wgrad(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
+        """See ``LinearKernels``."""
+        return PLAIN.wgrad(rows, x, known)
+
+    def wgrad_accumulate(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
+        """See ``LinearKernels``."""
+        if self.rounded:
+            total.add_(cpu_upcast.product(rows.t(), x))
+        else:
+            PLAIN.wgrad_accumulate(total, rows, x, known)
+
+
+@dataclass(frozen=True)
+class SharedProducts:
+    """The products of the fused projection where ranks share key/value heads. The output has every rank's columns, one
+    rank after the other, so a shared row has as many columns as ranks that hold it, each with its own gradient."""
+
+    ranks: tuple[Pieces, ...]
+    """Of each rank the rows of its two weights."""
+    rounded: bool = False
+    """As :class:`SplitSumLinearKernels`."""
+
+    def _cut(self, columns: Tensor) -> Iterator[list[tuple[slice, Tensor]]]:
+        """Of each rank (rows, its columns [tokens, rows]) of its two weights."""
+        sizes = [p.stop - p.start for own in self.ranks for p in own]
+        parts = iter(columns.split(sizes, dim=1))
+        for own in self.ranks:
+            yield [(rows, next(parts).contiguous()) for rows in own]
+
+    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See ``LinearKernels``; ``bias``: of all columns."""
+        rows = [p for own in self.ranks for p in own]
+        biases = [None] * len(rows) if bias is None else bias.split([p.stop - p.start for p in rows])
+        made = [PLAIN.forward(x, weight, matrix[p], b)[0] for p, b in zip(rows, biases)]
+        return torch.cat(made, dim=-1), None
+
+    def gradient(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``LinearKernels``."""
+        return rows, rows
+
+    def dgrad(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        """See ``LinearKernels``."""
+        parts = []
+        for own in self._cut(rows):
+            first, second = (PLAIN.dgrad(columns, weight, matrix[p]) for p, columns in own)
+            parts.append(first + second)
+        return ring_sum(parts)
+
+    def wgrad(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
+        """See ``LinearKernels``."""
+        total = torch.zeros(max(p.stop for own in self.ranks for p in own), x.shape[1], dtype=x.dtype, device=x.device)
+        self.wgrad_accumulate(total, rows, x, known)
+        return total
+
+    def wgrad_accumulate(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
+        """See ``LinearKernels``."""
+        for own in self._cut(rows):
+            for p, columns in own:
+                SplitSumLinearKernels(rounded=self.rounded).wgrad_accumulate(total[p], columns, x, known)
+
+
+@dataclass(frozen=True)
+class _CutCrossEntropy:
+    """A provider's cross-entropy with the sums of the ranks' columns, added as ``parallel.cross_entropy`` does."""
+
+    ops: CrossEntropyOps
+    pieces: Pieces
+
+    def statistics(self, logits: Tensor, labels: Tensor, *, offset: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``CrossEntropyOps``."""
+        found = [
+            self.ops.statistics(logits[..., p].contiguous(), labels, offset=offset + p.start, extent=p.stop - p.start)
+            for p in self.pieces
+        ]
+        maximum = torch.stack([m for m, _, _ in found]).amax(dim=0)
+        sums = ring_sum([torch.stack((total * (m - maximum).exp(), target)) for m, total, target in found])
+        return maximum, sums[0], sums[1]
+
+    def gradient_(
+        self, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor, *, offset: int, extent: int
+    ) -> None:
+        """See ``CrossEntropyOps``."""
+        self.ops.gradient_(logits, labels, maximum, total, grad, offset=offset, extent=extent)
+
+
+class _Shared(torch.autograd.Function):
+    """A parameter as one rank's tokens use it: its gradient goes to the wide sum by itself, as the dtype has it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
+        ctx.parameter.weight_gradients.total(ctx.parameter).add_(grad)
+
+
+def _share(parameter: Tensor, place: int) -> Tensor:
+    """The parameter as the rank at a place uses it. The first one's gradient arrives as every gradient does."""
+    return parameter if place == 0 else _Shared.apply(parameter)  # type: ignore[no-any-return]
+
+
+def _cut_norm(norm: Norm, ranks: int) -> None:
+    kernel = norm.providers.rms_norm if norm.kind == "rmsnorm" else norm.providers.layer_norm
+
+    def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        out = []
+        for i, part in enumerate(x.chunk(ranks)):
+            rest = None if residual is None else residual.chunk(ranks)[i]
+            bias = None if norm.bias is None else _share(norm.bias, i)
+            out.append(kernel(part, rest, _share(norm.weight, i), bias, norm.eps))
+        return torch.cat([y for y, _ in out]), torch.cat([total for _, total in out])
+
+    norm._run = run  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _Rank(BuildContext):
+    """Of one rank's tokens."""
+
+    place: int = 0
+
+    def _seq_offset(self, x: Tensor) -> int:
+        return self.place * x.shape[0]
+
+
+@dataclass(frozen=True)
+class _CutBuild(BuildContext):
+    """Adds biases to each rank's tokens by themselves."""
+
+    ranks: tuple[_Rank, ...] = ()
+
+    @classmethod
+    def of(cls, build: BuildContext, ranks: int) -> _CutBuild:
+        """Of what a layer was built with."""
+        fields = {f.name: getattr(build, f.name) for f in dataclasses.fields(build)}
+        return cls(**fields, ranks=tuple(_Rank(**fields, place=i) for i in range(ranks)))
+
+    def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, op: str) -> Tensor:
+        """See ``BuildContext``."""
+        out = []
+        for rank, part, rest in zip(self.ranks, x.chunk(len(self.ranks)), residual.chunk(len(self.ranks))):
+            own = None if bias is None else _share(bias, rank.place)
+            out.append(rank.bias_dropout_add(part, own, rest, op=op))
+        return torch.cat(out)

@@ -1,0 +1,126 @@
+"""A recorded run on disk: what ``parity`` writes from every rank and compares afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.data.batch import MicroBatch
+from megatron_port.data.loader import build_loaders
+from megatron_port.errors import CheckpointError
+from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.parity.comparison import Run
+from megatron_port.parity.emulation import RoundingEmulation
+from megatron_port.parity.reduction_order import Reordering, apply_reduction_order
+from megatron_port.parity.run_record import RankTrace, Slice, record_run
+from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.session.assemble import build_engine
+from megatron_port.session.session import open_session
+
+
+def _pack(prefix: str, slices: list[Slice], tensors: dict[str, torch.Tensor], table: list[dict]) -> None:
+    for name, shape, offset, tensor in slices:
+        key = f"{prefix}/{name}/{'.'.join(map(str, offset))}"  # of a split name a rank may hold two slices
+        tensors[key] = tensor.contiguous()
+        table.append({"key": key, "prefix": prefix, "name": name, "shape": list(shape), "offset": list(offset)})
+
+
+def _write(trace: RankTrace, info: ProcessInfo, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    table: list[dict] = []
+    for step, gradients in enumerate(trace.gradients):
+        _pack(f"gradient{step}", gradients, tensors, table)
+    _pack("weight", trace.weights, tensors, table)
+    _pack("copy", trace.copies, tensors, table)
+    if tensors:
+        save_file(tensors, str(out / f"rank-{info.rank:05d}.safetensors"))
+    meta = {"world": info.world_size, "losses": trace.losses, "grad_norms": trace.grad_norms, "slices": table}
+    (out / f"rank-{info.rank:05d}.json").write_text(json.dumps(meta))
+
+
+def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBatch]:
+    """A step's samples on one process in another order and other micro-batches."""
+    ids = [i for b in batches for i in b.sample_ids]
+    size, order = reordering.micro_batch_size(len(ids)), reordering.order(len(ids))
+
+    def rows(field: str) -> torch.Tensor | None:
+        parts = [getattr(b, field) for b in batches]
+        return None if any(p is None for p in parts) else torch.cat(parts)
+
+    tokens, labels, mask = rows("tokens"), rows("labels"), rows("loss_mask")
+    out = []
+    for start in range(0, len(ids), size):
+        pick = order[start : start + size]
+        out.append(MicroBatch(
+            tuple(ids[i] for i in pick), *(None if t is None else t[pick] for t in (tokens, labels, mask))
+        ))
+    return out
+
+
+def record_to(config: RunConfig, info: ProcessInfo, out: Path, *, steps: int) -> None:
+    """Train ``steps`` steps from the initial weights and write this rank's trace into ``out``."""
+    record_orders(config, info, [(None, out)], steps=steps)
+
+
+def record_orders(
+    config: RunConfig, info: ProcessInfo, orders: Sequence[tuple[Reordering | RoundingEmulation | None, Path]], *,
+    steps: int
+) -> None:
+    """The same run in several orders of its sums, each into its folder: on one process another one, or a layout's."""
+    with open_session(config, info, quiet=True) as session:
+        ctx, c = session.ctx, session.config
+        schedule = BatchSchedule(c.batch, ctx.topology.dp)
+        loaders = build_loaders(
+            c, dp_rank=ctx.coords.dp, dp_size=ctx.topology.dp, need_tokens=ctx.is_first_stage,
+            need_labels=ctx.is_last_stage, train_samples=schedule.samples_before(steps),
+        )
+        for order, folder in orders:
+            engine = build_engine(c, ctx, session.providers)
+            if isinstance(order, Reordering):
+                apply_reduction_order(engine.stage, order)  # type: ignore[attr-defined]
+            elif order is not None:
+                order.emulate_rounding(engine.stage)  # type: ignore[attr-defined]
+
+            def batches(step: int, order: Reordering | RoundingEmulation | None = order) -> list[MicroBatch]:
+                mine = loaders.train.step(*schedule.step_plan(step))
+                return _regroup(mine, order) if isinstance(order, Reordering) else mine
+
+            trace = record_run(
+                engine, ctx, batches, steps=steps, lr=lambda step: learning_rate(c.optimizer, step, c.training.steps)
+            )
+            _write(trace, info, folder)
+
+
+def read_recorded(folder: Path) -> Run:
+    """The whole run of a folder. Raises CheckpointError when ranks are missing."""
+    files = sorted(folder.glob("rank-*.json"))
+    traces = []
+    for path in files:
+        meta = json.loads(path.read_text())
+        if meta["world"] != len(files):
+            raise CheckpointError(
+                f"{folder} holds {len(files)} ranks of {meta['world']}; is it on a disk that every node sees, and "
+                "empty before the run?"
+            )
+        trace = RankTrace(losses=meta["losses"], grad_norms=meta["grad_norms"])
+        by_prefix: dict[str, list[Slice]] = {}
+        if meta["slices"]:
+            with safe_open(str(path.with_suffix(".safetensors")), framework="pt") as f:
+                for row in meta["slices"]:
+                    by_prefix.setdefault(row["prefix"], []).append(
+                        (row["name"], tuple(row["shape"]), tuple(row["offset"]), f.get_tensor(row["key"]))
+                    )
+        trace.weights, trace.copies = by_prefix.get("weight", []), by_prefix.get("copy", [])
+        steps = sorted(p for p in by_prefix if p.startswith("gradient"))
+        trace.gradients = [by_prefix[p] for p in steps] or [[]]
+        traces.append(trace)
+    if not traces:
+        raise CheckpointError(f"{folder} holds no recorded run")
+    return Run.of(traces)

@@ -1,0 +1,83 @@
+"""Put a run together: the one place that knows the model and the engines both."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_port.backend.providers import Providers
+from megatron_port.config.schema import RunConfig
+from megatron_port.engine.api import Engine
+from megatron_port.engine.native import NativeEngine
+from megatron_port.model.build import BuildContext
+from megatron_port.model.gpt import GPTStage, build_chunks, unit_costs
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.init import initial_reader
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import record_of
+from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.runtime.progress import ProgressTracker
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def kv_copies(config: RunConfig) -> int:
+    """Tensor-parallel ranks that hold the same key/value heads."""
+    return config.model.kv_heads_held(config.layout.tensor_parallel_size) // config.model.kv_heads
+
+
+def topology_of(config: RunConfig) -> Topology:
+    """The grid of a resolved run."""
+    layout = config.layout
+    return Topology(
+        tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size,
+        vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v", kv_copies=kv_copies(config),
+    )
+
+
+def layers_by_chunk(config: RunConfig, topology: Topology) -> tuple[int, ...]:
+    """Transformer layers of each virtual stage: the configured split, or the balanced one."""
+    return config.layout.pipeline_split or balanced_layers(unit_costs(config.model), topology.virtual_stages)
+
+
+def build_model(
+    config: RunConfig, ctx: ParallelContext, providers: Providers, stream: DropoutStream
+) -> list[GPTStage]:
+    """This rank's chunks of the model; their parameters are allocated, not yet initialised."""
+    build = BuildContext(
+        model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
+        dtype=DTYPES[config.precision.dtype],
+    )
+    return build_chunks(build, layers_by_chunk(config, ctx.topology))
+
+
+def build_engine(
+    config: RunConfig, ctx: ParallelContext, providers: Providers, *, initialise: bool = True,
+    progress: ProgressTracker | None = None,
+) -> Engine:
+    """Model and engine of a run, with initial weights unless a checkpoint will be loaded over them.
+
+    The two engines agree on the start as well: masters are the float32 initial
+    values, the weights their rounding.
+    """
+    if (config.precision.fp8 != "none") != (providers.fp8 is not None):
+        raise ValueError(f"precision.fp8 is {config.precision.fp8!r}, and the providers were chosen for another")
+    stream = DropoutStream(config.seed, ctx.device)
+    chunks = build_model(config, ctx, providers, stream)
+    dtype = DTYPES[config.precision.dtype]
+    engine: Engine
+    if config.engine == "native":
+        engine = NativeEngine(
+            chunks, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress
+        )
+    else:
+        from megatron_port.engine.deepspeed_engine import DeepSpeedEngine
+
+        (stage,) = chunks  # config.checks allows it no more
+        engine = DeepSpeedEngine(
+            stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress
+        )
+    if initialise:
+        records = {record_of(p).name: record_of(p) for chunk in chunks for p in chunk.parameters()}
+        engine.load_weights(initial_reader(records, config.seed, ctx.device))
+    return engine

@@ -1,0 +1,167 @@
+"""What differs between a run and the checkpoint that it resumes from: refused, or named setting by setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from megatron_port.checkpoint.format import Manifest, SavedState
+from megatron_port.config.dump import as_dict, config_hash
+from megatron_port.config.schema import BatchConfig, ModelConfig, OptimizerConfig, RunConfig
+from megatron_port.data.tokenizer import NAMES, identity
+from megatron_port.errors import ConfigError
+from megatron_port.optim.schedules import BatchSchedule, learning_rate
+
+JUMP = 1.5
+"""A learning rate that changes at the resume by more than this factor, up or down, is announced as a jump."""
+_SECTIONS = ("model", "batch", "precision", "optimizer", "data")
+_NEUTRAL = {("batch", "micro_batch_size"), ("model", "name")}
+"""Not in ``config_hash``: changing these changes no number of the run."""
+
+
+def check_batch(manifest: Manifest, config: RunConfig, dp: int, where: str) -> None:
+    """The batch schedule must have consumed, at the checkpoint's step, what the checkpoint's run consumed.
+
+    Args:
+        dp: data-parallel replicas of this run.
+        where: the checkpoint, for the message.
+
+    Raises:
+        ConfigError: it has not: the run would leave samples out or use them twice.
+    """
+    state = manifest.state
+    first = BatchSchedule(config.batch, dp).samples_before(state.step)
+    if first == state.samples:
+        return
+    saved = _section(state, "batch")
+    changes = [
+        f"batch.{key} {saved[key]!r} -> {value!r}" for key, value in as_dict(config.batch).items()
+        if key in saved and saved[key] != value and key != "micro_batch_size"
+    ]
+    sizes = {f.name: saved[f.name] for f in fields(BatchConfig) if f.name in saved and f.name != "micro_batch_size"}
+    back = ", ".join(f"batch.{key} = {value}" for key, value in sizes.items() if f"batch.{key} " in " ".join(changes))
+    raise ConfigError(
+        f"the batch schedule is not that of {where}: {', '.join(changes) or 'the settings are the same'}. "
+        f"{state.samples} samples were consumed in its {state.step} steps; with these settings step {state.step} "
+        f"begins at sample {first}. Put it back ({back or 'as it was'}), "
+        + _growing(state, config, saved, dp)
+        + f'or begin another run with its weights: another name and checkpoint.initial_weights = "{where}"'
+    )
+
+
+def _growing(state: SavedState, config: RunConfig, saved: Mapping[str, Any], dp: int) -> str:
+    """The ramp-up by which a constant batch goes on as a larger one from this very step, where there is one."""
+    old, new = saved.get("global_batch_size"), config.batch.global_batch_size
+    constant = not saved.get("rampup_start") or saved.get("rampup_start") == old
+    if not (type(old) is int and constant and 0 < old < new and state.samples == old * state.step):
+        return ""
+    batch = BatchConfig(
+        micro_batch_size=config.batch.micro_batch_size, global_batch_size=new, rampup_start=old,
+        rampup_increment=new - old, rampup_samples=state.samples,
+    )
+    try:
+        schedule = BatchSchedule(batch, dp)
+    except ConfigError:
+        return ""
+    if schedule.step_plan(state.step) != (state.samples, new):
+        return ""
+    return (
+        f"grow it from here to {new} with batch.rampup_start = {old}, batch.rampup_increment = {new - old}, "
+        f"batch.rampup_samples = {state.samples}, "
+    )
+
+
+def check_seed(manifest: Manifest, config: RunConfig, where: str) -> None:
+    """Raise ConfigError if the seed is another: order of samples and dropout would be those of another run."""
+    state = manifest.state  # an import has no hash: its data were of another program
+    saved = state.config if isinstance(state.config, dict) and state.config_hash else {}
+    before = saved.get("seed", config.seed)
+    if before != config.seed and state.step and config.checkpoint.resume == "auto":
+        raise ConfigError(
+            f"seed {before!r} -> {config.seed}: {where} was trained with the order of samples and the dropout masks of "
+            f"seed {before!r}; with another, some samples would come twice and others never. Set seed = {before}, or "
+            f'begin another run from it: another name and checkpoint.resume = "{where}"'
+        )
+
+
+def changed_settings(manifest: Manifest, config: RunConfig) -> list[str]:
+    """``model.hidden_dropout 0.1 -> 0.0`` for each setting that determines training and has changed."""
+    saved = manifest.state.config if isinstance(manifest.state.config, dict) else {}
+    out = [
+        f"{section}.{key} {old!r} -> {new!r}"
+        for section in _SECTIONS
+        for key, old, new in _changed(section, _section(manifest.state, section), as_dict(getattr(config, section)))
+    ]
+    if saved.get("seed", config.seed) != config.seed:
+        out.append(f"seed {saved['seed']!r} -> {config.seed}")
+    return out
+
+
+def _changed(section: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    defaults = as_dict(ModelConfig()) if section == "model" else {}
+    for key, new in mine.items():
+        old = saved.get(key, defaults.get(key, new)) if saved else new
+        same = _base_names(old) == _base_names(new) if (section, key) == ("data", "train") else old == new
+        if not same and (section, key) not in _NEUTRAL:
+            yield key, old, new
+
+
+def _base_names(prefixes: Any) -> list[str]:
+    """A copy of a corpus on a faster disk is the same corpus; ``session.data_fingerprint`` compares contents."""
+    return [str(p).rstrip("/").rpartition("/")[2] for p in prefixes] if isinstance(prefixes, list) else []
+
+
+def learning_rate_change(manifest: Manifest, config: RunConfig) -> str:
+    """A line on the learning rate of the next update as the checkpoint's run had it and as this one has it, where the
+    two differ; empty: they do not, or the checkpoint does not tell.
+    """
+    state = manifest.state
+    before = state.schedule.get("learning_rate")
+    if before is None:
+        before = _rate_of(state)
+    now = learning_rate(config.optimizer, state.step, config.training.steps)
+    if not isinstance(before, (int, float)) or before == now:
+        return ""
+    if not before:
+        return f"the learning rate jumps from 0 to {now:.4g} at step {state.step}"
+    ratio = now / before
+    jumps = ratio > JUMP or ratio < 1 / JUMP
+    what = f"warning: the learning rate jumps by a factor of {ratio:.3g}" if jumps else "the learning rate changes"
+    return f"{what} at step {state.step}: {before:.6g} -> {now:.6g}"
+
+
+def _rate_of(state: SavedState) -> float | None:
+    """By the configuration in a checkpoint that does not hold the rate itself."""
+    saved, known = _section(state, "optimizer"), {f.name for f in fields(OptimizerConfig)}
+    training = _section(state, "training")
+    try:
+        optimizer = OptimizerConfig(**{k: v for k, v in saved.items() if k in known})
+        return learning_rate(optimizer, state.step, int(training["steps"])) if saved else None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, ConfigError):
+        return None
+
+
+def changes_since(manifest: Manifest, config: RunConfig, tokenizer: str | None, name: str) -> list[str]:
+    """What of this run determines training and was otherwise when the checkpoint ``name`` was saved; a line each."""
+    state = manifest.state
+    out = []
+    different = changed_settings(manifest, config) if state.config_hash else []
+    if not different and state.config_hash and state.config_hash != config_hash(config):
+        different = [f"config hash {state.config_hash} -> {config_hash(config)}"]
+    if different:
+        out.append(f"note: other settings than when {name} was saved: {', '.join(different)}")
+    rate = learning_rate_change(manifest, config) if state.step else ""
+    if rate:
+        out.append(rate)
+    if state.tokenizer and tokenizer in NAMES and state.tokenizer.get("hash") != identity(tokenizer)["hash"]:
+        out.append(
+            f"note: {name} was trained with tokenizer {state.tokenizer.get('name')}, this run's data "
+            f"are of {tokenizer}: its ids mean other text"
+        )
+    return out
+
+
+def _section(state: SavedState, name: str) -> Mapping[str, Any]:
+    saved = state.config.get(name, {}) if isinstance(state.config, dict) else {}
+    return saved if isinstance(saved, dict) else {}

@@ -1,0 +1,199 @@
+"""Everything of a run that can be checked without its machine: `train --dry-run`, on a laptop, for any number of ranks.
+
+Every distinct rank of the real layout is built on meta tensors (no memory, no
+processes), and the slices of all ranks are checked to cover the model exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.checks import check, resolve, topology_sizes
+from megatron_port.config.flops import hardware_flops, model_flops, parameter_count
+from megatron_port.config.schema import RunConfig
+from megatron_port.data.loader import build_loaders
+from megatron_port.errors import ConfigError
+from megatron_port.model.shapes import parameter_shapes
+from megatron_port.optim.gradients import counts_in_norm
+from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.topology import Topology
+from megatron_port.plan.guard import memory_problem, planned_memory
+from megatron_port.session.assemble import build_model, layers_by_chunk, topology_of
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """What one stage holds; the largest over its tp ranks."""
+
+    stage: int
+    layers: int
+    parameters: int
+    """Elements on a rank, padding included."""
+    static_bytes: int
+    """Weights, gradients, masters and moments on a rank, without activations."""
+
+
+def static_bytes(parameters: int, config: RunConfig, dp: int) -> int:
+    """Bytes of weights, accumulated gradients, fp32 masters and two moments on a rank.
+
+    ZeRO-1 splits masters and moments over ``dp``; gradients are accumulated in fp32 in full.
+    """
+    wide = 8 if config.precision.dtype == "fp64" else 4
+    weight = {"fp32": 4, "fp64": 8}.get(config.precision.dtype, 2)
+    shards = dp if config.layout.zero_stage else 1
+    return parameters * (weight + wide) + (3 * wide * parameters) // shards
+
+
+def _records(config: RunConfig, topology: Topology, pp: int, tp: int) -> list[ParameterRecord]:
+    rank = topology.rank(pp=pp, dp=0, tp=tp)
+    ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
+    chunks = torch.nn.ModuleList(build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device)))
+    return [record_of(p) for p in chunks.parameters()]
+
+
+def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary]:
+    """Build each distinct rank; check that the slices cover each parameter once.
+
+    Raises ConfigError naming the first parameter that is not covered (our bug, found before the job is submitted).
+    """
+    split = layers_by_chunk(config, topology)
+    config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once a rank
+    covered: dict[str, int] = {}
+    out = []
+    for stage in range(topology.pp):
+        largest = 0
+        for tp in range(topology.tp):
+            rank = topology.rank(pp=stage, dp=0, tp=tp)
+            ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
+            elements = 0
+            for record in _records(config, topology, stage, tp):
+                size = 1
+                for n in record.local_shape:
+                    size *= n
+                elements += size
+                if counts_in_norm(record, ctx):
+                    logical = 1
+                    for n in record.extent:
+                        logical *= n
+                    covered[record.name] = covered.get(record.name, 0) + logical
+            largest = max(largest, elements)
+        layers = sum(split[topology.virtual_stage(stage, chunk)] for chunk in range(topology.vp))
+        out.append(StageSummary(stage, layers, largest, static_bytes(largest, config, topology.dp)))
+    for name, shape in parameter_shapes(config.model).items():
+        whole = 1
+        for n in shape:
+            whole *= n
+        if covered.get(name) != whole:
+            raise ConfigError(f"{name}: the ranks hold {covered.get(name, 0)} of its {whole} elements")
+    return out
+
+
+def every(ranks: tuple[int, ...]) -> str:
+    """``0-7`` or ``0-40 by 8``; groups of a topology are evenly spaced."""
+    if len(ranks) == 1:
+        return str(ranks[0])
+    step = ranks[1] - ranks[0]
+    return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
+
+
+def group_lines(topology: Topology, gpus_per_node: int) -> list[str]:
+    """How many groups of what size each axis has, the first of them, and over how many nodes it goes."""
+    lines = []
+    for axis, what in (("tp", "share each layer"), ("dp", "replicas of a slice"), ("pp", "stages")):
+        size = getattr(topology, axis)
+        first = topology.group(axis, 0)
+        nodes = len({rank // gpus_per_node for rank in first})
+        lines.append(
+            f"{axis:>5}  {topology.world_size // size:>6} groups of {size:<4} ({what}); the first: "
+            f"ranks {every(first)} on {nodes} node{'s' if nodes > 1 else ''}"
+        )
+    copies = topology.kv_copies
+    if copies > 1:
+        lines.append(
+            f"{'kv':>5}  {topology.world_size // copies:>6} groups of {copies:<4} (hold the same key/value heads); the "
+            f"first: ranks {every(tuple(range(copies)))}"
+        )
+    return lines
+
+
+def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: bool = False) -> str:
+    """Check a run for ``world_size`` ranks (None: what its layout says) and describe it.
+
+    ``all_stages``: a line for each, also where many are alike.
+
+    Raises ConfigError or DataError as training would.
+    """
+    started = time.perf_counter()
+    check(config, world_size=world_size)
+    tp, pp, dp = topology_sizes(config, world_size)
+    config = resolve(config, tp * pp * dp)
+    topology = topology_of(config)
+    schedule = BatchSchedule(config.batch, dp)
+    learning_rate(config.optimizer, 0, config.training.steps)
+    build_loaders(
+        config, dp_rank=0, dp_size=dp, need_tokens=True, need_labels=True,
+        train_samples=schedule.samples_before(config.training.steps),
+    )
+    stages = build_every_rank(config, topology)
+    micro = config.batch.global_batch_size // (config.batch.micro_batch_size * dp)
+    lines = [
+        f"{config.model.name}: {parameter_count(config.model):,} parameters; tp {tp} x pp {pp} x dp {dp} = "
+        f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",
+        f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} "
+        f"replicas; pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
+        f"a step: {model_flops(config.model) * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
+        f"{hardware_flops(config.model, config.layout.recompute, tp) * config.batch.global_batch_size / 1e15:.4g} "
+        "hardware",
+        *group_lines(topology, config.cluster.gpus_per_node),
+        "stage  ranks          layers  parameters a rank  weights+gradients+optimizer a rank (activations not counted)",
+    ]
+    whole = all_stages or len(stages) <= 8
+    for s in stages if whole else [*stages[:4], *stages[-4:]]:
+        first = topology.rank(pp=s.stage, dp=0, tp=0)
+        ranks = f"{first}-{first + tp * dp - 1}"
+        lines.append(f"{s.stage:>5}  {ranks:<13}  {s.layers:>6}  {s.parameters:>17,}  {s.static_bytes / 1e9:8.2f} GB")
+        if not whole and s.stage == 3:
+            between = stages[4:-4]
+            layers = sorted({m.layers for m in between})
+            most = max(m.static_bytes for m in between) / 1e9
+            lines.append(
+                f"  ...  {len(between)} stages of {' or '.join(map(str, layers))} layers between, "
+                f"at most {most:.2f} GB (--dry-run all lists them)"
+            )
+    lines += memory_lines(config, stages, topology.world_size)
+    return "\n".join(lines)
+
+
+def memory_lines(config: RunConfig, stages: list[StageSummary], world_size: int) -> list[str]:
+    """What the planner says of the fullest rank, and a warning where ``launch.memory_check`` lets it pass.
+
+    Raises ConfigError where the run cannot fit; without a [hardware] section only what is held from the start counts.
+    """
+    found = memory_problem(config, world_size)
+    if found and config.launch.memory_check == "stop":
+        raise ConfigError(found)
+    planned = planned_memory(config, world_size)
+    if planned is not None:
+        worst = max(planned[2], key=lambda m: m.total)
+        fullest = (
+            f"planned: stage {worst.stage} needs {worst.total / 1e9:.1f} of {config.cluster.memory_gb:g} GB "
+            f"with activations, at {worst.peak_at}"
+        )
+        return [fullest, *([f"warning: {found}"] if found else [])]
+    most = max(stages, key=lambda s: s.static_bytes)
+    limit, t = config.cluster.memory_gb, config.layout
+    if limit and most.static_bytes / 1e9 > limit and config.launch.memory_check == "stop":
+        raise ConfigError(
+            f"stage {most.stage} needs {most.static_bytes / 1e9:.1f} GB for weights, gradients and optimizer alone; "
+            f"a device of {config.cluster.name} has {limit:g} GB. Use more stages (pp {t.pipeline_parallel_size}), "
+            f"more tensor parallelism (tp {t.tensor_parallel_size}) or more replicas with zero_stage 1 "
+            f"(dp {t.data_parallel_size})"
+        )
+    return []

@@ -1,0 +1,63 @@
+"""The lease of a run's folder: rank 0 takes it before anything there is touched, and every rank learns its epoch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from megatron_port.checkpoint.disk import disk_error
+from megatron_port.checkpoint.lineage import Committer
+from megatron_port.checkpoint.writer import remove_leftovers
+from megatron_port.errors import PortError
+from megatron_port.runtime.agreement import agree, text_of_rank_zero
+from megatron_port.runtime.lease import Fence, Lease, acquire, refuse_array_in_one_folder
+from megatron_port.session.folders import FOLDER, run_folder
+from megatron_port.session.session import Session
+
+
+@contextmanager
+def leased_session(session: Session) -> Iterator[Session]:
+    """The session with the run's folder held for it while the body runs. Collective.
+
+    Temporaries of attempts before this one are removed, so that none of them can be committed any more.
+
+    Raises:
+        FolderInUse: on every rank (as ConfigError): another attempt runs in the folder; nothing of it was touched.
+        ConfigError: tasks of a job array would share the folder.
+        EnvironmentFault: the folder cannot be written.
+    """
+    lease: Lease | None = None
+    failure: PortError | None = None
+    if session.is_rank_zero:
+        try:
+            lease = _take(session)
+        except PortError as error:
+            failure = error
+    try:
+        agree(failure)
+        told = json.dumps([lease.epoch, lease.attempt]) if lease is not None else None
+        epoch, attempt = json.loads(text_of_rank_zero(told) or "[0, \"\"]")
+        yield replace(session, fence=lease or Fence(epoch, attempt))
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _take(session: Session) -> Lease:
+    folder, log = run_folder(session.config), session.logger.log
+    refuse_array_in_one_folder(folder)
+    lease = acquire(folder, silence_seconds=session.config.checkpoint.lease_seconds, note=log)
+    if lease.taken_from:
+        log(lease.taken_from)
+    try:
+        if (folder / FOLDER).is_dir():
+            remove_leftovers(folder / FOLDER, Committer(lease))
+    except OSError as error:
+        lease.release()
+        raise disk_error(error, folder / FOLDER) from error
+    except PortError:
+        lease.release()
+        raise
+    return lease

@@ -1,0 +1,99 @@
+"""What a run was made with, for its report: ``environment.json``, and the attempts in ``events.jsonl``.
+
+Written by rank 0 alone. A file that cannot be written is passed over: the run matters more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_port import __version__
+from megatron_port.config.dump import config_hash
+from megatron_port.data.files import write_bytes
+from megatron_port.runtime.job import attempt_name
+from megatron_port.runtime.lease import LeaseLost
+from megatron_port.runtime.redact import redact
+from megatron_port.session.folders import run_folder
+from megatron_port.session.session import Session
+from megatron_port.watch.watch_report import add_event
+
+ENVIRONMENT = "environment.json"
+PACKAGES = ("torch", "deepspeed", "numpy", "safetensors", "tiktoken", "tokenizers", "flash-attn", "apex")
+MESSAGE_CHARACTERS = 500
+
+
+def commit() -> str:
+    """The commit of the checkout that this package is run from, ``+`` behind it if files differ; empty: no checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        def git(*words: str) -> str:
+            command = ["git", "-C", str(root), *words]
+            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    return ""
+
+
+def environment(session: Session) -> dict[str, Any]:
+    """Versions, device, ranks and providers, of JSON's types; what is not known has no entry."""
+    versions: dict[str, str] = {"python": platform.python_version(), "megatron_port": __version__}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    t, info = session.ctx.topology, session.info
+    kind, name = session.device.kind, session.device.name
+    device = kind if name in ("", kind) else f"{kind}: {name}"
+    found = {
+        "time": time.time(), "commit": commit(), "command": redact(shlex.join(["megatron-port", *sys.argv[1:]])),
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpus": os.cpu_count(),
+        "device": device, "ranks": info.world_size,
+        "launcher": info.launcher, "attempt": attempt_name(),
+        "layout": f"tp {t.tp} x pp {t.pp} x dp {t.dp}", "versions": versions,
+        "providers": session.providers.describe(),
+    }
+    return {key: value for key, value in found.items() if value not in ("", None)}
+
+
+def record_start(session: Session, step: int) -> None:
+    """Write ``environment.json`` and the ``start`` event of this attempt, which begins after ``step`` steps."""
+    if not session.is_rank_zero:
+        return
+    made = environment(session)
+    with contextlib.suppress(OSError):
+        write_bytes(run_folder(session.config) / ENVIRONMENT, (json.dumps(made, indent=2) + "\n").encode())
+    about = {key: made[key] for key in ("host", "ranks", "layout", "attempt", "commit") if key in made}
+    record_event(session, "start", step, **about)
+
+
+def record_event(session: Session, event: str, step: int, **more: object) -> None:
+    """A line in ``events.jsonl``, by rank 0, with the run's id; nothing once the folder is another attempt's."""
+    if not session.is_rank_zero:
+        return
+    fence = session.fence
+    with contextlib.suppress(LeaseLost, OSError):
+        fence.check()
+        of = {"run": fence.run} if fence.run else {"config_hash": config_hash(session.config)}
+        add_event(run_folder(session.config), {"event": event, "step": step, **of, **more})
+
+
+def record_failure_event(session: Session, error: BaseException) -> None:
+    """The ``failed`` event: what ended this attempt, as rank 0 saw it.
+
+    One that failed before it was known to be of the folder's run says which settings it had; a report shows it only
+    if the run has the same.
+    """
+    text = redact(f"{type(error).__name__}: {error}")
+    record_event(session, "failed", session.progress.step, message=text[:MESSAGE_CHARACTERS])

@@ -1,0 +1,221 @@
+"""From a checked configuration to a rank that is ready: processes, device, groups, providers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.device import DeviceInfo, choose_device, describe_device
+from megatron_port.backend.jit_guard import install_guard
+from megatron_port.backend.providers import Providers
+from megatron_port.config.checks import problems, resolve
+from megatron_port.config.elastic import elastic_layout
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError, EnvironmentFault, PortError
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.runtime import process_group
+from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.runtime.fingerprint import Fingerprint
+from megatron_port.runtime.lease import Fence
+from megatron_port.runtime.logging import Logger
+from megatron_port.runtime.peers import explain_peer_failure
+from megatron_port.runtime.progress import COMMUNICATOR, START, ProgressTracker
+from megatron_port.session.assemble import DTYPES, topology_of
+from megatron_port.session.output import check_output
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank of a run, ready to build its model."""
+
+    config: RunConfig
+    """Resolved: no derived size is 0."""
+    info: ProcessInfo
+    device: DeviceInfo
+    ctx: ParallelContext
+    providers: Providers
+    logger: Logger
+    progress: ProgressTracker = field(default_factory=ProgressTracker)
+    """What this rank is doing; engines, loop and checkpoints write it."""
+    store: Store | None = None
+    """In which the ranks met."""
+    fence: Fence = field(default_factory=Fence)
+    """Asked before anything in the run's folder is changed; a lease of it on rank 0 of a run."""
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for CPU tensors (gloo beside NCCL); None for a single process without a group."""
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """This rank reports."""
+        return self.info.rank == 0
+
+
+def _refuse(config: RunConfig, device: DeviceInfo) -> None:
+    """Combinations of engine, precision and device that cannot work; raised before any process meets another."""
+    if config.precision.dtype == "fp16" and device.kind == "cpu" and config.engine == "deepspeed":
+        raise EnvironmentFault(
+            'precision.dtype "fp16" with engine "deepspeed" needs a GPU (DeepSpeed refuses fp16 on a CPU); '
+            'use "bf16" or "fp32", or engine = "native"'
+        )
+
+
+def _fit_world(config: RunConfig, info: ProcessInfo) -> tuple[RunConfig, str]:
+    """The run with a layout for the ranks that came, and what to say of it, where ``layout.elastic`` allows that.
+
+    Raises:
+        EnvironmentFault: no legal layout has this many ranks. Raised by every rank alike before they meet.
+    """
+    if not config.layout.elastic or problems(config):
+        return config, ""
+    try:
+        choice = elastic_layout(config, info.world_size)
+    except ConfigError as error:
+        raise EnvironmentFault(str(error)) from None
+    return choice.config, choice.line
+
+
+def _check_world(config: RunConfig, info: ProcessInfo) -> None:
+    """The configuration, alone and with the number of processes that were started.
+
+    Raises:
+        ConfigError: it is wrong whatever is started (exit 2).
+        EnvironmentFault: it is right, but not for this number of processes (exit 3). Raised by every rank alike
+            before they meet, printed by rank 0.
+    """
+    found = problems(config, world_size=info.world_size)
+    if not found:
+        return
+    if problems(config):
+        raise ConfigError(found)
+    started = {"single": "no launcher: 1 process runs"}.get(info.launcher, f"{info.launcher} started {info.world_size}")
+    source = info.sources.get("world_size", "default")
+    raise EnvironmentFault(
+        f"{started} ({source}), and the run does not fit this number of processes: " + "; ".join(found)
+    )
+
+
+Around = Callable[[RunConfig, ProcessInfo, ProgressTracker, Store], AbstractContextManager[None]]
+"""What runs around a session from the ranks' meeting on (``session.watching``), given what is known by then."""
+
+
+@contextmanager
+def open_session(
+    config: RunConfig, info: ProcessInfo, *, quiet: bool = False, around: Around | None = None, writes: bool = False
+) -> Iterator[Session]:
+    """Check the configuration, meet the other ranks, yield the session, take the groups down.
+
+    Args:
+        quiet: do not print where ranks and master come from.
+        around: entered once the ranks have met and left before the groups are taken down: the watch, which must
+            see ranks that hang while communicators are made.
+        writes: the run's folder will be written, so rank 0 tries that first.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        EnvironmentFault: launcher, network, device or output folder, ranks that are missing or differ, or a number of
+            processes that the layout cannot use; the same message on every rank.
+        PeerLost: another rank ended or stopped answering while the session was open. Any other error of the body
+            passes unchanged.
+    """
+    config, fitted = _fit_world(config, info)
+    _check_world(config, info)
+    config = resolve(config, info.world_size)
+    logger = Logger(info.rank)
+    if fitted:
+        logger.log(fitted)
+    started = time.perf_counter()
+    device, fault = _choose_device(config, info)
+    if writes and info.rank == 0 and fault is None:
+        try:
+            check_output(config)
+        except EnvironmentFault as error:
+            fault = error
+    meeting_s, collective_s = config.launch.rendezvous_timeout, config.launch.collective_timeout
+    fingerprint = Fingerprint.of(info.world_size, config)
+    if device is None or fault is not None:
+        if info.world_size > 1:
+            process_group.start(info, backend="gloo", timeout_s=meeting_s, fault=fault, fingerprint=fingerprint)
+        raise fault or EnvironmentFault("no device")
+    if device.is_gpu:
+        torch.cuda.set_device(device.torch_device)
+    if config.backend.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if not quiet:
+        logger.log(info.describe())
+    group = process_group.start(
+        info, backend=device.comm_backend, device_identity=device.identity if device.is_gpu else "",
+        share_devices=config.backend.share_devices,
+        timeout_s=meeting_s, group_timeout_s=collective_s, fingerprint=fingerprint,
+    )
+    if not quiet:
+        logger.log(describe_device(device, group.backend, info.world_size))
+    failed = True
+    try:
+        met = time.perf_counter()
+        progress = ProgressTracker()
+        with nullcontext() if around is None else around(config, info, progress, group.store):
+            session = replace(_assemble(config, info, device, group.backend, logger, progress), store=group.store)
+            if info.world_size > 1 and not quiet:
+                now = time.perf_counter()
+                logger.log(f"{info.world_size} ranks met in {met - started:.1f} s, groups ready in {now - met:.1f} s")
+            yield session
+        failed = False
+    except Exception as error:
+        lost = explain_peer_failure(error, info)
+        if lost is None or lost is error:
+            raise
+        raise lost from error
+    finally:
+        process_group.stop(group, failed=failed)
+
+
+def _choose_device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
+    """This rank's device, or what is wrong with it, to be told to all."""
+    try:
+        device = choose_device(
+            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
+            share=config.backend.share_devices,
+        )
+        _refuse(config, device)
+    except PortError as error:
+        return None, error
+    return device, None
+
+
+def _assemble(
+    config: RunConfig, info: ProcessInfo, device: DeviceInfo, backend: str, logger: Logger, progress: ProgressTracker
+) -> Session:
+    """Groups and providers, on ranks that have met."""
+    topology = topology_of(config)
+    progress.at(START, COMMUNICATOR)
+    ctx = ParallelContext.create(
+        topology, device.torch_device, backend, timeout_s=config.launch.collective_timeout,
+        two_way=config.engine == "native", progress=progress,
+    )
+    progress.at(START)
+    failure: PortError | None = None
+    providers: Providers | None = None
+    try:
+        providers = choose_providers(
+            config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
+            attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8,
+        )
+        install_guard(config.backend.allow_jit)
+        if config.backend.allow_jit:
+            logger.log("backend.allow_jit = true: ops may be compiled while this run trains")
+    except PortError as error:
+        failure = error
+    agree(failure, where=str(ctx.coords))
+    assert providers is not None
+    return Session(config, info, device, ctx, providers, logger, progress)

@@ -1,0 +1,182 @@
+"""Where weights come from: a run, one of its checkpoints, an import, or a Hugging Face folder. Read slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_port.checkpoint.reader import Checkpoint, find_latest, open_checkpoint
+from megatron_port.config.loader import load
+from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
+from megatron_port.data.tokenizer_files import load as load_tokenizer
+from megatron_port.engine.api import Engine
+from megatron_port.errors import CheckpointError, PortError
+from megatron_port.interop.hf_files import HFFolder, is_hf
+from megatron_port.interop.hf_tokenizer import end_ids
+from megatron_port.interop.import_hf import KEPT
+from megatron_port.interop.pinned_tokenizer import FILES, Trained, pinned_file, trained_with
+from megatron_port.interop.sidecar import model_of
+from megatron_port.parallel.state import StateReader
+from megatron_port.runtime.agreement import agree
+from megatron_port.session.session import Session
+
+FREE = ("name", "hidden_dropout", "attention_dropout", "init_std")
+"""Fields of a model that its weights do not depend on."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """An open source."""
+
+    path: Path
+    """The checkpoint or folder that is read."""
+    model: ModelConfig
+    read: StateReader
+    run_file: Path | None
+    """``config.toml`` of the run that wrote it."""
+    tokenizer_name: str
+    """As the data's sidecar said; empty: unknown."""
+    tokenizer_folder: Path | None
+    """With a Hugging Face tokenizer."""
+    close: Callable[[], None]
+    trained: Trained | None = None
+    """The tokenizer that a checkpoint of ours records."""
+
+    def tokenizer(self, asked: str = "auto") -> Tokenizer:
+        """The one that ``data.tokenizer`` asks for, or the one that these weights were trained with.
+
+        A file is the one with the hash that the checkpoint records. Raises CheckpointError: not known; DataError: not
+        to be had, or exchanged.
+        """
+        name = asked if asked != "auto" else self.tokenizer_name
+        if asked == "auto" and self.tokenizer_folder is not None:
+            return get_tokenizer(f"hf:{self.tokenizer_folder}")
+        if asked == "auto" and self.trained is not None and name == self.trained.name and self.trained.kind in FILES:
+            path = pinned_file(self.trained, "or name another with --set data.tokenizer=hf:FILE")
+            return load_tokenizer(self.trained.kind, str(path), eod=self.trained.piece)
+        if not name or name == "auto":
+            raise CheckpointError(
+                f"{self.path} does not say which tokenizer its data used; pass --set data.tokenizer=byte, gpt2 or "
+                "hf:FOLDER"
+            )
+        return get_tokenizer(name)
+
+    def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """What ends a text: the tokenizer's end, and what the folder's generation settings name."""
+        named = end_ids(self.tokenizer_folder) if self.tokenizer_folder else ()
+        return tuple(dict.fromkeys((*named, *((tokenizer.eod_id,) if tokenizer.eod_id >= 0 else ()))))
+
+
+def open_weights(path: Path | str) -> Weights:
+    """Look what is at ``path`` and open it.
+
+    Raises:
+        CheckpointError: nothing with weights is there, or it is damaged.
+    """
+    path = Path(path)
+    if is_hf(path):
+        folder = HFFolder(path)
+        return Weights(path, folder.model, folder.read, None, "", path, lambda: None)
+    if (path / "manifest.json").is_file():
+        return _of_checkpoint(open_checkpoint(path))
+    for place in (path / "checkpoints", path):
+        found = find_latest(place) if place.is_dir() else None
+        if found is not None:
+            return _of_checkpoint(open_checkpoint(found))
+    if (path / "config.json").is_file():
+        HFFolder(path)  # says what is wrong with it
+    raise CheckpointError(
+        f"{path} is neither a Hugging Face folder (config.json and safetensors), nor a checkpoint, nor a folder with "
+        "one in it"
+    )
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
+    state = checkpoint.manifest.state
+    saved = state.config if isinstance(state.config, dict) else {}
+    run_file = checkpoint.path.parent.parent / "config.toml"
+    kept = checkpoint.path.parent / KEPT
+    data = saved.get("data", {})
+    name = checkpoint.extra.get("tokenizer") or (data.get("tokenizer") if isinstance(data, dict) else "")
+    return Weights(
+        checkpoint.path, model_of(saved, str(checkpoint.path)), checkpoint.read,
+        run_file if run_file.is_file() else None, name if isinstance(name, str) and name != "auto" else "",
+        kept if (kept / "tokenizer.json").is_file() else None, checkpoint.close, trained_with(checkpoint),
+    )
+
+
+def model_differences(theirs: ModelConfig, mine: ModelConfig, *, any_length: bool = False) -> list[str]:
+    """Fields that differ, as ``x is 1 there and 2 here``; derived sizes are compared, not whether they were given.
+
+    ``any_length``: under rope the length of a sample is no property of the weights.
+    """
+    theirs, mine = _derived(theirs), _derived(mine)
+    free = {*FREE, *(("seq_length",) if any_length and mine.position_embedding == "rope" else ())}
+    return [
+        f"{f.name} is {getattr(theirs, f.name)!r} there and {getattr(mine, f.name)!r} here"
+        for f in fields(ModelConfig)
+        if f.name not in free and getattr(theirs, f.name) != getattr(mine, f.name)
+    ]
+
+
+def _derived(model: ModelConfig) -> ModelConfig:
+    return replace(model, num_query_groups=model.kv_heads, head_dim=model.head_size, ffn_hidden_size=model.ffn_size)
+
+
+def load_initial(engine: Engine, session: Session) -> str:
+    """Load ``checkpoint.initial_weights`` into a fresh engine; a line that says so. Collective.
+
+    Each rank reads its own slices only; moments, counters and the loss scale stay fresh.
+
+    Raises:
+        CheckpointError: on every rank: nothing usable there, or of another model (the fields and both values).
+    """
+    config: RunConfig = session.config
+    asked = config.checkpoint.initial_weights
+    failure: PortError | None = None
+    where: Any = asked
+    try:
+        weights = open_weights(asked)
+        where = weights.path
+        different = model_differences(weights.model, config.model, any_length=True)
+        if different:
+            raise CheckpointError(
+                f'checkpoint.initial_weights = "{asked}" holds another model: {"; ".join(different)}. Set [model] to '
+                "what is there (`megatron-port checkpoint import` writes it as model.toml)"
+            )
+        engine.load_weights(weights.read)
+        weights.close()
+    except PortError as error:
+        failure = error
+    agree(failure, where=str(session.ctx.coords))
+    return f"weights from {where}; moments and counters start fresh"
+
+
+def inference_config(weights: Weights, overrides: Sequence[str], world_size: int, *, micro_batch: int = 1) -> RunConfig:
+    """The run that wrote the weights (or defaults around their model), on one process a replica, without dropout.
+
+    ``overrides``: ``a.b=value``, applied last, e.g. another layout.
+
+    Raises:
+        ConfigError: an override is wrong.
+        CheckpointError: the run file beside the weights describes another model.
+    """
+    neutral = [
+        "engine=native", "layout.tensor_parallel_size=1", "layout.pipeline_parallel_size=1",
+        "layout.virtual_pipeline_size=1", "layout.data_parallel_size=0", "layout.sequence_parallel=false",
+        "layout.pipeline_split=[]", "layout.zero_stage=0", "layout.pipeline_schedule=1f1b", "layout.recompute=none",
+        "layout.elastic=false", f"batch.micro_batch_size={micro_batch}",
+        f"batch.global_batch_size={micro_batch * world_size}", "batch.rampup_start=0",
+    ]
+    if weights.run_file is None:
+        neutral += ["precision.dtype=fp32", "data.synthetic=true"]
+    config = load(weights.run_file, [*neutral, *overrides]).config
+    if weights.run_file is None:
+        config = replace(config, model=weights.model)
+    different = model_differences(weights.model, config.model, any_length=True)
+    if different:
+        raise CheckpointError(f"{weights.path} holds another model than {weights.run_file}: {'; '.join(different)}")
+    return replace(config, model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0))

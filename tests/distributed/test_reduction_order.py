@@ -1,0 +1,38 @@
+"""The orders of sums that half precision is judged by: the same function, rounded elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+from cases import REORDERINGS, Order, RoundingEmulation, make_config, single_run
+
+from megatron_port.parity.reduction_order import Reordering
+
+GPT = {"tie_embeddings": True, "hidden_dropout": 0.1}
+LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 2,
+         "position_embedding": "rope"}
+ORDERS = [
+    REORDERINGS[3], REORDERINGS[6], REORDERINGS[7],
+    RoundingEmulation(2, 8, sequence_parallel=True),
+    RoundingEmulation(4, 16, rounded_weight_gradients=True),  # 16, 16, 16 and 5 of 53 ids
+    RoundingEmulation(rounded_weight_gradients=True, tied_in_the_dtype=True),
+]
+
+
+@pytest.mark.parametrize("model", [{}, GPT, LLAMA, {**LLAMA, "tie_embeddings": True}],
+                         ids=["untied", "gpt", "llama", "tied llama"])
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_an_order_changes_nothing_but_rounding(model: dict, order: Order) -> None:
+    config = make_config(dtype="fp64", model=model)
+    plain, other = single_run(config, steps=2), single_run(config, steps=2, order=order)
+    assert other.losses == pytest.approx(plain.losses, rel=1e-12)
+    assert other.grad_norms == pytest.approx(plain.grad_norms, rel=1e-10)
+    for name, gradient in plain.gradients[0].items():
+        assert float((other.gradients[0][name] - gradient).abs().max()) <= 1e-10 * float(gradient.abs().max()) + 1e-15
+
+
+def test_sums_are_cut_in_other_places_by_every_seed() -> None:
+    """One sample a step and one micro-batch size, so that only the places can differ."""
+    config = make_config(dtype="bf16", global_batch_size=2)
+    norms = {single_run(config, steps=1, order=Reordering(2, seed, 2)).grad_norms for seed in (1, 2, 3)}
+    again = single_run(config, steps=1, order=Reordering(2, 3, 2)).grad_norms
+    assert len(norms) == 3 and again in norms
