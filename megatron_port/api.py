@@ -105,7 +105,7 @@ def build_loaders(session: Session) -> Loaders:
 
     ctx, config = session.ctx, session.config
     return loader.build_loaders(
-        config, dp_rank=ctx.coords.dp, dp_size=ctx.topology.dp, need_tokens=ctx.is_first_stage,
+        config, dp_rank=ctx.index("dp"), dp_size=ctx.size("dp"), need_tokens=ctx.is_first_stage,
         need_labels=ctx.is_last_stage,
         train_samples=BatchSchedule(config.batch, ctx.topology.dp).samples_before(config.training.steps),
     )

@@ -32,8 +32,8 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from megatron_port.optim.gradients import counts_in_norm
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.runtime.progress import BACKWARD, DATA, FORWARD, OPTIMIZER, REDUCE, TRANSFER, ProgressTracker
 
@@ -69,8 +69,10 @@ class SingleStagePipelineModule(PipelineModule):
         for p in self.parameters():
             record = record_of(p)
             # Its norm counts a parameter on every tp rank if split, on tp rank 0 otherwise, and never if "replicated".
-            p.tensor_model_parallel = record.is_split  # type: ignore[attr-defined]
-            copy = record.is_split and not counts_in_norm(record, ctx)
+            split = record.split_dim is not None
+            p.tensor_model_parallel = split  # type: ignore[attr-defined]
+            owned = record.is_owned(ctx.mesh, ctx.rank, spread=ctx.mesh.factors(*REPLICAS))
+            copy = split and not owned
             p.ds_pipe_replicated = copy or not record.tied_primary  # type: ignore[attr-defined]
 
 

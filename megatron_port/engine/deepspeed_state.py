@@ -14,9 +14,9 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from megatron_port.engine.module import ScratchBuffer, logical_pieces, read_local, read_range
-from megatron_port.optim.gradients import counts_in_norm
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.state import StatePiece, StateReader
 
@@ -77,9 +77,9 @@ def _fragments(zero: Any) -> Iterator[tuple[int, ParameterRecord, torch.nn.Param
 
 def state_pieces(zero: Any, ctx: ParallelContext) -> Iterator[StatePiece]:
     """The pieces this rank owns; see ``engine.api.StatePiece``."""
-    masters = flat_masters(zero)
+    masters, replicas = flat_masters(zero), ctx.mesh.factors(*REPLICAS)
     for group, record, _, mapping in _fragments(zero):
-        if not counts_in_norm(record, ctx):
+        if not record.is_owned(ctx.mesh, ctx.rank, spread=replicas):
             continue
         inside, local = mapping.hp_fragment_address, mapping.lp_fragment_address
         state = zero.optimizer.state.get(masters[group], {})

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_port.data.batch import MicroBatch
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.mesh import REPLICAS
 
 
 def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, seq_length: int) -> float:
@@ -22,12 +23,13 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
             float(b.loss_mask.sum()) if b.loss_mask is not None else len(b.sample_ids) * seq_length
             for b in micro_batches
         )
-        if ctx.dp_group is None:
+        replicas = ctx.over("dp")
+        if replicas is None:
             return float(count)
         total = torch.tensor(count, dtype=torch.float64, device=ctx.device)
-        dist.all_reduce(total, group=ctx.dp_group)
+        dist.all_reduce(total, group=replicas)
         return float(total)
-    return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.topology.dp)
+    return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.size("dp"))
 
 
 def loss_weight(tokens: float) -> float:
@@ -49,13 +51,13 @@ def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) ->
         v.double() if isinstance(v, torch.Tensor) else torch.full((), v, dtype=torch.float64, device=ctx.device)
         for v in values
     ])
-    if ctx.dp_group is not None:
-        dist.all_reduce(packed, group=ctx.dp_group)
-    if ctx.pp_group is not None:
-        source = ctx.topology.stage_peer(ctx.rank, ctx.topology.last_stage)
-        dist.broadcast(packed, src=source, group=ctx.pp_group)
-    if ctx.tp_group is not None:
-        dist.broadcast(packed, group=ctx.tp_group, group_src=0)
+    replicas, stages, tensor = ctx.over(*REPLICAS), ctx.over("pp"), ctx.over("tp")
+    if replicas is not None:
+        dist.all_reduce(packed, group=replicas)
+    if stages is not None:
+        dist.broadcast(packed, group=stages, group_src=ctx.topology.last_stage)
+    if tensor is not None:
+        dist.broadcast(packed, group=tensor, group_src=0)
     return packed
 
 

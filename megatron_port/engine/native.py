@@ -30,7 +30,7 @@ from megatron_port.engine.module import (
 from megatron_port.engine.native_passes import Passes
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
-from megatron_port.optim.gradients import counts_in_norm, global_square_norm
+from megatron_port.optim.gradients import global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.sharded import Bucket, Piece, ShardedParameters
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
@@ -250,11 +250,9 @@ class NativeEngine:
         yield from self.parameters
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """This replica's pieces of masters and moments; where replicas hold them all, dp rank 0 saves."""
-        if self.sharded.shards == 1 and self.ctx.coords.dp != 0:
-            return
+        """Yield the pieces of masters and moments that this rank owns."""
         for piece in self.sharded.pieces:
-            if not counts_in_norm(piece.record, self.ctx):
+            if not piece.record.is_owned(self.ctx.mesh, self.ctx.rank, spread=self.sharded.spread):
                 continue
             state = self.update.state.get(piece.master, {})
             yield from logical_pieces(piece.record, "weight", piece.master.detach(), piece.start)

@@ -117,7 +117,7 @@ def replay_on_neighbour(
     ctx = session.ctx
     check_replicas(engine, ctx, step=step)  # or else it is the weights that differ
     digest = BitsHash(ctx.device)
-    dp, own = ctx.topology.dp, ctx.coords.dp
+    dp, own = ctx.size("dp"), ctx.index("dp")
     count = 1 if session.config.layout.virtual_pipeline_size == 1 else ctx.topology.pp
     probes = []
     for replica in (own, (own - 1) % dp):
@@ -156,14 +156,14 @@ def _first_difference(
 
     Replica k's results are ``mine`` on k and ``again`` on k + 1. Sixteen bytes a replica are exchanged where all agree.
     """
-    if ctx.dp_group is None:
+    if ctx.over("dp") is None:
         differs = (mine != again).nonzero().flatten().tolist()
         return (differs[0], [0]) if differs else None
-    dp = ctx.topology.dp
+    dp = ctx.size("dp")
     if _gathered(ctx, torch.stack([digest(mine), digest(again)])) == "equal":
         return None
     table = [torch.empty((2, len(mine)), dtype=torch.int64, device=mine.device) for _ in range(dp)]
-    dist.all_gather(table, torch.stack([mine, again]), group=ctx.dp_group)
+    dist.all_gather(table, torch.stack([mine, again]), group=ctx.over("dp"))
     first: dict[int, int] = {}
     for k in range(dp):
         differs = (table[k][0] != table[(k + 1) % dp][1]).nonzero().flatten().tolist()
@@ -178,9 +178,9 @@ def _first_difference(
 
 def _gathered(ctx: ParallelContext, pair: torch.Tensor) -> str:
     """``equal`` where every replica's own result is what the next one made of it."""
-    dp = ctx.topology.dp
+    dp = ctx.size("dp")
     pairs = [torch.empty_like(pair) for _ in range(dp)]
-    dist.all_gather(pairs, pair, group=ctx.dp_group)
+    dist.all_gather(pairs, pair, group=ctx.over("dp"))
     values = torch.stack(pairs).tolist()
     return "equal" if all(values[k][0] == values[(k + 1) % dp][1] for k in range(dp)) else "different"
 
@@ -188,13 +188,14 @@ def _gathered(ctx: ParallelContext, pair: torch.Tensor) -> str:
 def _explain(ctx: ParallelContext, what: str, suspects: Sequence[int], first_sample: int, step: int) -> NumericsError:
     """Collective over the dp group."""
     members, hosts = [ctx.rank], ["this host"]
-    if ctx.dp_group is not None:
-        members, hosts = dist.get_process_group_ranks(ctx.dp_group), hosts_of(ctx.dp_group, ctx.device)
+    group = ctx.over("dp")
+    if group is not None:
+        members, hosts = dist.get_process_group_ranks(group), hosts_of(group, ctx.device)
     named = [f"rank {members[r]} on {hosts[r]}" for r in suspects]
     verdict = f"{named[0]} computes wrongly" if len(named) == 1 else f"{' or '.join(named[:4])} computes wrongly"
-    if ctx.topology.tp > 1:
+    if ctx.size("tp") > 1:
         verdict += ", or another rank of its tensor-parallel group"
-    how = "the same ranks computed it twice" if ctx.dp_group is None else "another replica computed it again"
+    how = "the same ranks computed it twice" if group is None else "another replica computed it again"
     return NumericsError(
         f"replay of samples from {first_sample} after step {step}: {what} came out with other bits when {how}: "
         f"{verdict}. Weights and samples were the same: suspect the device (`megatron-port preflight node`), leave the "

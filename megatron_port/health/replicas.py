@@ -19,11 +19,14 @@ from megatron_port.engine.api import Engine
 from megatron_port.errors import NumericsError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of, random_bits
+from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.runtime.agreement import agree
 
 CHUNK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 22}
 """Words hashed at a time: what fits a core's cache, and what keeps a GPU busy. Bounds the memory: 16 bytes each."""
 HOST_BYTES = 64
+COPIES = (REPLICAS, ("tp",), ("kv_copies",))
+"""Sets of axes over which copies are compared: the first that a parameter is replicated over, then what is left."""
 
 
 class BitsHash:
@@ -144,13 +147,16 @@ def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
         return
     digest = BitsHash(pairs[0][1].device)
     hashes = torch.stack([digest(p) for _, p in pairs])
-    axes = (
-        ("dp", ctx.dp_group, [True] * len(pairs)),
-        ("tp", ctx.tp_group, [not r.is_split for r, _ in pairs]),
-        ("kv", ctx.kv_group, [r.tp_copies > 1 for r, _ in pairs]),
-        ("embedding", ctx.embedding_group, [r.tied_key is not None for r, _ in pairs]),
-    )
-    for axis, group, use in axes:
+    mesh = ctx.mesh
+    compared: list[tuple[str, dist.ProcessGroup | None, list[bool]]] = []
+    left = [record.replicated_over(mesh) for record, _ in pairs]
+    for axes in COPIES:
+        factors = mesh.factors(*axes)
+        use = [bool(factors) and factors <= copies for copies in left]
+        left = [copies - factors if chosen else copies for copies, chosen in zip(left, use)]
+        compared.append((axes[0], ctx.over(*axes), use))
+    compared.append(("embedding", ctx.embedding_group, [r.tied_key is not None for r, _ in pairs]))
+    for axis, group, use in compared:
         chosen = torch.tensor([i for i, u in enumerate(use) if u], dtype=torch.int64, device=hashes.device)
         if group is None or not len(chosen):
             continue

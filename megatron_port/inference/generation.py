@@ -131,7 +131,7 @@ class Generator:
         """
         self._check(prompts, sampling)
         ctx = self.model.ctx
-        mine = list(range(ctx.coords.dp, len(prompts), ctx.topology.dp))
+        mine = list(range(ctx.index("dp"), len(prompts), ctx.size("dp")))
         batches = [
             self._batch(mine[i : i + batch_size], prompts) for i in range(0, len(mine), batch_size)
         ]

@@ -96,16 +96,17 @@ class InferenceModel:
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """Logits [..., vocab] in float32 (float64 stays) of all tensor-parallel ranks' columns; last stage only."""
         local = local if local.dtype == torch.float64 else local.float()
-        if self.ctx.tp_group is not None:
+        group = self.ctx.over("tp")
+        if group is not None:
             local = local.contiguous()
-            parts = [torch.empty_like(local) for _ in range(self.ctx.topology.tp)]
-            dist.all_gather(parts, local, group=self.ctx.tp_group)
+            parts = [torch.empty_like(local) for _ in range(self.ctx.size("tp"))]
+            dist.all_gather(parts, local, group=group)
             local = torch.cat(parts, dim=-1)
         return local[..., : self.model.vocab_size]
 
     def from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
         """The last stage's ``value`` on every stage; the others bring one of its shape and dtype."""
-        group = self.ctx.pp_reverse_group or self.ctx.pp_group
+        group = self.ctx.reverse_group or self.ctx.over("pp")
         if group is None:
             return value
         value = value.contiguous()
@@ -114,6 +115,7 @@ class InferenceModel:
 
     def over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over the replicas, in place; for results that each has a part of, zeros elsewhere."""
-        if self.ctx.dp_group is not None:
-            dist.all_reduce(value, group=self.ctx.dp_group)
+        group = self.ctx.over("dp")
+        if group is not None:
+            dist.all_reduce(value, group=group)
         return value

@@ -103,13 +103,13 @@ class _Cut:
 
 def _steps(cut: _Cut, ctx: ParallelContext, size: int) -> Iterator[list[MicroBatch]]:
     """Micro-batches of this replica, as many on each, :data:`MICRO_BATCHES` at a time."""
-    replicas = ctx.topology.dp
+    replicas, own = ctx.size("dp"), ctx.index("dp")
     count = windows(cut.tokens, cut.seq_length, cut.stride)
     rounds = -(-count // (size * replicas))
     for first in range(0, rounds, MICRO_BATCHES):
         out = []
         for m in range(first, min(first + MICRO_BATCHES, rounds)):
-            ids = tuple((m * replicas + ctx.coords.dp) * size + i for i in range(size))
+            ids = tuple((m * replicas + own) * size + i for i in range(size))
             drawn = [cut.row(i) for i in ids] if ctx.is_first_stage or ctx.is_last_stage else []
             both = torch.from_numpy(np.stack([r for r, _ in drawn])) if drawn else None
             counts = torch.from_numpy(np.stack([c for _, c in drawn])) if drawn else None

@@ -40,7 +40,7 @@ def score(
                 f"most model.seq_length + 1 = {limit + 1} are allowed"
             )
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i][0]))
-    mine = order[ctx.coords.dp :: ctx.topology.dp]
+    mine = order[ctx.index("dp") :: ctx.size("dp")]
     table = torch.zeros(len(sequences), 2, dtype=torch.float64, device=ctx.device)
     for start in range(0, len(mine), batch_size):
         chosen = mine[start : start + batch_size]
@@ -77,7 +77,7 @@ def _token_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probability, whether it is the likeliest) of each label; logits [seq, batch, columns], labels without."""
     offset, extent = model.vocabulary
-    ops, group = model.stage.build.providers.cross_entropy, model.ctx.tp_group
+    ops, group = model.stage.build.providers.cross_entropy, model.ctx.over("tp")
     highest, total, target = ops.statistics(logits.contiguous(), labels, offset=offset, extent=extent)
     if group is not None:
         own = highest.clone()

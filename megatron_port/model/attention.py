@@ -24,7 +24,7 @@ def projection_rows(model: ModelConfig, ctx: ParallelContext) -> tuple[Rows, Row
             f"{model.kv_heads} key/value heads on {ctx.topology.tp} tp ranks have {copies} copies, and the topology "
             f"says {ctx.topology.kv_copies}"
         )
-    return None if copies == 1 else rank_rows(model, ctx.topology.tp, ctx.coords.tp)
+    return None if copies == 1 else rank_rows(model, ctx.topology.tp, ctx.index("tp"))
 
 
 def rank_rows(model: ModelConfig, tp: int, rank: int) -> tuple[Rows, Rows]:
@@ -54,7 +54,7 @@ class SelfAttention(nn.Module):
         self.groups = cfg.kv_heads_held(tp) // tp
         self.heads_per_group = cfg.num_attention_heads // cfg.kv_heads_held(tp)
         self.head_size = cfg.head_size
-        self.head_offset = build.ctx.coords.tp * self.groups * self.heads_per_group
+        self.head_offset = build.ctx.index("tp") * self.groups * self.heads_per_group
         self.name, self.op = name, f"{name}.probs"
         common: dict[str, Any] = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
                   "dtype": build.dtype, "products": build.products}

@@ -58,7 +58,7 @@ class BuildContext:
 
     def _seq_offset(self, x: torch.Tensor) -> int:
         """Where a slice [seq(/tp), batch, hidden] of the residual stream starts in the global sequence."""
-        return self.ctx.coords.tp * x.shape[0] if self.sequence_parallel else 0
+        return self.ctx.index("tp") * x.shape[0] if self.sequence_parallel else 0
 
     def residual_dropout(self, x: torch.Tensor, *, op: str) -> torch.Tensor:
         """Hidden dropout of [seq(/tp), batch, hidden] at its place in the global sequence."""

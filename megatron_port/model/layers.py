@@ -13,7 +13,8 @@ from megatron_port.model.recompute import recompute
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import VocabParallelEmbedding, vocab_parameter
 from megatron_port.parallel.linear import linear
-from megatron_port.parallel.record import attach, split_record
+from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.record import SEQUENCE, attach, make_record
 
 WORD_EMBEDDING = "embedding.word.weight"
 """Canonical name of the token embedding, and of the head's matrix when the two are tied."""
@@ -35,9 +36,9 @@ class Embedding(nn.Module):
         self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
         self.position: nn.Parameter | None = None
         if cfg.position_embedding == "learned":
-            record = split_record(
-                "embedding.position.weight", (cfg.seq_length, cfg.hidden_size), init=build.init, decay=True,
-                partial_grad_over_tp=build.sequence_parallel,
+            record = make_record(
+                "embedding.position.weight", (cfg.seq_length, cfg.hidden_size), build.ctx, init=build.init, decay=True,
+                partial_over=SEQUENCE if build.sequence_parallel else REPLICAS,
             )
             empty = torch.empty(record.local_shape, dtype=build.dtype, device=build.ctx.device)
             self.position = attach(nn.Parameter(empty), record)
@@ -54,7 +55,7 @@ class Embedding(nn.Module):
         cache = self.build.cache.now
         if cache is not None and cache.positions is not None:
             return self.position[cache.positions][None]
-        start = self.build.ctx.coords.tp * rows if self.build.sequence_parallel else 0
+        start = self.build.ctx.index("tp") * rows if self.build.sequence_parallel else 0
         return self.position[start : start + rows, None, :]
 
 
@@ -115,7 +116,7 @@ class Head(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(
-            self.norm(x), self.weight, group=self.build.ctx.tp_group, sequence_parallel=self.build.sequence_parallel
+            self.norm(x), self.weight, group=self.build.ctx.over("tp"), sequence_parallel=self.build.sequence_parallel
         )
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -123,6 +124,6 @@ class Head(nn.Module):
         record = self.weight.record  # type: ignore[attr-defined]
         losses = vocab_parallel_cross_entropy(
             logits, labels.t().contiguous(), offset=record.offset[0], extent=record.extent[0],
-            group=self.build.ctx.tp_group, ops=self.build.providers.cross_entropy,
+            group=self.build.ctx.over("tp"), ops=self.build.providers.cross_entropy,
         )
         return losses.t()

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from megatron_port.model.build import BuildContext
-from megatron_port.parallel.record import InitSpec, attach, split_record
+from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.record import SEQUENCE, InitSpec, attach, make_record
 
 
 class Norm(nn.Module):
@@ -22,9 +23,9 @@ class Norm(nn.Module):
         self.kind, self.eps, self.providers = cfg.normalization, cfg.norm_epsilon, build.providers
 
         def parameter(suffix: str, kind: str) -> nn.Parameter:
-            record = split_record(
-                f"{name}.{suffix}", (cfg.hidden_size,), init=InitSpec(kind), decay=False,
-                partial_grad_over_tp=build.sequence_parallel,
+            record = make_record(
+                f"{name}.{suffix}", (cfg.hidden_size,), build.ctx, init=InitSpec(kind), decay=False,
+                partial_over=SEQUENCE if build.sequence_parallel else REPLICAS,
             )
             empty = torch.empty(cfg.hidden_size, dtype=build.dtype, device=build.ctx.device)
             return attach(nn.Parameter(empty), record)

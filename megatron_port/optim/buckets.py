@@ -1,16 +1,16 @@
 """How a rank's parameters are laid out in flat buckets, and which part of them each replica owns. Pure arithmetic.
 
-A bucket is what one collective moves. It holds parameters that are reduced alike: those with a gradient of their own,
-those whose gradient is partial over tp, those that some tp ranks hold alike, and each tied parameter, whose layout must
-be the same on the two stages that hold it. Buckets follow the order in which backward passes end: last chunk and last
-layer first.
+A bucket is what one collective moves. It holds parameters whose gradients are summed over the same ranks; each tied
+parameter has its own, because its layout must be the same on the two stages that hold it. Buckets follow the order in
+which backward passes end: last chunk and last layer first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_port.parallel.mesh import Factors, Mesh
 from megatron_port.parallel.record import ParameterRecord
 
 ALIGN = 64
@@ -33,45 +33,58 @@ class BucketPlan:
 
     slots: tuple[BucketEntry, ...]
     numel: int
-    kind: str
-    """plain | partial (gradients to be summed over tp) | shared (over the tp ranks that hold the same key/value heads)
-    | tied (over the stages that hold a copy)"""
+    beyond: Factors = frozenset()
+    """Factors along which the sums over replicas are still to be summed: tp under sequence parallelism, the copies of
+    key/value heads."""
+    tied: bool = False
+    """Also to be summed over the stages that hold a copy."""
+
+    @property
+    def summed_once(self) -> bool:
+        """The sum over replicas is all."""
+        return not self.beyond and not self.tied
 
 
-def _kind(record: ParameterRecord) -> str:
-    if record.tied_key is not None:
-        return "tied"
-    if record.tp_copies > 1:
-        return "shared"
-    return "partial" if record.partial_grad_over_tp else "plain"
+Listed = tuple[int, ParameterRecord, int]
+"""A parameter: its index, its record, the elements of its local tensor."""
 
 
 def plan_buckets(
-    chunks: Sequence[Sequence[tuple[int, ParameterRecord, int]]], *, shards: int, capacity: int
+    chunks: Sequence[Sequence[Listed]], mesh: Mesh, *, spread: Factors, shards: int, capacity: int
 ) -> list[BucketPlan]:
-    """Buckets of at most ``capacity`` elements (a larger parameter has its own).
+    """Return buckets of at most ``capacity`` elements; a larger parameter has its own.
 
     Args:
-        chunks: (index, record, elements of the local tensor) of the parameters of each chunk, in forward order.
-        shards: replicas that share a bucket.
+        chunks: the parameters of each chunk, in forward order.
+        spread: factors of the first sum, over the replicas.
+        shards: replicas that divide a bucket.
     """
-    plans = []
-    unit = ALIGN * shards
+    def key(record: ParameterRecord) -> tuple[bool, list[int]]:
+        return record.tied_key is not None, sorted(record.reduces_beyond(mesh, spread))
+
+    plans: list[BucketPlan] = []
     for chunk in reversed(chunks):
-        for kind in ("plain", "partial", "shared", "tied"):
-            slots: list[BucketEntry] = []
-            end = 0
-            for index, record, numel in reversed(chunk):
-                if _kind(record) != kind:
-                    continue
-                if slots and (end + numel > capacity or kind == "tied"):
-                    plans.append(BucketPlan(tuple(slots), -(-end // unit) * unit, kind))
-                    slots, end = [], 0
-                slots.append(BucketEntry(index, end, numel))
-                end += -(-numel // ALIGN) * ALIGN
-            if slots:
-                plans.append(BucketPlan(tuple(slots), -(-end // unit) * unit, kind))
+        kinds = sorted({(tied, tuple(beyond)) for tied, beyond in (key(record) for _, record, _ in chunk)})
+        for tied, beyond in kinds:
+            alike = [entry for entry in reversed(chunk) if key(entry[1]) == (tied, list(beyond))]
+            for slots, end in _filled(alike, 0 if tied else capacity):
+                numel = -(-end // (ALIGN * shards)) * ALIGN * shards
+                plans.append(BucketPlan(slots, numel, frozenset(beyond), tied))
     return plans
+
+
+def _filled(parameters: Sequence[Listed], capacity: int) -> Iterator[tuple[tuple[BucketEntry, ...], int]]:
+    """The entries of one bucket after another, and the elements that they take."""
+    slots: list[BucketEntry] = []
+    end = 0
+    for index, _, numel in parameters:
+        if slots and end + numel > capacity:
+            yield tuple(slots), end
+            slots, end = [], 0
+        slots.append(BucketEntry(index, end, numel))
+        end += -(-numel // ALIGN) * ALIGN
+    if slots:
+        yield tuple(slots), end
 
 
 @dataclass(frozen=True)

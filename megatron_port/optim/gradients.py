@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.mesh import REPLICAS, Factors
 from megatron_port.parallel.record import ParameterRecord
 
 RecordedGrad = tuple[ParameterRecord, torch.Tensor]
@@ -29,15 +30,19 @@ def _all_reduce_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> N
 
 
 def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
-    """Sum over tp the gradients of which each tensor-parallel rank holds only its tokens' part, and over the copies of
-    key/value heads those of which each holds only its query heads' part. In place."""
-    grads = list(grads)
-    partial = [g for record, g in grads if record.partial_grad_over_tp]
-    if partial and ctx.tp_group is not None:
-        _all_reduce_flat(partial, ctx.tp_group)
-    shared = [g for record, g in grads if record.tp_copies > 1]
-    if shared and ctx.kv_group is not None:
-        _all_reduce_flat(shared, ctx.kv_group)
+    """Sum the gradients that are partial along more axes than those of the data, in place.
+
+    Along tp where sequence parallelism gives each rank its own tokens; along the copies of key/value heads, each of
+    which has only its query heads' part.
+    """
+    data = ctx.mesh.factors(*REPLICAS)
+    by_group: dict[Factors, list[torch.Tensor]] = {}
+    for record, g in grads:
+        by_group.setdefault(record.reduces_beyond(ctx.mesh, data), []).append(g)
+    for beyond in sorted(by_group, key=sorted):
+        group = ctx.along(beyond)
+        if group is not None:
+            _all_reduce_flat(by_group[beyond], group)
 
 
 def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
@@ -50,20 +55,15 @@ def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelCont
     tied = [g for record, g in grads if record.tied_key is not None]
     if not tied or ctx.embedding_group is None:
         return
-    if ctx.dp_group is not None:
+    replicas = ctx.over(*REPLICAS)
+    if replicas is not None:
         for g in tied:
-            dist.reduce(g, group=ctx.dp_group, group_dst=0)
-    if ctx.coords.dp == 0:
+            dist.reduce(g, group=replicas, group_dst=0)
+    if ctx.index(*REPLICAS) == 0:
         _all_reduce_flat(tied, ctx.embedding_group)
     else:
         for g in tied:
             g.zero_()
-
-
-def counts_in_norm(record: ParameterRecord, ctx: ParallelContext) -> bool:
-    """This rank's copy is the one that the global norm counts and that is saved."""
-    first = ctx.coords.tp % record.tp_copies == 0 if record.is_split else ctx.coords.tp == 0
-    return record.tied_primary and first
 
 
 def global_square_norm(
@@ -73,15 +73,17 @@ def global_square_norm(
     *,
     sharded: bool = False,
 ) -> torch.Tensor:
-    """Sum of squares over the whole model of gradients already summed over dp: a scalar on the device.
+    """Return the sum of squares of all final gradients of the model, a float64 scalar on the device. Collective.
 
-    ``sharded``: each replica gives its own pieces of them.
+    Each logical element is counted once, by the rank that owns it (``ParameterRecord.is_owned``); padding never, since
+    its gradient is zero.
 
-    Each logical element is counted once: replicated parameters on tp rank 0, key/value heads on the first rank that
-    holds them, tied ones on their primary stage, padding never (its gradient is zero). ``square_norm``: of a list of
-    tensors; None: torch's ops.
+    Args:
+        square_norm: of a list of tensors; None: torch's ops.
+        sharded: each replica gives its own pieces of the gradients (ZeRO).
     """
-    mine = [g.detach() for record, g in grads if counts_in_norm(record, ctx)]
+    data = ctx.mesh.factors(*REPLICAS)
+    mine = [g.detach() for record, g in grads if record.is_owned(ctx.mesh, ctx.rank, spread=data)]
     if square_norm is not None and mine:
         total = square_norm(mine)
     else:
@@ -89,7 +91,8 @@ def global_square_norm(
         squares = [g.to(wide).square().sum() for g in mine]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=ctx.device)
     total = total.double()  # one dtype on all ranks, also where a rank has nothing to add
-    for group in (ctx.dp_group if sharded else None, ctx.tp_group, ctx.pp_group):
+    for factors in (data if sharded else frozenset(), ctx.mesh.factors("tp"), ctx.mesh.factors("pp")):
+        group = ctx.along(factors)
         if group is not None:
             dist.all_reduce(total, group=group)
     return total

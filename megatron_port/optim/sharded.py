@@ -27,6 +27,7 @@ from megatron_port.optim.grad_ready import GradReadyTracker
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.mesh import REPLICAS, Factors
 from megatron_port.parallel.record import ParameterRecord
 
 Recorded = tuple[ParameterRecord, nn.Parameter]
@@ -75,7 +76,7 @@ class Bucket:
         else:
             self.sums = torch.zeros(size, dtype=wide, device=first.device)
         self.window: torch.Tensor | None = None
-        if not lasting and plan.kind != "plain":
+        if not lasting and not plan.summed_once:
             self.window = torch.empty(plan.numel, dtype=wide, device=first.device)
         own_weights = self.weights[self.own]
         self.masters = own_weights if first.dtype == wide else torch.zeros_like(own_weights, dtype=wide)
@@ -111,13 +112,17 @@ class ShardedParameters:
         self.reduce_dtype = wide if reduce_dtype is None else reduce_dtype
         self.shard_gradients = shard_gradients and shards > 1
         self.parameters = [pair for chunk in chunks for pair in chunk]
-        shard = ctx.coords.dp if shards > 1 else 0
+        self.replicas = ctx.over(*REPLICAS)
+        data = ctx.mesh.factors(*REPLICAS)
+        self.spread: Factors = data if shards > 1 else frozenset()
+        """Factors along which each rank owns its own pieces."""
+        shard = ctx.index(*REPLICAS) if shards > 1 else 0
         numbered, chunk_of, at = [], [], 0
         for c, pairs in enumerate(chunks):
             numbered.append([(at + i, record, p.numel()) for i, (record, p) in enumerate(pairs)])
             chunk_of += [c] * len(pairs)
             at += len(pairs)
-        plans = plan_buckets(numbered, shards=shards, capacity=capacity)
+        plans = plan_buckets(numbered, ctx.mesh, spread=data, shards=shards, capacity=capacity)
         self.buckets = [
             Bucket(plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients) for plan in plans
         ]
@@ -144,7 +149,7 @@ class ShardedParameters:
         self._reducing: deque[Bucket] = deque()
         self.windows: Windows | None = None
         if self.shard_gradients:
-            size = max((plan.numel for plan in plans if plan.kind == "plain"), default=0)
+            size = max((plan.numel for plan in plans if plan.summed_once), default=0)
             self.windows = Windows(size, wide, self.buckets[0].weights.device)
 
     def _piece(self, bucket: Bucket, f: ShardRange) -> Piece:
@@ -183,7 +188,7 @@ class ShardedParameters:
                 bucket.gradients.zero_()
         passes = 1 if self.shard_gradients and early else micro_batches
         for part in self._rounds.values():
-            part.begin(passes, early=early and self.ctx.dp_group is not None)
+            part.begin(passes, early=early and self.replicas is not None)
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Where a gradient is to be added, in the parameter's shape; say :meth:`added` when it has been."""
@@ -225,7 +230,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
-        group = self.ctx.dp_group
+        group = self.replicas
         if group is None or bucket.gradients is None or bucket.reducing is not None:
             return
         if bucket in self._open:
@@ -271,11 +276,10 @@ class ShardedParameters:
         if self.windows is not None:
             self.windows.trim()
         ctx = self.ctx
-        groups = {"partial": ctx.tp_group, "shared": ctx.kv_group, "tied": ctx.embedding_group}
         for bucket in self.buckets:
-            group = groups.get(bucket.plan.kind)
-            if group is not None:
-                dist.all_reduce(bucket.sums, group=group)
+            for group in (ctx.along(bucket.plan.beyond), ctx.embedding_group if bucket.plan.tied else None):
+                if group is not None:
+                    dist.all_reduce(bucket.sums, group=group)
 
     @torch.no_grad()
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
@@ -285,7 +289,7 @@ class ShardedParameters:
             flat = bucket.sums
             if bucket.shards > 1:
                 flat = torch.empty(bucket.plan.numel, dtype=flat.dtype, device=flat.device)
-                all_gather_single(flat, bucket.sums.clone(), group=self.ctx.dp_group)
+                all_gather_single(flat, bucket.sums.clone(), group=self.replicas)
             for slot in bucket.plan.slots:
                 shape = self.parameters[slot.index][1].shape
                 out[slot.index] = flat[slot.start : slot.start + slot.numel].view(shape)
@@ -311,7 +315,7 @@ class ShardedParameters:
             if bucket.shards > 1:
                 own = bucket.weights[bucket.own]
                 bucket.gathering = all_gather_single(
-                    bucket.weights, own, group=self.ctx.dp_group, async_op=True
+                    bucket.weights, own, group=self.replicas, async_op=True
                 )
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_port.parallel.collectives import reduce_from_tp, reduce_scatter_sequence
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.record import InitSpec, attach, split_record
+from megatron_port.parallel.record import InitSpec, Shard, attach, make_record
 
 
 def padded_vocab_size(vocab_size: int, *, tp: int, multiple: int) -> int:
@@ -30,10 +30,9 @@ def vocab_parameter(
     tied_primary: bool = True,
 ) -> nn.Parameter:
     """A [padded_vocab/tp, hidden] parameter of logical shape [vocab, hidden], split by rows."""
-    record = split_record(
-        name, (vocab_size, hidden_size), init=init, decay=True, split_dim=0,
-        tp_rank=ctx.coords.tp, tp_size=ctx.topology.tp,
-        padded=padded_vocab_size(vocab_size, tp=ctx.topology.tp, multiple=padding_multiple),
+    record = make_record(
+        name, (vocab_size, hidden_size), ctx, init=init, decay=True, shards=(Shard(0, ("tp",)),),
+        padded=padded_vocab_size(vocab_size, tp=ctx.size("tp"), multiple=padding_multiple),
         tied_key=tied_key, tied_primary=tied_primary,
     )
     return attach(nn.Parameter(torch.zeros(record.local_shape, dtype=dtype, device=ctx.device)), record)
@@ -48,10 +47,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, *, ctx: ParallelContext, sequence_parallel: bool) -> None:
         super().__init__()
-        self.weight, self.ctx, self.sequence_parallel = weight, ctx, sequence_parallel
+        self.weight, self.group, self.sequence_parallel = weight, ctx.over("tp"), sequence_parallel
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        group = self.ctx.tp_group
+        group = self.group
         if group is None:
             return F.embedding(tokens, self.weight)
         record = self.weight.record  # type: ignore[attr-defined]

@@ -33,7 +33,8 @@ from megatron_port.parallel.collectives import (
 )
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear_kernels import PLAIN, LinearKernels, add_product
-from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, split_record
+from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord, Shard, attach, make_record
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "WgradAccumulator", "add_product", "linear"]
 
@@ -189,8 +190,10 @@ class Rows:
     ) -> nn.Parameter:
         """These rows of the parameter of logical ``shape``, with their record."""
         local, offset = (self.count, *shape[1:]), (self.start, *(0 for _ in shape[1:]))
+        shared = self.copies > 1
         record = ParameterRecord(
-            name, shape, local, offset, local, 0, init, decay=len(shape) > 1, tp_copies=self.copies
+            name, shape, local, offset, local, (Shard(0, ("kv_heads",) if shared else ("tp",)),), init,
+            decay=len(shape) > 1, partial_over=(*REPLICAS, "kv_copies") if shared else REPLICAS,
         )
         return attach(nn.Parameter(torch.empty(local, dtype=dtype, device=device)), record)
 
@@ -223,7 +226,7 @@ class ColumnParallelLinear(nn.Module):
         products: LinearKernels = PLAIN,
     ) -> None:
         super().__init__()
-        self.ctx, self.sequence_parallel, self.skip_bias = ctx, sequence_parallel, skip_bias
+        self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
         self.products = products
         self.bias: nn.Parameter | None = None
         self.shared_weight: nn.Parameter | None = None
@@ -239,11 +242,15 @@ class ColumnParallelLinear(nn.Module):
                 )
             return
         lead = (packed,) if packed > 1 else ()
-        split = {"tp_rank": ctx.coords.tp, "tp_size": ctx.topology.tp, "split_dim": len(lead)}
-        record = split_record(f"{name}.weight", (*lead, out_features, in_features), init=init, decay=True, **split)
+        shards = (Shard(len(lead), ("tp",)),)
+        record = make_record(
+            f"{name}.weight", (*lead, out_features, in_features), ctx, init=init, decay=True, shards=shards
+        )
         self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
         if bias:
-            record = split_record(f"{name}.bias", (*lead, out_features), init=InitSpec("zeros"), decay=False, **split)
+            record = make_record(
+                f"{name}.bias", (*lead, out_features), ctx, init=InitSpec("zeros"), decay=False, shards=shards
+            )
             self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -251,7 +258,7 @@ class ColumnParallelLinear(nn.Module):
         if bias is not None and self.shared_bias is not None:
             bias = torch.cat([bias, self.shared_bias])
         return linear(
-            x, self.weight, bias, shared=self.shared_weight, group=self.ctx.tp_group,
+            x, self.weight, bias, shared=self.shared_weight, group=self.group,
             sequence_parallel=self.sequence_parallel, products=self.products,
         )
 
@@ -279,23 +286,21 @@ class RowParallelLinear(nn.Module):
         products: LinearKernels = PLAIN,
     ) -> None:
         super().__init__()
-        self.ctx, self.sequence_parallel, self.skip_bias = ctx, sequence_parallel, skip_bias
+        self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
         self.products = products
-        record = split_record(
-            f"{name}.weight", (out_features, in_features), init=init, decay=True,
-            split_dim=1, tp_rank=ctx.coords.tp, tp_size=ctx.topology.tp,
+        record = make_record(
+            f"{name}.weight", (out_features, in_features), ctx, init=init, decay=True, shards=(Shard(1, ("tp",)),),
         )
         self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
         self.bias: nn.Parameter | None = None
         if bias:
-            record = split_record(
-                f"{name}.bias", (out_features,), init=InitSpec("zeros"), decay=False,
-                partial_grad_over_tp=sequence_parallel and ctx.topology.tp > 1,
+            record = make_record(
+                f"{name}.bias", (out_features,), ctx, init=InitSpec("zeros"), decay=False,
+                partial_over=SEQUENCE if sequence_parallel else REPLICAS,
             )
             self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = linear(x, self.weight, products=self.products)
-        group = self.ctx.tp_group
-        y = reduce_scatter_sequence(y, group) if self.sequence_parallel else reduce_from_tp(y, group)
+        y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(y, self.group)
         return y if self.bias is None or self.skip_bias else y + self.bias

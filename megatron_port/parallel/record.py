@@ -1,15 +1,23 @@
-"""One record for a parameter: the single source of what it is and how it is split.
+"""One record for a parameter: the single source of what it is and how it lies on the mesh.
 
 Initialisation, gradient reduction, grad norm, ZeRO ownership, checkpoints, the
 Hugging Face mapping and replica checks all read this record and decide nothing
 themselves.
+
+Two independent facts are stated. **Shards** say which ranks hold which part of the values. **partial_over** says along
+which axes each rank's gradient is only a part of the sum. Ranks along any other axis hold copies that compute the same
+gradient, so nothing is summed over it, and one of them owns the parameter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.mesh import REPLICAS, Factors, Mesh
 
 
 @dataclass(frozen=True)
@@ -18,6 +26,18 @@ class InitSpec:
 
     kind: str
     std: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Dimension ``dim`` is split over the group of ``axes``: equal runs, unless the layer says where its own are."""
+
+    dim: int
+    axes: tuple[str, ...]
+
+
+SEQUENCE = (*REPLICAS, "tp")
+"""Axes along which gradients are partial where sequence parallelism gives each tp rank its own tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,29 +60,58 @@ class ParameterRecord:
     """First logical element of this rank's slice, by dimension."""
     extent: tuple[int, ...]
     """Logical elements of this rank's slice, by dimension (may be 0)."""
-    split_dim: int | None
-    """Dimension that is split over tp; None: replicated on all tp ranks."""
+    shards: tuple[Shard, ...]
+    """How the values are split, in this order; along all other axes of a stage ranks hold copies."""
     init: InitSpec
     decay: bool
     """Weight decay applies."""
-    partial_grad_over_tp: bool = False
-    """Each tp rank holds only part of the gradient (its piece of the sequence); sum over tp before use."""
-    tp_copies: int = 1
-    """Neighbouring tp ranks that hold this very slice (key/value heads, where there are fewer than tp ranks). Each has
-    only its query heads' part of the gradient; sum over them before use."""
+    partial_over: tuple[str, ...] = REPLICAS
+    """Axes along which each rank's gradient is only its part of the sum: its samples' and positions', and with
+    ``kv_copies`` its query heads'."""
     tied_key: str | None = None
     """Copies with the same key (and name) on several stages are one parameter."""
     tied_primary: bool = True
     """Of tied copies, the one that is counted in norms and saved."""
 
+    # -- on the mesh -------------------------------------------------------------------------------------------------
+
+    def shard_factors(self, mesh: Mesh) -> Factors:
+        """Factors along which ranks hold different values."""
+        return mesh.factors(*(axis for shard in self.shards for axis in shard.axes))
+
+    def replicated_over(self, mesh: Mesh) -> Factors:
+        """Factors along which ranks of a stage hold copies: what a replica check compares."""
+        return mesh.stage - self.shard_factors(mesh)
+
+    def reduces_over(self, mesh: Mesh) -> Factors:
+        """Factors along which gradients are summed.
+
+        The ranks that share a parameter exchange tokens or activations within the layer, so the gradient of each is
+        whole for its slice; it is summed only over copies.
+        """
+        return mesh.factors(*self.partial_over) & self.replicated_over(mesh)
+
+    def reduces_beyond(self, mesh: Mesh, spread: Factors) -> Factors:
+        """Factors of :meth:`reduces_over` that a first sum over ``spread`` leaves: partial over tp, hybrid sharding."""
+        return self.reduces_over(mesh) - spread
+
+    def is_owned(self, mesh: Mesh, rank: int, *, spread: Factors = frozenset()) -> bool:
+        """Return whether this rank's copy is the one that is saved, recorded and counted in the norm.
+
+        ``spread``: factors along which the optimizer state is divided (ZeRO); each rank along them owns its own piece.
+        """
+        return self.tied_primary and mesh.index(rank, self.replicated_over(mesh) - spread) == 0
+
     @property
-    def is_split(self) -> bool:
-        """True where tp ranks hold different slices."""
-        return self.split_dim is not None
+    def split_dim(self) -> int | None:
+        """Dimension that is split over tensor-parallel ranks; None: whole on each of them."""
+        return next((shard.dim for shard in self.shards if set(shard.axes) & {"tp", "kv_heads"}), None)
+
+    # -- elements ----------------------------------------------------------------------------------------------------
 
     @property
     def place(self) -> tuple[str, tuple[int, ...]]:
-        """Name and offset: what tells a rank's parameters apart. Of a split name it may hold two slices."""
+        """Name and offset, which tell a rank's parameters apart: it may hold two slices of one name."""
         return self.name, self.offset
 
     @property
@@ -74,52 +123,57 @@ class ParameterRecord:
         return n
 
     def local_view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The logical part of a tensor of ``local_shape``: padding cut off. A view."""
+        """Return the logical part of a tensor of ``local_shape``, without padding. A view."""
         for d, n in enumerate(self.extent):
             if n != tensor.shape[d]:
                 tensor = tensor.narrow(d, 0, n)
         return tensor
 
     def box(self) -> tuple[slice, ...]:
-        """This rank's slice of the logical tensor."""
+        """Return this rank's slice of the logical tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent))
 
 
-def split_record(
+def make_record(
     name: str,
     shape: tuple[int, ...],
+    ctx: ParallelContext,
     *,
     init: InitSpec,
     decay: bool,
-    split_dim: int | None = None,
-    tp_rank: int = 0,
-    tp_size: int = 1,
+    shards: Sequence[Shard] = (),
     padded: int = 0,
-    **extra: object,
+    partial_over: tuple[str, ...] = REPLICAS,
+    tied_key: str | None = None,
+    tied_primary: bool = True,
 ) -> ParameterRecord:
-    """The record of a parameter cut into ``tp_size`` equal slices along ``split_dim``.
+    """Return the record of this rank's slice of a parameter whose ``shards`` are equal runs.
 
-    ``padded``: size of ``split_dim`` after padding (0: no padding); it must divide by tp_size.
-    Raises ValueError if it does not (the configuration was not checked).
+    Args:
+        shards: in the order of cutting; a second one of the same dimension cuts the runs of the first.
+        padded: size of the first shard's dimension after padding (0: no padding).
+
+    Raises:
+        ValueError: a dimension does not divide by its ranks (the configuration was not checked).
     """
-    if split_dim is None or (tp_size == 1 and not padded):
-        record = ParameterRecord(
-            name, shape, shape, (0,) * len(shape), shape,
-            split_dim, init, decay,
-        )
-        return replace(record, **extra)  # type: ignore[arg-type]
-    total = padded or shape[split_dim]
-    if total % tp_size:
-        raise ValueError(f"{name}: dimension {split_dim} has {total} elements, not divisible by tp {tp_size}")
-    per_rank = total // tp_size
-    start = min(tp_rank * per_rank, shape[split_dim])
-    stop = min(start + per_rank, shape[split_dim])
-    local, offset, extent = list(shape), [0] * len(shape), list(shape)
-    local[split_dim], offset[split_dim], extent[split_dim] = per_rank, start, stop - start
-    record = ParameterRecord(
-        name, shape, tuple(local), tuple(offset), tuple(extent), split_dim, init, decay
+    mesh, local, offset = ctx.mesh, list(shape), [0] * len(shape)
+    for number, shard in enumerate(shards):
+        over = mesh.factors(*shard.axes)
+        ranks, total = mesh.size(over), local[shard.dim]
+        if number == 0 and padded:
+            total = padded
+        if total % ranks:
+            raise ValueError(
+                f"{name}: dimension {shard.dim} has {total} elements, not divisible by {' × '.join(shard.axes)} {ranks}"
+            )
+        local[shard.dim] = total // ranks
+        offset[shard.dim] += mesh.index(ctx.rank, over) * local[shard.dim]
+    start = tuple(min(o, n) for o, n in zip(offset, shape))
+    stop = (min(o + n, whole) for o, n, whole in zip(offset, local, shape))
+    return ParameterRecord(
+        name, shape, tuple(local), start, tuple(b - a for a, b in zip(start, stop)), tuple(shards), init, decay,
+        partial_over=partial_over, tied_key=tied_key, tied_primary=tied_primary,
     )
-    return replace(record, **extra)  # type: ignore[arg-type]
 
 
 def record_of(parameter: torch.Tensor) -> ParameterRecord:

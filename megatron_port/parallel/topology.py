@@ -1,10 +1,8 @@
-"""Rank arithmetic: who am I, and who are my peers. Pure; no processes, no torch.
+"""Where a rank stands in the layout, and which chunks of the model its stage holds. Pure; no processes, no torch.
 
-A rank is a point of a grid with axes ``(pp, dp, tp)``, slowest first: the tensor
-axis varies fastest, so a tensor-parallel group sits on neighbouring ranks (one
-node), and replicas of a stage are ``tp`` ranks apart. Stages are farthest apart:
-they exchange least. This is also the order in which DeepSpeed's
-``PipeModelDataParallelTopology(pp, mp, dp)`` numbers ranks.
+``mesh`` has the ranks and their axes: the tensor axis varies fastest, so a tensor-parallel group sits on neighbouring
+ranks (one node), then context, then data; stages are farthest apart, since they exchange least. This is also the order
+in which DeepSpeed's ``PipeModelDataParallelTopology(pp, mp, dp)`` numbers ranks.
 
 With virtual stages (Narayanan et al., arXiv 2104.04473) a rank holds ``vp`` chunks
 of the model. Chunk c of stage s is virtual stage ``c * pp + s``; in a folded
@@ -14,15 +12,16 @@ from the last stage to the first, so that one rank has both ends of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_port.errors import ConfigError
+from megatron_port.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands on each axis."""
+    """Where a rank stands on the axes that every layout has, for messages and logs."""
 
     pp: int
     dp: int
@@ -34,14 +33,16 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """The grid of a run.
+    """The parallel sizes of a run.
 
     ``vp``: chunks of the model on each stage; ``folded``: the pipeline turns round at the last stage (``vp`` 2);
-    ``kv_copies``: neighbouring tp ranks that hold the same key/value heads, where there are fewer heads than tp ranks.
+    ``kv_copies``: neighbouring tp ranks that hold the same key/value heads, where there are fewer heads than tp ranks;
+    ``cp``: ranks that share the positions of a sequence; ``ep``: ranks that share the experts of a layer;
+    ``shard``: data-parallel ranks among which optimizer state is split (0: all of them).
 
     Raises:
-        ConfigError: a size is below one, a folded pipeline has not two chunks per stage, or ``kv_copies`` does not
-            divide tp.
+        ConfigError: a size is below one, a folded pipeline has not two chunks per stage, ``kv_copies`` does not
+            divide tp, ``shard`` does not divide dp, or ``ep`` cannot be laid over the others.
     """
 
     tp: int = 1
@@ -50,50 +51,49 @@ class Topology:
     vp: int = 1
     folded: bool = False
     kv_copies: int = 1
+    cp: int = 1
+    ep: int = 1
+    shard: int = 0
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "dp", "vp"):
+        for axis in ("tp", "pp", "dp", "vp", "cp", "ep"):
             if getattr(self, axis) < 1:
                 raise ConfigError(f"layout: {axis} is {getattr(self, axis)}; each parallel size must be at least 1")
         if self.folded and self.vp != 2:
             raise ConfigError(f"layout: a folded pipeline has 2 chunks a stage, not {self.vp}")
-        if self.kv_copies < 1 or self.tp % self.kv_copies:
-            raise ConfigError(f"layout: {self.kv_copies} copies of key/value heads do not divide tp {self.tp}")
+        if self.shard < 0 or (self.shard and self.dp % self.shard):
+            raise ConfigError(f"layout: shard size {self.shard} does not divide dp {self.dp}")
+        _ = self.mesh  # refuses what makes no grid
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The ranks and their axes."""
+        shard = self.shard or self.dp
+        sizes = {"tp": self.tp, "cp": self.cp, "dp_shard": shard, "dp_replicate": self.dp // shard}
+        return Mesh.of(sizes, pp=self.pp, ep=self.ep, kv_copies=self.kv_copies)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.mesh.world
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The grid point of a global rank."""
+        """Return the grid point of a global rank. Raises ValueError outside the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
-        rest, tp = divmod(rank, self.tp)
-        pp, dp = divmod(rest, self.dp)
-        return Coordinates(pp=pp, dp=dp, tp=tp)
+        at = {axis: self.mesh.index(rank, self.mesh.factors(axis)) for axis in ("pp", "dp", "tp")}
+        return Coordinates(**at)
 
-    def rank(self, *, pp: int, dp: int, tp: int) -> int:
-        """The global rank of a grid point."""
-        return (pp * self.dp + dp) * self.tp + tp
-
-    def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Global ranks that differ from ``rank`` only along ``axis`` (``tp``, ``pp`` or ``dp``), in order."""
-        at = self.coordinates(rank)
-        point = {"pp": at.pp, "dp": at.dp, "tp": at.tp}
-        return tuple(self.rank(**{**point, axis: i}) for i in range(getattr(self, axis)))
-
-    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """All groups along ``axis``, in the fixed order in which every rank creates them."""
-        for rank in range(self.world_size):
-            members = self.group(axis, rank)
-            if members[0] == rank:
-                yield members
+    def first_rank(self, **at: int) -> int:
+        """Return the first rank at these positions, e.g. ``first_rank(pp=1, tp=3)``; axes not named are at 0."""
+        rank = 0
+        for axis, position in at.items():
+            rank = self.mesh.peer(rank, axis, position)
+        return rank
 
     def stage_peer(self, rank: int, stage: int) -> int:
-        """The rank of another stage with the same dp and tp coordinates."""
-        at = self.coordinates(rank)
-        return self.rank(pp=stage % self.pp, dp=at.dp, tp=at.tp)
+        """Return the rank of another stage that holds the same slice and sees the same samples."""
+        return self.mesh.peer(rank, "pp", stage % self.pp)
 
     @property
     def virtual_stages(self) -> int:

@@ -78,7 +78,7 @@ def record_orders(
         ctx, c = session.ctx, session.config
         schedule = BatchSchedule(c.batch, ctx.topology.dp)
         loaders = build_loaders(
-            c, dp_rank=ctx.coords.dp, dp_size=ctx.topology.dp, need_tokens=ctx.is_first_stage,
+            c, dp_rank=ctx.index("dp"), dp_size=ctx.size("dp"), need_tokens=ctx.is_first_stage,
             need_labels=ctx.is_last_stage, train_samples=schedule.samples_before(steps),
         )
         for order, folder in orders:

@@ -9,7 +9,6 @@ import torch
 
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import Engine
-from megatron_port.optim.gradients import counts_in_norm
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord
 
@@ -53,10 +52,9 @@ def record_run(
     skipped (fp16) are kept by the ranks whose copy counts (dp rank 0, one of the replicated copies), unclipped.
     """
     trace = RankTrace()
-    keep = ctx.coords.dp == 0
 
     def on_gradients(grads: list[tuple[ParameterRecord, torch.Tensor]]) -> None:
-        trace.gradients.append(_slices((r, g) for r, g in grads if keep and counts_in_norm(r, ctx)))
+        trace.gradients.append(_slices((r, g) for r, g in grads if r.is_owned(ctx.mesh, ctx.rank)))
 
     if evaluate:
         # From the initial state: after training in half precision it would measure how steps amplify rounding.
@@ -73,7 +71,7 @@ def record_run(
     if evaluate_after:
         trace.final_eval_loss = engine.eval_step(batches(0)).loss
     parameters = list(engine.named_parameters())
-    trace.weights = _slices((r, p) for r, p in parameters if keep and counts_in_norm(r, ctx))
+    trace.weights = _slices((r, p) for r, p in parameters if r.is_owned(ctx.mesh, ctx.rank))
     trace.copies = _slices((r, p) for r, p in parameters)
     return trace
 

@@ -52,7 +52,7 @@ class StageLink:
     send a tensor that lives on a GPU, so there the transfer goes through host memory.
 
     Under NCCL every transfer is a batch of one: it then runs on its group's communicator, instead of one for
-    each pair of ranks. Activations (``downstream``) use ``ctx.pp_group``, gradients ``ctx.pp_reverse_group``: two
+    each pair of ranks. Activations (``downstream``) use ``ctx.over("pp")``, gradients ``ctx.reverse_group``: two
     queues, in each of which operations run in the order in which they were started (``pipeline.messages``).
     """
 
@@ -63,7 +63,8 @@ class StageLink:
         self.next = ctx.topology.stage_peer(rank, stage + 1) if stage < stages - 1 else None
         self._pending: dict[bool, deque[Departure]] = {True: deque(), False: deque()}
         """Of each queue, in the order in which they were started and end."""
-        group = ctx.pp_group
+        self._downstream = group = ctx.over("pp")
+        self._upstream = ctx.reverse_group or group
         self._batched = group is not None and dist.get_backend(group) == "nccl"
         self._via_host = (
             group is not None and ctx.device.type != "cpu" and dist.get_backend(group) == "gloo"
@@ -76,8 +77,8 @@ class StageLink:
     def _queue(self, downstream: bool) -> tuple[dist.ProcessGroup | None, int]:
         """The group of activations (``downstream``) or of gradients, and the tag that keeps them apart in one group."""
         if downstream:
-            return self.ctx.pp_group, 0
-        return self.ctx.pp_reverse_group or self.ctx.pp_group, 1
+            return self._downstream, 0
+        return self._upstream, 1
 
     def send(self, tensor: torch.Tensor, to: int, *, downstream: bool = True) -> Departure:
         """Start sending; the tensor is kept alive until the send has ended."""

@@ -119,7 +119,7 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
     if case.tp > 1:  # gradients of shards
         out.add("tp", "all-reduce", held["partial"] // shards * case.wide + NORM)
         out.add("tp", "broadcast", SUMS)
-        copies = "tp" if case.model.kv_heads == 1 else "kv"  # all tp ranks hold the one head
+        copies = "tp" if case.model.kv_heads == 1 else "kv_copies"  # all tp ranks hold the one head
         out.add(copies, "all-reduce", held["shared"] // shards * case.wide)
     if case.pp > 1:
         out.add("pp", "all-reduce", NORM)

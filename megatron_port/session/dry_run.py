@@ -18,7 +18,6 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import ConfigError
 from megatron_port.model.shapes import parameter_shapes
-from megatron_port.optim.gradients import counts_in_norm
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
@@ -52,7 +51,7 @@ def static_bytes(parameters: int, config: RunConfig, dp: int) -> int:
 
 
 def _records(config: RunConfig, topology: Topology, pp: int, tp: int) -> list[ParameterRecord]:
-    rank = topology.rank(pp=pp, dp=0, tp=tp)
+    rank = topology.first_rank(pp=pp, tp=tp)
     ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
     chunks = torch.nn.ModuleList(build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device)))
     return [record_of(p) for p in chunks.parameters()]
@@ -70,7 +69,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     for stage in range(topology.pp):
         largest = 0
         for tp in range(topology.tp):
-            rank = topology.rank(pp=stage, dp=0, tp=tp)
+            rank = topology.first_rank(pp=stage, tp=tp)
             ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
             elements = 0
             for record in _records(config, topology, stage, tp):
@@ -78,7 +77,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
                 for n in record.local_shape:
                     size *= n
                 elements += size
-                if counts_in_norm(record, ctx):
+                if record.is_owned(ctx.mesh, ctx.rank):
                     logical = 1
                     for n in record.extent:
                         logical *= n
@@ -107,8 +106,8 @@ def group_lines(topology: Topology, gpus_per_node: int) -> list[str]:
     """How many groups of what size each axis has, the first of them, and over how many nodes it goes."""
     lines = []
     for axis, what in (("tp", "share each layer"), ("dp", "replicas of a slice"), ("pp", "stages")):
-        size = getattr(topology, axis)
-        first = topology.group(axis, 0)
+        first = topology.mesh.members(0, topology.mesh.factors(axis))
+        size = len(first)
         nodes = len({rank // gpus_per_node for rank in first})
         lines.append(
             f"{axis:>5}  {topology.world_size // size:>6} groups of {size:<4} ({what}); the first: "
@@ -156,7 +155,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     ]
     whole = all_stages or len(stages) <= 8
     for s in stages if whole else [*stages[:4], *stages[-4:]]:
-        first = topology.rank(pp=s.stage, dp=0, tp=0)
+        first = topology.first_rank(pp=s.stage)
         ranks = f"{first}-{first + tp * dp - 1}"
         lines.append(f"{s.stage:>5}  {ranks:<13}  {s.layers:>6}  {s.parameters:>17,}  {s.static_bytes / 1e9:8.2f} GB")
         if not whole and s.stage == 3:

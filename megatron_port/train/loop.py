@@ -150,7 +150,7 @@ class Trainer:
         loaders: Loaders | None = None
         try:
             loaders = build_loaders(
-                self.config, dp_rank=self.ctx.coords.dp, dp_size=self.ctx.topology.dp,
+                self.config, dp_rank=self.ctx.index("dp"), dp_size=self.ctx.size("dp"),
                 need_tokens=self.ctx.is_first_stage, need_labels=self.ctx.is_last_stage,
                 train_samples=self.batches.samples_before(self.config.training.steps),
             )

@@ -26,7 +26,7 @@ from megatron_port.parallel.embedding import VocabParallelEmbedding, padded_voca
 from megatron_port.parallel.init import initial_values
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import InitSpec, record_of, split_record
+from megatron_port.parallel.record import InitSpec, Shard, make_record, record_of
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.run_record import assemble
 
@@ -68,7 +68,7 @@ class Bench:
 
     def __init__(self, case: Case, ctx: ParallelContext) -> None:
         self.case, self.ctx = case, ctx
-        self.tp, self.rank = ctx.topology.tp, ctx.coords.tp
+        self.tp, self.rank = ctx.size("tp"), ctx.index("tp")
         self.sp = case.sp and self.tp > 1
         self.generator = torch.Generator().manual_seed(case.seed)
         self.parts: Parts = {}
@@ -114,7 +114,7 @@ class Bench:
             grads.append((record_of(p), p.grad))
         reduce_partial_gradients(grads, self.ctx)
         for r, grad in grads:
-            whole = not r.is_split or self.tp == 1
+            whole = r.split_dim is None or self.tp == 1
             self.parts[r.name] = Part(r.shape, None if whole else r.offset, r.local_view(grad).clone())
             r.local_view(grad).zero_()
             assert not bool(grad.any()), f"{r.name}: the padding has a gradient"
@@ -219,8 +219,8 @@ def embedding(b: Bench) -> Parts:
 
 def cross_entropy(b: Bench) -> Parts:
     vocab, multiple, scale = (b.case.sizes[k] for k in ("vocab", "multiple", "scale"))
-    record = split_record(
-        "logits", (vocab, 1), init=WEIGHT, decay=False, split_dim=0, tp_rank=b.rank, tp_size=b.tp,
+    record = make_record(
+        "logits", (vocab, 1), b.ctx, init=WEIGHT, decay=False, shards=(Shard(0, ("tp",)),),
         padded=padded_vocab_size(vocab, tp=b.tp, multiple=multiple),
     )
     seq, batch = b.case.seq, b.case.batch
@@ -230,7 +230,7 @@ def cross_entropy(b: Bench) -> Parts:
     local[..., :extent] = logits[..., offset : offset + extent]
     before = local.clone()
     local.requires_grad_()
-    loss = vocab_parallel_cross_entropy(local, labels, offset=offset, extent=extent, group=b.ctx.tp_group)
+    loss = vocab_parallel_cross_entropy(local, labels, offset=offset, extent=extent, group=b.ctx.over("tp"))
     assert torch.equal(local.detach(), before), "the forward pass changed the logits"
     loss.backward(g)
     assert local.grad is not None and torch.equal(local.detach(), local.grad), "the gradient is not in their place"

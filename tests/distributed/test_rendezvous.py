@@ -24,6 +24,7 @@ from pool import RankFailed, RankPool
 
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.mesh import REVERSE
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.transfer import StageLink
 from megatron_port.runtime.discovery import ProcessInfo
@@ -282,7 +283,7 @@ def test_the_command_line_prints_one_line_for_a_lost_peer(tmp_path: Path) -> Non
 def _both_ways(steps: int) -> list[float]:
     """1F1B's traffic between two stages, batched, gradients on a group of their own, as under NCCL."""
     ctx = ParallelContext.create(Topology(pp=2), "cpu", "gloo")
-    ctx = replace(ctx, pp_reverse_group=dist.new_group([0, 1], backend="gloo"))
+    ctx = replace(ctx, relations={**ctx.relations, REVERSE: dist.new_group([0, 1], backend="gloo")})
     link = StageLink(ctx)
     link._batched = True
     got = []

@@ -116,8 +116,8 @@ def _sums_by_axis(tp: int, pp: int, dp: int, copies: int) -> dict[str, float | N
     first = ParallelContext.create(topology, "cpu", "gloo")
     ctx = ParallelContext.create(topology, "cpu")
     sums: dict[str, float | None] = {}
-    for axis in ("tp", "dp", "pp", "embedding", "kv"):
-        group = ctx.group(axis)
+    for axis in ("tp", "dp", "pp", "embedding", "kv_copies"):
+        group = ctx.named_groups().get(axis)
         if group is None:
             sums[axis] = None
             continue
@@ -235,11 +235,11 @@ def test_groups_join_the_ranks_of_an_axis(ranks: RankPool, tp: int, pp: int, dp:
     topology = Topology(tp=tp, pp=pp, dp=dp)
     for rank, sums in enumerate(ranks.run(topology.world_size, _sums_by_axis, tp, pp, dp, copies)):
         first = rank // copies * copies
-        assert sums["kv"] == (None if copies == 1 else float(sum(range(first, first + copies))))
+        assert sums["kv_copies"] == (None if copies == 1 else float(sum(range(first, first + copies))))
         for axis in ("tp", "dp", "pp"):
             alone = getattr(topology, axis) == 1
-            assert sums[axis] == (None if alone else float(sum(topology.group(axis, rank))))
-        stages = topology.group("pp", rank)
+            assert sums[axis] == (None if alone else float(sum(topology.mesh.members(rank, topology.mesh.factors(axis)))))
+        stages = topology.mesh.members(rank, topology.mesh.factors("pp"))
         ends = pp > 1 and rank in (stages[0], stages[-1])
         assert sums["embedding"] == (float(stages[0] + stages[-1]) if ends else None)
 

@@ -18,7 +18,7 @@ from megatron_port.config.checks import check, resolve
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import Engine
-from megatron_port.parallel.context import ALL, ParallelContext
+from megatron_port.parallel.context import ParallelContext
 from megatron_port.pipeline.transfer import Arrival
 from megatron_port.session.assemble import build_engine, topology_of
 
@@ -70,8 +70,8 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.bytes: dict[tuple[str, str], int] = {}
         self.other: set[str] = set()
-        # Where all tensor ranks hold the same key/value heads, "kv" is the group "tp".
-        self.axes = {g.group_name: axis for axis in reversed(ALL) if (g := ctx.group(axis)) is not None}
+        # Purposes over the same ranks share a group; it goes by the first of them.
+        self.axes = {g.group_name: axis for axis, g in reversed(ctx.named_groups().items())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":

@@ -8,15 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.optim.buckets import ALIGN, plan_buckets, shard_ranges
-from megatron_port.parallel.record import InitSpec, ParameterRecord, split_record
+from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord
+from megatron_port.parallel.topology import Topology
+from tests.unit.contexts import slice_record
 
+MESH = Topology(tp=2, dp=4).mesh
 kinds = st.sampled_from(["plain", "partial", "tied"])
 parameters = st.lists(st.tuples(st.integers(1, 5000), kinds), min_size=1, max_size=12)
 
 
 def record(i: int, numel: int, kind: str) -> ParameterRecord:
-    extra: dict[str, Any] = {"plain": {}, "partial": {"partial_grad_over_tp": True}, "tied": {"tied_key": f"p{i}"}}
-    return split_record(f"p{i}", (numel,), init=InitSpec("zeros"), decay=True, **extra[kind])
+    extra: dict[str, Any] = {"plain": {}, "partial": {"partial_over": SEQUENCE}, "tied": {"tied_key": f"p{i}"}}
+    return slice_record(f"p{i}", (numel,), init=InitSpec("zeros"), decay=True, **extra[kind])
 
 
 @given(st.lists(parameters, min_size=1, max_size=3), st.integers(1, 7), st.integers(1, 9000))
@@ -29,16 +32,16 @@ def test_shards_cover_every_element_once(
         numbered.append([(len(sizes) + i, record(len(sizes) + i, n, kind), n) for i, (n, kind) in enumerate(chunk)])
         sizes += [n for n, _ in chunk]
     records = {i: r for chunk in numbered for i, r, _ in chunk}
-    plans = plan_buckets(numbered, shards=shards, capacity=capacity)
+    plans = plan_buckets(numbered, MESH, spread=MESH.factors("dp"), shards=shards, capacity=capacity)
     seen = [[0] * n for n in sizes]
     for plan in plans:
         assert plan.numel % (ALIGN * shards) == 0
         assert len(plan.slots) == 1 or sum(s.numel for s in plan.slots) <= capacity + ALIGN * len(plan.slots)
         for slot in plan.slots:
             assert slot.start % ALIGN == 0
-            kind = "tied" if records[slot.index].tied_key else "partial" if records[slot.index].partial_grad_over_tp \
-                else "plain"
-            assert plan.kind == kind and (kind != "tied" or len(plan.slots) == 1)
+            owner = records[slot.index]
+            assert plan.tied == (owner.tied_key is not None) and (not plan.tied or len(plan.slots) == 1)
+            assert plan.beyond == (MESH.factors("tp") if owner.partial_over == SEQUENCE else frozenset())
         for shard in range(shards):
             low, high = shard * plan.numel // shards, (shard + 1) * plan.numel // shards
             for f in shard_ranges(plan, shard=shard, shards=shards):

@@ -17,16 +17,16 @@ from megatron_port.model.gpt import GPTStage, build_stage
 from megatron_port.model.shapes import model_records
 from megatron_port.optim import gradients
 from megatron_port.optim.gradients import (
-    counts_in_norm,
     global_square_norm,
     reduce_partial_gradients,
 )
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import InitSpec, ParameterRecord, record_of, split_record
+from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
+from tests.unit.contexts import rank_of, slice_record
 
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, vocab_size=13, seq_length=8)
 TOPOLOGIES = [Topology(), Topology(tp=2), Topology(pp=4), Topology(tp=2, pp=2, dp=2), Topology(tp=4, pp=3),
@@ -72,15 +72,14 @@ def rank_gradients(stage: GPTStage, dtype: torch.dtype) -> Pairs:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_each_logical_element_counts_once_in_a_replica(topology: Topology, sp: bool, tied: bool) -> None:
+def test_each_logical_element_is_owned_once(topology: Topology, sp: bool, tied: bool) -> None:
     count: dict[str, torch.Tensor] = {}
     for rank in range(topology.world_size):
         stage = stage_of(topology, rank, tied=tied, sp=sp)
-        if stage.build.ctx.coords.dp:
-            continue
+        ctx = stage.build.ctx
         for record in (record_of(p) for p in stage.parameters()):
             seen = count.setdefault(record.name, torch.zeros(record.shape, dtype=torch.int64))
-            seen[record.box()] += counts_in_norm(record, stage.build.ctx)
+            seen[record.box()] += record.is_owned(ctx.mesh, ctx.rank)
     want = {n: r.shape for n, r in model_records(model_of(topology, tied=tied)).items()}
     assert {n: tuple(c.shape) for n, c in count.items()} == want
     for name, seen in count.items():
@@ -94,7 +93,7 @@ def test_the_ranks_squares_add_up_to_the_whole_models(topology: Topology, dtype:
     total = 0.0
     for rank in range(topology.world_size):
         stage = stage_of(topology, rank, tied=True, sp=True)
-        if stage.build.ctx.coords.dp:
+        if stage.build.ctx.index("dp"):
             continue
         share = global_square_norm(rank_gradients(stage, dtype), stage.build.ctx)
         assert share.dtype == torch.float64 and share.dim() == 0  # the same on ranks that count nothing
@@ -106,7 +105,7 @@ def test_the_ranks_squares_add_up_to_the_whole_models(topology: Topology, dtype:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_squares_of_halves_are_summed_in_fp32(dtype: torch.dtype) -> None:
-    record = split_record("w", (70000,), init=InitSpec("zeros"), decay=True)
+    record = slice_record("w", (70000,), init=InitSpec("zeros"), decay=True)
     grads = [(record, torch.full((70000,), 2.0, dtype=dtype))]
     assert float(global_square_norm(grads, ParallelContext.single())) == pytest.approx(4 * 70000, rel=1e-6)
 
@@ -114,13 +113,13 @@ def test_squares_of_halves_are_summed_in_fp32(dtype: torch.dtype) -> None:
 def test_a_rank_that_counts_nothing_has_norm_zero() -> None:
     topology = Topology(tp=2)
     ctx = ParallelContext(topology, 1, torch.device("cpu"), topology.coordinates(1))
-    record = split_record("norm.weight", (4,), init=InitSpec("ones"), decay=False)
+    record = slice_record("norm.weight", (4,), init=InitSpec("ones"), decay=False)
     assert float(global_square_norm([(record, torch.ones(4))], ctx)) == 0.0
     assert float(global_square_norm([], ctx)) == 0.0
 
 
 def test_not_finite_stays_not_finite() -> None:
-    record = split_record("w", (4,), init=InitSpec("zeros"), decay=True)
+    record = slice_record("w", (4,), init=InitSpec("zeros"), decay=True)
     for bad in (float("inf"), float("nan")):
         norm = global_square_norm([(record, torch.tensor([1.0, bad, 0.0, 0.0]))], ParallelContext.single())
         assert not torch.isfinite(norm)
@@ -142,16 +141,16 @@ class Recorder:
 def test_only_partial_gradients_are_summed_over_tp(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     recorder = Recorder(monkeypatch)
     stage = stage_of(Topology(tp=2), 0, tied=tied, sp=True)
-    ctx = dataclasses.replace(stage.build.ctx, tp_group="tp")  # type: ignore[arg-type]
+    ctx = rank_of(Topology(tp=2), tp="tp")
     grads = rank_gradients(stage, torch.float32)
     before = {r.name: g.clone() for r, g in grads}
     reduce_partial_gradients(grads, ctx)
     doubled = {r.name for r, g in grads if torch.equal(g, 2 * before[r.name])}
     unchanged = {r.name for r, g in grads if torch.equal(g, before[r.name])}
     # Every replicated parameter: norms, row-parallel biases, positions. A forgotten one drifts silently.
-    assert doubled == {r.name for r, _ in grads if not r.is_split} and doubled
-    assert unchanged == {r.name for r, _ in grads if r.is_split}
-    assert recorder.calls == [(torch.float32, sum(g.numel() for r, g in grads if not r.is_split), "tp")]
+    assert doubled == {r.name for r, _ in grads if r.split_dim is None} and doubled
+    assert unchanged == {r.name for r, _ in grads if r.split_dim is not None}
+    assert recorder.calls == [(torch.float32, sum(g.numel() for r, g in grads if r.split_dim is None), "tp")]
 
 
 def test_copies_of_key_value_heads_are_summed_over_those_that_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +158,7 @@ def test_copies_of_key_value_heads_are_summed_over_those_that_hold_them(monkeypa
     stage = stage_of(Topology(tp=4, kv_copies=2), 1, tied=True, sp=False)
     grads = rank_gradients(stage, torch.float32)
     before = [g.clone() for _, g in grads]
-    reduce_partial_gradients(grads, dataclasses.replace(stage.build.ctx, tp_group="tp", kv_group="kv"))
+    reduce_partial_gradients(grads, rank_of(Topology(tp=4, kv_copies=2), 1, tp="tp", kv_copies="kv"))
     doubled = [r for (r, g), b in zip(grads, before) if not torch.equal(g, b)]
     assert sorted(r.name for r in doubled) == sorted(
         f"layers.{i}.attention.qkv.{kind}" for i in range(4) for kind in ("weight", "bias")
@@ -170,7 +169,7 @@ def test_copies_of_key_value_heads_are_summed_over_those_that_hold_them(monkeypa
 def test_without_sequence_parallelism_nothing_is_partial(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     stage = stage_of(Topology(tp=2), 0, tied=True, sp=False)
-    ctx = dataclasses.replace(stage.build.ctx, tp_group="tp")  # type: ignore[arg-type]
+    ctx = rank_of(Topology(tp=2), tp="tp")
     reduce_partial_gradients(rank_gradients(stage, torch.float32), ctx)
     assert recorder.calls == []
 
@@ -180,14 +179,14 @@ def test_one_collective_a_dtype_and_shapes_survive(monkeypatch: pytest.MonkeyPat
     shapes = {"a": (2, 3), "b": (4,), "c": (1, 5), "d": (2, 2, 2)}
     dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "d": torch.bfloat16}
     grads = [
-        (split_record(n, s, init=InitSpec("zeros"), decay=False, partial_grad_over_tp=True),
+        (slice_record(n, s, init=InitSpec("zeros"), decay=False, partial_over=SEQUENCE),
          torch.arange(prod(s), dtype=dtypes[n]).view(s))
         for n, s in shapes.items()
     ]
     # Not contiguous: a transposed view must be written through.
     base = torch.arange(6.0).view(3, 2)
     grads[0] = (grads[0][0], base.t())
-    ctx = dataclasses.replace(ParallelContext.single(), tp_group="tp")  # type: ignore[arg-type]
+    ctx = rank_of(Topology(tp=2), tp="tp")
     reduce_partial_gradients(iter(grads), ctx)
     assert sorted((str(d), n) for d, n, _ in recorder.calls) == [("torch.bfloat16", 12), ("torch.float32", 11)]
     assert torch.equal(base, 2 * torch.arange(6.0).view(3, 2))

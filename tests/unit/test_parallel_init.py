@@ -23,9 +23,10 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.embedding import padded_vocab_size
 from megatron_port.parallel.init import initial_reader, initial_values
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import InitSpec, ParameterRecord, record_of, split_record
+from megatron_port.parallel.record import InitSpec, ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
+from tests.unit.contexts import slice_record
 
 NORMAL = InitSpec("normal", 0.02)
 
@@ -57,7 +58,7 @@ def test_any_box_is_a_slice_of_the_whole(shape: list[int], data: st.DataObject) 
 def test_slices_put_together_are_the_single_process(tp: int, shape: tuple[int, ...], split_dim: int) -> None:
     """Column, row, packed [2, ffn, h] and bias-shaped parameters."""
     parts = [
-        draw(split_record("w", shape, init=NORMAL, decay=True, split_dim=split_dim, tp_rank=r, tp_size=tp))
+        draw(slice_record("w", shape, init=NORMAL, decay=True, split_dim=split_dim, tp_rank=r, tp_size=tp))
         for r in range(tp)
     ]
     assert torch.equal(torch.cat(parts, split_dim), whole(shape))
@@ -68,7 +69,7 @@ def test_slices_put_together_are_the_single_process(tp: int, shape: tuple[int, .
 def test_vocabulary_padding_is_never_drawn(tp: int, vocab: int, multiple: int) -> None:
     padded = padded_vocab_size(vocab, tp=tp, multiple=multiple)
     records = [
-        split_record("w", (vocab, 6), init=NORMAL, decay=True, split_dim=0, tp_rank=r, tp_size=tp, padded=padded)
+        slice_record("w", (vocab, 6), init=NORMAL, decay=True, split_dim=0, tp_rank=r, tp_size=tp, padded=padded)
         for r in range(tp)
     ]
     assert [draw(r).shape[0] for r in records] == [r.extent[0] for r in records]
@@ -161,7 +162,7 @@ def test_output_layers_start_smaller() -> None:
 
 
 def test_moments_read_as_zero() -> None:
-    record = split_record("w", (4, 4), init=NORMAL, decay=True)
+    record = slice_record("w", (4, 4), init=NORMAL, decay=True)
     read = initial_reader({"w": record}, 1)
     assert torch.equal(read("w", "exp_avg", (1, 0), (2, 4)), torch.zeros(2, 4))
     assert torch.equal(read("w", "weight", (1, 0), (2, 4)), whole((4, 4))[1:3])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron_port.engine.module import ScratchBuffer, logical_pieces, read_local, read_range, recorded_parameters
-from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, record_of, split_record
+from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, record_of
+from tests.unit.contexts import slice_record
 
 NORMAL = InitSpec("normal", 0.02)
 Shape = tuple[int, ...]
@@ -35,7 +36,7 @@ def splits(draw: st.DrawFn) -> tuple[tuple[int, ...], int | None, int, int]:
 
 def records(shape: tuple[int, ...], dim: int | None, tp: int, padded: int) -> list[ParameterRecord]:
     return [
-        split_record("w", shape, init=NORMAL, decay=True, split_dim=dim, tp_rank=r, tp_size=tp, padded=padded)
+        slice_record("w", shape, init=NORMAL, decay=True, split_dim=dim, tp_rank=r, tp_size=tp, padded=padded)
         for r in range(tp)
     ]
 
@@ -47,7 +48,7 @@ def test_slices_cover_the_logical_tensor_once(case: tuple[tuple[int, ...], int |
     logical = torch.arange(1, prod(shape) + 1).view(shape)
     count = torch.zeros(shape, dtype=torch.int64)
     for r in records(*case):
-        assert r.shape == shape and r.numel == prod(shape) and r.is_split == (dim is not None)
+        assert r.shape == shape and r.numel == prod(shape) and r.split_dim == dim
         assert all(0 <= o <= o + e <= n for o, e, n in zip(r.offset, r.extent, shape))
         assert all(e <= size for e, size in zip(r.extent, r.local_shape))
         count[r.box()] += 1
@@ -133,17 +134,17 @@ def test_a_range_is_read_to_where_it_stays() -> None:
 
 def test_an_uneven_split_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="w: dimension 1 has 9 elements, not divisible by tp 2"):
-        split_record("w", (4, 9), init=NORMAL, decay=True, split_dim=1, tp_rank=0, tp_size=2)
+        slice_record("w", (4, 9), init=NORMAL, decay=True, split_dim=1, tp_rank=0, tp_size=2)
 
 
 def test_inner_padding_is_a_mistake() -> None:
-    r = split_record("w", (4, 5), init=NORMAL, decay=True, split_dim=1, tp_size=2, padded=8)
+    r = slice_record("w", (4, 5), init=NORMAL, decay=True, split_dim=1, tp_size=2, padded=8)
     with pytest.raises(ValueError, match="padding along dimension 1"):
         list(logical_pieces(replace(r, extent=(4, 3)), "weight", torch.zeros(16), 0))
 
 
 def test_attach_checks_the_shape() -> None:
-    r = split_record("w", (4, 2), init=NORMAL, decay=True)
+    r = slice_record("w", (4, 2), init=NORMAL, decay=True)
     parameter = nn.Parameter(torch.zeros(4, 2))
     assert attach(parameter, r) is parameter and record_of(parameter) is r
     with pytest.raises(ValueError, match=r"w: tensor \(2, 4\), record \(4, 2\)"):
@@ -155,7 +156,7 @@ def test_attach_checks_the_shape() -> None:
 def test_two_parameters_of_one_name_are_a_mistake() -> None:
     module = nn.Module()
     for attribute in ("a", "b"):
-        record = split_record("same", (2,), init=NORMAL, decay=False)
+        record = slice_record("same", (2,), init=NORMAL, decay=False)
         module.register_parameter(attribute, attach(nn.Parameter(torch.zeros(2)), record))
     with pytest.raises(ValueError, match=r"share a canonical name: \['same'\]"):
         recorded_parameters(module)

@@ -15,11 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.errors import ConfigError, EnvironmentFault
-from megatron_port.parallel.context import ParallelContext, group_list
+from megatron_port.parallel.context import ParallelContext, planned
 from megatron_port.parallel.topology import Coordinates, Topology
 
 AXES = ("tp", "pp", "dp")
 TOPOLOGIES = st.builds(Topology, tp=st.integers(1, 9), pp=st.integers(1, 9), dp=st.integers(1, 9))
+
+
+def groups_along(t: Topology, axis: str) -> list[tuple[int, ...]]:
+    return list(t.mesh.groups(t.mesh.factors(axis)))
 
 
 @settings(max_examples=80, deadline=None)
@@ -27,7 +31,7 @@ TOPOLOGIES = st.builds(Topology, tp=st.integers(1, 9), pp=st.integers(1, 9), dp=
 def test_ranks_and_coordinates_are_one_to_one(t: Topology) -> None:
     points = [t.coordinates(rank) for rank in range(t.world_size)]
     assert len(set(points)) == t.world_size == t.tp * t.pp * t.dp
-    assert [t.rank(pp=c.pp, dp=c.dp, tp=c.tp) for c in points] == list(range(t.world_size))
+    assert [t.first_rank(pp=c.pp, dp=c.dp, tp=c.tp) for c in points] == list(range(t.world_size))
     assert all(0 <= c.pp < t.pp and 0 <= c.dp < t.dp and 0 <= c.tp < t.tp for c in points)
     for rank in (-1, t.world_size):
         with pytest.raises(ValueError, match=f"rank {rank} is outside"):
@@ -37,12 +41,13 @@ def test_ranks_and_coordinates_are_one_to_one(t: Topology) -> None:
 @settings(max_examples=80, deadline=None)
 @given(TOPOLOGIES, st.sampled_from(AXES))
 def test_groups_partition_the_world(t: Topology, axis: str) -> None:
-    groups = list(t.groups(axis))
+    over = t.mesh.factors(axis)
+    groups = list(t.mesh.groups(over))
     assert sorted(itertools.chain(*groups)) == list(range(t.world_size))
     assert {len(g) for g in groups} == {getattr(t, axis)}
     for g in groups:
         for place, rank in enumerate(g):
-            assert t.group(axis, rank) == g
+            assert t.mesh.members(rank, over) == g
             here = t.coordinates(rank)
             assert getattr(here, axis) == place
             assert replace(here, **{axis: 0}) == t.coordinates(g[0])
@@ -51,11 +56,11 @@ def test_groups_partition_the_world(t: Topology, axis: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(TOPOLOGIES)
 def test_tensor_neighbours_are_adjacent_and_stages_far(t: Topology) -> None:
-    for g in t.groups("tp"):
+    for g in groups_along(t, "tp"):
         assert g == tuple(range(g[0], g[0] + t.tp)) and g[0] % t.tp == 0
-    for g in t.groups("dp"):
+    for g in groups_along(t, "dp"):
         assert {b - a for a, b in itertools.pairwise(g)} <= {t.tp}
-    for g in t.groups("pp"):
+    for g in groups_along(t, "pp"):
         assert {b - a for a, b in itertools.pairwise(g)} <= {t.tp * t.dp}
 
 
@@ -63,7 +68,7 @@ def test_tensor_neighbours_are_adjacent_and_stages_far(t: Topology) -> None:
 @given(TOPOLOGIES, st.data())
 def test_stage_peers(t: Topology, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, t.world_size - 1))
-    stages = t.group("pp", rank)
+    stages = t.mesh.members(rank, t.mesh.factors("pp"))
     assert [t.stage_peer(rank, s) for s in range(t.pp)] == list(stages)
     assert t.stage_peer(rank, t.pp) == stages[0] and t.stage_peer(rank, -1) == stages[-1]
 
@@ -93,7 +98,7 @@ print("=" + json.dumps(out))
         ours = [t.coordinates(r) for r in range(t.world_size)]
         assert [[c.pp, c.dp, c.tp] for c in ours] == places
         for axis in AXES:
-            assert lists[axis] == sorted(list(g) for g in t.groups(axis)), (t, axis)
+            assert lists[axis] == sorted(list(g) for g in groups_along(t, axis)), (t, axis)
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -106,25 +111,26 @@ def test_sizes_below_one_are_refused(axis: str, size: int) -> None:
 def test_all_ranks_make_the_same_groups_once() -> None:
     """Groups of one rank are not made; each tied pair of stages is."""
     t = Topology(tp=2, pp=3, dp=2)
-    made = group_list(t)
-    assert len(set(made)) == len(made) == 6 + 6 + 4 + 4
-    assert [axis for axis, _ in made] == ["tp"] * 6 + ["dp"] * 6 + ["pp"] * 4 + ["embedding"] * 4
-    assert {g for axis, g in made if axis == "embedding"} == {(g[0], g[-1]) for g in t.groups("pp")}
-    assert group_list(Topology()) == []
-    assert [axis for axis, _ in group_list(Topology(dp=2))] == ["dp"]
+    made = planned(t)
+    assert [c.names[0] for c in made] == ["tp", "dp", "pp", "embedding", "world"]
+    assert [len(c.groups) for c in made] == [6, 6, 4, 4, 1]
+    assert set(made[3].groups) == {(g[0], g[-1]) for g in groups_along(t, "pp")}
+    assert planned(Topology()) == []
+    assert [c.names[0] for c in planned(Topology(dp=2))] == ["dp"]
 
 
 def test_a_large_world_costs_little() -> None:
     """3,072 ranks: the groups are counted without making any."""
     t = Topology(tp=8, pp=64, dp=6)
     assert t.world_size == 3072
-    assert [sum(axis == a for a, _ in group_list(t)) for axis in (*AXES, "embedding")] == [384, 48, 512, 48]
+    counts = {c.names[0]: len(c.groups) for c in planned(t, two_way=True)}
+    assert counts == {"tp": 384, "dp": 512, "pp": 48, "embedding": 48, "pp_reverse": 48, "world": 1}
 
 
 def test_a_single_process_has_no_groups() -> None:
     ctx = ParallelContext.create(Topology(), "cpu")
     assert ctx.coords == Coordinates(pp=0, dp=0, tp=0) and ctx.device == torch.device("cpu")
-    assert [ctx.group(axis) for axis in (*AXES, "embedding")] == [None] * 4
+    assert ctx.named_groups() == {} and all(ctx.over(axis) is None for axis in AXES)
     assert ctx.is_first_stage and ctx.is_last_stage
     ctx.close()
 

@@ -46,7 +46,7 @@ def test_elements_of_every_rank_are_the_meta_models(name: str, tp: int, pp: int)
     case, _ = case_of(config)
     topology = Topology(tp=tp, pp=pp, dp=1, kv_copies=max(tp // model.kv_heads, 1))
     for stage in range(pp):
-        rank = topology.rank(pp=stage, dp=0, tp=tp - 1)
+        rank = topology.first_rank(pp=stage, tp=tp - 1)
         ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
         (built,) = build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device))
         assert stage_elements(case, stage) == sum(p.numel() for p in built.parameters()), stage

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_port.errors import DataError, EnvironmentFault
-from megatron_port.parallel.context import ParallelContext, group_list
+from megatron_port.parallel.context import ParallelContext, planned
 from megatron_port.parallel.topology import Topology
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.logging import Logger
@@ -101,7 +101,7 @@ def test_ranges_of_ranks_are_short() -> None:
 
 def test_a_single_context_has_no_groups() -> None:
     ctx = ParallelContext.single("cpu")
-    assert [ctx.group(a) for a in ("tp", "dp", "pp", "embedding")] == [None] * 4
+    assert ctx.named_groups() == {} and ctx.over("tp") is None and ctx.over("dp", "cp") is None
     assert ctx.is_first_stage and ctx.is_last_stage and ctx.device == torch.device("cpu")
     ctx.close()
 
@@ -113,9 +113,10 @@ def test_a_context_of_the_wrong_size_is_refused() -> None:
 
 def test_groups_cover_every_rank_once_an_axis_and_skip_single_ranks() -> None:
     topology = Topology(tp=2, pp=3, dp=2)
-    groups = group_list(topology)
-    assert [axis for axis, _ in groups] == ["tp"] * 6 + ["dp"] * 6 + ["pp"] * 4 + ["embedding"] * 4
+    groups = {c.names[0]: c.groups for c in planned(topology)}
+    assert {name: len(g) for name, g in groups.items()} == {"tp": 6, "dp": 6, "pp": 4, "embedding": 4, "world": 1}
     for axis in ("tp", "dp", "pp"):
-        assert sorted(r for a, g in groups if a == axis for r in g) == list(range(12))
-    assert [g for a, g in groups if a == "embedding"] == [(g[0], g[-1]) for a, g in groups if a == "pp"]
-    assert group_list(Topology()) == [] and {a for a, _ in group_list(Topology(dp=4))} == {"dp"}
+        assert sorted(r for g in groups[axis] for r in g) == list(range(12))
+    assert list(groups["embedding"]) == [(g[0], g[-1]) for g in groups["pp"]]
+    assert planned(Topology()) == []
+    assert [c.names for c in planned(Topology(dp=4))] == [("dp", "dp+cp", "dp_shard", "world")]
