@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.config.layout_name import parse_layout
 from megatron_port.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
@@ -50,22 +50,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def parse_layout(text: str, base: LayoutConfig) -> LayoutConfig:
-    """``tp2pp2dp2sp`` → the base with these sizes. Raises ConfigError."""
-    match = re.fullmatch(r"tp(\d+)pp(\d+)dp(\d+)(sp)?", text)
-    if match is None:
-        raise ConfigError(f"layout {text!r}: write tp2pp2dp2, with sp behind it for sequence parallelism")
-    tp, pp, dp = (int(x) for x in match.groups()[:3])
-    return replace(
-        base, tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp,
-        sequence_parallel=bool(match[4]),
-        pipeline_split=base.pipeline_split if pp == base.pipeline_parallel_size else (),
-    )
-
-
 def world_of(layout: LayoutConfig) -> int:
     """Ranks that a layout needs."""
-    return layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.data_parallel_size
+    return (layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.data_parallel_size
+            * layout.context_parallel_size)
 
 
 def config_for(config: RunConfig, layout: str) -> RunConfig:

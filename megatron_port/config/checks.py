@@ -88,6 +88,9 @@ _SIZES: dict[str, _Rule] = {
     "layout.pipeline_parallel_size": _ONE,
     "layout.virtual_pipeline_size": _ONE,
     "layout.data_parallel_size": _ZERO,
+    "layout.shard_size": _ZERO,
+    "layout.context_parallel_size": _ONE,
+    "layout.expert_parallel_size": _ONE,
     "layout.vocab_padding_multiple": _ONE,
     "layout.reduce_bucket_size": _ONE,
     "batch.micro_batch_size": _ONE,
@@ -433,6 +436,11 @@ def _engine_problems(config: RunConfig) -> list[str]:
             out.append(
                 f"engine deepspeed cannot run layout.pipeline_schedule {schedule!r} with virtual_pipeline_size {v}; "
                 "use '1f1b' with 1, or engine native"
+            )
+        if layout.shard_size:
+            out.append(
+                f"engine deepspeed with layout.shard_size {layout.shard_size}: it splits optimizer state over all "
+                "replicas; use 0, or engine native"
             )
         if config.precision.grad_reduce_dtype != "fp32":
             out.append(

@@ -81,6 +81,7 @@ def layout_problems(config: RunConfig, world_size: int | None) -> list[str]:
         *pipeline_problems(config),
         *_world_problems(config, world_size),
         *batch_problems(config, world_size),
+        *_axis_problems(config, world_size),
     ]
 
 
@@ -222,6 +223,25 @@ def _replicas(config: RunConfig, world_size: int | None) -> int:
     if layout.data_parallel_size or not world or world < 1:
         return layout.data_parallel_size or 1
     return max(world // (layout.tensor_parallel_size * layout.pipeline_parallel_size), 1)
+
+
+def _axis_problems(config: RunConfig, world_size: int | None) -> list[str]:
+    """Hybrid sharding, and the axes that are planned and not built."""
+    layout = config.layout
+    out = [
+        f"layout.{name} is {size}: {what} is not built yet; use 1"
+        for name, size, what in (
+            ("context_parallel_size", layout.context_parallel_size, "context parallelism"),
+            ("expert_parallel_size", layout.expert_parallel_size, "expert parallelism"),
+        ) if size > 1
+    ]
+    replicas, shard = _replicas(config, world_size), layout.shard_size
+    if shard and replicas % shard:
+        near = either(nearest(shard, divisors(replicas)))
+        out.append(f"layout.shard_size {shard} does not divide data_parallel_size {replicas}; use {near}, or 0: all")
+    if shard and not layout.zero_stage:
+        out.append(f"layout.shard_size {shard} with zero_stage 0, which splits nothing; use zero_stage 1, or 0 here")
+    return out
 
 
 def batch_problems(config: RunConfig, world_size: int | None) -> list[str]:

@@ -127,6 +127,13 @@ class LayoutConfig:
     """Chunks of layers on each stage, v (engine native): interleaved 1f1b, or zb-v with 2."""
     data_parallel_size: int = 0
     """Replicas, d; 0: world size / (t * p)."""
+    shard_size: int = 0
+    """Replicas over which ZeRO splits optimizer state, a divisor of d; the others hold copies of the pieces (hybrid
+    sharding, engine native). 0: all of them."""
+    context_parallel_size: int = 1
+    """Ranks that share the positions of a sequence, c. Not built yet: only 1."""
+    expert_parallel_size: int = 1
+    """Ranks that share the experts of a layer, e. Not built yet: only 1."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
     zero_stage: int = 1

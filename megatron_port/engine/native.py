@@ -99,7 +99,7 @@ class NativeEngine:
         self.parameters = recorded_parameters(self.stage)
         self.sharded = ShardedParameters(
             self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
-            shards=ctx.topology.dp if config.layout.zero_stage else 1, capacity=config.layout.reduce_bucket_size,
+            split_state=config.layout.zero_stage > 0, capacity=config.layout.reduce_bucket_size,
             reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
             shard_gradients=config.layout.zero_stage == 2,
         )
@@ -185,7 +185,7 @@ class NativeEngine:
         at(OPTIMIZER, "gradient norm and update")
         square = global_square_norm(
             ((p.record, p.gradient) for p in self.sharded.pieces), self.ctx, self.update.square_norm,
-            sharded=self.sharded.shards > 1,
+            spread=self.sharded.spread,
         )
         self.state_check.verify()
         norm, refused = self.update.step(square, lr=lr, scale=used_scale, veto=veto, limit=largest_norm)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_port.parallel.mesh import Factors, Mesh
+from megatron_port.parallel.mesh import REPLICAS, Factors, Mesh
 from megatron_port.parallel.record import ParameterRecord
 
 ALIGN = 64
@@ -34,15 +34,12 @@ class BucketPlan:
     slots: tuple[BucketEntry, ...]
     numel: int
     beyond: Factors = frozenset()
-    """Factors along which the sums over replicas are still to be summed: tp under sequence parallelism, the copies of
-    key/value heads."""
+    """Factors along which the first sums are still to be summed: tp under sequence parallelism, the copies of
+    key/value heads, replicas of the shards."""
     tied: bool = False
     """Also to be summed over the stages that hold a copy."""
-
-    @property
-    def summed_once(self) -> bool:
-        """The sum over replicas is all."""
-        return not self.beyond and not self.tied
+    late: bool = False
+    """Its gradients come all through a backward pass: those of norms, biases and tied tables."""
 
 
 Listed = tuple[int, ParameterRecord, int]
@@ -50,17 +47,17 @@ Listed = tuple[int, ParameterRecord, int]
 
 
 def plan_buckets(
-    chunks: Sequence[Sequence[Listed]], mesh: Mesh, *, spread: Factors, shards: int, capacity: int
+    chunks: Sequence[Sequence[Listed]], mesh: Mesh, *, first: Factors, shards: int, capacity: int
 ) -> list[BucketPlan]:
     """Return buckets of at most ``capacity`` elements; a larger parameter has its own.
 
     Args:
         chunks: the parameters of each chunk, in forward order.
-        spread: factors of the first sum, over the replicas.
+        first: factors of the first sum, which leaves each of ``shards`` replicas its part.
         shards: replicas that divide a bucket.
     """
     def key(record: ParameterRecord) -> tuple[bool, list[int]]:
-        return record.tied_key is not None, sorted(record.reduces_beyond(mesh, spread))
+        return record.tied_key is not None, sorted(record.reduces_over(mesh) - first)
 
     plans: list[BucketPlan] = []
     for chunk in reversed(chunks):
@@ -69,7 +66,8 @@ def plan_buckets(
             alike = [entry for entry in reversed(chunk) if key(entry[1]) == (tied, list(beyond))]
             for slots, end in _filled(alike, 0 if tied else capacity):
                 numel = -(-end // (ALIGN * shards)) * ALIGN * shards
-                plans.append(BucketPlan(slots, numel, frozenset(beyond), tied))
+                late = tied or bool(frozenset(beyond) - mesh.factors(*REPLICAS))
+                plans.append(BucketPlan(slots, numel, frozenset(beyond), tied, late))
     return plans
 
 

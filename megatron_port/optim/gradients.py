@@ -38,7 +38,7 @@ def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext
     data = ctx.mesh.factors(*REPLICAS)
     by_group: dict[Factors, list[torch.Tensor]] = {}
     for record, g in grads:
-        by_group.setdefault(record.reduces_beyond(ctx.mesh, data), []).append(g)
+        by_group.setdefault(record.reduces_over(ctx.mesh) - data, []).append(g)
     for beyond in sorted(by_group, key=sorted):
         group = ctx.along(beyond)
         if group is not None:
@@ -71,7 +71,7 @@ def global_square_norm(
     ctx: ParallelContext,
     square_norm: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
     *,
-    sharded: bool = False,
+    spread: Factors = frozenset(),
 ) -> torch.Tensor:
     """Return the sum of squares of all final gradients of the model, a float64 scalar on the device. Collective.
 
@@ -80,10 +80,9 @@ def global_square_norm(
 
     Args:
         square_norm: of a list of tensors; None: torch's ops.
-        sharded: each replica gives its own pieces of the gradients (ZeRO).
+        spread: factors along which each rank gives its own pieces of the gradients (ZeRO).
     """
-    data = ctx.mesh.factors(*REPLICAS)
-    mine = [g.detach() for record, g in grads if record.is_owned(ctx.mesh, ctx.rank, spread=data)]
+    mine = [g.detach() for record, g in grads if record.is_owned(ctx.mesh, ctx.rank, spread=spread)]
     if square_norm is not None and mine:
         total = square_norm(mine)
     else:
@@ -91,8 +90,7 @@ def global_square_norm(
         squares = [g.to(wide).square().sum() for g in mine]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=ctx.device)
     total = total.double()  # one dtype on all ranks, also where a rank has nothing to add
-    for factors in (data if sharded else frozenset(), ctx.mesh.factors("tp"), ctx.mesh.factors("pp")):
-        group = ctx.along(factors)
-        if group is not None:
-            dist.all_reduce(total, group=group)
+    # Owners may lie anywhere on the mesh, so one sum over all ranks is right whatever axes a parameter lies along.
+    if ctx.world_group is not None:
+        dist.all_reduce(total, group=ctx.world_group)
     return total

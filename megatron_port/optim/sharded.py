@@ -27,7 +27,7 @@ from megatron_port.optim.grad_ready import GradReadyTracker
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.mesh import REPLICAS, Factors
+from megatron_port.parallel.mesh import REPLICAS, SHARDED, Factors, Mesh
 from megatron_port.parallel.record import ParameterRecord
 
 Recorded = tuple[ParameterRecord, nn.Parameter]
@@ -76,7 +76,7 @@ class Bucket:
         else:
             self.sums = torch.zeros(size, dtype=wide, device=first.device)
         self.window: torch.Tensor | None = None
-        if not lasting and not plan.summed_once:
+        if not lasting and plan.late:
             self.window = torch.empty(plan.numel, dtype=wide, device=first.device)
         own_weights = self.weights[self.own]
         self.masters = own_weights if first.dtype == wide else torch.zeros_like(own_weights, dtype=wide)
@@ -92,37 +92,45 @@ class Bucket:
             p.data = self.weights[span].view(p.shape)
 
 
+def _sums(mesh: Mesh, beyond: Factors) -> tuple[Factors, Factors]:
+    """The sums that make up one over ``beyond``: among replicas of the shards, then along the model's axes. Two, since
+    a communicator for each combination of the two would cost every rank memory."""
+    copies = beyond & mesh.factors("dp_replicate")
+    return copies, beyond - copies
+
+
 class ShardedParameters:
     """The parameters of one rank, in buckets.
 
     Args:
         chunks: the recorded parameters of each chunk, in forward order, each parameter once.
         wide: dtype of masters and gradient sums.
-        shards: over how many replicas masters and moments are split: dp, or 1.
+        split_state: masters and moments are split over the ranks of ``dp_shard``; else each replica has them all.
         capacity: elements of a bucket.
         reduce_dtype: of gradients between replicas; None: ``wide``.
         shard_gradients: stage 2; for schedules whose backward passes are whole (not split in two).
     """
 
     def __init__(
-        self, chunks: Sequence[Sequence[Recorded]], ctx: ParallelContext, *, wide: torch.dtype, shards: int,
+        self, chunks: Sequence[Sequence[Recorded]], ctx: ParallelContext, *, wide: torch.dtype, split_state: bool,
         capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
     ) -> None:
-        self.ctx, self.shards, self.wide = ctx, shards, wide
+        self.ctx, self.wide = ctx, wide
+        mesh = ctx.mesh
+        self.spread = mesh.factors(*SHARDED) if split_state else frozenset()
+        self.shards = shards = mesh.size(self.spread)
+        first = self.spread or mesh.factors(*REPLICAS)
         self.reduce_dtype = wide if reduce_dtype is None else reduce_dtype
         self.shard_gradients = shard_gradients and shards > 1
         self.parameters = [pair for chunk in chunks for pair in chunk]
-        self.replicas = ctx.over(*REPLICAS)
-        data = ctx.mesh.factors(*REPLICAS)
-        self.spread: Factors = data if shards > 1 else frozenset()
-        """Factors along which each rank owns its own pieces."""
-        shard = ctx.index(*REPLICAS) if shards > 1 else 0
+        self.replicas = ctx.along(first)
+        shard = mesh.index(ctx.rank, self.spread)
         numbered, chunk_of, at = [], [], 0
         for c, pairs in enumerate(chunks):
             numbered.append([(at + i, record, p.numel()) for i, (record, p) in enumerate(pairs)])
             chunk_of += [c] * len(pairs)
             at += len(pairs)
-        plans = plan_buckets(numbered, ctx.mesh, spread=data, shards=shards, capacity=capacity)
+        plans = plan_buckets(numbered, mesh, first=first, shards=shards, capacity=capacity)
         self.buckets = [
             Bucket(plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients) for plan in plans
         ]
@@ -149,7 +157,7 @@ class ShardedParameters:
         self._reducing: deque[Bucket] = deque()
         self.windows: Windows | None = None
         if self.shard_gradients:
-            size = max((plan.numel for plan in plans if plan.summed_once), default=0)
+            size = max((plan.numel for plan in plans if not plan.late), default=0)
             self.windows = Windows(size, wide, self.buckets[0].weights.device)
 
     def _piece(self, bucket: Bucket, f: ShardRange) -> Piece:
@@ -277,7 +285,8 @@ class ShardedParameters:
             self.windows.trim()
         ctx = self.ctx
         for bucket in self.buckets:
-            for group in (ctx.along(bucket.plan.beyond), ctx.embedding_group if bucket.plan.tied else None):
+            groups = [ctx.along(factors) for factors in _sums(ctx.mesh, bucket.plan.beyond)]
+            for group in (*groups, ctx.embedding_group if bucket.plan.tied else None):
                 if group is not None:
                     dist.all_reduce(bucket.sums, group=group)
 

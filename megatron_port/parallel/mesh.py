@@ -209,7 +209,12 @@ def communicators(mesh: Mesh, purposes: Iterable[Purpose]) -> list[Communicator]
 
 REPLICAS = ("dp", "cp")
 """Axes along which ranks see different tokens and hold copies of dense layers."""
-SETS = (("tp",), ("dp",), ("pp",), ("cp",), REPLICAS, ("dp_shard",), ("dp_replicate",), ("kv_copies",), ("ep",))
+SHARDED = ("dp_shard", "cp")
+"""Of these, the axes over which ZeRO splits optimizer state."""
+SETS = (
+    ("tp",), ("dp",), ("pp",), ("cp",), REPLICAS, SHARDED, ("kv_copies",), ("ep",),
+    ("dp_replicate",),
+)
 """Sets of axes that some code asks for a group over; see ``ParallelContext.over``."""
 EMBEDDING, REVERSE, WORLD = "embedding", "pp_reverse", "world"
 

@@ -91,10 +91,6 @@ class ParameterRecord:
         """
         return mesh.factors(*self.partial_over) & self.replicated_over(mesh)
 
-    def reduces_beyond(self, mesh: Mesh, spread: Factors) -> Factors:
-        """Factors of :meth:`reduces_over` that a first sum over ``spread`` leaves: partial over tp, hybrid sharding."""
-        return self.reduces_over(mesh) - spread
-
     def is_owned(self, mesh: Mesh, rank: int, *, spread: Factors = frozenset()) -> bool:
         """Return whether this rank's copy is the one that is saved, recorded and counted in the norm.
 

@@ -14,7 +14,8 @@ from megatron_port.plan.counts import norm_elements, stage_elements
 from megatron_port.plan.layer import ends_at_product
 
 Key = tuple[str, str]
-"""(axis: tp | kv | dp | pp | embedding, kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
+"""(axis: tp | kv_copies | dp | pp | embedding | world,
+kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
 SUMS = 16
 """Bytes of the loss and its tokens, shared once a step (two float64)."""
 NORM = 8
@@ -113,16 +114,17 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
             passes = case.micro_batches if case.zero_stage >= 2 else 1
             out.add("dp", "reduce-scatter", passes * whole * reduced)
             out.add("dp", "all-gather", whole * case.width)
-            out.add("dp", "all-reduce", NORM)
         else:
             out.add("dp", "all-reduce", whole * reduced)
     if case.tp > 1:  # gradients of shards
-        out.add("tp", "all-reduce", held["partial"] // shards * case.wide + NORM)
+        out.add("tp", "all-reduce", held["partial"] // shards * case.wide)
         out.add("tp", "broadcast", SUMS)
         copies = "tp" if case.model.kv_heads == 1 else "kv_copies"  # all tp ranks hold the one head
         out.add(copies, "all-reduce", held["shared"] // shards * case.wide)
     if case.pp > 1:
-        out.add("pp", "all-reduce", NORM)
         out.add("pp", "broadcast", SUMS)
         out.add("embedding", "all-reduce", held["tied"] // shards * case.wide)
+    axes = [axis for axis, size in (("tp", case.tp), ("dp", replicas), ("pp", case.pp)) if size > 1]
+    if axes:
+        out.add(axes[0] if len(axes) == 1 else "world", "all-reduce", NORM)
     return out

@@ -32,6 +32,7 @@ def topology_of(config: RunConfig) -> Topology:
     return Topology(
         tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size,
         vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v", kv_copies=kv_copies(config),
+        cp=layout.context_parallel_size, ep=layout.expert_parallel_size, shard=layout.shard_size,
     )
 
 

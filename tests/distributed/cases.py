@@ -166,7 +166,7 @@ def run_case(
     ctx = ParallelContext.create(
         dataclasses.replace(
             topology, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v",
-            kv_copies=config.model.kv_heads_held(topology.tp) // config.model.kv_heads,
+            kv_copies=config.model.kv_heads_held(topology.tp) // config.model.kv_heads, shard=layout.shard_size,
         ), "cpu"
     )
     engine = None

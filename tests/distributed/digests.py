@@ -1,7 +1,7 @@
 """Digests of what every layout computes, to show that a refactoring changes no number.
 
-Run before and after with ``python tests/distributed/digests.py --out FILE`` (resumable), then compare the two files with
-``--compare BEFORE AFTER``. A digest is SHA-256 of all losses, norms, gradients and weights of all ranks, bit for bit.
+Run before and after with ``python tests/distributed/digests.py --out FILE`` (resumable), then compare the two files
+with ``--compare BEFORE AFTER``. A digest is SHA-256 of all losses, norms, gradients and weights of all ranks.
 """
 
 from __future__ import annotations

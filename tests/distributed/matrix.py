@@ -66,6 +66,25 @@ def schedule_matrix(dtypes: Sequence[str] = ("fp32", "bf16"), own_kernels: str =
     return out
 
 
+REPLICATED = ((1, 1, 4), (2, 1, 4), (1, 2, 4))
+"""(tp, pp, dp) with so many replicas that optimizer state may be split within some of them only."""
+
+
+def replica_matrix(dtypes: Sequence[str] = ("fp64",)) -> list[Draw]:
+    """Four replicas under each ZeRO stage, state split over all of them or over two (hybrid sharding)."""
+    out = []
+    for dtype, (tp, pp, dp), (zero, shard), tied in itertools.product(
+        dtypes, REPLICATED, ((0, 0), (1, 0), (1, 2), (2, 0), (2, 2)), (True, False)
+    ):
+        config = make_config(
+            dtype=dtype, micro_batch_size=1, model={"tie_embeddings": tied, "num_layers": 3},
+            layout={"sequence_parallel": tp > 1, "pipeline_schedule": "1f1b", "reduce_bucket_size": 4000,
+                    "zero_stage": zero, "shard_size": shard},
+        )
+        out.append(Draw(len(out), config, Topology(tp, pp, dp)))
+    return out
+
+
 def table(rows: Sequence[dict]) -> str:
     """Worst measured deviation by engine, precision and layout, as Markdown."""
     head = "| engine | schedule | dtype | tp x pp x dp | runs | loss | grad norm | gradient by name | all equal |"

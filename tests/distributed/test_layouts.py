@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from cases import make_config
 from fuzz import Draw, failures, run_draws
-from matrix import LAYOUTS, schedule_matrix
+from matrix import LAYOUTS, replica_matrix, schedule_matrix
 from pool import RankPool
 
 from megatron_port.parallel.topology import Topology
@@ -77,3 +77,15 @@ def test_every_schedule_equals_one_process(ranks: RankPool, world: int) -> None:
     stages = {(name, 1) for name in ("gpipe", "1f1b", "zb-h1", "zb-v")}
     assert ran >= {(*stage, tied) for stage in stages for tied in (True, False)}
     assert world == 2 or {(name, 2, tied) for name in ("gpipe", "1f1b") for tied in (True, False)} <= ran
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_replicas_and_shards_equal_one_process(ranks: RankPool, world: int) -> None:
+    """dp 4 with every ZeRO stage, split over all replicas and over two of them; in fp64."""
+    draws = [d for d in replica_matrix() if d.topology.world_size == world]
+    if world == 8:  # tied without tp, untied with it
+        draws = [d for d in draws if d.config.model.tie_embeddings == (d.topology.tp == 1)]
+    results = run_draws(ranks, draws)
+    assert not failures(results), failures(results)
+    ran = {(d.config.layout.zero_stage, d.config.layout.shard_size) for d, _ in results}
+    assert ran == {(0, 0), (1, 0), (1, 2), (2, 0), (2, 2)}

@@ -238,7 +238,8 @@ def test_groups_join_the_ranks_of_an_axis(ranks: RankPool, tp: int, pp: int, dp:
         assert sums["kv_copies"] == (None if copies == 1 else float(sum(range(first, first + copies))))
         for axis in ("tp", "dp", "pp"):
             alone = getattr(topology, axis) == 1
-            assert sums[axis] == (None if alone else float(sum(topology.mesh.members(rank, topology.mesh.factors(axis)))))
+            members = topology.mesh.members(rank, topology.mesh.factors(axis))
+            assert sums[axis] == (None if alone else float(sum(members)))
         stages = topology.mesh.members(rank, topology.mesh.factors("pp"))
         ends = pp > 1 and rank in (stages[0], stages[-1])
         assert sums["embedding"] == (float(stages[0] + stages[-1]) if ends else None)

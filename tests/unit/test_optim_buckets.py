@@ -32,7 +32,7 @@ def test_shards_cover_every_element_once(
         numbered.append([(len(sizes) + i, record(len(sizes) + i, n, kind), n) for i, (n, kind) in enumerate(chunk)])
         sizes += [n for n, _ in chunk]
     records = {i: r for chunk in numbered for i, r, _ in chunk}
-    plans = plan_buckets(numbered, MESH, spread=MESH.factors("dp"), shards=shards, capacity=capacity)
+    plans = plan_buckets(numbered, MESH, first=MESH.factors("dp"), shards=shards, capacity=capacity)
     seen = [[0] * n for n in sizes]
     for plan in plans:
         assert plan.numel % (ALIGN * shards) == 0
