@@ -71,8 +71,7 @@ class GPTStage(nn.Module):
 
     def activation_shape(self, batch: int, seq: int) -> tuple[int, int, int]:
         """Shape of what passes between stages."""
-        split = self.build.ctx.topology.tp if self.build.sequence_parallel else 1
-        return (seq // split, batch, self.build.model.hidden_size)
+        return (self.build.partition.residual(seq).count, batch, self.build.model.hidden_size)
 
 
 def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GPTStage]:

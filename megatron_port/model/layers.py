@@ -54,8 +54,7 @@ class Embedding(nn.Module):
         cache = self.build.cache.now
         if cache is not None and cache.positions is not None:
             return self.position[cache.positions][None]
-        start = self.build.ctx.coords.tp * rows if self.build.sequence_parallel else 0
-        return self.position[start : start + rows, None, :]
+        return self.build.residual_positions(rows).take(self.position)[:, None, :]
 
 
 class TransformerLayer(nn.Module):

@@ -25,6 +25,7 @@ import torch
 
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
+from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -122,26 +123,32 @@ class DropoutStream:
         return keep_mask(keys, self.op_key(op), drop_threshold(p), row, width=width, offset=offset, count=count)
 
     def dropout(
-        self, x: torch.Tensor, p: float, *, op: str, seq_offset: int = 0, width_offset: int = 0, width: int = 0
+        self, x: torch.Tensor, p: float, *, op: str, positions: Positions | None = None, width_offset: int = 0,
+        width: int = 0,
     ) -> torch.Tensor:
-        """Drop elements of a slice ``x`` [seq, batch, width] of the residual stream.
+        """Drop elements of a slice ``x`` [rows, batch, width] of the residual stream.
 
-        ``seq_offset``/``width_offset``: where the slice starts in the global tensor of row size ``width``.
+        ``positions``: of the rows (None: from 0 on); ``width_offset``: where the slice starts in a row of ``width``.
         """
         if p == 0.0 or not self.enabled:
             return x
-        seq, _, local = x.shape
-        s = torch.arange(seq_offset, seq_offset + seq, dtype=torch.int64, device=x.device).view(-1, 1, 1)
-        keep = self.keep_mask(op, p, s, width=width or local, offset=width_offset, count=local, batch_dim=1)
+        rows, _, local = x.shape
+        row = (positions or Positions.contiguous(rows)).index(x.device).view(-1, 1, 1)
+        keep = self.keep_mask(op, p, row, width=width or local, offset=width_offset, count=local, batch_dim=1)
         return x * keep.to(x.dtype) * keep_scale(p)
 
-    def dropout_probabilities(self, probs: torch.Tensor, p: float, *, op: str, head_offset: int) -> torch.Tensor:
-        """Drop attention probabilities [batch, heads/tp, s, s]."""
+    def dropout_probabilities(
+        self, probs: torch.Tensor, p: float, *, op: str, head_offset: int, positions: Positions | None = None
+    ) -> torch.Tensor:
+        """Drop attention probabilities [batch, heads/tp, queries, keys] of all keys of the sequence.
+
+        ``positions``: of the queries (None: from 0 on).
+        """
         if p == 0.0 or not self.enabled:
             return probs
         _, heads, rows, cols = probs.shape
         dev = probs.device
         a = torch.arange(head_offset, head_offset + heads, dtype=torch.int64, device=dev).view(1, -1, 1, 1)
-        i = torch.arange(rows, dtype=torch.int64, device=dev).view(1, 1, -1, 1)
-        keep = self.keep_mask(op, p, a * rows + i, width=cols, count=cols, batch_dim=0)
+        i = (positions or Positions.contiguous(rows)).index(dev).view(1, 1, -1, 1)
+        keep = self.keep_mask(op, p, a * cols + i, width=cols, count=cols, batch_dim=0)
         return probs * keep.to(probs.dtype) * keep_scale(p)
