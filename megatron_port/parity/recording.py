@@ -15,6 +15,7 @@ from megatron_port.data.batch import MicroBatch
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import CheckpointError
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.parallel.positions import sequence_partition
 from megatron_port.parity.comparison import Run
 from megatron_port.parity.emulation import RoundingEmulation
 from megatron_port.parity.reduction_order import Reordering, apply_reduction_order
@@ -80,6 +81,7 @@ def record_orders(
         loaders = build_loaders(
             c, dp_rank=ctx.coords.dp, dp_size=ctx.topology.dp, need_tokens=ctx.is_first_stage,
             need_labels=ctx.is_last_stage, train_samples=schedule.samples_before(steps),
+            partition=sequence_partition(ctx.topology, ctx.coords),
         )
         for order, folder in orders:
             engine = build_engine(c, ctx, session.providers)
