@@ -105,18 +105,19 @@ class StepLoader:
     def _pack(self, ids: tuple[int, ...], rows: Sequence[np.ndarray], *, counted: int | None = None,
               masked: bool = False) -> MicroBatch:
         """``counted``: of the rows, so many count (None: all). ``masked``: with a mask even where all do."""
+        masked = masked or self.mask_eod_loss
         if not rows:
-            return MicroBatch(sample_ids=ids)
+            return MicroBatch(sample_ids=ids, labels_masked=masked)
         both = torch.from_numpy(np.stack(rows))
         tokens = self.positions.take(both[:, :-1], dim=1).contiguous()
         mask: torch.Tensor | None = None
-        if self.need_labels and (self.mask_eod_loss or masked):
+        if self.need_labels and masked:
             mask = (tokens != self.eod_id).float() if self.mask_eod_loss else torch.ones(tokens.shape)
             if counted is not None:
                 mask[counted:] = 0.0
         return MicroBatch(sample_ids=ids, tokens=tokens if self.need_tokens else None,
                           labels=self.positions.take(both[:, 1:], dim=1).contiguous() if self.need_labels else None,
-                          loss_mask=mask)
+                          loss_mask=mask, labels_masked=masked)
 
 
 @dataclass(frozen=True)

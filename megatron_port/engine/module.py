@@ -17,6 +17,9 @@ from megatron_port.parallel.state import StatePiece, StateReader
 class StageModule(Protocol):
     """One pipeline stage of any model; also an ``nn.Module``."""
 
+    auxiliary_names: tuple[str, ...]
+    """Of the sums that modules of the whole model add to in a step (``parallel.step``); the same on every stage."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens or activations in, activations or logits out."""
 

@@ -13,6 +13,7 @@ from megatron_port.engine.probe import Probe
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import AuxiliarySums
 from megatron_port.parallel.to_device import to_device_async
 from megatron_port.pipeline.schedules import Action, Kind
 from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
@@ -27,6 +28,8 @@ class Passes:
     Args:
         chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
         loss_factor: what the loss of the step is multiplied by for its gradient: loss scale over tokens.
+        global_tokens: loss tokens of the step, for the modules.
+        auxiliary: what the modules add to; None: nobody reads it.
         probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
         after_backward: told the chunk whose backward pass has ended.
     """
@@ -34,11 +37,12 @@ class Passes:
     def __init__(
         self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, progress: ProgressTracker,
         gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int, loss_factor: float,
-        probe: Probe | None = None, sums: Callable[[], list[torch.Tensor]] = list,
-        after_backward: Callable[[int], None] = lambda chunk: None,
+        global_tokens: float = 1.0, auxiliary: AuxiliarySums | None = None, probe: Probe | None = None,
+        sums: Callable[[], list[torch.Tensor]] = list, after_backward: Callable[[int], None] = lambda chunk: None,
     ) -> None:
         self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
         self.micro_batches, self.step, self.loss_factor = micro_batches, step, loss_factor
+        self.global_tokens, self.auxiliary = global_tokens, auxiliary
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         """Sum of this replica's token losses (0 except where the head is)."""
@@ -60,7 +64,7 @@ class Passes:
     def _forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
         number, chunk = action.micro_batch, self.chunks[action.chunk]
         batch = self.micro_batches[number]
-        self.stream.set_micro_batch(self.step, batch.sample_ids)
+        self._announce(batch)
         self.progress.at(FORWARD, "micro-batch", number)
         probe, virtual = self.probe, self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
         with nullcontext() if probe is None else probe.forward(number, virtual):
@@ -80,6 +84,15 @@ class Passes:
         if torch.is_grad_enabled():
             self._held[action.chunk, number] = (received, output)
         return output
+
+    def _announce(self, batch: MicroBatch) -> None:
+        """Tell the modules which micro-batch comes."""
+        bounds = batch.document_bounds
+        self.stream.set_micro_batch(
+            self.step, batch.sample_ids, loss_factor=self.loss_factor, global_tokens=self.global_tokens,
+            document_bounds=None if bounds is None else to_device_async(bounds, self.ctx.device),
+            auxiliary=self.auxiliary,
+        )
 
     def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if batch.labels is None:

@@ -33,6 +33,8 @@ class GPTStage(nn.Module):
     padded_vocab/tp] on the last stage.
     """
 
+    auxiliary_names: tuple[str, ...] = ()
+
     def __init__(
         self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
         table: nn.Parameter | None = None,

@@ -60,7 +60,8 @@ def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBat
     for start in range(0, len(ids), size):
         pick = order[start : start + size]
         out.append(MicroBatch(
-            tuple(ids[i] for i in pick), *(None if t is None else t[pick] for t in (tokens, labels, mask))
+            tuple(ids[i] for i in pick), tokens=None if tokens is None else tokens[pick],
+            labels=None if labels is None else labels[pick], loss_mask=None if mask is None else mask[pick],
         ))
     return out
 

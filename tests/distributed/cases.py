@@ -127,6 +127,7 @@ def make_batches(
                     tokens=tokens[:, :-1] if ctx.is_first_stage else None,
                     labels=tokens[:, 1:] if ctx.is_last_stage else None,
                     loss_mask=torch.stack(masks) if masks and ctx.is_last_stage else None,
+                    labels_masked=bool(masks),
                 )
             )
         return out

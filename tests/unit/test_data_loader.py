@@ -133,6 +133,11 @@ def test_stages_get_only_what_they_need(setup, monkeypatch):
     last = loaders(setup, tokens=False).train.step(0, 8)[0]
     assert first.labels is None and last.tokens is None
     assert torch.equal(first.tokens[:, 1:], last.labels[:, :-1])
+    for masking in (True, False):  # every stage takes part in counting tokens, and only the last sees the mask
+        run = replace(setup, data=replace(setup.data, mask_eod_loss=masking))
+        for tokens, labels in ((True, False), (False, False), (False, True)):
+            batch = loaders(run, tokens=tokens, labels=labels).train.step(0, 8)[0]
+            assert batch.masked is masking and (batch.loss_mask is not None) is (masking and labels)
 
     def refuse(*_):
         raise AssertionError("a middle stage read tokens")
