@@ -48,6 +48,7 @@ from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
 from megatron_port.parallel.step import AuxiliarySums
+from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import forward_only, make_schedule
 from megatron_port.pipeline.transfer import StageLink
@@ -103,7 +104,7 @@ class NativeEngine:
         self.chunks, self.config, self.ctx, self.stream, self.dtype = list(chunks), config, ctx, stream, dtype
         self.stage: nn.Module = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.progress = progress or ProgressTracker()
-        self.runner = Runner(StageLink(ctx), dtype, self.progress)
+        self.runner = Runner(StageLink(ctx), self.progress)
         self.parameters = recorded_parameters(self.stage)
         self.sharded = ShardedParameters(
             self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
@@ -159,11 +160,10 @@ class NativeEngine:
             auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
         )
-        length = self.config.model.seq_length
+        sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
+        boundaries = {size: Boundary.of(self.chunks[0].boundary(size, length)) for size in set(sizes)}
         with self.quantized_weight_cache.kept():
-            self.runner.run(
-                schedule, passes, lambda m: self.chunks[0].activation_shape(len(micro_batches[m].sample_ids), length)
-            )
+            self.runner.run(schedule, passes, lambda m: boundaries[sizes[m]])
         return passes
 
     def train_step(

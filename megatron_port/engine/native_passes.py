@@ -15,11 +15,25 @@ from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.step import AuxiliarySums
 from megatron_port.parallel.to_device import to_device_async
+from megatron_port.pipeline.boundary import Payload
 from megatron_port.pipeline.schedules import Action, Kind
 from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
 
 Place = tuple[int, int]
 """(chunk, micro-batch)"""
+
+
+def _floating(payload: Payload) -> Payload:
+    """The tensors that have gradients."""
+    return tuple(tensor for tensor in payload if tensor.is_floating_point())
+
+
+def _gradients_of(inputs: Payload) -> Payload:
+    """The gradients of a chunk's inputs, zero for one that it did not use; empty: it used none."""
+    found = _floating(inputs)
+    if all(tensor.grad is None for tensor in found):
+        return ()
+    return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found)
 
 
 class Passes:
@@ -48,10 +62,10 @@ class Passes:
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
         """The same by micro-batch."""
-        self._held: dict[Place, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._held: dict[Place, tuple[Payload | None, Payload]] = {}
         self._weights: dict[Place, list[Callable[[], None]]] = {}
 
-    def run(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
+    def run(self, action: Action, received: Payload | None) -> Payload | None:
         """See ``pipeline.runner.Worker``."""
         if action.kind is Kind.FORWARD:
             return self._forward(action, received)
@@ -61,7 +75,7 @@ class Passes:
             return None
         return self._backward(action, received)
 
-    def _forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+    def _forward(self, action: Action, received: Payload | None) -> Payload:
         number, chunk = action.micro_batch, self.chunks[action.chunk]
         batch = self.micro_batches[number]
         self._announce(batch)
@@ -73,17 +87,19 @@ class Passes:
                     raise ValueError("the first stage got a micro-batch without tokens")
                 output = chunk(to_device_async(batch.tokens, self.ctx.device))
             else:
-                received.requires_grad_(torch.is_grad_enabled())
-                output = chunk(received)
+                for tensor in _floating(received):
+                    tensor.requires_grad_(torch.is_grad_enabled())
+                output = chunk(*received)
         if virtual == self.ctx.topology.virtual_stages - 1:
             output = self._loss_sum(chunk, output, batch)
             self.losses.append(output.detach())
             self.total += self.losses[-1]
             if probe is not None:
                 probe.loss(number, output)
+        outputs: Payload = (output,) if isinstance(output, torch.Tensor) else output
         if torch.is_grad_enabled():
-            self._held[action.chunk, number] = (received, output)
-        return output
+            self._held[action.chunk, number] = (received, outputs)
+        return outputs
 
     def _announce(self, batch: MicroBatch) -> None:
         """Tell the modules which micro-batch comes."""
@@ -101,21 +117,21 @@ class Passes:
         loss: torch.Tensor = chunk.loss_sum(logits, to_device_async(batch.labels, self.ctx.device), mask)
         return loss
 
-    def _backward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
+    def _backward(self, action: Action, received: Payload | None) -> Payload | None:
         place = (action.chunk, action.micro_batch)
-        into, output = self._held.pop(place)
+        inputs, outputs = self._held.pop(place)
         if action.kind is Kind.INPUT:
             self.gradients.holding = self._weights[place] = []
         try:
             if received is None:
-                (output * self.loss_factor).backward()
+                (outputs[0] * self.loss_factor).backward()
             else:
-                output.backward(received)
+                torch.autograd.backward(_floating(outputs), received)
         finally:
             self.gradients.holding = None
-        gradient = None if into is None else into.grad
+        gradients = () if inputs is None else _gradients_of(inputs)
         if self.probe is not None:
             virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
-            self.probe.after_backward(action.micro_batch, [*self.sums(), gradient], virtual)
+            self.probe.after_backward(action.micro_batch, [*self.sums(), *gradients], virtual)
         self.after_backward(action.chunk)
-        return gradient
+        return gradients or None

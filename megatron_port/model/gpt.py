@@ -71,9 +71,10 @@ class GPTStage(nn.Module):
         losses = self.head.token_losses(logits, labels)
         return losses.sum() if mask is None else (losses * mask).sum()
 
-    def activation_shape(self, batch: int, seq: int) -> tuple[int, int, int]:
-        """Shape of what passes between stages."""
-        return (self.build.partition.residual(seq).count, batch, self.build.model.hidden_size)
+    def boundary(self, batch: int, seq: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name → (shape, dtype) of what passes between stages."""
+        rows = self.build.partition.residual(seq).count
+        return {"hidden": ((rows, batch, self.build.model.hidden_size), self.build.dtype)}
 
 
 def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GPTStage]:

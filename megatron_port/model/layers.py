@@ -1,4 +1,4 @@
-"""The units of the pipeline: embedding, transformer layers, head. One tensor passes between them."""
+"""The units of the pipeline: embedding, transformer layers, head."""
 
 from __future__ import annotations
 

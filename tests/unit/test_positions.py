@@ -176,7 +176,7 @@ def test_attention_dropout_of_two_runs(rank: int) -> None:
 
 def test_what_passes_between_stages_has_the_rows_of_the_residual_stream() -> None:
     stage = GPTStage(build_of(zigzag(1, 2, piece=1, pieces=2)), start=0, stop=1)
-    assert stage.activation_shape(BATCH, SEQ) == (SEQ // 4, BATCH, 24)
+    assert stage.boundary(BATCH, SEQ) == {"hidden": ((SEQ // 4, BATCH, 24), torch.float32)}
 
 
 def test_rows_of_more_positions_than_there_are() -> None:
