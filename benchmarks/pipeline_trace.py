@@ -32,6 +32,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import Action, make_schedule
 from megatron_port.pipeline.simulate import Span, bubble_fraction, simulate, unit_cost
@@ -83,7 +84,7 @@ def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> lis
     ctx = ParallelContext.create(topology, "cpu")
     gradients = WgradAccumulator(lambda p: None)
     mine = [Chunk(gradients, args.unit / chunks) for _ in range(chunks)]
-    runner = Runner(StageLink(ctx), torch.float32, ProgressTracker())
+    runner, boundary = Runner(StageLink(ctx), ProgressTracker()), Boundary.of({"hidden": ((1, 8), torch.float32)})
     runner.record = True
     tokens = torch.zeros(1, 8)
     batches = [MicroBatch((i,), tokens=tokens, labels=tokens) for i in range(args.micro_batches)]
@@ -94,7 +95,7 @@ def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> lis
             loss_factor=1.0,
         )
         dist.barrier()
-        runner.run(schedule, passes, lambda m: (1, 8))
+        runner.run(schedule, passes, lambda m: boundary)
         everyone: list[Any] = [None] * args.stages
         dist.all_gather_object(everyone, [(s.action.kind.value, s.action.micro_batch, s.action.chunk, s.start, s.end)
                                           for s in runner.spans])

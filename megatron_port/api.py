@@ -102,12 +102,14 @@ def build_loaders(session: Session) -> Loaders:
     """
     from megatron_port.data import loader
     from megatron_port.optim.schedules import BatchSchedule
+    from megatron_port.parallel.positions import sequence_partition
 
     ctx, config = session.ctx, session.config
     return loader.build_loaders(
         config, dp_rank=ctx.index("dp"), dp_size=ctx.size("dp"), need_tokens=ctx.is_first_stage,
         need_labels=ctx.is_last_stage,
         train_samples=BatchSchedule(config.batch, ctx.topology.dp).samples_before(config.training.steps),
+        partition=sequence_partition(ctx.mesh, ctx.rank),
     )
 
 

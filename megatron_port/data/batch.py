@@ -14,6 +14,7 @@ class MicroBatch:
     ``sample_ids`` are global sample indices counted from the start of training;
     they key dropout, so every stage needs them. Only the first stage needs
     ``tokens`` and only the last ``labels`` and ``loss_mask``; elsewhere they are None.
+    Whether labels are masked, every stage is told: all take part in counting the step's tokens.
     """
 
     sample_ids: tuple[int, ...]
@@ -23,3 +24,12 @@ class MicroBatch:
     """int64 [batch, seq]"""
     loss_mask: torch.Tensor | None = None
     """float32 [batch, seq], 1 where the label counts; None: everywhere"""
+    labels_masked: bool = False
+    """The last stage has a ``loss_mask``; the same on every stage (implied where the mask itself is given)."""
+    document_bounds: torch.Tensor | None = None
+    """int32 starts of the documents in each sample, on every stage; None: a sample is one document"""
+
+    @property
+    def masked(self) -> bool:
+        """Some labels may not count, on whatever stage the mask is."""
+        return self.labels_masked or self.loss_mask is not None

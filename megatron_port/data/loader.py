@@ -28,6 +28,7 @@ from megatron_port.data.format import tokenizer_name
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.order import derive
 from megatron_port.errors import DataError
+from megatron_port.parallel.positions import WHOLE_SEQUENCE, SequencePartition
 
 SPLITS = ("train", "valid", "test")
 
@@ -40,16 +41,19 @@ class StepLoader:
         eod_id: end-of-document id; with ``mask_eod_loss`` the prediction made from it
             (the first token of an unrelated document) is left out of the loss, as in Megatron-LM.
         need_tokens, need_labels: what this pipeline stage consumes; with neither, nothing is read.
+        partition: which positions of a sequence this rank holds; tokens, labels and masks are of these.
     """
 
     def __init__(self, dataset: TokenDataset, *, seq_length: int, micro_batch_size: int, dp_rank: int, dp_size: int,
-                 seed: int, eod_id: int, mask_eod_loss: bool, need_tokens: bool, need_labels: bool) -> None:
+                 seed: int, eod_id: int, mask_eod_loss: bool, need_tokens: bool, need_labels: bool,
+                 partition: SequencePartition = WHOLE_SEQUENCE) -> None:
         if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
             raise ValueError(f"replica {dp_rank} of {dp_size}, micro-batch {micro_batch_size}")
         self.dataset, self.seq_length, self.seed = dataset, seq_length, seed
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self.eod_id, self.mask_eod_loss = eod_id, mask_eod_loss
         self.need_tokens, self.need_labels = need_tokens, need_labels
+        self.positions = partition.held(seq_length)
 
     def sample_ids(self, first_sample: int, global_batch: int) -> list[tuple[int, ...]]:
         """The samples of each micro-batch: n + (m·D + d)·b + i."""
@@ -101,17 +105,19 @@ class StepLoader:
     def _pack(self, ids: tuple[int, ...], rows: Sequence[np.ndarray], *, counted: int | None = None,
               masked: bool = False) -> MicroBatch:
         """``counted``: of the rows, so many count (None: all). ``masked``: with a mask even where all do."""
+        masked = masked or self.mask_eod_loss
         if not rows:
-            return MicroBatch(sample_ids=ids)
+            return MicroBatch(sample_ids=ids, labels_masked=masked)
         both = torch.from_numpy(np.stack(rows))
-        tokens = both[:, :-1].contiguous()
+        tokens = self.positions.take(both[:, :-1], dim=1).contiguous()
         mask: torch.Tensor | None = None
-        if self.need_labels and (self.mask_eod_loss or masked):
+        if self.need_labels and masked:
             mask = (tokens != self.eod_id).float() if self.mask_eod_loss else torch.ones(tokens.shape)
             if counted is not None:
                 mask[counted:] = 0.0
         return MicroBatch(sample_ids=ids, tokens=tokens if self.need_tokens else None,
-                          labels=both[:, 1:].contiguous() if self.need_labels else None, loss_mask=mask)
+                          labels=self.positions.take(both[:, 1:], dim=1).contiguous() if self.need_labels else None,
+                          loss_mask=mask, labels_masked=masked)
 
 
 @dataclass(frozen=True)
@@ -238,8 +244,8 @@ def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: 
 
 
 def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tokens: bool, need_labels: bool,
-                  train_samples: int | None = None) -> Loaders:
-    """The loaders of a run for one replica and stage.
+                  train_samples: int | None = None, partition: SequencePartition = WHOLE_SEQUENCE) -> Loaders:
+    """The loaders of a run for one replica and stage, of the positions that ``partition`` gives this rank.
 
     ``train_samples``: samples that the whole run consumes; only Megatron's order depends
     on it (default: training.steps · global_batch_size, right without a ramp-up).
@@ -279,7 +285,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     loaders = [None if d is None else StepLoader(
         d, seq_length=run.model.seq_length, micro_batch_size=run.batch.micro_batch_size, dp_rank=dp_rank,
         dp_size=dp_size, seed=run.seed, eod_id=eod, mask_eod_loss=data.mask_eod_loss,
-        need_tokens=need_tokens, need_labels=need_labels) for d in sets]
+        need_tokens=need_tokens, need_labels=need_labels, partition=partition) for d in sets]
     assert loaders[0] is not None, "the training split was checked above"
     return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod,
                    tokenizer=tokenizer, pins=pinned)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -37,6 +37,8 @@ class StepResult:
     """The update was not applied: a loss or gradient that is not finite or above its limit, or a replay."""
     loss_scale: float = 1.0
     """Scale that this step's backward used."""
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    """Sums over the global batch of what the model's modules added, by name (``parallel.step``)."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
 from megatron_port.engine.deepspeed_config import deepspeed_config
-from megatron_port.engine.loss_reduction import device_sums, global_tokens, loss_weight, shared_sums
+from megatron_port.engine.loss_reduction import device_sums, global_tokens, loss_weight, reduced_auxiliary, shared_sums
 from megatron_port.engine.module import recorded_parameters, zero_moments
 from megatron_port.engine.probe import Probe
 from megatron_port.errors import EnvironmentFault
@@ -30,6 +30,7 @@ from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
+from megatron_port.parallel.step import AuxiliarySums
 from megatron_port.parallel.to_device import to_device_async
 from megatron_port.runtime.progress import REDUCE, ProgressTracker
 
@@ -67,6 +68,8 @@ class DeepSpeedEngine:
         self._batches: Sequence[MicroBatch] = ()
         self._step = 0
         self._loss_factor = 1.0
+        self.auxiliary = AuxiliarySums(stage.auxiliary_names, ctx.device)
+        self._auxiliary: dict[str, float] = {}
         self._losses: list[torch.Tensor] = []
         self._limits = NO_LIMITS
         self._probe: Probe | None = None
@@ -163,7 +166,13 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def _around_forward(self, index: int) -> Iterator[None]:
-        self.stream.set_micro_batch(self._step, self._batches[index].sample_ids)
+        batch = self._batches[index]
+        bounds = batch.document_bounds
+        self.stream.set_micro_batch(
+            self._step, batch.sample_ids, loss_factor=self._loss_factor * self._divisor, global_tokens=self._tokens,
+            document_bounds=None if bounds is None else to_device_async(bounds, self.ctx.device),
+            auxiliary=self.auxiliary if self.stream.enabled else None,
+        )
         with contextlib.nullcontext() if self._probe is None else self._probe.forward(index):
             yield
 
@@ -185,7 +194,12 @@ class DeepSpeedEngine:
         """
         self.state_check.verify()
         sums = device_sums([self._loss_total, self._tokens / self.ctx.topology.dp], self.ctx)
-        *self._sums, self._differing = torch.stack([*sums, self.state_check.differing.double()]).tolist()
+        auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
+        *self._sums, self._differing = torch.stack(
+            [*auxiliary.double(), *sums, self.state_check.differing.double()]
+        ).tolist()
+        self._auxiliary = dict(zip(self.auxiliary.names, self._sums))
+        self._sums = self._sums[len(self._auxiliary) :]
         if self.on_gradients is None:
             return
         scale = self._divisor
@@ -196,6 +210,7 @@ class DeepSpeedEngine:
     def _begin(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[tuple]:
         self._batches, self._step, self._losses = micro_batches, step, []
         self._loss_total.zero_()
+        self.auxiliary.reset()
         return iter([(b.tokens, b.labels) for b in micro_batches])
 
     def _may_not_update(self) -> bool:
@@ -237,7 +252,7 @@ class DeepSpeedEngine:
             self._push_scale()
         return StepResult(
             loss=self._mean_loss, tokens=round(self._sums[1]), grad_norm=None if overflow else norm,
-            skipped=overflow or self._refused, loss_scale=used_scale,
+            skipped=overflow or self._refused, loss_scale=used_scale, auxiliary=self._auxiliary,
         )
 
     def record_state(self) -> None:
@@ -264,14 +279,14 @@ class DeepSpeedEngine:
         """Forward only; see ``engine.api.Engine``."""
         self.stream.enabled = False
         self._loss_factor = 1.0
-        tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        self._tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         with self.quantized_weight_cache.kept(backward=False):
             self.engine.eval_batch(
                 self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False,
                 num_micro_batches=len(micro_batches),
             )
         self.stream.enabled = True
-        total, counted = shared_sums([self._loss_total, tokens / self.ctx.topology.dp], self.ctx)
+        total, counted = shared_sums([self._loss_total, self._tokens / self.ctx.topology.dp], self.ctx)
         return EvalResult(loss_sum=total, tokens=round(counted))
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:

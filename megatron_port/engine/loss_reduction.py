@@ -1,4 +1,4 @@
-"""Counts and sums that both engines need: once a step, over replicas, from the last stage to all."""
+"""Counts and sums that both engines need: once per step, over replicas, known to all stages."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ import torch.distributed as dist
 from megatron_port.data.batch import MicroBatch
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.step import AuxiliarySums
 
 
 def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, seq_length: int) -> float:
-    """Loss tokens of a step over all replicas.
+    """Loss tokens of a step over all replicas, on every rank before its first forward pass.
 
-    Where nothing is masked the count is known. Masks live on the last stage only, which sums them over its replicas
-    before the first backward pass (the loss is divided by the result); other stages do not use the number.
+    Where nothing is masked the count is known. Masks are on the last stage only, which sums them over its replicas and
+    tells the other stages: 8 bytes, and a host synchronisation, because the loss factor is a number. Collective.
     """
-    if ctx.is_last_stage and any(b.loss_mask is not None for b in micro_batches):
-        count = sum(
+    if not any(b.masked for b in micro_batches):
+        return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.size("dp"))
+    total = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    if ctx.is_last_stage:
+        total += sum(
             float(b.loss_mask.sum()) if b.loss_mask is not None else len(b.sample_ids) * seq_length
             for b in micro_batches
         )
         replicas = ctx.over("dp")
-        if replicas is None:
-            return float(count)
-        total = torch.tensor(count, dtype=torch.float64, device=ctx.device)
-        dist.all_reduce(total, group=replicas)
-        return float(total)
-    return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.size("dp"))
+        if replicas is not None:
+            dist.all_reduce(total, group=replicas)
+    stages = ctx.over("pp")
+    if stages is not None:
+        dist.broadcast(total, group=stages, group_src=ctx.topology.last_stage)
+    return float(total)
 
 
 def loss_weight(tokens: float) -> float:
@@ -64,6 +68,22 @@ def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) ->
 def shared_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> list[float]:
     """The same, read back: a host synchronisation."""
     return [float(v) for v in device_sums(values, ctx).tolist()]
+
+
+def reduced_auxiliary(sums: AuxiliarySums, ctx: ParallelContext) -> torch.Tensor:
+    """Sums over replicas and stages of what modules added in a step, on every rank: float32 [names] on the device.
+
+    Tensor-parallel ranks take the first's, as in :func:`device_sums`. Collective, unless the model has no names.
+    """
+    values = sums.values.clone()
+    if sums.names:
+        for group in (ctx.over(*REPLICAS), ctx.over("pp")):
+            if group is not None:
+                dist.all_reduce(values, group=group)
+        tensor = ctx.over("tp")
+        if tensor is not None:
+            dist.broadcast(values, group=tensor, group_src=0)
+    return values
 
 
 def refused_loss(sums: torch.Tensor, limit: float) -> torch.Tensor:

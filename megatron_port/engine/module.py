@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,14 +17,17 @@ from megatron_port.parallel.state import StatePiece, StateReader
 class StageModule(Protocol):
     """One pipeline stage of any model; also an ``nn.Module``."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens or activations in, activations or logits out."""
+    auxiliary_names: tuple[str, ...]
+    """Of the sums that modules of the whole model add to in a step (``parallel.step``); the same on every stage."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Tokens, or the boundary's tensors, in; the boundary's tensors (one may stand alone), or logits, out."""
 
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Sum of token losses (last stage)."""
 
-    def activation_shape(self, batch: int, seq: int) -> tuple[int, ...]:
-        """Shape of the tensor between stages."""
+    def boundary(self, batch: int, seq: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name → (shape, dtype) of what passes between stages, in order; the same on every stage."""
 
 
 def recorded_parameters(stage: nn.Module) -> list[tuple[ParameterRecord, nn.Parameter]]:

@@ -18,7 +18,14 @@ from torch import nn
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
-from megatron_port.engine.loss_reduction import device_sums, global_tokens, loss_weight, refused_loss, shared_sums
+from megatron_port.engine.loss_reduction import (
+    device_sums,
+    global_tokens,
+    loss_weight,
+    reduced_auxiliary,
+    refused_loss,
+    shared_sums,
+)
 from megatron_port.engine.module import (
     ScratchBuffer,
     logical_pieces,
@@ -40,6 +47,8 @@ from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
+from megatron_port.parallel.step import AuxiliarySums
+from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import forward_only, make_schedule
 from megatron_port.pipeline.transfer import StageLink
@@ -95,7 +104,7 @@ class NativeEngine:
         self.chunks, self.config, self.ctx, self.stream, self.dtype = list(chunks), config, ctx, stream, dtype
         self.stage: nn.Module = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.progress = progress or ProgressTracker()
-        self.runner = Runner(StageLink(ctx), dtype, self.progress)
+        self.runner = Runner(StageLink(ctx), self.progress)
         self.parameters = recorded_parameters(self.stage)
         self.sharded = ShardedParameters(
             self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
@@ -116,6 +125,7 @@ class NativeEngine:
         self.update = make_update(optimizer_provider, self.sharded, config.optimizer)
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
+        self.auxiliary = AuxiliarySums(self.chunks[0].auxiliary_names, ctx.device)
         self._losses: list[torch.Tensor] = []
         self.state_check = check_of(config, ctx)
         self._differing = 0
@@ -134,7 +144,7 @@ class NativeEngine:
         return out
 
     def _run(
-        self, micro_batches: Sequence[MicroBatch], step: int, *, tokens: float = 1.0, probe: Probe | None = None,
+        self, micro_batches: Sequence[MicroBatch], step: int, *, tokens: float, probe: Probe | None = None,
     ) -> Passes:
         """Run the step's schedule, or an evaluation's where no gradients are wanted."""
         count, layout = len(micro_batches), self.config.layout
@@ -146,14 +156,14 @@ class NativeEngine:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
             self.chunks, self.ctx, self.stream, self.progress, self.weight_gradients, micro_batches=micro_batches,
-            step=step, loss_factor=self.scaler.scale * loss_weight(tokens), probe=probe,
+            step=step, loss_factor=self.scaler.scale * loss_weight(tokens), global_tokens=tokens,
+            auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
         )
-        length = self.config.model.seq_length
+        sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
+        boundaries = {size: Boundary.of(self.chunks[0].boundary(size, length)) for size in set(sizes)}
         with self.quantized_weight_cache.kept():
-            self.runner.run(
-                schedule, passes, lambda m: self.chunks[0].activation_shape(len(micro_batches[m].sample_ids), length)
-            )
+            self.runner.run(schedule, passes, lambda m: boundaries[sizes[m]])
         return passes
 
     def train_step(
@@ -165,6 +175,7 @@ class NativeEngine:
         self.stream.enabled = True
         # A replay wants to see this rank's own gradients before any sum.
         self.sharded.begin(len(micro_batches), early=probe is None)
+        self.auxiliary.reset()
         at = self.progress.at
         at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
@@ -181,6 +192,7 @@ class NativeEngine:
         at(REDUCE, "loss of the step")
         largest_loss, largest_norm = limits.largest
         sums = device_sums([passes.total, tokens / self.ctx.topology.dp], self.ctx)
+        auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
         veto = refused_loss(sums, largest_loss) if probe is None else torch.ones((), device=sums.device)
         at(OPTIMIZER, "gradient norm and update")
         square = global_square_norm(
@@ -192,15 +204,15 @@ class NativeEngine:
         self._record_state(gathering=self.sharded.shards > 1)
         self.sharded.start_gather()
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
-        total, count, grad_norm, skipped, self._differing = torch.stack(
-            [*sums, norm.double(), refused.double(), self.state_check.differing.double()]
+        total, count, grad_norm, skipped, self._differing, *added = torch.stack(
+            [*sums, norm.double(), refused.double(), self.state_check.differing.double(), *auxiliary.double()]
         ).tolist()
         loss, finite = total / max(count, 1.0), math.isfinite(grad_norm)
         if probe is None:
             self.scaler.account(loss, grad_norm, applied=not skipped)
         return StepResult(
             loss=loss, tokens=round(count), grad_norm=grad_norm if finite else None, skipped=bool(skipped),
-            loss_scale=used_scale,
+            loss_scale=used_scale, auxiliary=dict(zip(self.auxiliary.names, added)),
         )
 
     def _record_state(self, *, gathering: bool) -> None:
@@ -237,9 +249,10 @@ class NativeEngine:
         """Forward only; see ``engine.api.Engine``."""
         self.stage.eval()
         self.stream.enabled = False
-        passes = self._run(micro_batches, 0)
-        self.progress.at(REDUCE, "loss of the batch")
+        self.progress.at(REDUCE, "tokens of the batch")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        passes = self._run(micro_batches, 0, tokens=tokens)
+        self.progress.at(REDUCE, "loss of the batch")
         self.stream.enabled = True
         loss_sum, count = shared_sums([passes.total, tokens / self.ctx.topology.dp], self.ctx)
         return EvalResult(loss_sum=loss_sum, tokens=round(count))

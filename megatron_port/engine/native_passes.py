@@ -13,12 +13,27 @@ from megatron_port.engine.probe import Probe
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import AuxiliarySums
 from megatron_port.parallel.to_device import to_device_async
+from megatron_port.pipeline.boundary import Payload
 from megatron_port.pipeline.schedules import Action, Kind
 from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
 
 Place = tuple[int, int]
 """(chunk, micro-batch)"""
+
+
+def _floating(payload: Payload) -> Payload:
+    """The tensors that have gradients."""
+    return tuple(tensor for tensor in payload if tensor.is_floating_point())
+
+
+def _gradients_of(inputs: Payload) -> Payload:
+    """The gradients of a chunk's inputs, zero for one that it did not use; empty: it used none."""
+    found = _floating(inputs)
+    if all(tensor.grad is None for tensor in found):
+        return ()
+    return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found)
 
 
 class Passes:
@@ -27,6 +42,8 @@ class Passes:
     Args:
         chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
         loss_factor: what the loss of the step is multiplied by for its gradient: loss scale over tokens.
+        global_tokens: loss tokens of the step, for the modules.
+        auxiliary: what the modules add to; None: nobody reads it.
         probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
         after_backward: told the chunk whose backward pass has ended.
     """
@@ -34,20 +51,21 @@ class Passes:
     def __init__(
         self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, progress: ProgressTracker,
         gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int, loss_factor: float,
-        probe: Probe | None = None, sums: Callable[[], list[torch.Tensor]] = list,
-        after_backward: Callable[[int], None] = lambda chunk: None,
+        global_tokens: float = 1.0, auxiliary: AuxiliarySums | None = None, probe: Probe | None = None,
+        sums: Callable[[], list[torch.Tensor]] = list, after_backward: Callable[[int], None] = lambda chunk: None,
     ) -> None:
         self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
         self.micro_batches, self.step, self.loss_factor = micro_batches, step, loss_factor
+        self.global_tokens, self.auxiliary = global_tokens, auxiliary
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
         """The same by micro-batch."""
-        self._held: dict[Place, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._held: dict[Place, tuple[Payload | None, Payload]] = {}
         self._weights: dict[Place, list[Callable[[], None]]] = {}
 
-    def run(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
+    def run(self, action: Action, received: Payload | None) -> Payload | None:
         """See ``pipeline.runner.Worker``."""
         if action.kind is Kind.FORWARD:
             return self._forward(action, received)
@@ -57,10 +75,10 @@ class Passes:
             return None
         return self._backward(action, received)
 
-    def _forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+    def _forward(self, action: Action, received: Payload | None) -> Payload:
         number, chunk = action.micro_batch, self.chunks[action.chunk]
         batch = self.micro_batches[number]
-        self.stream.set_micro_batch(self.step, batch.sample_ids)
+        self._announce(batch)
         self.progress.at(FORWARD, "micro-batch", number)
         probe, virtual = self.probe, self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
         with nullcontext() if probe is None else probe.forward(number, virtual):
@@ -69,17 +87,28 @@ class Passes:
                     raise ValueError("the first stage got a micro-batch without tokens")
                 output = chunk(to_device_async(batch.tokens, self.ctx.device))
             else:
-                received.requires_grad_(torch.is_grad_enabled())
-                output = chunk(received)
+                for tensor in _floating(received):
+                    tensor.requires_grad_(torch.is_grad_enabled())
+                output = chunk(*received)
         if virtual == self.ctx.topology.virtual_stages - 1:
             output = self._loss_sum(chunk, output, batch)
             self.losses.append(output.detach())
             self.total += self.losses[-1]
             if probe is not None:
                 probe.loss(number, output)
+        outputs: Payload = (output,) if isinstance(output, torch.Tensor) else output
         if torch.is_grad_enabled():
-            self._held[action.chunk, number] = (received, output)
-        return output
+            self._held[action.chunk, number] = (received, outputs)
+        return outputs
+
+    def _announce(self, batch: MicroBatch) -> None:
+        """Tell the modules which micro-batch comes."""
+        bounds = batch.document_bounds
+        self.stream.set_micro_batch(
+            self.step, batch.sample_ids, loss_factor=self.loss_factor, global_tokens=self.global_tokens,
+            document_bounds=None if bounds is None else to_device_async(bounds, self.ctx.device),
+            auxiliary=self.auxiliary,
+        )
 
     def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if batch.labels is None:
@@ -88,21 +117,21 @@ class Passes:
         loss: torch.Tensor = chunk.loss_sum(logits, to_device_async(batch.labels, self.ctx.device), mask)
         return loss
 
-    def _backward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
+    def _backward(self, action: Action, received: Payload | None) -> Payload | None:
         place = (action.chunk, action.micro_batch)
-        into, output = self._held.pop(place)
+        inputs, outputs = self._held.pop(place)
         if action.kind is Kind.INPUT:
             self.gradients.holding = self._weights[place] = []
         try:
             if received is None:
-                (output * self.loss_factor).backward()
+                (outputs[0] * self.loss_factor).backward()
             else:
-                output.backward(received)
+                torch.autograd.backward(_floating(outputs), received)
         finally:
             self.gradients.holding = None
-        gradient = None if into is None else into.grad
+        gradients = () if inputs is None else _gradients_of(inputs)
         if self.probe is not None:
             virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
-            self.probe.after_backward(action.micro_batch, [*self.sums(), gradient], virtual)
+            self.probe.after_backward(action.micro_batch, [*self.sums(), *gradients], virtual)
         self.after_backward(action.chunk)
-        return gradient
+        return gradients or None

@@ -19,6 +19,7 @@ from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.state import StateReader
+from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.transfer import StageLink
 from megatron_port.runtime.agreement import agree
 from megatron_port.session.assemble import DTYPES, build_model
@@ -76,14 +77,14 @@ class InferenceModel:
         stage = self.stage
         x = tokens.to(self.ctx.device)
         if self.link.previous is not None:
-            x = self.link.receive(stage.activation_shape(batch, seq), self.dtype, self.link.previous)
+            (x,) = self.link.receive(Boundary.of(stage.boundary(batch, seq)), self.link.previous)
         with nullcontext() if cache is None else stage.build.cache.using(cache):
             if stage.embedding is not None:
                 x = stage.embedding(x)
             for layer in stage.layers:
                 x = layer(x)
         if self.link.next is not None:
-            self.link.send(x, self.link.next)
+            self.link.send((x,), self.link.next)
             self.link.drain()
             return None
         if rows is not None:

@@ -117,6 +117,6 @@ def _steps(cut: _Cut, ctx: ParallelContext, size: int) -> Iterator[list[MicroBat
                 ids,
                 tokens=both[:, :-1].contiguous() if both is not None and ctx.is_first_stage else None,
                 labels=both[:, 1:].contiguous() if both is not None and ctx.is_last_stage else None,
-                loss_mask=counts if ctx.is_last_stage else None,
+                loss_mask=counts if ctx.is_last_stage else None, labels_masked=True,
             ))
         yield out

@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         if p == 0.0 or not stream.enabled:
             return self.build.providers.attention(q, k, v)
         hook = lambda probs: stream.dropout_probabilities(  # noqa: E731
-            probs, p, op=self.op, head_offset=self.head_offset
+            probs, p, op=self.op, head_offset=self.head_offset, positions=self.build.held_positions(q.shape[0])
         )
         return self.build.providers.attention(q, k, v, probs_hook=hook)
 
@@ -94,11 +94,11 @@ class SelfAttention(nn.Module):
             return self.build.providers.split_rotary(y, None, None)
         cache = self.build.cache.now
         if cache is None or cache.positions is None:
-            cos, sin = self.build.rotary.get(seq, self.build.model, y.device)
+            cos, sin = self.build.rotary.rows(self.build.held_positions(seq), self.build.model, y.device)
             return self.build.providers.split_rotary(y, cos, sin)
         # One token of each sequence, each at its own position: rows are rotated one by one, so the batch stands in for
         # the sequence.
-        cos, sin = (t[cache.positions] for t in self.build.rotary.get(cache.length, self.build.model, y.device))
+        cos, sin = self.build.rotary.rows_at(cache.positions, cache.length, self.build.model)
         q, k, v = self.build.providers.split_rotary(y.view(batch, 1, *y.shape[2:]), cos, sin)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 

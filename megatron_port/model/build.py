@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -12,6 +13,7 @@ from megatron_port.model.cache import CacheSlot
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear_kernels import LinearKernels, make_linear_kernels
+from megatron_port.parallel.positions import Positions, SequencePartition, sequence_partition
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec
 
@@ -56,14 +58,23 @@ class BuildContext:
         """Probability of hidden dropout in the pass at hand: 0 during evaluation."""
         return self.model.hidden_dropout if self.stream.enabled else 0.0
 
-    def _seq_offset(self, x: torch.Tensor) -> int:
-        """Where a slice [seq(/tp), batch, hidden] of the residual stream starts in the global sequence."""
-        return self.ctx.index("tp") * x.shape[0] if self.sequence_parallel else 0
+    @cached_property
+    def partition(self) -> SequencePartition:
+        """Which positions of a sequence this rank holds."""
+        return sequence_partition(self.ctx.mesh, self.ctx.rank, sequence_parallel=self.sequence_parallel)
+
+    def held_positions(self, rows: int) -> Positions:
+        """Positions of the ``rows`` rows of this rank's queries, keys and values."""
+        return self.partition.held(self.partition.seq_length(rows))
+
+    def residual_positions(self, rows: int) -> Positions:
+        """Positions of the ``rows`` rows of this rank's residual stream."""
+        return self.partition.residual(self.partition.seq_length(rows * self.partition.pieces))
 
     def residual_dropout(self, x: torch.Tensor, *, op: str) -> torch.Tensor:
-        """Hidden dropout of [seq(/tp), batch, hidden] at its place in the global sequence."""
+        """Hidden dropout of rows [seq(/tp), batch, hidden] of the residual stream."""
         return self.stream.dropout(
-            x, self.dropout_now, op=op, seq_offset=self._seq_offset(x), width=self.model.hidden_size
+            x, self.dropout_now, op=op, positions=self.residual_positions(x.shape[0]), width=self.model.hidden_size
         )
 
     def bias_dropout_add(
@@ -75,7 +86,10 @@ class BuildContext:
             return residual + x
         if fused is None:
             return residual + self.residual_dropout(x if bias is None else x + bias, op=op)
-        return fused(
-            x, bias, residual, self.stream.sample_keys(p), op_key=self.stream.op_key(op), p=p,
-            seq_offset=self._seq_offset(x), width=self.model.hidden_size, width_offset=0,
-        )
+        positions, keys, width = self.residual_positions(x.shape[0]), self.stream.sample_keys(p), self.model.hidden_size
+        parts = [  # a call for each run: the kernel knows one start
+            fused(part, bias, rest, keys, op_key=self.stream.op_key(op), p=p, seq_offset=run.start, width=width,
+                  width_offset=0)
+            for (run, part), (_, rest) in zip(positions.split(x), positions.split(residual))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

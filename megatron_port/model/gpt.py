@@ -33,6 +33,8 @@ class GPTStage(nn.Module):
     padded_vocab/tp] on the last stage.
     """
 
+    auxiliary_names: tuple[str, ...] = ()
+
     def __init__(
         self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
         table: nn.Parameter | None = None,
@@ -69,10 +71,10 @@ class GPTStage(nn.Module):
         losses = self.head.token_losses(logits, labels)
         return losses.sum() if mask is None else (losses * mask).sum()
 
-    def activation_shape(self, batch: int, seq: int) -> tuple[int, int, int]:
-        """Shape of what passes between stages."""
-        split = self.build.ctx.topology.tp if self.build.sequence_parallel else 1
-        return (seq // split, batch, self.build.model.hidden_size)
+    def boundary(self, batch: int, seq: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name → (shape, dtype) of what passes between stages."""
+        rows = self.build.partition.residual(seq).count
+        return {"hidden": ((rows, batch, self.build.model.hidden_size), self.build.dtype)}
 
 
 def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GPTStage]:

@@ -1,4 +1,4 @@
-"""The units of the pipeline: embedding, transformer layers, head. One tensor passes between them."""
+"""The units of the pipeline: embedding, transformer layers, head."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class Embedding(nn.Module):
         cache = self.build.cache.now
         if cache is not None and cache.positions is not None:
             return self.position[cache.positions][None]
-        start = self.build.ctx.index("tp") * rows if self.build.sequence_parallel else 0
-        return self.position[start : start + rows, None, :]
+        return self.build.residual_positions(rows).take(self.position)[:, None, :]
 
 
 class TransformerLayer(nn.Module):

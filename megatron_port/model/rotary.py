@@ -12,8 +12,11 @@ import math
 import torch
 
 from megatron_port.config.schema import ModelConfig
+from megatron_port.parallel.positions import Positions
 
 Key = tuple[int, int, float, str, float, int, float, float, torch.device]
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin, float32 [rows, head_size / 2]"""
 
 
 def frequencies(model: ModelConfig, device: torch.device | str) -> torch.Tensor:
@@ -49,16 +52,32 @@ class RotaryTables:
     """cos and sin, made once and shared by all layers."""
 
     def __init__(self) -> None:
-        self._made: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[Key, Tables] = {}
+        self._gathered: dict[tuple[Key, Positions], Tables] = {}
 
-    def get(self, seq: int, model: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [at least seq, head_size / 2]: row i is for position i."""
+    def rows(self, positions: Positions, model: ModelConfig, device: torch.device) -> Tables:
+        """The rows of these positions, in their order."""
+        key, made = self._table(positions.stop, model, device)
+        if len(positions.runs) == 1:
+            return made if positions.count == len(made[0]) else (positions.take(made[0]), positions.take(made[1]))
+        found = self._gathered.get((key, positions))
+        if found is None:
+            found = self._gathered[key, positions] = positions.take(made[0]), positions.take(made[1])
+        return found
+
+    def rows_at(self, positions: torch.Tensor, length: int, model: ModelConfig) -> Tables:
+        """The rows of any positions below ``length``, int64 [rows], known on the device only."""
+        _, (cos, sin) = self._table(length, model, positions.device)
+        return cos[positions], sin[positions]
+
+    def _table(self, length: int, model: ModelConfig, device: torch.device) -> tuple[Key, Tables]:
+        """Tables of at least ``length`` rows: row i is for position i."""
         m = model
         key = (m.head_size, m.rotary_size, m.rope_theta, m.rope_scaling, m.rope_factor, m.rope_original_length,
                m.rope_low_freq_factor, m.rope_high_freq_factor, device)
         found = self._made.get(key)
-        if found is None or found[0].shape[0] < seq:
-            rows = seq if found is None else max(seq, 2 * found[0].shape[0])
+        if found is None or found[0].shape[0] < length:
+            rows = length if found is None else max(length, 2 * found[0].shape[0])
             angle = torch.outer(torch.arange(rows, device=device).float(), frequencies(model, device))
             found = self._made[key] = angle.cos(), angle.sin()
-        return found
+        return key, found

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
-from megatron_port.parallel.to_device import to_device_async
+from megatron_port.parallel.positions import Positions
+from megatron_port.parallel.step import AuxiliarySums, SampleKey, StepContext
 
 
 @cache
@@ -59,39 +59,34 @@ def keep_mask(
     return ((bits >> ((position & 3) << 4)) & 0xFFFF) >= threshold
 
 
-@dataclass(frozen=True)
-class SampleKey:
-    """What identifies the micro-batch in flight."""
-
-    seed: int
-    step: int
-    sample_ids: tuple[int, ...]
-    device: torch.device
-
-    @cached_property
-    def keys(self) -> torch.Tensor:
-        """int64 [batch]: one key a sample, on the device. Made at the first dropout: a model without pays nothing."""
-        keys = torch.tensor([key_of("sample", self.seed, self.step, i) for i in self.sample_ids], dtype=torch.int64)
-        return to_device_async(keys, self.device)
-
-
 class DropoutStream:
-    """Dropout masks for one model on one rank. ``enabled`` is False during evaluation."""
+    """Dropout masks for one model on one rank, and what its engine says of the micro-batch in flight.
+
+    ``enabled`` is False during evaluation.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
         self.device = device
         self.enabled = True
-        self.current: SampleKey | None = None
+        self.current: StepContext | None = None
+        """None before the first micro-batch, and in inference, which has no engine."""
 
-    def set_micro_batch(self, step: int, sample_ids: Sequence[int]) -> None:
-        """Say which samples the next forward pass works on."""
-        self.current = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device)
+    def set_micro_batch(
+        self, step: int, sample_ids: Sequence[int], *, loss_factor: float = 1.0, global_tokens: float = 1.0,
+        document_bounds: torch.Tensor | None = None, auxiliary: AuxiliarySums | None = None,
+    ) -> None:
+        """Say what the next forward pass works on; see :class:`~megatron_port.parallel.step.StepContext`."""
+        samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device)
+        self.current = StepContext(
+            samples, loss_factor=loss_factor, global_tokens=global_tokens, document_bounds=document_bounds,
+            auxiliary=auxiliary,
+        )
 
     @contextmanager
-    def use(self, key: SampleKey | None) -> Iterator[None]:
-        """Run with the key of an earlier forward pass (recompute)."""
-        saved, self.current = self.current, key
+    def use(self, context: StepContext | None) -> Iterator[None]:
+        """Run with the context of an earlier forward pass (recompute)."""
+        saved, self.current = self.current, context
         try:
             yield
         finally:
@@ -107,7 +102,7 @@ class DropoutStream:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         if self.current is None:
             raise RuntimeError("dropout before set_micro_batch: the engine did not say which samples are in flight")
-        return self.current.keys
+        return self.current.samples.keys
 
     def keep_mask(
         self, op: str, p: float, row: torch.Tensor, *, width: int, offset: int = 0, count: int, batch_dim: int
@@ -122,26 +117,32 @@ class DropoutStream:
         return keep_mask(keys, self.op_key(op), drop_threshold(p), row, width=width, offset=offset, count=count)
 
     def dropout(
-        self, x: torch.Tensor, p: float, *, op: str, seq_offset: int = 0, width_offset: int = 0, width: int = 0
+        self, x: torch.Tensor, p: float, *, op: str, positions: Positions | None = None, width_offset: int = 0,
+        width: int = 0,
     ) -> torch.Tensor:
-        """Drop elements of a slice ``x`` [seq, batch, width] of the residual stream.
+        """Drop elements of a slice ``x`` [rows, batch, width] of the residual stream.
 
-        ``seq_offset``/``width_offset``: where the slice starts in the global tensor of row size ``width``.
+        ``positions``: of the rows (None: from 0 on); ``width_offset``: where the slice starts in a row of ``width``.
         """
         if p == 0.0 or not self.enabled:
             return x
-        seq, _, local = x.shape
-        s = torch.arange(seq_offset, seq_offset + seq, dtype=torch.int64, device=x.device).view(-1, 1, 1)
-        keep = self.keep_mask(op, p, s, width=width or local, offset=width_offset, count=local, batch_dim=1)
+        rows, _, local = x.shape
+        row = (positions or Positions.contiguous(rows)).index(x.device).view(-1, 1, 1)
+        keep = self.keep_mask(op, p, row, width=width or local, offset=width_offset, count=local, batch_dim=1)
         return x * keep.to(x.dtype) * keep_scale(p)
 
-    def dropout_probabilities(self, probs: torch.Tensor, p: float, *, op: str, head_offset: int) -> torch.Tensor:
-        """Drop attention probabilities [batch, heads/tp, s, s]."""
+    def dropout_probabilities(
+        self, probs: torch.Tensor, p: float, *, op: str, head_offset: int, positions: Positions | None = None
+    ) -> torch.Tensor:
+        """Drop attention probabilities [batch, heads/tp, queries, keys] of all keys of the sequence.
+
+        ``positions``: of the queries (None: from 0 on).
+        """
         if p == 0.0 or not self.enabled:
             return probs
         _, heads, rows, cols = probs.shape
         dev = probs.device
         a = torch.arange(head_offset, head_offset + heads, dtype=torch.int64, device=dev).view(1, -1, 1, 1)
-        i = torch.arange(rows, dtype=torch.int64, device=dev).view(1, 1, -1, 1)
-        keep = self.keep_mask(op, p, a * rows + i, width=cols, count=cols, batch_dim=0)
+        i = (positions or Positions.contiguous(rows)).index(dev).view(1, 1, -1, 1)
+        keep = self.keep_mask(op, p, a * cols + i, width=cols, count=cols, batch_dim=0)
         return probs * keep.to(probs.dtype) * keep_scale(p)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from megatron_port.model.norm import Norm
 from megatron_port.parallel.embedding import padded_vocab_size
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
 from megatron_port.parallel.linear_kernels import PLAIN
+from megatron_port.parallel.positions import SequencePartition
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.topology import Topology
 
@@ -297,12 +299,15 @@ def _cut_norm(norm: Norm, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class _Rank(BuildContext):
-    """Of one rank's tokens."""
+    """The build of one of several ranks that divide the residual stream."""
 
     place: int = 0
+    places: int = 1
 
-    def _seq_offset(self, x: Tensor) -> int:
-        return self.place * x.shape[0]
+    @cached_property
+    def partition(self) -> SequencePartition:
+        """This rank's piece of the sequence."""
+        return SequencePartition(piece=self.place, pieces=self.places)
 
 
 @dataclass(frozen=True)
@@ -315,7 +320,7 @@ class _CutBuild(BuildContext):
     def of(cls, build: BuildContext, ranks: int) -> _CutBuild:
         """Of what a layer was built with."""
         fields = {f.name: getattr(build, f.name) for f in dataclasses.fields(build)}
-        return cls(**fields, ranks=tuple(_Rank(**fields, place=i) for i in range(ranks)))
+        return cls(**fields, ranks=tuple(_Rank(**fields, place=i, places=ranks) for i in range(ranks)))
 
     def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, op: str) -> Tensor:
         """See ``BuildContext``."""

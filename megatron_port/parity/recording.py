@@ -15,6 +15,7 @@ from megatron_port.data.batch import MicroBatch
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import CheckpointError
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.parallel.positions import sequence_partition
 from megatron_port.parity.comparison import Run
 from megatron_port.parity.emulation import RoundingEmulation
 from megatron_port.parity.reduction_order import Reordering, apply_reduction_order
@@ -59,7 +60,8 @@ def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBat
     for start in range(0, len(ids), size):
         pick = order[start : start + size]
         out.append(MicroBatch(
-            tuple(ids[i] for i in pick), *(None if t is None else t[pick] for t in (tokens, labels, mask))
+            tuple(ids[i] for i in pick), tokens=None if tokens is None else tokens[pick],
+            labels=None if labels is None else labels[pick], loss_mask=None if mask is None else mask[pick],
         ))
     return out
 
@@ -80,6 +82,7 @@ def record_orders(
         loaders = build_loaders(
             c, dp_rank=ctx.index("dp"), dp_size=ctx.size("dp"), need_tokens=ctx.is_first_stage,
             need_labels=ctx.is_last_stage, train_samples=schedule.samples_before(steps),
+            partition=sequence_partition(ctx.mesh, ctx.rank),
         )
         for order, folder in orders:
             engine = build_engine(c, ctx, session.providers)

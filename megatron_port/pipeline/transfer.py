@@ -1,34 +1,36 @@
-"""Point-to-point transfer of activations and their gradients between stages."""
+"""Point-to-point transfer of what passes between stages, and of its gradients."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.pipeline.boundary import Boundary, Payload
 
 
 class Arrival:
-    """A tensor that is being received."""
+    """Tensors that are being received."""
 
-    def __init__(self, works: list[dist.Work], tensor: torch.Tensor, device: torch.device) -> None:
-        self._works, self._tensor, self._device = works, tensor, device
+    def __init__(self, works: list[dist.Work], payload: Payload, device: torch.device) -> None:
+        self._works, self._payload, self._device = works, payload, device
 
-    def take(self) -> torch.Tensor:
-        """The tensor, once it is there (a GPU's stream waits, not the host)."""
+    def take(self) -> Payload:
+        """The tensors, once they are there (a GPU's stream waits, not the host)."""
         for work in self._works:
             work.wait()
-        return self._tensor.to(self._device)
+        return tuple(tensor.to(self._device) for tensor in self._payload)
 
 
 class Departure:
-    """A tensor that is being sent, alive until the send has ended."""
+    """Tensors that are being sent, alive until the send has ended."""
 
-    def __init__(self, works: list[dist.Work], payload: torch.Tensor) -> None:
+    def __init__(self, works: list[dist.Work], payload: Payload) -> None:
         self._works = works
-        self._payload: torch.Tensor | None = payload
+        self._payload: Payload | None = payload
 
     def finish(self) -> None:
         """Wait for the receiver to have it (a GPU's stream waits, not the host) and free it."""
@@ -51,7 +53,7 @@ class StageLink:
     (``pipeline.messages``), and ``drain`` waits for the rest. gloo cannot
     send a tensor that lives on a GPU, so there the transfer goes through host memory.
 
-    Under NCCL every transfer is a batch of one: it then runs on its group's communicator, instead of one for
+    Under NCCL the tensors of a transfer are one batch: it then runs on its group's communicator, instead of one for
     each pair of ranks. Activations (``downstream``) use ``ctx.over("pp")``, gradients ``ctx.reverse_group``: two
     queues, in each of which operations run in the order in which they were started (``pipeline.messages``).
     """
@@ -75,48 +77,43 @@ class StageLink:
         return self.ctx.topology.stage_peer(self.ctx.rank, stage)
 
     def _queue(self, downstream: bool) -> tuple[dist.ProcessGroup | None, int]:
-        """The group of activations (``downstream``) or of gradients, and the tag that keeps them apart in one group."""
+        """The group of activations (``downstream``) or of gradients, and the tag that keeps them apart in one group.
+
+        Tensors of one transfer have tags two apart.
+        """
         if downstream:
             return self._downstream, 0
         return self._upstream, 1
 
-    def send(self, tensor: torch.Tensor, to: int, *, downstream: bool = True) -> Departure:
-        """Start sending; the tensor is kept alive until the send has ended."""
+    def _start(self, operation: Callable[..., dist.Work | None], payload: Payload, peer: int,
+               downstream: bool) -> list[dist.Work]:
+        """Start ``isend`` or ``irecv`` of each tensor."""
+        group, tag = self._queue(downstream)
+        if self._batched:
+            return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group) for tensor in payload])
+        works = [operation(x, peer, group=group, tag=tag + 2 * i) for i, x in enumerate(payload)]
+        return [work for work in works if work is not None]
+
+    def send(self, tensors: Payload, to: int, *, downstream: bool = True) -> Departure:
+        """Start sending; the tensors are kept alive until the send has ended."""
         for queue in self._pending.values():
             while queue and queue[0].free_if_done():
                 queue.popleft()
-        payload = tensor.detach().contiguous()
+        payload = tuple(tensor.detach().contiguous() for tensor in tensors)
         if self._via_host:
-            payload = payload.cpu()
-        group, tag = self._queue(downstream)
-        if self._batched:
-            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, payload, to, group)])
-        else:
-            work = dist.isend(payload, to, group=group, tag=tag)
-            works = [] if work is None else [work]
-        departure = Departure(works, payload)
+            payload = tuple(tensor.cpu() for tensor in payload)
+        departure = Departure(self._start(dist.isend, payload, to, downstream), payload)
         self._pending[downstream].append(departure)
         return departure
 
-    def start_receive(
-        self, shape: tuple[int, ...], dtype: torch.dtype, source: int, *, downstream: bool = True
-    ) -> Arrival:
-        """Start receiving a tensor of a known shape."""
-        device = torch.device("cpu") if self._via_host else self.ctx.device
-        out = torch.empty(shape, dtype=dtype, device=device)
-        group, tag = self._queue(downstream)
-        if self._batched:
-            works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, out, source, group)])
-        else:
-            work = dist.irecv(out, source, group=group, tag=tag)
-            works = [] if work is None else [work]
-        return Arrival(works, out, self.ctx.device)
+    def start_receive(self, expected: Boundary, source: int, *, downstream: bool = True) -> Arrival:
+        """Start receiving what a boundary states."""
+        out = expected.empty(torch.device("cpu") if self._via_host else self.ctx.device)
+        return Arrival(self._start(dist.irecv, out, source, downstream), out, self.ctx.device)
 
-    def receive(
-        self, shape: tuple[int, ...], dtype: torch.dtype, source: int, *, downstream: bool = True
-    ) -> torch.Tensor:
-        """Wait for a tensor of a known shape."""
-        return self.start_receive(shape, dtype, source, downstream=downstream).take()
+    def receive(self, expected: Boundary, source: int, *, downstream: bool = True) -> Payload:
+        """Wait for what a boundary states."""
+        return self.start_receive(expected, source, downstream=downstream).take()
 
     def drain(self) -> None:
         """Wait until every send has been taken."""

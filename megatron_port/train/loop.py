@@ -29,6 +29,7 @@ from megatron_port.launch.outcome import FINISHED, SAVED, write_outcome
 from megatron_port.launch.outcome import Outcome as Ending
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
+from megatron_port.parallel.positions import sequence_partition
 from megatron_port.runtime.agreement import agree
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
@@ -153,6 +154,7 @@ class Trainer:
                 self.config, dp_rank=self.ctx.index("dp"), dp_size=self.ctx.size("dp"),
                 need_tokens=self.ctx.is_first_stage, need_labels=self.ctx.is_last_stage,
                 train_samples=self.batches.samples_before(self.config.training.steps),
+                partition=sequence_partition(self.ctx.mesh, self.ctx.rank),
             )
         except PortError as error:
             failure = error

@@ -117,7 +117,7 @@ def make_batches(
         if reordering is not None:
             b, order = reordering.micro_batch_size(total), reordering.order(total)
         for m in range(total // (b * dp)):
-            ids = tuple(first + order[(m * dp + ctx.coords.dp) * b + i] for i in range(b))
+            ids = tuple(first + order[(m * dp + ctx.index("dp")) * b + i] for i in range(b))
             drawn = [sample_tokens(config, i) for i in ids]
             tokens = torch.stack([t for t, _ in drawn])
             masks = [m for _, m in drawn if m is not None]
@@ -127,6 +127,7 @@ def make_batches(
                     tokens=tokens[:, :-1] if ctx.is_first_stage else None,
                     labels=tokens[:, 1:] if ctx.is_last_stage else None,
                     loss_mask=torch.stack(masks) if masks and ctx.is_last_stage else None,
+                    labels_masked=bool(masks),
                 )
             )
         return out

@@ -49,7 +49,7 @@ def two_linears(recipe: str, tp: int, sequence_parallel: bool) -> list[Tensor]:
             getattr(layer, name).copy_(_slice(whole, layer, name))
     for weight in (up.weight, down.weight):
         weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
-    mine = slice(ctx.coords.tp * 32 // tp, (ctx.coords.tp + 1) * 32 // tp)
+    mine = slice(ctx.index("tp") * 32 // tp, (ctx.index("tp") + 1) * 32 // tp)
     rows = mine if sequence_parallel else slice(None)
     leaf = x[rows].clone().requires_grad_()
     y = down(torch.tanh(up(leaf)))

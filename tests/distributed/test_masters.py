@@ -78,7 +78,7 @@ def train(config: RunConfig, steps: int) -> Masters:
     b = config.batch.micro_batch_size
     for step in range(steps):
         batches = []
-        for first in range(step * BATCH + ctx.coords.dp * b, (step + 1) * BATCH, dp * b):
+        for first in range(step * BATCH + ctx.index("dp") * b, (step + 1) * BATCH, dp * b):
             ids = tuple(range(first, first + b))
             both = torch.from_numpy(half.sample_rows(ids, m.seq_length, m.vocab_size))
             batches.append(MicroBatch(ids, tokens=both[:, :-1], labels=both[:, 1:]))

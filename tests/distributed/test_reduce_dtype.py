@@ -60,7 +60,7 @@ def reduced(cases: list[tuple[str, int]]) -> list[dict[str, torch.Tensor]]:
         found: dict[str, torch.Tensor] = {}
         engine.on_gradients = lambda pairs, found=found: found.update({r.name: g.clone() for r, g in pairs})
         batches = []
-        for sample in samples(ctx.coords.dp):
+        for sample in samples(ctx.index("dp")):
             both = torch.from_numpy(sample_rows([sample], config.model.seq_length, config.model.vocab_size))
             batches.append(MicroBatch((sample,), tokens=both[:, :-1], labels=both[:, 1:]))
         engine.train_step(batches, step=0, lr=0.0)

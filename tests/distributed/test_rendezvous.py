@@ -26,6 +26,7 @@ from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.mesh import REVERSE
 from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.transfer import StageLink
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.fingerprint import Fingerprint
@@ -284,17 +285,15 @@ def _both_ways(steps: int) -> list[float]:
     """1F1B's traffic between two stages, batched, gradients on a group of their own, as under NCCL."""
     ctx = ParallelContext.create(Topology(pp=2), "cpu", "gloo")
     ctx = replace(ctx, relations={**ctx.relations, REVERSE: dist.new_group([0, 1], backend="gloo")})
-    link = StageLink(ctx)
+    link, expected = StageLink(ctx), Boundary.of({"x": ((3,), torch.float32), "ids": ((2,), torch.int64)})
     link._batched = True
     got = []
     for step in range(steps):
-        mine = torch.full((3,), float(10 * ctx.rank + step))
-        if link.next is not None:
-            link.send(mine, link.next)
-            got.append(link.receive((3,), torch.float32, link.next)[0].item())
-        else:
-            link.send(mine, 0)
-            got.append(link.receive((3,), torch.float32, 0)[0].item())
+        mine, other = float(10 * ctx.rank + step), 1 - ctx.rank
+        link.send((torch.full((3,), mine), torch.full((2,), int(mine))), other)
+        x, ids = link.receive(expected, other)
+        assert ids.tolist() == [int(x[0])] * 2
+        got.append(x[0].item())
     link.drain()
     ctx.close()
     return got

@@ -69,7 +69,7 @@ class Rank:
         self.ctx = ParallelContext.create(topology, "cpu")
         self.batches = BatchSchedule(config.batch, topology.dp)
         self.loaders = build_loaders(
-            config, dp_rank=self.ctx.coords.dp, dp_size=topology.dp, need_tokens=self.ctx.is_first_stage,
+            config, dp_rank=self.ctx.index("dp"), dp_size=topology.dp, need_tokens=self.ctx.is_first_stage,
             need_labels=self.ctx.is_last_stage,
         )
 

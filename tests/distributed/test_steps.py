@@ -68,7 +68,7 @@ def _evaluated(config: RunConfig, ctx: ParallelContext, engine: Engine) -> tuple
     model = config.model
     data = SyntheticDataset(seq_length=model.seq_length, vocab_size=model.vocab_size, seed=3, samples=21)
     loader = StepLoader(
-        data, seq_length=model.seq_length, micro_batch_size=config.batch.micro_batch_size, dp_rank=ctx.coords.dp,
+        data, seq_length=model.seq_length, micro_batch_size=config.batch.micro_batch_size, dp_rank=ctx.index("dp"),
         dp_size=ctx.topology.dp, seed=0, eod_id=-1, mask_eod_loss=False, need_tokens=ctx.is_first_stage,
         need_labels=ctx.is_last_stage,
     )

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_port.config.schema import RunConfig
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.boundary import Payload
 from megatron_port.pipeline.transfer import StageLink
 from megatron_port.session.assemble import build_engine
 
@@ -32,9 +33,9 @@ def _most_payloads(config: RunConfig, stages: int) -> tuple[int, int, int]:
     evaluating = False
     start = link.send
 
-    def send(tensor: torch.Tensor, to: int, *, downstream: bool = True) -> Any:
-        handle = start(tensor, to, downstream=downstream)
-        sent.append(StorageWeakRef(tensor.untyped_storage()))
+    def send(payload: Payload, to: int, *, downstream: bool = True) -> Any:
+        handle = start(payload, to, downstream=downstream)
+        sent.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in payload)
         most[evaluating] = max(most[evaluating], sum(not ref.expired() for ref in sent))
         return handle
 
@@ -91,7 +92,7 @@ def test_sends_that_the_backend_reports_as_done_are_freed_at_the_next(monkeypatc
     for number in range(6):
         payload = torch.full((4,), float(number))
         alive.append(StorageWeakRef(payload.untyped_storage()))
-        link.send(payload, 1, downstream=number % 3 != 2)
+        link.send((payload,), 1, downstream=number % 3 != 2)
         del payload
         if number == 3:
             works[0].done = works[2].done = works[3].done = True

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_port.backend.ops.dropout import bias_dropout_add, drop_threshold
+from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.random import DropoutStream, keep_mask, op_key
 from tests.kernels.reference import DTYPES, compare, random_shapes
 
@@ -64,7 +65,7 @@ class Case:
     def __init__(self, case: int, rows: int, cols: int, device: torch.device) -> None:
         batch = case % len(IDS) + 1
         self.p = (0.3, 0.0, 0.1)[case % 3]
-        self.place = {"seq_offset": 3 * case, "width": cols + 2 * case, "width_offset": case}
+        self.start, self.place = 3 * case, {"width": cols + 2 * case, "width_offset": case}
         self.streams = {}
         for where in (torch.device("cpu"), device):  # the exact result is computed on a CPU
             self.streams[where.type] = DropoutStream(1, where)
@@ -75,11 +76,13 @@ class Case:
         self.name = f"{self.shape} p={self.p}"
 
     def own(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
-        return bias_dropout_add(x, bias, residual, self.keys, op_key=op_key("mlp"), p=self.p, **self.place)
+        return bias_dropout_add(x, bias, residual, self.keys, op_key=op_key("mlp"), p=self.p, seq_offset=self.start,
+                                **self.place)
 
     def eager(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
         stream = self.streams[x.device.type]
-        out = stream.dropout(x if bias is None else x + bias, self.p, op="mlp", **self.place)
+        out = stream.dropout(x if bias is None else x + bias, self.p, op="mlp",
+                             positions=Positions.contiguous(len(x), self.start), **self.place)
         return out if residual is None else residual + out
 
 

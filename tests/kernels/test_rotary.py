@@ -14,6 +14,7 @@ from megatron_port.backend.fused import torch_split_rotary
 from megatron_port.backend.ops import rotary
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.rotary import RotaryTables
+from megatron_port.parallel.positions import Positions
 from tests.kernels.reference import DTYPES, compare
 
 POSITIONS = 40
@@ -31,7 +32,9 @@ def _shapes() -> list[Shape]:
 
 
 def _tables(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = RotaryTables().get(POSITIONS, ModelConfig(head_dim=size), torch.device("cpu"))
+    cos, sin = RotaryTables().rows(
+        Positions.contiguous(POSITIONS), ModelConfig(head_dim=size), torch.device("cpu")
+    )
     return cos.to(device), sin.to(device)
 
 

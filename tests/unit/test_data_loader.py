@@ -13,6 +13,7 @@ from megatron_port.data.dataset import GPTDataset, SyntheticDataset
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
 from megatron_port.data.loader import StepLoader, build_loaders
 from megatron_port.errors import DataError
+from megatron_port.parallel.positions import SequencePartition
 
 
 def corpus(path, documents=40, length=25, vocab=257, tokenizer="byte", eod=256, seed=0, meta=True):
@@ -113,11 +114,30 @@ def test_eod_mask(setup):
     assert loaders(run, labels=False).train.step(0, 8)[0].loss_mask is None
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_two_runs_of_positions_gets_their_tokens_labels_and_masks(setup, rank):
+    run = replace(setup, data=replace(setup.data, mask_eod_loss=True))
+    partition = SequencePartition(chunks=4, held_chunks=(rank, 3 - rank))
+    at = partition.held(8).index(torch.device("cpu"))
+    assert at.tolist() == ([0, 1, 6, 7], [2, 3, 4, 5])[rank]
+    part = build_loaders(run, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True, partition=partition)
+    for whole, mine in zip(loaders(run).train.step(0, 8), part.train.step(0, 8), strict=True):
+        assert torch.equal(mine.tokens, whole.tokens[:, at]) and torch.equal(mine.labels, whole.labels[:, at])
+        assert torch.equal(mine.loss_mask, whole.loss_mask[:, at])
+    last = list(part.valid.eval_batches(10**6, 10**6))[-1][-1]
+    assert last.loss_mask.shape == last.labels.shape == (2, 4)
+
+
 def test_stages_get_only_what_they_need(setup, monkeypatch):
     first = loaders(setup, labels=False).train.step(0, 8)[0]
     last = loaders(setup, tokens=False).train.step(0, 8)[0]
     assert first.labels is None and last.tokens is None
     assert torch.equal(first.tokens[:, 1:], last.labels[:, :-1])
+    for masking in (True, False):  # every stage takes part in counting tokens, and only the last sees the mask
+        run = replace(setup, data=replace(setup.data, mask_eod_loss=masking))
+        for tokens, labels in ((True, False), (False, False), (False, True)):
+            batch = loaders(run, tokens=tokens, labels=labels).train.step(0, 8)[0]
+            assert batch.masked is masking and (batch.loss_mask is not None) is (masking and labels)
 
     def refuse(*_):
         raise AssertionError("a middle stage read tokens")

@@ -30,6 +30,7 @@ from megatron_port.engine.native_update import make_update
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.shapes import model_records
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.positions import Positions
 from megatron_port.session.assemble import DTYPES, build_engine
 
 ROPE = ModelConfig(
@@ -103,8 +104,8 @@ def test_tables_are_the_formula_at_every_position(asked: tuple[int, ...]) -> Non
     """Also when they have grown from shorter ones."""
     tables = RotaryTables()
     for seq in asked:
-        cos, sin = tables.get(seq, ROPE, torch.device("cpu"))
-        assert min(len(cos), len(sin)) >= seq
+        cos, sin = tables.rows(Positions.contiguous(seq), ROPE, torch.device("cpu"))
+        assert len(cos) == len(sin) == seq
         half = ROPE.head_size // 2
         frequency = ROPE.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
         angle = np.arange(len(cos), dtype=np.float64)[:, None] * frequency

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_port.backend.ops.dropout import drop_threshold
 from megatron_port.model.recompute import recompute
 from megatron_port.parallel.counter import random_bits
+from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.random import DropoutStream, keep_mask, keep_scale, op_key
 
 CPU = torch.device("cpu")
@@ -43,7 +44,8 @@ def test_any_slice_of_the_residual_has_its_part_of_the_mask(s0: int, w0: int, da
     """Sequence parallelism splits the rows; a split width is the same law."""
     s1, w1 = data.draw(st.integers(s0 + 1, SEQ)), data.draw(st.integers(w0 + 1, WIDTH))
     piece = stream().dropout(
-        torch.ones(s1 - s0, len(IDS), w1 - w0), 0.3, op="layers.0.mlp", seq_offset=s0, width_offset=w0, width=WIDTH
+        torch.ones(s1 - s0, len(IDS), w1 - w0), 0.3, op="layers.0.mlp", positions=Positions.contiguous(s1 - s0, s0),
+        width_offset=w0, width=WIDTH,
     )
     assert torch.equal(piece != 0, residual_mask(stream())[s0:s1, :, w0:w1])
 

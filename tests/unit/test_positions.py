@@ -1,0 +1,184 @@
+"""Positions of tokens: every token on one rank, and a rank with two runs computes the rows of the whole result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.device import choose_device
+from megatron_port.backend.providers import Providers, torch_providers
+from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
+from megatron_port.model.attention import SelfAttention
+from megatron_port.model.build import BuildContext
+from megatron_port.model.gpt import GPTStage
+from megatron_port.model.layers import Embedding
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.positions import (
+    WHOLE_SEQUENCE,
+    Positions,
+    Run,
+    SequencePartition,
+    sequence_partition,
+)
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.topology import Topology
+
+CPU = torch.device("cpu")
+SEQ, BATCH = 32, 2
+MODEL = ModelConfig(
+    num_layers=1, hidden_size=24, num_attention_heads=2, vocab_size=50, seq_length=SEQ, hidden_dropout=0.3,
+    attention_dropout=0.2,
+)
+
+
+def zigzag(rank: int, ranks: int, *, piece: int = 0, pieces: int = 1) -> SequencePartition:
+    """One early and one late chunk each, so that causal attention costs every rank the same."""
+    return SequencePartition(2 * ranks, (rank, 2 * ranks - 1 - rank), piece, pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided(BuildContext):
+    """The build of a rank with a partition of its own."""
+
+    own: SequencePartition = WHOLE_SEQUENCE
+
+    @cached_property
+    def partition(self) -> SequencePartition:
+        return self.own
+
+
+def build_of(partition: SequencePartition, model: ModelConfig = MODEL, providers: Providers | None = None) -> Divided:
+    stream = DropoutStream(3, CPU)
+    stream.set_micro_batch(7, tuple(range(40, 40 + BATCH)))
+    return Divided(
+        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
+        providers=providers or torch_providers(), stream=stream, dtype=torch.float32, own=partition,
+    )
+
+
+def own_providers() -> Providers:
+    return choose_providers(BackendConfig(own_kernels="on"), choose_device("cpu"), torch.float32, engine="native")
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
+def test_each_position_is_in_the_residual_stream_of_one_rank(ranks: int, pieces: int, size: int) -> None:
+    seq = 2 * ranks * pieces * size
+    found: list[int] = []
+    for rank in range(ranks):
+        held: list[int] = []
+        for piece in range(pieces):
+            partition = zigzag(rank, ranks, piece=piece, pieces=pieces)
+            mine = partition.residual(seq)
+            assert mine.count == seq // ranks // pieces and partition.seq_length(mine.count * pieces) == seq
+            assert mine.stop == max(mine.index(CPU)) + 1
+            assert all(sum(a) != b.start for a, b in zip(mine.runs, mine.runs[1:])), "runs that could be one"
+            held += mine.index(CPU).tolist()
+        # In order: what a gather of the pieces gives is what the rank holds.
+        assert held == zigzag(rank, ranks).held(seq).index(CPU).tolist()
+        found += held
+    assert sorted(found) == list(range(seq))
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_layouts_partition(rank: int, sequence_parallel: bool) -> None:
+    topology = Topology(tp=4)
+    partition = sequence_partition(topology.mesh, rank, sequence_parallel=sequence_parallel)
+    assert partition.held(SEQ).runs == (Run(0, SEQ),)
+    assert partition.residual(SEQ).runs == ((Run(8 * rank, 8),) if sequence_parallel else (Run(0, SEQ),))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SequencePartition(2, (1, 0)), "ascending"),
+        (lambda: SequencePartition(2, (2,)), "ascending"),
+        (lambda: SequencePartition(piece=2, pieces=2), "piece 2 of 2"),
+        (lambda: SequencePartition(3, (0,)).held(8), "8 tokens does not divide into 3"),
+        (lambda: SequencePartition(piece=0, pieces=3).residual(8), "8 positions do not divide into 3"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---------------------------------------------------------------- two runs through the model
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_embedding_of_two_runs(rank: int) -> None:
+    """Learned positions and the embedding's dropout, and the gradients of both tables."""
+    model = dataclasses.replace(MODEL, position_embedding="learned")
+    part = zigzag(rank, 2)
+    tokens = torch.randint(0, 50, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
+    whole, mine = Embedding(build_of(WHOLE_SEQUENCE, model)), Embedding(build_of(part, model))
+    for p, q in zip(whole.parameters(), mine.parameters()):
+        torch.nn.init.normal_(p.data)
+        q.data.copy_(p.data)
+    want = part.held(SEQ).take(whole(tokens))
+    got = mine(part.held(SEQ).take(tokens, dim=1))
+    assert torch.equal(got, want) and 0 < int((got == 0).sum()) < got.numel()
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2))
+    want.backward(weights)
+    got.backward(weights)
+    for p, q in zip(whole.parameters(), mine.parameters()):
+        assert torch.equal(p.grad, q.grad) and bool(p.grad.any())  # type: ignore[arg-type,union-attr]
+
+
+@pytest.mark.parametrize("providers", [torch_providers, own_providers])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rotary_of_two_runs(rank: int, providers: Callable[[], Providers]) -> None:
+    model, part = dataclasses.replace(MODEL, position_embedding="rope"), zigzag(rank, 2)
+    whole, mine = (SelfAttention("a", build_of(p, model, providers())) for p in (WHOLE_SEQUENCE, part))
+    y = torch.randn(SEQ, BATCH, 2, 3, 12, generator=torch.Generator().manual_seed(1))
+    for want, got in zip(whole.split(y), mine.split(part.held(SEQ).take(y))):
+        assert torch.equal(got, part.held(SEQ).take(want))
+
+
+@pytest.mark.parametrize("providers", [torch_providers, own_providers])
+@pytest.mark.parametrize(("rank", "piece", "pieces"), [(0, 0, 1), (1, 0, 1), (0, 0, 2), (0, 1, 2)])
+def test_dropout_of_two_runs(rank: int, piece: int, pieces: int, providers: Callable[[], Providers]) -> None:
+    """Also of the piece that sequence parallelism leaves of them."""
+    part = zigzag(rank, 2, piece=piece, pieces=pieces)
+    rows = part.residual(SEQ)
+    draw = torch.Generator().manual_seed(1)
+    x, residual = (torch.randn(SEQ, BATCH, 24, generator=draw) for _ in range(2))
+    bias = torch.randn(24, generator=draw)
+    whole, mine = build_of(WHOLE_SEQUENCE, providers=providers()), build_of(part, providers=providers())
+    want = whole.bias_dropout_add(x, bias, residual, op="a")
+    got = mine.bias_dropout_add(rows.take(x), bias, rows.take(residual), op="a")
+    assert torch.equal(got, rows.take(want)) and bool((got == rows.take(residual)).any()), "some are dropped"
+    assert torch.equal(mine.residual_dropout(rows.take(x), op="b"), rows.take(whole.residual_dropout(x, op="b")))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_attention_dropout_of_two_runs(rank: int) -> None:
+    """A rank that has its queries' rows of the probabilities, and the columns of all keys."""
+    rows = zigzag(rank, 2).held(SEQ)
+    stream = build_of(WHOLE_SEQUENCE).stream
+    probs = torch.rand(BATCH, 2, SEQ, SEQ, generator=torch.Generator().manual_seed(1)) + 1.0
+    want = rows.take(stream.dropout_probabilities(probs, 0.2, op="p", head_offset=1), dim=2)
+    got = stream.dropout_probabilities(rows.take(probs, dim=2), 0.2, op="p", head_offset=1, positions=rows)
+    assert torch.equal(got, want) and bool((got == 0).any())
+
+
+def test_what_passes_between_stages_has_the_rows_of_the_residual_stream() -> None:
+    stage = GPTStage(build_of(zigzag(1, 2, piece=1, pieces=2)), start=0, stop=1)
+    assert stage.boundary(BATCH, SEQ) == {"hidden": ((SEQ // 4, BATCH, 24), torch.float32)}
+
+
+def test_rows_of_more_positions_than_there_are() -> None:
+    with pytest.raises(RuntimeError):
+        Positions.contiguous(5, start=6).take(torch.zeros(10))
