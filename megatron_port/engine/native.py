@@ -250,17 +250,13 @@ class NativeEngine:
         yield from self.parameters
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """This replica's pieces of masters and moments; where replicas hold them all, dp rank 0 saves."""
+        """This replica's pieces of masters and optimizer state; where replicas hold them all, dp rank 0 saves."""
         if self.sharded.shards == 1 and self.ctx.coords.dp != 0:
             return
         for piece in self.sharded.pieces:
             if not counts_in_norm(piece.record, self.ctx):
                 continue
-            state = self.update.state.get(piece.master, {})
-            yield from logical_pieces(piece.record, "weight", piece.master.detach(), piece.start)
-            for kind in ("exp_avg", "exp_avg_sq"):
-                value = state.get(kind)
-                flat = torch.zeros_like(piece.master) if value is None else value
+            for kind, flat in {"weight": piece.master.detach(), **piece.state}.items():
                 yield from logical_pieces(piece.record, kind, flat, piece.start)
 
     def scalar_state(self) -> dict[str, float | int]:
@@ -269,7 +265,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
-        """Set masters, weights, moments and counters. Each rank reads its own slices; nothing is communicated."""
+        """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
         self.sharded.wait()
         pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = {}
         for piece in self.sharded.pieces:
@@ -286,13 +282,9 @@ class NativeEngine:
                 if part.data_ptr() != piece.master.data_ptr():
                     piece.master.copy_(part)
             for piece in mine:
-                held = self.update.state.get(piece.master, {})
-                state = {"step": torch.tensor(float(scalars.get("optimizer_steps", 0)))}
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    state[kind] = held[kind] if kind in held else torch.empty_like(piece.master)
-                    read_range(read, record, kind, state[kind], piece.start, scratch)
-                self.update.state[piece.master] = state
-        self.update.steps = int(scalars.get("optimizer_steps", 0))
+                for kind, flat in piece.state.items():
+                    read_range(read, record, kind, flat, piece.start, scratch)
+        self.update.restore(int(scalars.get("optimizer_steps", 0)))
         self.scaler.load(scalars)
         self._record_state(gathering=False)
 
