@@ -32,6 +32,7 @@ from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
 from megatron_port.optim.gradients import counts_in_norm, global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
+from megatron_port.optim.rules import rule_of
 from megatron_port.optim.sharded import Bucket, Piece, ShardedParameters
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
 from megatron_port.parallel.context import ParallelContext
@@ -101,7 +102,7 @@ class NativeEngine:
             self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
             shards=ctx.topology.dp if config.layout.zero_stage else 1, capacity=config.layout.reduce_bucket_size,
             reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
-            shard_gradients=config.layout.zero_stage == 2,
+            shard_gradients=config.layout.zero_stage == 2, rule=rule_of(config.optimizer),
         )
         gradients = _Gradients(self.sharded)
         self.weight_gradients = WgradAccumulator(gradients.added, gradients.total)

@@ -9,12 +9,15 @@ it any range of any parameter, and its result does not depend on how parameters 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megatron_port.config.schema import OptimizerConfig
+from megatron_port.errors import ConfigError
 from megatron_port.parallel.record import ParameterRecord
+from megatron_port.parallel.state import WEIGHT
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,25 @@ class AdamW(OptimizerRule):
         return self.KINDS
 
 
+RULES: dict[str, OptimizerRule] = {"adamw": AdamW()}
+
+
+def rule_of(config: OptimizerConfig) -> OptimizerRule:
+    """Return the rule that ``optimizer.name`` stands for.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if config.name not in RULES:
+        raise ConfigError(f"optimizer.name {config.name!r} is unknown; use {', '.join(RULES)}")
+    return RULES[config.name]
+
+
 def state_kinds(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dict[str, tuple[str, ...]]:
     """Return, by canonical name, the kinds of tensors that a checkpoint holds of each parameter, ``weight`` first."""
-    return {record.name: ("weight", *rule.kinds(record)) for record in records}
+    return {record.name: (WEIGHT, *rule.kinds(record)) for record in records}
+
+
+def mixed_kinds(kinds: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
+    """Return ``kinds`` (by name) where two names differ in theirs, else an empty mapping: what a manifest declares."""
+    return kinds if len({frozenset(each) for each in kinds.values()}) > 1 else {}
