@@ -35,12 +35,13 @@ from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.rules import rule_of
 from megatron_port.optim.sharded import Bucket, Piece, ShardedParameters
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
-from megatron_port.parallel.state import StatePiece, StateReader
+from megatron_port.parallel.state import BUFFER, StatePiece, StateReader
 from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import forward_only, make_schedule
 from megatron_port.pipeline.transfer import StageLink
@@ -98,6 +99,7 @@ class NativeEngine:
         self.progress = progress or ProgressTracker()
         self.runner = Runner(StageLink(ctx), dtype, self.progress)
         self.parameters = recorded_parameters(self.stage)
+        self.buffers = recorded_buffers(self.stage)
         self.sharded = ShardedParameters(
             self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
             shards=ctx.topology.dp if config.layout.zero_stage else 1, capacity=config.layout.reduce_bucket_size,
@@ -251,7 +253,11 @@ class NativeEngine:
         yield from self.parameters
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """This replica's pieces of masters and optimizer state; where replicas hold them all, dp rank 0 saves."""
+        """This replica's pieces of masters and optimizer state; what all replicas hold, as buffers, dp rank 0 saves."""
+        if self.ctx.coords.dp == 0:
+            for record, buffer in self.buffers:
+                if counts_in_norm(record, self.ctx):
+                    yield from logical_pieces(record, BUFFER, buffer.detach().reshape(-1), 0)
         if self.sharded.shards == 1 and self.ctx.coords.dp != 0:
             return
         for piece in self.sharded.pieces:
@@ -285,6 +291,8 @@ class NativeEngine:
             for piece in mine:
                 for kind, flat in piece.state.items():
                     read_range(read, record, kind, flat, piece.start, scratch)
+        for record, buffer in self.buffers:
+            read_local(read, record, BUFFER, buffer)
         self.update.restore(int(scalars.get("optimizer_steps", 0)))
         self.scaler.load(scalars)
         self._record_state(gathering=False)
@@ -298,5 +306,5 @@ class NativeEngine:
         return scratch.of(p.shape, p.device)
 
     def load_weights(self, read: StateReader) -> None:
-        """Set weights; moments and counters start afresh."""
+        """Set weights and buffers; optimizer state and counters start afresh."""
         self.load_state(zero_moments(read), {})

@@ -90,8 +90,8 @@ def rule_of(config: OptimizerConfig) -> OptimizerRule:
 
 
 def state_kinds(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dict[str, tuple[str, ...]]:
-    """Return, by canonical name, the kinds of tensors that a checkpoint holds of each parameter, ``weight`` first."""
-    return {record.name: (WEIGHT, *rule.kinds(record)) for record in records}
+    """Return, by canonical name, the kinds of tensors that a checkpoint holds of each parameter and buffer."""
+    return {r.name: (WEIGHT, *rule.kinds(r)) if r.kind == WEIGHT else (r.kind,) for r in records}
 
 
 def mixed_kinds(kinds: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_port.parallel.state import WEIGHT
+
 
 @dataclass(frozen=True)
 class InitSpec:
@@ -54,6 +56,8 @@ class ParameterRecord:
     """Copies with the same key (and name) on several stages are one parameter."""
     tied_primary: bool = True
     """Of tied copies, the one that is counted in norms and saved."""
+    kind: str = WEIGHT
+    """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``parallel.buffers``)."""
 
     @property
     def is_split(self) -> bool:

@@ -10,6 +10,7 @@ from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
 from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage, build_chunks, unit_costs
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_reader
 from megatron_port.parallel.random import DropoutStream
@@ -78,6 +79,8 @@ def build_engine(
             stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress
         )
     if initialise:
-        records = {record_of(p).name: record_of(p) for chunk in chunks for p in chunk.parameters()}
+        of_parameters = [record_of(p) for chunk in chunks for p in chunk.parameters()]
+        of_buffers = [record for chunk in chunks for record, _ in recorded_buffers(chunk)]
+        records = {record.name: record for record in of_parameters + of_buffers}
         engine.load_weights(initial_reader(records, config.seed, ctx.device))
     return engine

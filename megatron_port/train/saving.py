@@ -14,7 +14,7 @@ from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Alone, GroupPeers
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError
-from megatron_port.model.shapes import model_records
+from megatron_port.model.shapes import state_records
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
 from megatron_port.train.state import Position, save_state, shapes_of, state_of
@@ -62,7 +62,7 @@ class Saving:
                 self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
             else:
                 config = self._session.config
-                records = model_records(config.model) if self._session.is_rank_zero else None
+                records = state_records(config.model) if self._session.is_rank_zero else None
                 self._background.start(
                     state_of(self._engine, config, at, records), self._engine.state_pieces(),
                     expected=shapes_of(records),

@@ -21,7 +21,7 @@ from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.interop.sidecar import model_of
-from megatron_port.model.shapes import model_records, parameter_shapes
+from megatron_port.model.shapes import parameter_shapes, state_records
 from megatron_port.optim.rules import mixed_kinds, rule_of, state_kinds
 from megatron_port.optim.schedules import learning_rate
 from megatron_port.parallel.record import ParameterRecord
@@ -182,8 +182,9 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig, *, weights_only: 
 
     An import of weights alone is of step 0; what was trained and has lost its state would resume as another run.
     """
-    records = model_records(config.model)
-    fault = shape_fault(checkpoint, {name: record.shape for name, record in records.items()})
+    records = state_records(config.model)
+    parameters = {name: record.shape for name, record in records.items() if record.kind == WEIGHT}
+    fault = shape_fault(checkpoint, parameters)
     if fault is None and not weights_only:
         fault = _state_fault(checkpoint, state_kinds(rule_of(config.optimizer), records.values()))
     if fault:
@@ -303,7 +304,7 @@ def state_of(
     """Return all of a checkpoint that is not a tensor.
 
     Args:
-        records: of the whole model, on rank 0, whose state is the one that is written.
+        records: of the whole model's parameters and buffers, on rank 0, whose state is the one that is written.
     """
     schedule = {
         "step": at.step, "steps": config.training.steps,
@@ -330,7 +331,7 @@ def state_of(
 def save_state(engine: Engine, session: Session, at: Position, committer: Committer | None = None) -> Path:
     """Commit a checkpoint of the whole run, synchronously. Collective."""
     config = session.config
-    records = model_records(config.model) if session.is_rank_zero else None
+    records = state_records(config.model) if session.is_rank_zero else None
     return save_checkpoint(
         run_folder(config) / FOLDER, state_of(engine, config, at, records), engine.state_pieces(),
         keep=config.checkpoint.keep, group=session.cpu_group if session.info.world_size > 1 else None,
@@ -340,5 +341,5 @@ def save_state(engine: Engine, session: Session, at: Position, committer: Commit
 
 
 def shapes_of(records: Mapping[str, ParameterRecord] | None) -> dict[str, tuple[int, ...]] | None:
-    """Return the logical shape of every parameter, what a whole checkpoint has; None on ranks without records."""
+    """Return the logical shape of all that a whole checkpoint has, by name; None on ranks without records."""
     return None if records is None else {name: record.shape for name, record in records.items()}
