@@ -24,6 +24,7 @@ from megatron_port.backend.fp8 import Fp8, Quantiser, own_quantiser, torch_quant
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
+from megatron_port.registry import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Chooser:
     engine: str
     attention: AttentionNeeds
     load: bool = True
+    rule: str = "adamw"
+    """optimizer.name"""
 
     @functools.cached_property
     def own_problem(self) -> str:
@@ -138,7 +141,9 @@ class Chooser:
         ])
 
     def optimizer(self) -> tuple[str, ProviderRow]:
-        """The name of the optimizer's provider."""
+        """The name of the provider of AdamW's update; a plugin's rule has its own."""
+        if self.rule in OPTIMIZERS.added:
+            return "torch", ProviderRow("optimizer", "torch", f"the rule {self.rule} is a plugin's")
         own = self.own_problem or ("" if self.engine == "native" else "own AdamW is for engine native")
         # The libraries are checked, and DeepSpeed imported, only where their answer matters.
         asked = self.config.optimizer
@@ -288,6 +293,7 @@ def choose_providers(
     attention_dropout: float = 0.0,
     heads: tuple[int, int, int] | None = None,
     fp8: str = "none",
+    rule: str = "adamw",
 ) -> Providers:
     """Choose the provider of every op for this device, dtype, engine and configuration.
 
@@ -296,11 +302,12 @@ def choose_providers(
         attention_dropout: probability; above 0 only ``math`` serves, because its masks do not depend on the layout.
         heads: (query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel.
         fp8: precision.fp8.
+        rule: optimizer.name.
 
     Raises:
         EnvironmentFault: a provider that was asked for cannot serve; the message says why.
     """
-    chooser = Chooser(config, device, dtype, engine, AttentionNeeds(dtype, attention_dropout, heads))
+    chooser = Chooser(config, device, dtype, engine, AttentionNeeds(dtype, attention_dropout, heads), rule=rule)
     softmax, softmax_row = chooser.softmax()
     attention, attention_row = chooser.attend(softmax)
     (layer_norm, rms_norm), norm_row = chooser.norm()

@@ -17,6 +17,7 @@ from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
+from megatron_port.registry import OPTIMIZERS, choices_added
 
 __all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -32,7 +33,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "precision.grad_reduce_dtype": ("fp32", "bf16", "fp16"),
     "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
     "precision.fp8": ("none", "tensorwise", "rowwise"),
-    "optimizer.name": ("adamw",),
+    "optimizer.name": OPTIMIZERS.builtin,
     "optimizer.decay": ("cosine", "linear", "constant"),
     "data.order": ("stateless", "megatron"),
     "backend.device": ("auto", "cpu", "cuda", "rocm"),
@@ -54,7 +55,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "launch.when_stopped": ("requeue", "chain", "stop"),
     "launch.when_failed": ("requeue", "chain", "stop"),
 }
-"""The values that a field may take, for those with a fixed list."""
+"""The values that a field may take, for those with a fixed list; plugins add to some (``registry.choices_added``)."""
 
 _Rule = tuple[Callable[[Any], bool], str]
 
@@ -265,8 +266,8 @@ def _leaf(config: RunConfig, name: str) -> Any:
 
 def _unknown_choices(config: RunConfig) -> list[str]:
     out = []
-    for name, allowed in CHOICES.items():
-        value = _leaf(config, name)
+    for name, own in CHOICES.items():
+        allowed, value = (*own, *choices_added(name)), _leaf(config, name)
         if value not in allowed:
             near = did_you_mean(value, [str(a) for a in allowed]) if isinstance(value, str) else ""
             shown = repr(value) if isinstance(value, str) else value
@@ -310,6 +311,11 @@ def _relations(config: RunConfig) -> list[str]:
         out.append(f"backend.{asked[0]} is own, but backend.own_kernels is 'off'; set one of the two to auto")
     if backend.own_kernels == "on" and dtype == "fp64":
         out.append("backend.own_kernels on needs precision.dtype fp32, fp16 or bf16, not 'fp64'; use auto")
+    if backend.optimizer not in ("auto", "torch") and config.optimizer.name in OPTIMIZERS.added:
+        out.append(
+            f"backend.optimizer {backend.optimizer} is an update of adamw, not of optimizer.name "
+            f"{config.optimizer.name!r}, which brings its own; use auto"
+        )
     if backend.optimizer == "own" and config.engine != "native":
         out.append(f"backend.optimizer own is for engine native, not {config.engine!r}; use auto")
     return out
@@ -424,6 +430,11 @@ def _engine_problems(config: RunConfig) -> list[str]:
             "part would have to be reduced by itself, twice the traffic; use zero_stage 1, or the schedule '1f1b'"
         )
     if config.engine == "deepspeed":
+        if config.optimizer.name in OPTIMIZERS.added:
+            out.append(
+                f"engine deepspeed has no update for optimizer.name {config.optimizer.name!r}; use 'adamw', or engine "
+                "native"
+            )
         if zero == 2:
             out.append(
                 "engine deepspeed with layout.zero_stage 2: its pipelines take stages 0 and 1 only; use zero_stage 1, "

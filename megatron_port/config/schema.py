@@ -189,10 +189,10 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) and its learning-rate schedule."""
+    """The optimizer's rule and its learning-rate schedule."""
 
     name: str = "adamw"
-    """adamw"""
+    """adamw (Loshchilov & Hutter, arXiv 1711.05101), or a rule that a plugin registers (engine native)"""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -200,7 +200,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay of the second moment, where the rule has one."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
@@ -411,6 +411,9 @@ class RunConfig:
     """Of weights, data order and dropout."""
     engine: str = "deepspeed"
     """deepspeed | native"""
+    plugins: tuple[str, ...] = ()
+    """Python modules that are imported when the configuration is loaded and register further choices: optimizer rules,
+    losses, schedules, data sources, kernels (CONTRIBUTING.md). What they do is done: name only what you trust."""
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

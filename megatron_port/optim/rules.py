@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_port.config.schema import OptimizerConfig
-from megatron_port.errors import ConfigError
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import WEIGHT
+from megatron_port.registry import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,16 @@ class AdamW(OptimizerRule):
         return self.KINDS
 
 
-RULES: dict[str, OptimizerRule] = {"adamw": AdamW()}
+ADAMW = AdamW()
 
 
 def rule_of(config: OptimizerConfig) -> OptimizerRule:
     """Return the rule that ``optimizer.name`` stands for.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or a plugin's is no OptimizerRule.
     """
-    if config.name not in RULES:
-        raise ConfigError(f"optimizer.name {config.name!r} is unknown; use {', '.join(RULES)}")
-    return RULES[config.name]
+    return OPTIMIZERS.get(config.name, OptimizerRule)
 
 
 def state_kinds(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dict[str, tuple[str, ...]]:

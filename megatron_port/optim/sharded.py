@@ -24,7 +24,7 @@ from torch import nn
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
 from megatron_port.optim.grad_buffer_pool import Windows
 from megatron_port.optim.grad_ready import GradReadyTracker
-from megatron_port.optim.rules import AdamW, OptimizerRule
+from megatron_port.optim.rules import ADAMW, OptimizerRule
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
@@ -107,9 +107,9 @@ class ShardedParameters:
     def __init__(
         self, chunks: Sequence[Sequence[Recorded]], ctx: ParallelContext, *, wide: torch.dtype, shards: int,
         capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
-        rule: OptimizerRule | None = None,
+        rule: OptimizerRule = ADAMW,
     ) -> None:
-        self.rule = AdamW() if rule is None else rule
+        self.rule = rule
         self.ctx, self.shards, self.wide = ctx, shards, wide
         self.reduce_dtype = wide if reduce_dtype is None else reduce_dtype
         self.shard_gradients = shard_gradients and shards > 1

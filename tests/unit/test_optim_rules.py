@@ -28,12 +28,12 @@ from megatron_port.interop.staged import Stage
 from megatron_port.model import layers
 from megatron_port.model.build import BuildContext
 from megatron_port.model.shapes import state_records
-from megatron_port.optim import rules
 from megatron_port.optim.rules import ElementwiseRule, UpdateSettings
 from megatron_port.parallel.buffers import add_buffer, recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import InitSpec, ParameterRecord, split_record
 from megatron_port.parallel.state import StatePiece
+from megatron_port.registry import OPTIMIZERS
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.changes import check_rule
 from megatron_port.train.state import Position, check_resumable, shapes_of, state_of
@@ -61,7 +61,7 @@ class MatrixMomentum(ElementwiseRule):
 @pytest.fixture
 def mixed(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run whose parameters have different state, and whose layers have a buffer each."""
-    monkeypatch.setitem(rules.RULES, "mixed", MatrixMomentum())
+    monkeypatch.setitem(OPTIMIZERS._added, "mixed", MatrixMomentum())
     real = layers.TransformerLayer.__init__
 
     def with_buffer(self: Any, number: int, build: BuildContext) -> None:
@@ -172,7 +172,7 @@ def test_another_rule_does_not_continue(mixed: RunConfig, tmp_path: Path) -> Non
 
 def test_exports_keep_what_the_rule_keeps(mixed: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # without buffers, which no other format has
-    monkeypatch.setitem(rules.RULES, "mixed", MatrixMomentum())
+    monkeypatch.setitem(OPTIMIZERS._added, "mixed", MatrixMomentum())
     engine = engine_of(mixed)
     train(engine, 0, 2)
     checkpoint = open_checkpoint(save(engine, mixed, tmp_path, 2))
@@ -188,7 +188,7 @@ def test_exports_keep_what_the_rule_keeps(mixed: RunConfig, tmp_path: Path, monk
             shape = back.shape(name, kind)
             box = ((0,) * len(shape), shape)
             assert torch.equal(back.read(name, kind, *box), checkpoint.read(name, kind, *box)), (name, kind)
-    monkeypatch.delitem(rules.RULES, "mixed")
+    monkeypatch.delitem(OPTIMIZERS._added, "mixed")
     with pytest.raises(CheckpointError, match="'mixed' is unknown"):
         read_dcp(out, Stage(tmp_path / "staged"))
 
