@@ -15,7 +15,7 @@ each kind with what the object must be.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from megatron_port.errors import ConfigError
@@ -76,6 +76,13 @@ class Registry:
             )
         self._added[name] = target
 
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function that a name stands for. Raises ConfigError as :meth:`get` does."""
+        found = self.get(name, object)
+        if not callable(found):
+            raise ConfigError(f"{self.what} {name!r} is {_shown(found)}, which cannot be called; register a function")
+        return found
+
     def get(self, name: str, of: type[T]) -> T:
         """Return what a name stands for, which must be an instance of ``of``.
 
@@ -114,7 +121,11 @@ def _shown(target: Any) -> str:
 
 OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {"adamw": "megatron_port.optim.rules:ADAMW"})
 
-REGISTRIES = (OPTIMIZERS,)
+LOSSES = Registry(
+    "loss", "training.loss", {"cross_entropy": "megatron_port.parallel.cross_entropy:vocab_parallel_cross_entropy"}
+)
+
+REGISTRIES = (OPTIMIZERS, LOSSES)
 """Every registry of the package."""
 
 

@@ -17,7 +17,7 @@ from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
-from megatron_port.registry import OPTIMIZERS, choices_added
+from megatron_port.registry import LOSSES, OPTIMIZERS, choices_added
 
 __all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
     "precision.fp8": ("none", "tensorwise", "rowwise"),
     "optimizer.name": OPTIMIZERS.builtin,
+    "training.loss": LOSSES.builtin,
     "optimizer.decay": ("cosine", "linear", "constant"),
     "data.order": ("stateless", "megatron"),
     "backend.device": ("auto", "cpu", "cuda", "rocm"),

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.config.schema import ModelConfig, RunConfig, TrainingConfig
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ _LATER = (
 def config_hash(config: RunConfig) -> str:
     """16 hex digits of the SHA-256 of what determines training.
 
-    In: the model (defaults applied, its label left out), seed, global batch and
+    In: the model (defaults applied, its label left out), the loss, seed, global batch and
     ramp-up, number format, optimizer (decay_steps applied), data. Out: layout, engine,
     micro-batch, device, cluster, telemetry, checkpoints, evaluation, names. Corpora
     count by base name, so that a copy on a faster disk is the same run.
@@ -109,4 +109,6 @@ def config_hash(config: RunConfig) -> str:
         "seed": config.seed, "model": model, "batch": batch, "optimizer": optimizer,
         "data": data, "precision": as_dict(config.precision),
     }
+    if config.training.loss != TrainingConfig.loss:  # it came after the first checkpoints
+        parts["loss"] = config.training.loss
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

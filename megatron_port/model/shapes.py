@@ -8,32 +8,20 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage
-from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 
 
-def _whole_model(model: ModelConfig) -> GPTStage:
-    """The unsplit model, on the meta device."""
+def model_records(model: ModelConfig) -> dict[str, ParameterRecord]:
+    """Canonical name → record of the unsplit model, in order. Built on the meta device."""
     ctx = ParallelContext.single("meta")
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ctx, providers=torch_providers(),
         stream=DropoutStream(0, torch.device("meta")), dtype=torch.float32,
     )
-    return GPTStage(build, start=0, stop=model.num_layers)
-
-
-def model_records(model: ModelConfig) -> dict[str, ParameterRecord]:
-    """Canonical name → record of each parameter of the unsplit model, in order."""
-    return {record_of(p).name: record_of(p) for p in _whole_model(model).parameters()}
-
-
-def state_records(model: ModelConfig) -> dict[str, ParameterRecord]:
-    """The same of parameters and buffers: everything of the model that a checkpoint holds."""
-    stage = _whole_model(model)
-    records = [record_of(p) for p in stage.parameters()] + [record for record, _ in recorded_buffers(stage)]
-    return {record.name: record for record in records}
+    stage = GPTStage(build, start=0, stop=model.num_layers)
+    return {record_of(p).name: record_of(p) for p in stage.parameters()}
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.registry import LOSSES
 from megatron_port.runtime.progress import ProgressTracker
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -47,7 +48,7 @@ def build_model(
     """This rank's chunks of the model; their parameters are allocated, not yet initialised."""
     build = BuildContext(
         model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
-        dtype=DTYPES[config.precision.dtype],
+        dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(config.training.loss),
     )
     return build_chunks(build, layers_by_chunk(config, ctx.topology))
 

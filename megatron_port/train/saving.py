@@ -14,7 +14,7 @@ from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Alone, GroupPeers
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError
-from megatron_port.model.shapes import state_records
+from megatron_port.model.saved_state import state_records
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
 from megatron_port.train.state import Position, save_state, shapes_of, state_of

@@ -21,7 +21,8 @@ from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.interop.sidecar import model_of
-from megatron_port.model.shapes import parameter_shapes, state_records
+from megatron_port.model.saved_state import state_records
+from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.rules import mixed_kinds, rule_of, state_kinds
 from megatron_port.optim.schedules import learning_rate
 from megatron_port.parallel.record import ParameterRecord

@@ -27,7 +27,7 @@ from megatron_port.interop.import_dcp import read_dcp
 from megatron_port.interop.staged import Stage
 from megatron_port.model import layers
 from megatron_port.model.build import BuildContext
-from megatron_port.model.shapes import state_records
+from megatron_port.model.saved_state import state_records
 from megatron_port.optim.rules import ElementwiseRule, UpdateSettings
 from megatron_port.parallel.buffers import add_buffer, recorded_buffers
 from megatron_port.parallel.context import ParallelContext
@@ -64,8 +64,9 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.setitem(OPTIMIZERS._added, "mixed", MatrixMomentum())
     real = layers.TransformerLayer.__init__
 
-    def with_buffer(self: Any, number: int, build: BuildContext) -> None:
-        real(self, number, build)
+    def with_buffer(self: Any, number: int, *more: Any) -> None:
+        real(self, number, *more)
+        (build,) = (value for value in more if isinstance(value, BuildContext))
         record = split_record(f"layers.{number}.balance", (3,), init=InitSpec("ones"), decay=False)
         add_buffer(self, "balance", record, build.ctx.device)
 
