@@ -124,8 +124,12 @@ OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {"adamw": "megatron_po
 LOSSES = Registry(
     "loss", "training.loss", {"cross_entropy": "megatron_port.parallel.cross_entropy:vocab_parallel_cross_entropy"}
 )
+SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
+    "gpipe": "megatron_port.pipeline.schedules:gpipe", "1f1b": "megatron_port.pipeline.schedules:one_f_one_b",
+    "zb-h1": None, "zb-v": None,
+})
 
-REGISTRIES = (OPTIMIZERS, LOSSES)
+REGISTRIES = (OPTIMIZERS, LOSSES, SCHEDULES)
 """Every registry of the package."""
 
 

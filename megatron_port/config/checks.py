@@ -17,7 +17,7 @@ from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
-from megatron_port.registry import LOSSES, OPTIMIZERS, choices_added
+from megatron_port.registry import LOSSES, OPTIMIZERS, SCHEDULES, choices_added
 
 __all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "model.normalization": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "gelu_tanh", "swiglu"),
     "layout.zero_stage": (0, 1, 2),
-    "layout.pipeline_schedule": ("gpipe", "1f1b", "zb-h1", "zb-v"),
+    "layout.pipeline_schedule": SCHEDULES.builtin,
     "layout.recompute": ("none", "selective", "full"),
     "precision.grad_reduce_dtype": ("fp32", "bf16", "fp16"),
     "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
@@ -420,7 +420,7 @@ def _engine_problems(config: RunConfig) -> list[str]:
         out.append(
             f"layout.pipeline_schedule 'zb-v' folds two chunks onto each stage, and virtual_pipeline_size is {v}; use 2"
         )
-    elif schedule in ("gpipe", "zb-h1") and v > 1:
+    elif schedule in ("gpipe", "zb-h1", *SCHEDULES.added) and v > 1:
         out.append(
             f"layout.pipeline_schedule {schedule!r} has one chunk a stage, and virtual_pipeline_size is {v}; use 1, or "
             f"the schedule '1f1b' (interleaved)" + (" or 'zb-v'" if v == 2 else "")

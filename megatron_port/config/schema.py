@@ -135,7 +135,8 @@ class LayoutConfig:
     reduce_bucket_size: int = 33_554_432
     """Elements that one collective of gradients or weights between replicas moves (engine native)."""
     pipeline_schedule: str = "1f1b"
-    """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2); docs/pipeline.md"""
+    """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2), or a schedule that a plugin registers (engine
+    native); docs/pipeline.md"""
     pipeline_split: tuple[int, ...] = ()
     """Transformer layers on each virtual stage, in order; empty: balanced by cost, embedding and head counted."""
     vocab_padding_multiple: int = 128

@@ -30,6 +30,7 @@ from megatron_port.engine.module import (
 from megatron_port.engine.native_passes import Passes
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
+from megatron_port.errors import ConfigError
 from megatron_port.optim.gradients import counts_in_norm, global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.rules import rule_of
@@ -116,6 +117,8 @@ class NativeEngine:
         for chunk in self.chunks:
             for unit in chunk.units:
                 self.sharded.wait_before(unit)
+        if self.sharded.shard_gradients:
+            self._check_schedule()
         self.update = make_update(optimizer_provider, self.sharded, config.optimizer)
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
@@ -125,6 +128,18 @@ class NativeEngine:
         # Not a bound method: see _Gradients.
         recording, sharded = self.state_check, weakref.ref(self.sharded)
         self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
+
+    def _check_schedule(self) -> None:
+        """Raise ConfigError where the schedule splits backward passes, each part of which ZeRO stage 2 would reduce by
+        itself. ``config.checks`` knows the package's own schedules, not a plugin's."""
+        layout, batch, topology = self.config.layout, self.config.batch, self.ctx.topology
+        count = max(batch.global_batch_size // (batch.micro_batch_size * topology.dp), 1)
+        schedule = make_schedule(layout.pipeline_schedule, topology.pp, count, layout.virtual_pipeline_size)
+        if schedule.splits_backward:
+            raise ConfigError(
+                f'layout.zero_stage 2 with pipeline_schedule "{schedule.name}": its backward passes are split in two; '
+                "use zero_stage 1"
+            )
 
     def _by_chunk(self) -> list[list[tuple[ParameterRecord, nn.Parameter]]]:
         """Each parameter once, with the first chunk that has it (a folded pipeline's last shares the table)."""

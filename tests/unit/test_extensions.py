@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import fake_rank
 
 from megatron_port import build_engine, build_loaders, load_config, open_session
 from megatron_port.config.dump import config_hash
 from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_port.registry import LOSSES
+from megatron_port.pipeline.check import check
+from megatron_port.pipeline.schedules import Action, Kind, make_schedule, peak_in_flight
+from megatron_port.plan.case import case_of
+from megatron_port.plan.memory import in_flight
+from megatron_port.plan.timeline import timeline
+from megatron_port.registry import LOSSES, SCHEDULES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -66,3 +73,69 @@ def test_the_z_loss_is_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     want = x.softmax(-1) * (1 + 2e-4 * log_z).unsqueeze(-1) - hot
     assert logits.grad is not None and not logits.grad[..., 7:].any()  # padding
     torch.testing.assert_close(logits.grad[..., :7], want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's schedule, registered for this test."""
+    monkeypatch.syspath_prepend(EXAMPLES / "schedule")
+    monkeypatch.setattr(SCHEDULES, "_added", {})
+    make_schedule.cache_clear()
+    import eager as module
+
+    monkeypatch.setitem(SCHEDULES._added, "eager-1f1b", module.eager_1f1b)
+
+
+def test_the_eager_schedule_runs_ahead(eager: None) -> None:
+    """Right for all sizes; twice 1F1B's warm-up; where messages take time, faster; the planner counts what it holds."""
+    for stages in range(1, 6):
+        for count in range(1, 14):
+            schedule = make_schedule("eager-1f1b", stages, count)
+            check(schedule)
+            held = [peak_in_flight(plan) for plan in schedule.plans]
+            assert held == [min(2 * (stages - s) - 1, count) for s in range(stages)]
+    case, _ = case_of(load_config("runs/quickstart", "engine=native"), 8)
+    case = replace(case, schedule="eager-1f1b", pp=4, micro_batches=9)
+    assert [in_flight(case, s) for s in range(4)] == [7, 5, 3, 1]
+    spans = [
+        timeline(name, 4, [1.0] * 4, [2.0] * 4, transfer=0.5, hidden=True, micro_batches=16).span
+        for name in ("1f1b", "eager-1f1b")
+    ]
+    assert spans[1] < 0.95 * spans[0], spans
+
+
+def _twice(stage: int, stages: int, count: int) -> list[Action]:
+    return [Action(kind, m) for m in range(count) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD)]
+
+
+def _backwards_first(stage: int, stages: int, count: int) -> list[Action]:
+    return [Action(kind, m) for m in range(count) for kind in (Kind.BACKWARD, Kind.FORWARD)]
+
+
+def _deadlock(stage: int, stages: int, count: int) -> list[Action]:
+    order = range(count) if stage else range(count - 1, -1, -1)
+    return [Action(kind, m) for m in order for kind in (Kind.FORWARD, Kind.BACKWARD)]
+
+
+@pytest.mark.parametrize(("plan", "says"), [
+    (_twice, "B0 is not there once"), (_backwards_first, "B0 comes before its forward pass"), (_deadlock, "deadlock"),
+])
+def test_a_wrong_schedule_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch, plan: Any, says: str) -> None:
+    monkeypatch.setattr(SCHEDULES, "_added", {"wrong": plan})
+    make_schedule.cache_clear()
+    with pytest.raises(ConfigError, match=rf'layout.pipeline_schedule "wrong", with 3 stages and 4 .*{says}'):
+        make_schedule("wrong", 3, 4)
+
+
+def test_zero_2_refuses_split_backward_passes(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def split(stage: int, stages: int, count: int) -> list[Action]:
+        return [Action(kind, m) for m in range(count) for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)]
+
+    monkeypatch.setattr(SCHEDULES, "_added", {"split": split})
+    make_schedule.cache_clear()
+    layout = replace(tiny.layout, pipeline_schedule="split", data_parallel_size=2, zero_stage=2)
+    with fake_rank(replace(tiny, layout=replace(layout, zero_stage=1)), 0):
+        pass
+    with pytest.raises(ConfigError, match='zero_stage 2 with pipeline_schedule "split"'), \
+            fake_rank(replace(tiny, layout=layout), 0):
+        pass
