@@ -128,8 +128,9 @@ SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
     "gpipe": "megatron_port.pipeline.schedules:gpipe", "1f1b": "megatron_port.pipeline.schedules:one_f_one_b",
     "zb-h1": None, "zb-v": None,
 })
+SOURCES = Registry("data source", "data.source", {"corpus": None})
 
-REGISTRIES = (OPTIMIZERS, LOSSES, SCHEDULES)
+REGISTRIES = (OPTIMIZERS, LOSSES, SCHEDULES, SOURCES)
 """Every registry of the package."""
 
 

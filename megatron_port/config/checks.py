@@ -17,7 +17,7 @@ from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
-from megatron_port.registry import LOSSES, OPTIMIZERS, SCHEDULES, choices_added
+from megatron_port.registry import LOSSES, OPTIMIZERS, SCHEDULES, SOURCES, choices_added
 
 __all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "optimizer.name": OPTIMIZERS.builtin,
     "training.loss": LOSSES.builtin,
     "optimizer.decay": ("cosine", "linear", "constant"),
+    "data.source": SOURCES.builtin,
     "data.order": ("stateless", "megatron"),
     "backend.device": ("auto", "cpu", "cuda", "rocm"),
     "backend.own_kernels": ("auto", "on", "off"),
@@ -349,7 +350,13 @@ def _rope_problems(m: ModelConfig) -> list[str]:
 def _data_problems(config: RunConfig) -> list[str]:
     data, training = config.data, config.training
     out = []
-    if not data.train and not data.synthetic:
+    files = not data.synthetic and data.source not in SOURCES.added
+    if data.source in SOURCES.added and (data.synthetic or data.train or data.mask_eod_loss):
+        out.append(
+            f"data.source {data.source!r} brings its own samples; leave out data.train, data.synthetic and "
+            "data.mask_eod_loss, or set data.source = 'corpus'"
+        )
+    if files and not data.train:
         out.append('data.train is empty; give prefixes of .bin/.idx pairs, or set data.synthetic = true')
     known = ("auto", "byte", "gpt2")
     if data.tokenizer not in known and not data.tokenizer.startswith(("tiktoken:", "hf:", "sentencepiece:")):
@@ -369,15 +376,15 @@ def _data_problems(config: RunConfig) -> list[str]:
             f"data.split {list(split)} sums to {round(sum(split), 9)}; it must be three fractions (training, "
             "validation, test) that sum to 1, e.g. [0.98, 0.01, 0.01]"
         )
-    elif not data.synthetic and split[0] == 0:
+    elif files and split[0] == 0:
         out.append(f"data.split {list(split)} leaves nothing for training")
-    elif not data.synthetic and training.eval_batches and split[1] == 0:
+    elif files and training.eval_batches and split[1] == 0:
         out.append(
             f"training.eval_batches is {training.eval_batches}, but data.split {list(split)} leaves nothing for "
             "validation; use e.g. [0.98, 0.01, 0.01]"
         )
     least = {"byte": BYTE_VOCABULARY, "gpt2": GPT2_VOCABULARY}.get(data.tokenizer, 0)
-    if not data.synthetic and 1 <= config.model.vocab_size < least:
+    if files and 1 <= config.model.vocab_size < least:
         out.append(
             f"model.vocab_size {config.model.vocab_size} is smaller than the {data.tokenizer} tokenizer's {least}; "
             f"use {least}"

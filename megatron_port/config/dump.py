@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_port.config.schema import ModelConfig, RunConfig, TrainingConfig
+from megatron_port.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -104,6 +104,8 @@ def config_hash(config: RunConfig) -> str:
     optimizer = as_dict(config.optimizer)
     optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
     data = as_dict(config.data)
+    if data["source"] == DataConfig.source:  # it came after the first checkpoints
+        del data["source"]
     data["train"] = [prefix.replace("\\", "/").rstrip("/").rpartition("/")[2] for prefix in config.data.train]
     parts = {
         "seed": config.seed, "model": model, "batch": batch, "optimizer": optimizer,

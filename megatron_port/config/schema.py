@@ -220,6 +220,8 @@ class OptimizerConfig:
 class DataConfig:
     """Where tokens come from."""
 
+    source: str = "corpus"
+    """corpus (the files of train, or synthetic tokens), or a source that a plugin registers, which needs neither"""
     train: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs; empty with synthetic = false is an error."""
     weights: tuple[float, ...] = ()

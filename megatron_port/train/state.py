@@ -316,7 +316,7 @@ def state_of(
     data = {
         "next_sample": at.samples, "order": config.data.order, "seed": config.seed, "train": list(config.data.train),
         "weights": list(config.data.weights), "split": list(config.data.split), "synthetic": config.data.synthetic,
-        "corpora": at.corpora or [],
+        "corpora": at.corpora or [], "source": config.data.source,
     }
     rng = {"scheme": "counter", "seed": config.seed, "keys": ["step", "sample", "operation", "element"]}
     return SavedState(

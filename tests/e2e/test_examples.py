@@ -25,6 +25,7 @@ def command(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("run", "layouts"), [
     ("optimizer/lion", ("tp1pp1dp1", "tp2pp1dp2")),
     ("loss/z_loss", ("tp1pp1dp1", "tp4pp1dp1")),
+    ("source/copying", ("tp1pp1dp1", "tp1pp1dp4")),
     ("schedule/eager", ("tp1pp1dp1", "tp1pp4dp1")),
 ])
 def test_layouts_agree(run: str, layouts: tuple[str, ...]) -> None:

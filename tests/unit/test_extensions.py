@@ -7,21 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_ranks import fake_rank
 
 from megatron_port import build_engine, build_loaders, load_config, open_session
+from megatron_port.config.checks import problems
 from megatron_port.config.dump import config_hash
 from megatron_port.config.schema import RunConfig
-from megatron_port.errors import ConfigError
+from megatron_port.data.loader import build_loaders as loaders_of
+from megatron_port.errors import ConfigError, DataError
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.pipeline.check import check
 from megatron_port.pipeline.schedules import Action, Kind, make_schedule, peak_in_flight
 from megatron_port.plan.case import case_of
 from megatron_port.plan.memory import in_flight
 from megatron_port.plan.timeline import timeline
-from megatron_port.registry import LOSSES, SCHEDULES
+from megatron_port.registry import LOSSES, SCHEDULES, SOURCES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -139,3 +142,68 @@ def test_zero_2_refuses_split_backward_passes(tiny: RunConfig, monkeypatch: pyte
     with pytest.raises(ConfigError, match='zero_stage 2 with pipeline_schedule "split"'), \
             fake_rank(replace(tiny, layout=layout), 0):
         pass
+
+
+@pytest.fixture
+def copying(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A run on the example's data source, registered for this test."""
+    monkeypatch.syspath_prepend(EXAMPLES / "source")
+    monkeypatch.setattr(SOURCES, "_added", {})
+    import copying as module
+
+    monkeypatch.setitem(SOURCES._added, "copying", module.copying)
+    return replace(tiny, data=replace(tiny.data, synthetic=False, source="copying"))
+
+
+def test_a_source_is_read_alike_by_any_replicas(copying: RunConfig) -> None:
+    assert problems(copying) == []
+
+    def read(dp: int) -> np.ndarray:
+        rows: dict[int, np.ndarray] = {}
+        for rank in range(dp):
+            loader = loaders_of(copying, dp_rank=rank, dp_size=dp, need_tokens=True, need_labels=True).train
+            for batch in loader.step(16, 8):
+                assert batch.tokens is not None and batch.labels is not None
+                both = torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1)
+                rows.update(zip(batch.sample_ids, both.numpy()))
+        return np.stack([rows[k] for k in range(16, 24)])
+
+    one = read(1)
+    assert np.array_equal(one, read(4)) and one.shape == (8, 17)
+    assert np.array_equal(one[:, :8], one[:, 9:]) and len({tuple(row) for row in one}) == 8
+
+
+def test_what_a_source_may_not_give(copying: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    (problem,) = problems(replace(copying, data=replace(copying.data, synthetic=True)))
+    assert "data.source 'copying' brings its own samples" in problem
+
+    def source_of(row: object, length: int = 9) -> object:
+        class Source:
+            def __len__(self) -> int:
+                return length
+
+            def sample(self, index: int) -> object:
+                return row
+
+            def draw(self, seed: int, k: int) -> object:
+                return row
+
+        return lambda config, split: Source()
+
+    for row, says in (
+        (np.zeros(16, dtype=np.int64), r"sample 0 is int64 \(16,\); it must be a numpy array, int64 \(17,\)"),
+        (np.zeros(17, dtype=np.int32), r"int32 \(17,\)"), ([1] * 17, "sample 0 is list"),
+        (np.full(17, 61), "has ids from 61 to 61; model.vocab_size is 61"), (np.arange(17) - 1, "has ids from -1"),
+    ):
+        monkeypatch.setitem(SOURCES._added, "copying", source_of(row))
+        loader = loaders_of(copying, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True).train
+        with pytest.raises(DataError, match=f'data.source "copying", split train: .*{says}'):
+            loader.step(0, 8)
+    monkeypatch.setitem(SOURCES._added, "copying", source_of(None, length=0))
+    with pytest.raises(DataError, match="no samples to train on"):
+        loaders_of(copying, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True)
+
+
+def test_fields_that_came_later_leave_old_hashes_alone() -> None:
+    """At their defaults they are not in the hash, so that a run is still the run that its checkpoints are of."""
+    assert config_hash(RunConfig()) == "5fe9985213466e18"  # of the commit before there were losses and sources
