@@ -129,8 +129,15 @@ SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
     "zb-h1": None, "zb-v": None,
 })
 SOURCES = Registry("data source", "data.source", {"corpus": None})
+PROVIDERS = {
+    op: Registry(f"provider of {op}", f"backend.{op}", dict.fromkeys(("auto", "own", *others, "torch")))
+    for op, others in {
+        "norm": ("apex",), "activation": (), "rotary": (), "dropout": (), "softmax": (), "cross_entropy": (),
+    }.items()
+}
+"""By op. ``auto`` never takes a plugin's: it is used where a configuration asks for it."""
 
-REGISTRIES = (OPTIMIZERS, LOSSES, SCHEDULES, SOURCES)
+REGISTRIES = (OPTIMIZERS, LOSSES, SCHEDULES, SOURCES, *PROVIDERS.values())
 """Every registry of the package."""
 
 

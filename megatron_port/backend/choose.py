@@ -23,8 +23,8 @@ from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
 from megatron_port.config.schema import BackendConfig
-from megatron_port.errors import EnvironmentFault
-from megatron_port.registry import OPTIMIZERS
+from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.registry import OPTIMIZERS, PROVIDERS
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,10 @@ class Chooser:
     def pick(self, op: str, candidates: Sequence[Candidate]) -> tuple[Any, ProviderRow]:
         """The one asked for, or the first that can serve, and the row that says why."""
         asked = getattr(self.config, op)
+        if op in PROVIDERS and asked in PROVIDERS[op].added:
+            candidates = [*candidates, self._added(op, asked)]
         names = [c.name for c in candidates]
-        last = names[-1]
+        last = "torch" if "torch" in names else names[-1]
         if asked != "auto":
             found = next((c for c in candidates if c.name == asked), None)
             if found is None:
@@ -95,6 +97,16 @@ class Chooser:
                                        "set backend.own_kernels = \"auto\" or \"off\"")
             skipped.append(candidate.problem)
         raise EnvironmentFault(f"no provider of {op} can serve: {'; '.join(skipped)}")
+
+    def _added(self, op: str, name: str) -> Candidate:
+        """The candidate of a plugin, which a configuration has asked for."""
+        found = PROVIDERS[op].function(name)(self.device, self.dtype)
+        if not isinstance(found, Candidate):
+            raise ConfigError(
+                f"provider {name!r} of {op} gave a {type(found).__name__}; it must give a Candidate "
+                "(megatron_port.backend.choose)"
+            )
+        return dataclasses.replace(found, name=name)
 
     def _about(self, candidate: Candidate) -> str:
         return self.own_library if candidate.name == "own" else candidate.note

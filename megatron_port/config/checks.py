@@ -17,7 +17,7 @@ from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
-from megatron_port.registry import LOSSES, OPTIMIZERS, SCHEDULES, SOURCES, choices_added
+from megatron_port.registry import LOSSES, OPTIMIZERS, PROVIDERS, SCHEDULES, SOURCES, choices_added
 
 __all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -41,12 +41,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "backend.device": ("auto", "cpu", "cuda", "rocm"),
     "backend.own_kernels": ("auto", "on", "off"),
     "backend.attention": ("auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"),
-    "backend.norm": ("auto", "own", "apex", "torch"),
-    "backend.activation": ("auto", "own", "torch"),
-    "backend.rotary": ("auto", "own", "torch"),
-    "backend.dropout": ("auto", "own", "torch"),
-    "backend.softmax": ("auto", "own", "torch"),
-    "backend.cross_entropy": ("auto", "own", "torch"),
+    **{registry.field: registry.builtin for registry in PROVIDERS.values()},
     "backend.quantise": ("auto", "own", "torch"),
     "backend.scaled_mm": ("auto", "torch", "reference"),
     "backend.optimizer": ("auto", "own", "deepspeed", "apex", "torch"),

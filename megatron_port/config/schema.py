@@ -305,7 +305,7 @@ class BackendConfig:
     attention: str = "auto"
     """auto | own (CPUs) | math | sdpa | flash_attn | fa3 | fa4 (torch's flash attention replaced by that package's)"""
     norm: str = "auto"
-    """auto | own | apex | torch"""
+    """auto | own | apex | torch; here and for the next five also a provider that a plugin registers for the op"""
     activation: str = "auto"
     """auto | own | torch: bias + GeLU, SwiGLU"""
     rotary: str = "auto"

@@ -26,6 +26,7 @@ def command(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("optimizer/lion", ("tp1pp1dp1", "tp2pp1dp2")),
     ("loss/z_loss", ("tp1pp1dp1", "tp4pp1dp1")),
     ("source/copying", ("tp1pp1dp1", "tp1pp1dp4")),
+    ("kernel/lean_swiglu", ("tp1pp1dp1", "tp2pp1dp1sp")),
     ("schedule/eager", ("tp1pp1dp1", "tp1pp4dp1")),
 ])
 def test_layouts_agree(run: str, layouts: tuple[str, ...]) -> None:

@@ -13,18 +13,21 @@ import torch
 from fake_ranks import fake_rank
 
 from megatron_port import build_engine, build_loaders, load_config, open_session
+from megatron_port.backend.choose import Candidate, choose_providers
+from megatron_port.backend.device import choose_device
+from megatron_port.backend.fused import torch_swiglu
 from megatron_port.config.checks import problems
 from megatron_port.config.dump import config_hash
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import BackendConfig, RunConfig
 from megatron_port.data.loader import build_loaders as loaders_of
-from megatron_port.errors import ConfigError, DataError
+from megatron_port.errors import ConfigError, DataError, EnvironmentFault
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.pipeline.check import check
 from megatron_port.pipeline.schedules import Action, Kind, make_schedule, peak_in_flight
 from megatron_port.plan.case import case_of
 from megatron_port.plan.memory import in_flight
 from megatron_port.plan.timeline import timeline
-from megatron_port.registry import LOSSES, SCHEDULES, SOURCES
+from megatron_port.registry import LOSSES, PROVIDERS, SCHEDULES, SOURCES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -202,6 +205,36 @@ def test_what_a_source_may_not_give(copying: RunConfig, monkeypatch: pytest.Monk
     monkeypatch.setitem(SOURCES._added, "copying", source_of(None, length=0))
     with pytest.raises(DataError, match="no samples to train on"):
         loaders_of(copying, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True)
+
+
+def test_a_provider_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's gradient is torch's, it is in the table with its note, and ``auto`` leaves it alone."""
+    monkeypatch.syspath_prepend(EXAMPLES / "kernel")
+    monkeypatch.setattr(PROVIDERS["activation"], "_added", {})
+    import lean_swiglu as module
+
+    monkeypatch.setattr(PROVIDERS["activation"], "_added", {"lean": module.lean})
+    cpu, wide = choose_device("cpu"), torch.float64
+    chosen = choose_providers(BackendConfig(activation="lean"), cpu, wide, engine="native")
+    assert chosen.swiglu is module.swiglu and "activation  " in chosen.describe()
+    (row,) = (row for row in chosen.table if row.op == "activation")
+    assert (row.provider, row.why) == ("lean", "asked for; keeps its input alone")
+    assert choose_providers(BackendConfig(), cpu, wide, engine="native").swiglu is torch_swiglu
+    x = torch.randn(3, 10, dtype=wide, requires_grad=True)
+    assert torch.autograd.gradcheck(module.swiglu, (x,))
+    torch.testing.assert_close(module.swiglu(x), torch_swiglu(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("given", "error", "says"), [
+    (Candidate("mine", "it needs a GPU of 2031", lambda: None), EnvironmentFault, "it needs a GPU of 2031"),
+    (7, ConfigError, "provider 'mine' of norm gave a int; it must give a Candidate"),
+])
+def test_a_provider_that_cannot_serve(
+    monkeypatch: pytest.MonkeyPatch, given: object, error: type[Exception], says: str
+) -> None:
+    monkeypatch.setattr(PROVIDERS["norm"], "_added", {"mine": lambda device, dtype: given})
+    with pytest.raises(error, match=says):
+        choose_providers(BackendConfig(norm="mine"), choose_device("cpu"), torch.float32, engine="native")
 
 
 def test_fields_that_came_later_leave_old_hashes_alone() -> None:
