@@ -23,7 +23,8 @@ from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
 from megatron_port.config.schema import BackendConfig
-from megatron_port.errors import EnvironmentFault
+from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.registry import OPTIMIZERS, PROVIDERS
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Chooser:
     engine: str
     attention: AttentionNeeds
     load: bool = True
+    rule: str = "adamw"
+    """optimizer.name"""
 
     @functools.cached_property
     def own_problem(self) -> str:
@@ -73,8 +76,10 @@ class Chooser:
     def pick(self, op: str, candidates: Sequence[Candidate]) -> tuple[Any, ProviderRow]:
         """The one asked for, or the first that can serve, and the row that says why."""
         asked = getattr(self.config, op)
+        if op in PROVIDERS and asked in PROVIDERS[op].added:
+            candidates = [*candidates, self._added(op, asked)]
         names = [c.name for c in candidates]
-        last = names[-1]
+        last = "torch" if "torch" in names else names[-1]
         if asked != "auto":
             found = next((c for c in candidates if c.name == asked), None)
             if found is None:
@@ -92,6 +97,16 @@ class Chooser:
                                        "set backend.own_kernels = \"auto\" or \"off\"")
             skipped.append(candidate.problem)
         raise EnvironmentFault(f"no provider of {op} can serve: {'; '.join(skipped)}")
+
+    def _added(self, op: str, name: str) -> Candidate:
+        """The candidate of a plugin, which a configuration has asked for."""
+        found = PROVIDERS[op].function(name)(self.device, self.dtype)
+        if not isinstance(found, Candidate):
+            raise ConfigError(
+                f"provider {name!r} of {op} gave a {type(found).__name__}; it must give a Candidate "
+                "(megatron_port.backend.choose)"
+            )
+        return dataclasses.replace(found, name=name)
 
     def _about(self, candidate: Candidate) -> str:
         return self.own_library if candidate.name == "own" else candidate.note
@@ -138,7 +153,9 @@ class Chooser:
         ])
 
     def optimizer(self) -> tuple[str, ProviderRow]:
-        """The name of the optimizer's provider."""
+        """The name of the provider of AdamW's update; a plugin's rule has its own."""
+        if self.rule in OPTIMIZERS.added:
+            return "torch", ProviderRow("optimizer", "torch", f"the rule {self.rule} is a plugin's")
         own = self.own_problem or ("" if self.engine == "native" else "own AdamW is for engine native")
         # The libraries are checked, and DeepSpeed imported, only where their answer matters.
         asked = self.config.optimizer
@@ -288,6 +305,7 @@ def choose_providers(
     attention_dropout: float = 0.0,
     heads: tuple[int, int, int] | None = None,
     fp8: str = "none",
+    rule: str = "adamw",
 ) -> Providers:
     """Choose the provider of every op for this device, dtype, engine and configuration.
 
@@ -296,11 +314,12 @@ def choose_providers(
         attention_dropout: probability; above 0 only ``math`` serves, because its masks do not depend on the layout.
         heads: (query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel.
         fp8: precision.fp8.
+        rule: optimizer.name.
 
     Raises:
         EnvironmentFault: a provider that was asked for cannot serve; the message says why.
     """
-    chooser = Chooser(config, device, dtype, engine, AttentionNeeds(dtype, attention_dropout, heads))
+    chooser = Chooser(config, device, dtype, engine, AttentionNeeds(dtype, attention_dropout, heads), rule=rule)
     softmax, softmax_row = chooser.softmax()
     attention, attention_row = chooser.attend(softmax)
     (layer_norm, rms_norm), norm_row = chooser.norm()

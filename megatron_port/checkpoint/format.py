@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from math import prod
 from pathlib import Path
@@ -118,6 +118,8 @@ class SavedState:
     """Of what determines training (``config.dump.config_hash``)."""
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
     """Name, vocabulary size and hash of the tokenizer that made the ids; empty for synthetic ones."""
+    kinds: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Canonical name → kinds of its tensors, where they differ from name to name; empty: all names have the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +214,8 @@ def encode_manifest(manifest: Manifest) -> str:
         # vars, not asdict: that copies deeply and takes ten times as long; there may be 10^5 pieces.
         "pieces": [vars(piece) for piece in manifest.pieces],
     }
+    if state.kinds:  # absent otherwise: manifests of one set of kinds are as they were before there were several
+        body["kinds"] = plain(state.kinds)
     text = _canonical(body)
     return f'{{"hash":"{xxhash.xxh3_128_hexdigest(text.encode())}",\n"manifest":{text}}}\n'
 
@@ -389,10 +393,13 @@ class _Parser:
         pieces = tuple([self.piece(value, files) for value in listed])
         self.check_files(files, pieces)
         check_cover(pieces, self.where)
-        self.check_kinds(pieces)
+        kinds: dict[str, list[str]] = body.get("kinds", {})
+        self.check_kinds(pieces, kinds)
         names = ("step", "samples", "tokens", "layout", "config", "scalars", "extra")
         later = ("rng", "data", "schedule", "config_hash", "tokenizer")
-        state = SavedState(**{name: body[name] for name in (*names, *(later if self.version > 1 else ()))})
+        state = SavedState(
+            kinds=kinds, **{name: body[name] for name in (*names, *(later if self.version > 1 else ()))}
+        )
         try:
             lineage = parse_lineage(body.get("lineage"))
         except ValueError as error:
@@ -415,15 +422,36 @@ class _Parser:
             if not 8 <= entry.size - held[name] <= 8 + MAX_HEADER:
                 raise self.fail(f"{name} has {entry.size} bytes, its tensors {held[name]}: the rest is no header")
 
-    def check_kinds(self, pieces: tuple[PieceEntry, ...]) -> None:
-        """Every parameter has the kinds that the others have, with one shape: moments are not lost for some."""
-        found: dict[str, dict[str, tuple[int, ...]]] = {}
+    def check_kinds(self, pieces: tuple[PieceEntry, ...], declared: Mapping[str, Sequence[str]]) -> None:
+        """Every name has the kinds that it should, all of one shape: optimizer state is not lost for some."""
+        fault = kinds_fault(pieces, declared)
+        if fault:
+            raise self.fail(fault)
+        shapes: dict[str, tuple[int, ...]] = {}
         for piece in pieces:
-            found.setdefault(piece.name, {})[piece.kind] = piece.global_shape
-        every = {kind for shapes in found.values() for kind in shapes}
-        for name, shapes in found.items():
-            if len(shapes) != len(every):
-                lacking = ", ".join(sorted(every - shapes.keys()))
-                raise self.fail(f"{name} lacks {lacking}, which others have")
-            if len(set(shapes.values())) != 1:
-                raise self.fail(f"the shapes of {name} differ from kind to kind: {shapes}"[:500])
+            if shapes.setdefault(piece.name, piece.global_shape) != piece.global_shape:
+                both = f"{shapes[piece.name]} and {piece.global_shape}"
+                raise self.fail(f"the shapes of {piece.name} differ from kind to kind: {both}"[:500])
+
+
+def kinds_fault(pieces: Iterable[PieceEntry], declared: Mapping[str, Sequence[str]]) -> str | None:
+    """Return which tensor is missing or not expected, or None.
+
+    Args:
+        declared: ``SavedState.kinds``; empty: every name has the kinds that the others have.
+    """
+    found: dict[str, set[str]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, set()).add(piece.kind)
+    if not declared:
+        every = set().union(*found.values())
+        for name, have in found.items():
+            if have != every:
+                return f"{name} lacks {', '.join(sorted(every - have))}, which others have"
+        return None
+    for name in (*declared, *found):
+        have, want = found.get(name, set()), set(declared.get(name, ()))
+        if have != want:
+            parts = [("lacks", want - have), ("has, and should not,", have - want)]
+            return f"{name} " + " and ".join(f"{verb} {', '.join(sorted(kinds))}" for verb, kinds in parts if kinds)
+    return None

@@ -53,6 +53,7 @@ TABLE: _Type = (lambda x: isinstance(x, dict), "an object")
 TABLES: _Type = (_list_of(lambda x: isinstance(x, dict)), "a list of objects")
 NUMBERS: _Type = (_list_of(is_number), "a list of finite numbers")
 COUNTS: _Type = (_list_of(is_count), "a list of integers from 0 to 2^63 - 1")
+WORDS: _Type = (_list_of(_is_word), f"a list of texts of at most {MAX_TEXT} printable characters")
 SPANS: _Type = (
     _list_of(lambda x: isinstance(x, list) and len(x) == 2 and all(map(is_count, x))), "a list of [first, count]",
 )
@@ -78,6 +79,7 @@ FIELDS: dict[str, _Type] = {
     # Version 2.
     "rng": TABLE, "data": TABLE, "data.corpora": TABLES, "schedule": TABLE, "config_hash": WORD,
     "tokenizer": TABLE, "tokenizer.name": TEXT, "tokenizer.hash": TEXT, "tokenizer.eod_id": NUMBER,
+    "kinds": TABLE, "kinds.*": WORDS,
     # Which run wrote it, and after which commit of that run.
     "lineage": TABLE, "lineage.run": WORD, "lineage.commit": COUNT, "lineage.epoch": COUNT, "lineage.attempt": TEXT,
     "lineage.parent": TABLE, "lineage.parent.run": WORD, "lineage.parent.commit": COUNT, "lineage.parent.step": COUNT,

@@ -20,7 +20,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -41,6 +41,7 @@ from megatron_port.checkpoint.format import (
     check_cover,
     directory_name,
     encode_manifest,
+    kinds_fault,
     plain,
     read_manifest,
     shard_name,
@@ -239,7 +240,7 @@ def commit(
     files, pieces = _gather(work, world_size)
     where = f"step {state.step} was not saved"
     check_cover(pieces, where)
-    _check_complete(pieces, expected, where)
+    _check_complete(pieces, state.kinds, expected, where)
     lineage = committer.lineage(0 if committer.counting else _highest_commit(final.parent))
     manifest = Manifest(
         state=state, saved_at=time.time(), versions=_versions(), files=files, pieces=pieces, lineage=lineage
@@ -300,20 +301,16 @@ def _gather(work: Path, world_size: int) -> tuple[dict[str, FileEntry], tuple[Pi
 
 
 def _check_complete(
-    pieces: tuple[PieceEntry, ...], expected: Mapping[str, tuple[int, ...]] | None, where: str
+    pieces: tuple[PieceEntry, ...], kinds: Mapping[str, Sequence[str]], expected: Mapping[str, tuple[int, ...]] | None,
+    where: str,
 ) -> None:
-    """Every parameter has the same kinds, and all that are expected are there, with their shapes."""
-    kinds: dict[str, set[str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in pieces:
-        kinds.setdefault(piece.name, set()).add(piece.kind)
-        shapes[piece.name] = piece.global_shape
-    every = set().union(*kinds.values())
-    for name, have in kinds.items():
-        if have != every:
-            raise CheckpointError(f"{where}: {name} lacks {', '.join(sorted(every - have))}, which others have")
+    """Every name has its kinds, and all that are expected are there, with their shapes."""
+    fault = kinds_fault(pieces, kinds)
+    if fault:
+        raise CheckpointError(f"{where}: {fault}")
     if expected is None:
         return
+    shapes = {piece.name: piece.global_shape for piece in pieces}
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise CheckpointError(f"{where}: no rank saved {missing[0]} ({len(missing)} of {len(expected)} are missing)")

@@ -141,7 +141,7 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[Finding]:
     heads = (max(model.num_attention_heads // tp, 1), max(model.kv_heads // tp, 1), model.head_size)
     visible = not device.is_gpu or device.memory_bytes > 0
     needs = AttentionNeeds(dtype, model.attention_dropout, heads if visible else None)
-    chooser = Chooser(config.backend, device, dtype, config.engine, needs, load=visible)
+    chooser = Chooser(config.backend, device, dtype, config.engine, needs, load=visible, rule=config.optimizer.name)
     picks: dict[str, Callable[[], ProviderRow]] = {
         "attention": lambda: chooser.attend(chooser.softmax()[0])[1],
         "norm": lambda: chooser.norm()[1],

@@ -17,6 +17,7 @@ from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
+from megatron_port.registry import LOSSES, OPTIMIZERS, PROVIDERS, SCHEDULES, SOURCES, choices_added
 
 __all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -27,23 +28,20 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "model.normalization": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "gelu_tanh", "swiglu"),
     "layout.zero_stage": (0, 1, 2),
-    "layout.pipeline_schedule": ("gpipe", "1f1b", "zb-h1", "zb-v"),
+    "layout.pipeline_schedule": SCHEDULES.builtin,
     "layout.recompute": ("none", "selective", "full"),
     "precision.grad_reduce_dtype": ("fp32", "bf16", "fp16"),
     "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
     "precision.fp8": ("none", "tensorwise", "rowwise"),
-    "optimizer.name": ("adamw",),
+    "optimizer.name": OPTIMIZERS.builtin,
+    "training.loss": LOSSES.builtin,
     "optimizer.decay": ("cosine", "linear", "constant"),
+    "data.source": SOURCES.builtin,
     "data.order": ("stateless", "megatron"),
     "backend.device": ("auto", "cpu", "cuda", "rocm"),
     "backend.own_kernels": ("auto", "on", "off"),
     "backend.attention": ("auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"),
-    "backend.norm": ("auto", "own", "apex", "torch"),
-    "backend.activation": ("auto", "own", "torch"),
-    "backend.rotary": ("auto", "own", "torch"),
-    "backend.dropout": ("auto", "own", "torch"),
-    "backend.softmax": ("auto", "own", "torch"),
-    "backend.cross_entropy": ("auto", "own", "torch"),
+    **{registry.field: registry.builtin for registry in PROVIDERS.values()},
     "backend.quantise": ("auto", "own", "torch"),
     "backend.scaled_mm": ("auto", "torch", "reference"),
     "backend.optimizer": ("auto", "own", "deepspeed", "apex", "torch"),
@@ -54,7 +52,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "launch.when_stopped": ("requeue", "chain", "stop"),
     "launch.when_failed": ("requeue", "chain", "stop"),
 }
-"""The values that a field may take, for those with a fixed list."""
+"""The values that a field may take, for those with a fixed list; plugins add to some (``registry.choices_added``)."""
 
 _Rule = tuple[Callable[[Any], bool], str]
 
@@ -268,8 +266,8 @@ def _leaf(config: RunConfig, name: str) -> Any:
 
 def _unknown_choices(config: RunConfig) -> list[str]:
     out = []
-    for name, allowed in CHOICES.items():
-        value = _leaf(config, name)
+    for name, own in CHOICES.items():
+        allowed, value = (*own, *choices_added(name)), _leaf(config, name)
         if value not in allowed:
             near = did_you_mean(value, [str(a) for a in allowed]) if isinstance(value, str) else ""
             shown = repr(value) if isinstance(value, str) else value
@@ -313,6 +311,11 @@ def _relations(config: RunConfig) -> list[str]:
         out.append(f"backend.{asked[0]} is own, but backend.own_kernels is 'off'; set one of the two to auto")
     if backend.own_kernels == "on" and dtype == "fp64":
         out.append("backend.own_kernels on needs precision.dtype fp32, fp16 or bf16, not 'fp64'; use auto")
+    if backend.optimizer not in ("auto", "torch") and config.optimizer.name in OPTIMIZERS.added:
+        out.append(
+            f"backend.optimizer {backend.optimizer} is an update of adamw, not of optimizer.name "
+            f"{config.optimizer.name!r}, which brings its own; use auto"
+        )
     if backend.optimizer == "own" and config.engine != "native":
         out.append(f"backend.optimizer own is for engine native, not {config.engine!r}; use auto")
     return out
@@ -345,7 +348,13 @@ def _rope_problems(m: ModelConfig) -> list[str]:
 def _data_problems(config: RunConfig) -> list[str]:
     data, training = config.data, config.training
     out = []
-    if not data.train and not data.synthetic:
+    files = not data.synthetic and data.source not in SOURCES.added
+    if data.source in SOURCES.added and (data.synthetic or data.train or data.mask_eod_loss):
+        out.append(
+            f"data.source {data.source!r} brings its own samples; leave out data.train, data.synthetic and "
+            "data.mask_eod_loss, or set data.source = 'corpus'"
+        )
+    if files and not data.train:
         out.append('data.train is empty; give prefixes of .bin/.idx pairs, or set data.synthetic = true')
     known = ("auto", "byte", "gpt2")
     if data.tokenizer not in known and not data.tokenizer.startswith(("tiktoken:", "hf:", "sentencepiece:")):
@@ -365,15 +374,15 @@ def _data_problems(config: RunConfig) -> list[str]:
             f"data.split {list(split)} sums to {round(sum(split), 9)}; it must be three fractions (training, "
             "validation, test) that sum to 1, e.g. [0.98, 0.01, 0.01]"
         )
-    elif not data.synthetic and split[0] == 0:
+    elif files and split[0] == 0:
         out.append(f"data.split {list(split)} leaves nothing for training")
-    elif not data.synthetic and training.eval_batches and split[1] == 0:
+    elif files and training.eval_batches and split[1] == 0:
         out.append(
             f"training.eval_batches is {training.eval_batches}, but data.split {list(split)} leaves nothing for "
             "validation; use e.g. [0.98, 0.01, 0.01]"
         )
     least = {"byte": BYTE_VOCABULARY, "gpt2": GPT2_VOCABULARY}.get(data.tokenizer, 0)
-    if not data.synthetic and 1 <= config.model.vocab_size < least:
+    if files and 1 <= config.model.vocab_size < least:
         out.append(
             f"model.vocab_size {config.model.vocab_size} is smaller than the {data.tokenizer} tokenizer's {least}; "
             f"use {least}"
@@ -416,7 +425,7 @@ def _engine_problems(config: RunConfig) -> list[str]:
         out.append(
             f"layout.pipeline_schedule 'zb-v' folds two chunks onto each stage, and virtual_pipeline_size is {v}; use 2"
         )
-    elif schedule in ("gpipe", "zb-h1") and v > 1:
+    elif schedule in ("gpipe", "zb-h1", *SCHEDULES.added) and v > 1:
         out.append(
             f"layout.pipeline_schedule {schedule!r} has one chunk a stage, and virtual_pipeline_size is {v}; use 1, or "
             f"the schedule '1f1b' (interleaved)" + (" or 'zb-v'" if v == 2 else "")
@@ -427,6 +436,11 @@ def _engine_problems(config: RunConfig) -> list[str]:
             "part would have to be reduced by itself, twice the traffic; use zero_stage 1, or the schedule '1f1b'"
         )
     if config.engine == "deepspeed":
+        if config.optimizer.name in OPTIMIZERS.added:
+            out.append(
+                f"engine deepspeed has no update for optimizer.name {config.optimizer.name!r}; use 'adamw', or engine "
+                "native"
+            )
         if zero == 2:
             out.append(
                 "engine deepspeed with layout.zero_stage 2: its pipelines take stages 0 and 1 only; use zero_stage 1, "

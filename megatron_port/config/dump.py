@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ _LATER = (
 def config_hash(config: RunConfig) -> str:
     """16 hex digits of the SHA-256 of what determines training.
 
-    In: the model (defaults applied, its label left out), seed, global batch and
+    In: the model (defaults applied, its label left out), the loss, seed, global batch and
     ramp-up, number format, optimizer (decay_steps applied), data. Out: layout, engine,
     micro-batch, device, cluster, telemetry, checkpoints, evaluation, names. Corpora
     count by base name, so that a copy on a faster disk is the same run.
@@ -104,9 +104,13 @@ def config_hash(config: RunConfig) -> str:
     optimizer = as_dict(config.optimizer)
     optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
     data = as_dict(config.data)
+    if data["source"] == DataConfig.source:  # it came after the first checkpoints
+        del data["source"]
     data["train"] = [prefix.replace("\\", "/").rstrip("/").rpartition("/")[2] for prefix in config.data.train]
     parts = {
         "seed": config.seed, "model": model, "batch": batch, "optimizer": optimizer,
         "data": data, "precision": as_dict(config.precision),
     }
+    if config.training.loss != TrainingConfig.loss:  # it came after the first checkpoints
+        parts["loss"] = config.training.loss
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

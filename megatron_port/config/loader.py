@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
+from megatron_port.config.plugins import plugin_problems
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
 
@@ -62,7 +63,8 @@ def load(
 
     Raises:
         ConfigError: every problem found: files that are missing or not TOML, cycles of
-            ``extends``, unknown keys, wrong types; each with its file and line or flag.
+            ``extends``, unknown keys, wrong types, plugins that cannot be imported; each with its file and line or
+            flag.
     """
     names = [] if paths is None else [paths] if isinstance(paths, (str, Path)) else list(paths)
     reader = _Reader(root)
@@ -74,6 +76,7 @@ def load(
             reader.read_run(folder)
     for text in overrides:
         reader.read_override(text)
+    reader.problems += plugin_problems(reader.values, reader.origins.get("plugins", DEFAULT))
     if reader.problems:
         raise ConfigError(reader.problems)
     config = _build(root, reader.values)

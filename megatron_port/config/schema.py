@@ -142,7 +142,8 @@ class LayoutConfig:
     reduce_bucket_size: int = 33_554_432
     """Elements that one collective of gradients or weights between replicas moves (engine native)."""
     pipeline_schedule: str = "1f1b"
-    """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2); docs/pipeline.md"""
+    """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2), or a schedule that a plugin registers (engine
+    native); docs/pipeline.md"""
     pipeline_split: tuple[int, ...] = ()
     """Transformer layers on each virtual stage, in order; empty: balanced by cost, embedding and head counted."""
     vocab_padding_multiple: int = 128
@@ -196,10 +197,10 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) and its learning-rate schedule."""
+    """The optimizer's rule and its learning-rate schedule."""
 
     name: str = "adamw"
-    """adamw"""
+    """adamw (Loshchilov & Hutter, arXiv 1711.05101), or a rule that a plugin registers (engine native)"""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -207,7 +208,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay of the second moment, where the rule has one."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
@@ -226,6 +227,8 @@ class OptimizerConfig:
 class DataConfig:
     """Where tokens come from."""
 
+    source: str = "corpus"
+    """corpus (the files of train, or synthetic tokens), or a source that a plugin registers, which needs neither"""
     train: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs; empty with synthetic = false is an error."""
     weights: tuple[float, ...] = ()
@@ -254,6 +257,9 @@ class TrainingConfig:
 
     steps: int = 100
     """Optimizer steps."""
+    loss: str = "cross_entropy"
+    """What training minimises, averaged over tokens: cross_entropy, or a loss that a plugin registers. Evaluations
+    always report the cross-entropy."""
     eval_interval: int = 0
     """Steps between evaluations; 0: only at the end when eval_batches > 0."""
     eval_batches: int = 0
@@ -306,7 +312,7 @@ class BackendConfig:
     attention: str = "auto"
     """auto | own (CPUs) | math | sdpa | flash_attn | fa3 | fa4 (torch's flash attention replaced by that package's)"""
     norm: str = "auto"
-    """auto | own | apex | torch"""
+    """auto | own | apex | torch; here and for the next five also a provider that a plugin registers for the op"""
     activation: str = "auto"
     """auto | own | torch: bias + GeLU, SwiGLU"""
     rotary: str = "auto"
@@ -418,6 +424,9 @@ class RunConfig:
     """Of weights, data order and dropout."""
     engine: str = "deepspeed"
     """deepspeed | native"""
+    plugins: tuple[str, ...] = ()
+    """Python modules that are imported when the configuration is loaded and register further choices: optimizer rules,
+    losses, schedules, data sources, kernels (CONTRIBUTING.md). What they do is done: name only what you trust."""
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -27,8 +27,10 @@ from megatron_port.data.fingerprint import check_tokenizers, pins
 from megatron_port.data.format import tokenizer_name
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.order import derive
+from megatron_port.data.plugin_source import plugin_datasets
 from megatron_port.errors import DataError
 from megatron_port.parallel.positions import WHOLE_SEQUENCE, SequencePartition
+from megatron_port.registry import SOURCES
 
 SPLITS = ("train", "valid", "test")
 
@@ -251,7 +253,8 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     on it (default: training.steps · global_batch_size, right without a ramp-up).
 
     Raises:
-        DataError: no corpus, a damaged one, one too small for a sample, or of another tokenizer.
+        DataError: no corpus, a damaged one, one too small for a sample, or of another tokenizer; a plugin's source
+            without samples.
     """
     run, data = run_config, run_config.data
     name: str | None = None
@@ -259,7 +262,9 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     tokenizer: dict[str, Any] = {}
     pinned: list[dict[str, Any]] = []
     sets: list[TokenDataset | None]
-    if data.synthetic:
+    if data.source in SOURCES.added:
+        sets = plugin_datasets(run, SPLITS)
+    elif data.synthetic:
         sets = [SyntheticDataset(seq_length=run.model.seq_length, vocab_size=run.model.vocab_size,
                                  seed=derive(run.seed, index)) for index in range(len(SPLITS))]
     else:

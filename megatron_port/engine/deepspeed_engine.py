@@ -21,10 +21,11 @@ from megatron_port.engine.deepspeed_config import deepspeed_config
 from megatron_port.engine.loss_reduction import device_sums, global_tokens, loss_weight, reduced_auxiliary, shared_sums
 from megatron_port.engine.module import recorded_parameters, zero_moments
 from megatron_port.engine.probe import Probe
-from megatron_port.errors import EnvironmentFault
+from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.state_check import Damage, check_of
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
@@ -57,6 +58,12 @@ class DeepSpeedEngine:
         optimizer_provider: str = "torch",
         progress: ProgressTracker | None = None,
     ) -> None:
+        buffers = recorded_buffers(stage)
+        if buffers:
+            raise ConfigError(
+                f"the model has {len(buffers)} float32 buffers ({buffers[0][0].name}), and engine deepspeed casts "
+                'buffers to precision.dtype; set engine = "native"'
+            )
         prepare_deepspeed()
         from megatron_port.engine import deepspeed_pipeline, deepspeed_state
 

@@ -14,13 +14,12 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from megatron_port.engine.module import ScratchBuffer, logical_pieces, read_local, read_range
+from megatron_port.optim.rules import AdamW
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.state import StatePiece, StateReader
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def flat_masters(zero: Any) -> list[torch.Tensor]:
@@ -50,7 +49,7 @@ def state_tensors(zero: Any) -> Iterator[StateTensor]:
         yield StateTensor("weight", flat.detach(), entries)
         yield StateTensor("fp32 master", master.detach(), owned[group])
         state = zero.optimizer.state.get(master, {})
-        for kind in MOMENTS:
+        for kind in AdamW.KINDS:
             if state.get(kind) is not None:
                 yield StateTensor(kind, state[kind].detach().view(-1), owned[group])
 
@@ -83,7 +82,7 @@ def state_pieces(zero: Any, ctx: ParallelContext) -> Iterator[StatePiece]:
             continue
         inside, local = mapping.hp_fragment_address, mapping.lp_fragment_address
         state = zero.optimizer.state.get(masters[group], {})
-        for kind in ("weight", *MOMENTS):
+        for kind in ("weight", *AdamW.KINDS):
             flat = masters[group] if kind == "weight" else state.get(kind)
             if flat is None:
                 piece = torch.zeros(inside.numel)
@@ -103,7 +102,7 @@ def load_state(zero: Any, read: StateReader, steps: int) -> None:
             state["step"] = torch.tensor(float(steps))
         else:
             state["step"] = steps
-        for kind in MOMENTS:
+        for kind in AdamW.KINDS:
             if kind not in state:
                 state[kind] = torch.zeros_like(flat)
     for group in zero.optimizer.param_groups:
@@ -127,7 +126,7 @@ def load_state(zero: Any, read: StateReader, steps: int) -> None:
             p.copy_(whole)
             if inside.numel != p.numel():
                 master.copy_(whole.view(-1).narrow(0, local.start, local.numel))
-            for kind in MOMENTS:
+            for kind in AdamW.KINDS:
                 moment = zero.optimizer.state[flat][kind].narrow(0, inside.start, inside.numel)
                 read_range(read, record, kind, moment, local.start, scratch)
     # Links that DeepSpeed made to earlier state tensors are made again at the next step.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_port.parallel.record import ParameterRecord, record_of
-from megatron_port.parallel.state import StatePiece, StateReader
+from megatron_port.parallel.state import BUFFER, WEIGHT, StatePiece, StateReader
 
 
 @runtime_checkable
@@ -113,12 +113,12 @@ def logical_pieces(
 
 
 def zero_moments(read: StateReader) -> StateReader:
-    """A reader whose moments are zero: weights from a checkpoint, optimizer fresh."""
+    """A reader whose optimizer state is zero: weights and buffers from a checkpoint, optimizer fresh."""
 
     def wrapped(
         name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if kind != "weight":
+        if kind not in (WEIGHT, BUFFER):
             return torch.zeros(shape) if out is None else out.zero_()
         return read(name, kind, offset, shape, out=out)
 

@@ -37,16 +37,19 @@ from megatron_port.engine.module import (
 from megatron_port.engine.native_passes import Passes
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
+from megatron_port.errors import ConfigError
 from megatron_port.optim.gradients import global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
+from megatron_port.optim.rules import rule_of
 from megatron_port.optim.sharded import Bucket, Piece, ShardedParameters
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
-from megatron_port.parallel.state import StatePiece, StateReader
+from megatron_port.parallel.state import BUFFER, StatePiece, StateReader
 from megatron_port.parallel.step import AuxiliarySums
 from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.runner import Runner
@@ -106,11 +109,12 @@ class NativeEngine:
         self.progress = progress or ProgressTracker()
         self.runner = Runner(StageLink(ctx), self.progress)
         self.parameters = recorded_parameters(self.stage)
+        self.buffers = recorded_buffers(self.stage)
         self.sharded = ShardedParameters(
             self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
             split_state=config.layout.zero_stage > 0, capacity=config.layout.reduce_bucket_size,
             reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
-            shard_gradients=config.layout.zero_stage == 2,
+            shard_gradients=config.layout.zero_stage == 2, rule=rule_of(config.optimizer),
         )
         gradients = _Gradients(self.sharded)
         self.weight_gradients = WgradAccumulator(gradients.added, gradients.total)
@@ -122,6 +126,8 @@ class NativeEngine:
         for chunk in self.chunks:
             for unit in chunk.units:
                 self.sharded.wait_before(unit)
+        if self.sharded.shard_gradients:
+            self._check_schedule()
         self.update = make_update(optimizer_provider, self.sharded, config.optimizer)
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
@@ -132,6 +138,18 @@ class NativeEngine:
         # Not a bound method: see _Gradients.
         recording, sharded = self.state_check, weakref.ref(self.sharded)
         self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
+
+    def _check_schedule(self) -> None:
+        """Raise ConfigError where the schedule splits backward passes, each part of which ZeRO stage 2 would reduce by
+        itself. ``config.checks`` knows the package's own schedules, not a plugin's."""
+        layout, batch, topology = self.config.layout, self.config.batch, self.ctx.topology
+        count = max(batch.global_batch_size // (batch.micro_batch_size * topology.dp), 1)
+        schedule = make_schedule(layout.pipeline_schedule, topology.pp, count, layout.virtual_pipeline_size)
+        if schedule.splits_backward:
+            raise ConfigError(
+                f'layout.zero_stage 2 with pipeline_schedule "{schedule.name}": its backward passes are split in two; '
+                "use zero_stage 1"
+            )
 
     def _by_chunk(self) -> list[list[tuple[ParameterRecord, nn.Parameter]]]:
         """Each parameter once, with the first chunk that has it (a folded pipeline's last shares the table)."""
@@ -263,15 +281,14 @@ class NativeEngine:
         yield from self.parameters
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """Yield the pieces of masters and moments that this rank owns."""
+        """Yield the buffers, and the pieces of masters and optimizer state, that this rank owns."""
+        for record, buffer in self.buffers:
+            if record.is_owned(self.ctx.mesh, self.ctx.rank):
+                yield from logical_pieces(record, BUFFER, buffer.detach().reshape(-1), 0)
         for piece in self.sharded.pieces:
             if not piece.record.is_owned(self.ctx.mesh, self.ctx.rank, spread=self.sharded.spread):
                 continue
-            state = self.update.state.get(piece.master, {})
-            yield from logical_pieces(piece.record, "weight", piece.master.detach(), piece.start)
-            for kind in ("exp_avg", "exp_avg_sq"):
-                value = state.get(kind)
-                flat = torch.zeros_like(piece.master) if value is None else value
+            for kind, flat in {"weight": piece.master.detach(), **piece.state}.items():
                 yield from logical_pieces(piece.record, kind, flat, piece.start)
 
     def scalar_state(self) -> dict[str, float | int]:
@@ -280,7 +297,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
-        """Set masters, weights, moments and counters. Each rank reads its own slices; nothing is communicated."""
+        """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
         self.sharded.wait()
         pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = {}
         for piece in self.sharded.pieces:
@@ -297,13 +314,11 @@ class NativeEngine:
                 if part.data_ptr() != piece.master.data_ptr():
                     piece.master.copy_(part)
             for piece in mine:
-                held = self.update.state.get(piece.master, {})
-                state = {"step": torch.tensor(float(scalars.get("optimizer_steps", 0)))}
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    state[kind] = held[kind] if kind in held else torch.empty_like(piece.master)
-                    read_range(read, record, kind, state[kind], piece.start, scratch)
-                self.update.state[piece.master] = state
-        self.update.steps = int(scalars.get("optimizer_steps", 0))
+                for kind, flat in piece.state.items():
+                    read_range(read, record, kind, flat, piece.start, scratch)
+        for record, buffer in self.buffers:
+            read_local(read, record, BUFFER, buffer)
+        self.update.restore(int(scalars.get("optimizer_steps", 0)))
         self.scaler.load(scalars)
         self._record_state(gathering=False)
 
@@ -316,5 +331,5 @@ class NativeEngine:
         return scratch.of(p.shape, p.device)
 
     def load_weights(self, read: StateReader) -> None:
-        """Set weights; moments and counters start afresh."""
+        """Set weights and buffers; optimizer state and counters start afresh."""
         self.load_state(zero_moments(read), {})

@@ -1,31 +1,38 @@
-"""The native engine's optimizer step: clip by the global norm, AdamW on this rank's pieces of the masters, round them
-into its pieces of the weights.
+"""The native engine's optimizer step: clip by the global norm, update this rank's pieces of the masters and their state
+by the optimizer rule, round the masters into its pieces of the weights.
 
-Two providers: torch's AdamW, whose skipping and clipping the host decides, and the own multi-tensor kernel, which reads
-loss scale, clip factor and overflow on the device, so that no step waits for it.
+AdamW has two providers: torch's, whose skipping and clipping the host decides, and the own multi-tensor kernel, which
+reads loss scale, clip factor and overflow on the device, so that no step waits for it. Other rules are updated piece by
+piece (:class:`RuleUpdate`), the host deciding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from megatron_port.config.schema import OptimizerConfig
+from megatron_port.errors import ConfigError
+from megatron_port.optim.rules import AdamW, ElementwiseRule, UpdateSettings
 from megatron_port.optim.sharded import Piece, ShardedParameters
 
 SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
 
 
 class Update(Protocol):
-    """``state`` maps a master (``Piece.master``) to {"step", "exp_avg", "exp_avg_sq"}; setting an entry loads it."""
+    """Updates the masters and the state of ``ShardedParameters.pieces`` in place."""
 
-    state: Any
     square_norm: SquareNorm
     """Of a list of tensors; None: torch's ops."""
-    steps: int
-    """Updates taken."""
+
+    @property
+    def steps(self) -> int:
+        """Updates taken; reading it may wait for the device."""
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates, when masters and state have been loaded."""
 
     def step(
         self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
@@ -43,28 +50,22 @@ def _by_decay(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return [[p for p in pieces if p.record.decay is decay] for decay in (True, False)]
 
 
-class TorchUpdate:
-    """torch.optim.AdamW."""
+class HostUpdate:
+    """An update whose skipping and clipping the host decides."""
 
     square_norm: SquareNorm = None
 
     def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
-        self.config, self.sharded = config, sharded
-        groups = [
-            {"params": [p.master for p in pieces], "weight_decay": decay}
-            for pieces, decay in zip(_by_decay(sharded.pieces), (config.weight_decay, 0.0)) if pieces
-        ]
-        # A replica may own nothing but padding; the optimizer wants something.
-        self.optimizer = torch.optim.AdamW(
-            groups or [{"params": [torch.zeros(1)]}], lr=config.lr, betas=(config.beta1, config.beta2),
-            eps=config.eps, foreach=True,
-        )
-        self.state: Any = self.optimizer.state
-        for piece in sharded.pieces:
-            self.state[piece.master] = {
-                "step": torch.tensor(0.0), "exp_avg": piece.exp_avg, "exp_avg_sq": piece.exp_avg_sq
-            }
-        self.steps = 0
+        self.config, self.sharded, self._steps = config, sharded, 0
+
+    @property
+    def steps(self) -> int:
+        """Updates taken."""
+        return self._steps
+
+    def restore(self, steps: int) -> None:
+        """See :class:`Update`."""
+        self._steps = steps
 
     def step(
         self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
@@ -76,18 +77,69 @@ class TorchUpdate:
             return norm, torch.ones_like(veto)
         clip = self.config.clip_grad
         factor = (clip / (size + 1e-6) if 0.0 < clip < size else 1.0) / scale
-        for piece in self.sharded.pieces:
-            if factor != 1.0:
+        if factor != 1.0:
+            for piece in self.sharded.pieces:
                 piece.gradient.mul_(factor)
+        self._apply(lr)
+        self._steps += 1
+        self.sharded.publish()
+        return norm, veto
+
+    def _apply(self, lr: float) -> None:
+        """Update masters and state from the pieces' gradients, which are unscaled and clipped."""
+        raise NotImplementedError
+
+
+class TorchUpdate(HostUpdate):
+    """torch.optim.AdamW."""
+
+    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
+        super().__init__(sharded, config)
+        groups = [
+            {"params": [p.master for p in pieces], "weight_decay": decay}
+            for pieces, decay in zip(_by_decay(sharded.pieces), (config.weight_decay, 0.0)) if pieces
+        ]
+        # A replica may own nothing but padding; the optimizer wants something.
+        self.optimizer = torch.optim.AdamW(
+            groups or [{"params": [torch.zeros(1)]}], lr=config.lr, betas=(config.beta1, config.beta2),
+            eps=config.eps, foreach=True,
+        )
+        self.restore(0)
+
+    def restore(self, steps: int) -> None:
+        """See :class:`Update`."""
+        super().restore(steps)
+        for piece in self.sharded.pieces:
+            self.optimizer.state[piece.master] = {"step": torch.tensor(float(steps)), **piece.state}
+
+    def _apply(self, lr: float) -> None:
+        for piece in self.sharded.pieces:
             piece.master.grad = piece.gradient
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.steps += 1
         for piece in self.sharded.pieces:
             piece.master.grad = None
-        self.sharded.publish()
-        return norm, veto
+
+
+class RuleUpdate(HostUpdate):
+    """An element-wise rule, piece by piece."""
+
+    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig, rule: ElementwiseRule) -> None:
+        super().__init__(sharded, config)
+        self.rule = rule
+
+    def _apply(self, lr: float) -> None:
+        config = self.config
+        decaying, other = (
+            UpdateSettings(
+                step=self.steps + 1, lr=lr, weight_decay=decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps
+            )
+            for decay in (config.weight_decay, 0.0)
+        )
+        with torch.no_grad():
+            for p in self.sharded.pieces:
+                self.rule.update_(p.master, p.gradient, p.state, decaying if p.record.decay else other)
 
 
 class OwnUpdate:
@@ -105,18 +157,17 @@ class OwnUpdate:
             [([p.weight for p in pieces] if separate else [], [p.master for p in pieces], decay)
              for pieces, decay in zip(self.groups, (config.weight_decay, 0.0))],
             betas=(config.beta1, config.beta2), eps=config.eps, device=sharded.ctx.device,
-            moments=[(p.exp_avg, p.exp_avg_sq) for pieces in self.groups for p in pieces],
+            moments=[(p.state["exp_avg"], p.state["exp_avg_sq"]) for pieces in self.groups for p in pieces],
         )
-        self.state: Any = self.optimizer.state
 
     @property
     def steps(self) -> int:
         """Updates taken; reading it waits for the device."""
         return int(self.optimizer.step_count)
 
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self.optimizer.step_count.fill_(value)
+    def restore(self, steps: int) -> None:
+        """See :class:`Update`."""
+        self.optimizer.step_count.fill_(steps)
 
     @torch.no_grad()
     def step(
@@ -130,6 +181,17 @@ class OwnUpdate:
 
 
 def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig) -> Update:
-    """The update of a provider, ``own`` or ``torch``."""
-    kind: type[OwnUpdate] | type[TorchUpdate] = OwnUpdate if provider == "own" else TorchUpdate
-    return kind(sharded, config)
+    """Return the update of ``sharded.rule``; of AdamW, that of a provider, ``own`` or ``torch``.
+
+    Raises:
+        ConfigError: the rule is of a kind that this engine has no update for.
+    """
+    rule = sharded.rule
+    if isinstance(rule, AdamW):
+        return OwnUpdate(sharded, config) if provider == "own" else TorchUpdate(sharded, config)
+    if isinstance(rule, ElementwiseRule):
+        return RuleUpdate(sharded, config, rule)
+    raise ConfigError(
+        f'optimizer.name "{config.name}": {type(rule).__name__} is not an ElementwiseRule, and engine native has an '
+        'update for those and for "adamw" alone; derive the rule from megatron_port.optim.rules.ElementwiseRule'
+    )

@@ -16,9 +16,10 @@ from megatron_port.engine.module import read_local, recorded_parameters
 from megatron_port.errors import PortError
 from megatron_port.model.cache import KeyValueCache
 from megatron_port.model.gpt import GPTStage
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
-from megatron_port.parallel.state import StateReader
+from megatron_port.parallel.state import BUFFER, StateReader
 from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.transfer import StageLink
 from megatron_port.runtime.agreement import agree
@@ -49,6 +50,8 @@ class InferenceModel:
         try:
             for record, parameter in recorded_parameters(self.stage):
                 read_local(read, record, "weight", parameter)
+            for record, buffer in recorded_buffers(self.stage):
+                read_local(read, record, BUFFER, buffer)
         except PortError as error:
             failure = error
         agree(failure, where=str(self.ctx.coords))

@@ -12,12 +12,12 @@ from megatron_port.checkpoint.format import SavedState, directory_name
 from megatron_port.checkpoint.slices import FlatRange, cover_fault
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict
-from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
-from megatron_port.errors import CheckpointError
-from megatron_port.model.shapes import parameter_shapes
-from megatron_port.parallel.state import StatePiece
+from megatron_port.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, RunConfig
+from megatron_port.errors import CheckpointError, ConfigError
+from megatron_port.model.shapes import model_records
+from megatron_port.optim.rules import OptimizerRule, mixed_kinds, rule_of
+from megatron_port.parallel.state import WEIGHT, StatePiece
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Note = Callable[[str], None]
 
 
@@ -50,15 +50,19 @@ def commit_import(
     Raises:
         CheckpointError: the pieces do not make up the model, the step is there already, or the disk refuses.
     """
-    expected = parameter_shapes(found.model)
+    records = model_records(found.model)
+    expected = {name: record.shape for name, record in records.items()}
+    wanted: list[tuple[str, str]] = []
+    if not weights_only:
+        rule = saved_rule(found.config)
+        wanted = [(record.name, kind) for record in records.values() for kind in rule.kinds(record)]
     groups: dict[tuple[str, str], list[StatePiece]] = {}
     for piece in found.pieces:
         groups.setdefault((piece.name, piece.kind), []).append(piece)
     _check_weights(groups, expected, source)
-    lacking = [(n, k) for n in expected for k in MOMENTS if _fault(groups.get((n, k), []), expected[n])]
-    kinds: tuple[str, ...] = ("weight", *MOMENTS)
-    if lacking and not weights_only:
-        if len(lacking) < len(expected) * len(MOMENTS):
+    lacking = [(n, k) for n, k in wanted if _fault(groups.get((n, k), []), expected[n])]
+    if lacking:
+        if len(lacking) < len(wanted):
             name, kind = lacking[0]
             fault = _fault(groups.get((name, kind), []), expected[name])
             raise CheckpointError(
@@ -66,7 +70,7 @@ def commit_import(
             )
         note("no optimizer state in the source: the weights are imported as step 0 of a new run")
     if lacking or weights_only:
-        kinds, found = ("weight",), replace(found, step=0, samples=0, tokens=0, optimizer_steps=0, scalars={})
+        wanted, found = [], replace(found, step=0, samples=0, tokens=0, optimizer_steps=0, scalars={})
     if (directory / directory_name(found.step)).exists():
         raise CheckpointError(f"{directory / directory_name(found.step)} exists; give another folder, or remove it")
     steps = found.step if found.optimizer_steps is None else found.optimizer_steps
@@ -78,8 +82,27 @@ def commit_import(
         scalars={"optimizer_steps": steps} if found.scalars is None else found.scalars,
         extra={"imported_from": str(source), **found.extra},
     )
-    pieces: Iterable[StatePiece] = [p for (_, kind), group in groups.items() if kind in kinds for p in group]
+    kept = dict.fromkeys([*((name, WEIGHT) for name in expected), *wanted])
+    kinds: dict[str, list[str]] = {}
+    for name, kind in kept:
+        kinds.setdefault(name, []).append(kind)
+    state = replace(state, kinds=mixed_kinds(kinds))
+    pieces: Iterable[StatePiece] = [p for key, group in groups.items() if key in kept for p in group]
     return save_checkpoint(directory, state, pieces, expected=expected, note=note)
+
+
+def saved_rule(config: dict[str, Any] | None) -> OptimizerRule:
+    """Return the optimizer rule of a saved configuration; AdamW where there is none, or it names none.
+
+    Raises:
+        CheckpointError: this process knows no rule of that name.
+    """
+    table = (config or {}).get("optimizer", {})
+    name = table.get("name", "adamw") if isinstance(table, dict) else "adamw"
+    try:
+        return rule_of(OptimizerConfig(name=name))
+    except ConfigError as error:
+        raise CheckpointError(f"the optimizer state cannot be read: {error}") from None
 
 
 def _check_weights(

@@ -38,20 +38,20 @@ from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.folder import building
 from megatron_port.interop.sidecar import write_sidecar
+from megatron_port.parallel.state import BUFFER, WEIGHT
 
 CHUNK_BYTES = 1 << 26
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEPS = "optimizer_steps"
 
 
 def dcp_key(name: str, kind: str) -> str:
     """The key of one of our tensors; ``kind`` may also be ``step``."""
-    return f"model.{name}" if kind == "weight" else f"optimizer.state.{name}.{kind}"
+    return ".".join(dcp_path(name, kind))
 
 
 def dcp_path(name: str, kind: str) -> tuple[str, ...]:
     """The same as a path in the nested state dict."""
-    return ("model", name) if kind == "weight" else ("optimizer", "state", name, kind)
+    return ("model", name) if kind in (WEIGHT, BUFFER) else ("optimizer", "state", name, kind)
 
 
 def slabs(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -105,14 +105,15 @@ class _Planner(SavePlanner):
 
     def __init__(self, checkpoint: Checkpoint, chunk_bytes: int) -> None:
         self.checkpoint, self.chunk_bytes = checkpoint, chunk_bytes
-        self.kinds = [k for k in ("weight", *MOMENTS) if k in checkpoint.kinds()]
+        state = [kind for kind in checkpoint.kinds() if kind not in (WEIGHT, BUFFER)]
+        self.kinds = [kind for kind in (WEIGHT, BUFFER, *state) if kind in checkpoint.kinds()]
         self.sources = {
             dcp_key(name, kind): (name, kind) for kind in self.kinds for name in checkpoint.names(kind)
         }
         self.steps = int(checkpoint.scalars.get(_STEPS, checkpoint.step))
         self.paths: dict[str, tuple[str, ...]] = {k: dcp_path(*source) for k, source in self.sources.items()}
-        if len(self.kinds) == 1 + len(MOMENTS):
-            self.paths |= {dcp_key(n, "step"): dcp_path(n, "step") for n in checkpoint.names()}
+        updated = dict.fromkeys(name for kind in state for name in checkpoint.names(kind))
+        self.paths |= {dcp_key(name, "step"): dcp_path(name, "step") for name in updated}
         self.dtypes = {key: checkpoint.read(*source, *_nothing(checkpoint.shape(*source))).dtype
                        for key, source in self.sources.items()}
         self.bytes = sum(prod(checkpoint.shape(*s)) * self.dtypes[k].itemsize for k, s in self.sources.items())

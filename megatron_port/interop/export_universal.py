@@ -27,11 +27,13 @@ from megatron_port.errors import CheckpointError
 from megatron_port.interop.folder import building
 from megatron_port.interop.names import Foreign, megatron_names
 from megatron_port.interop.sidecar import model_of, write_sidecar
+from megatron_port.optim.rules import AdamW
 
 DEEPSPEED_VERSION = "0.19.8"
 """The version whose loader this was checked with; loaders ask that it be 0.3.17 or later."""
 UNIVERSAL_VERSION = 0.2
-KINDS = {"weight": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+KINDS = {"weight": "fp32", **{kind: kind for kind in AdamW.KINDS}}
+"""Kind → file; DeepSpeed's format knows Adam alone."""
 _GROUPS = 8
 
 

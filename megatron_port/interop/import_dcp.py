@@ -17,13 +17,13 @@ import torch
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
-from megatron_port.interop.commit import MOMENTS, Imported
+from megatron_port.interop.commit import Imported, saved_rule
 from megatron_port.interop.export_dcp import dcp_key
 from megatron_port.interop.inert import MAX_BYTES, Inert, read_inert
 from megatron_port.interop.pickle_size import check_torch_file
 from megatron_port.interop.sidecar import model_of, read_sidecar
 from megatron_port.interop.staged import Stage
-from megatron_port.model.shapes import parameter_shapes
+from megatron_port.model.shapes import model_records, parameter_shapes
 from megatron_port.parallel.state import StatePiece
 
 METADATA = ".metadata"
@@ -61,9 +61,11 @@ def read_dcp(source: Path, stage: Stage, model: ModelConfig | None = None) -> Im
     entries, chunks = _metadata(source / METADATA)
     sidecar = read_sidecar(source)
     model = model or model_of(sidecar.config if sidecar else {}, str(source))
+    rule = saved_rule(sidecar.config if sidecar else None)
     numbers: list[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]] = []
-    for name, shape in parameter_shapes(model).items():
-        for kind in ("weight", *MOMENTS):
+    for name, record in model_records(model).items():
+        shape = record.shape
+        for kind in ("weight", *rule.kinds(record)):
             entry = entries.get(dcp_key(name, kind))
             if entry is None:
                 continue

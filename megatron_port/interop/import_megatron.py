@@ -16,7 +16,7 @@ import torch
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
-from megatron_port.interop.commit import MOMENTS, Imported
+from megatron_port.interop.commit import Imported
 from megatron_port.interop.megatron_files import (
     MegatronFiles,
     find_files,
@@ -28,6 +28,7 @@ from megatron_port.interop.megatron_files import (
 from megatron_port.interop.megatron_model import model_from_args
 from megatron_port.interop.names import Foreign, megatron_names
 from megatron_port.interop.unpickle import ForeignFile, Stubbed, read_pickles
+from megatron_port.optim.rules import AdamW
 from megatron_port.parallel.state import StatePiece
 
 Note = Callable[[str], None]
@@ -230,7 +231,7 @@ def _optimizer_pieces(
             moments = base["state"]
             stage, tensor_rank = divmod(model_rank, layout.tp)
             for group, (flat, mapping) in enumerate(zip(flats, mappings, strict=True)):
-                kinds = {"weight": flat, **{k: moments[group][k] for k in MOMENTS if k in moments.get(group, {})}}
+                kinds = {"weight": flat, **{k: moments[group][k] for k in AdamW.KINDS if k in moments.get(group, {})}}
                 if "step" in moments.get(group, {}):
                     steps = _count(moments[group]["step"])
                 elif "step" in base["param_groups"][group]:

@@ -12,6 +12,7 @@ from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.model.cache import CacheSlot
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
 from megatron_port.parallel.linear_kernels import LinearKernels, make_linear_kernels
 from megatron_port.parallel.positions import Positions, SequencePartition, sequence_partition
 from megatron_port.parallel.random import DropoutStream
@@ -29,6 +30,8 @@ class BuildContext:
     stream: DropoutStream
     dtype: torch.dtype
     """Of parameters and activations."""
+    loss: TokenLoss = vocab_parallel_cross_entropy
+    """Of the head while training; evaluations take the cross-entropy."""
     rotary: RotaryTables = field(default_factory=RotaryTables)
     cache: CacheSlot = field(default_factory=CacheSlot)
     """Of generation; empty while training."""

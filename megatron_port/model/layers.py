@@ -119,9 +119,11 @@ class Head(nn.Module):
         )
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Loss of each token [batch, seq] in nats, for ``labels`` int64 [batch, seq]."""
+        """Loss of each token [batch, seq] in nats, for ``labels`` int64 [batch, seq]; in evaluations the
+        cross-entropy."""
         record = self.weight.record  # type: ignore[attr-defined]
-        losses = vocab_parallel_cross_entropy(
+        loss = self.build.loss if self.training else vocab_parallel_cross_entropy
+        losses = loss(
             logits, labels.t().contiguous(), offset=record.offset[0], extent=record.extent[0],
             group=self.build.ctx.over("tp"), ops=self.build.providers.cross_entropy,
         )

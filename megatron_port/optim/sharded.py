@@ -14,7 +14,7 @@ and fewer bytes of memory: 4 a parameter become 4 / dp and two windows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
 from megatron_port.optim.grad_buffer_pool import Windows
 from megatron_port.optim.grad_ready import GradReadyTracker
+from megatron_port.optim.rules import ADAMW, OptimizerRule
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
@@ -46,10 +47,8 @@ class Piece:
     """fp32 or wider; the same memory as ``weight`` where that is as wide."""
     gradient: torch.Tensor
     """fp32 or wider: the sum over micro-batches and replicas, once ``finish`` has returned."""
-    exp_avg: torch.Tensor
-    """First moment, for the update; as wide as the master."""
-    exp_avg_sq: torch.Tensor
-    """Second moment."""
+    state: Mapping[str, torch.Tensor]
+    """The optimizer rule's tensors of this range, by kind; as wide as the master."""
 
 
 class Bucket:
@@ -62,7 +61,7 @@ class Bucket:
 
     def __init__(
         self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, shard: int, shards: int,
-        lasting: bool,
+        lasting: bool, kinds: Sequence[str],
     ) -> None:
         first = parameters[plan.slots[0].index][1]
         self.plan, self.shards, self.lasting = plan, shards, lasting
@@ -80,8 +79,8 @@ class Bucket:
             self.window = torch.empty(plan.numel, dtype=wide, device=first.device)
         own_weights = self.weights[self.own]
         self.masters = own_weights if first.dtype == wide else torch.zeros_like(own_weights, dtype=wide)
-        # The update's moments lie flat too, so that all of the state can be hashed with a few kernels a bucket.
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.masters), torch.zeros_like(self.masters)
+        # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
+        self.state = {kind: torch.zeros_like(self.masters) for kind in kinds}
         self.reducing: dist.Work | None = None
         self.narrow: torch.Tensor | None = None
         self.gathering: dist.Work | None = None
@@ -105,17 +104,20 @@ class ShardedParameters:
     Args:
         chunks: the recorded parameters of each chunk, in forward order, each parameter once.
         wide: dtype of masters and gradient sums.
-        split_state: masters and moments are split over the ranks of ``dp_shard``; else each replica has them all.
+        split_state: masters and optimizer state are split over the ranks of ``dp_shard``; else each replica has all.
         capacity: elements of a bucket.
         reduce_dtype: of gradients between replicas; None: ``wide``.
         shard_gradients: stage 2; for schedules whose backward passes are whole (not split in two).
+        rule: of the update, which says what state each parameter has. A kind that one parameter of a bucket has takes
+            memory for the whole bucket.
     """
 
     def __init__(
         self, chunks: Sequence[Sequence[Recorded]], ctx: ParallelContext, *, wide: torch.dtype, split_state: bool,
         capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
+        rule: OptimizerRule = ADAMW,
     ) -> None:
-        self.ctx, self.wide = ctx, wide
+        self.ctx, self.wide, self.rule = ctx, wide, rule
         mesh = ctx.mesh
         self.spread = mesh.factors(*SHARDED) if split_state else frozenset()
         self.shards = shards = mesh.size(self.spread)
@@ -132,7 +134,10 @@ class ShardedParameters:
             at += len(pairs)
         plans = plan_buckets(numbered, mesh, first=first, shards=shards, capacity=capacity)
         self.buckets = [
-            Bucket(plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients) for plan in plans
+            Bucket(
+                plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients, kinds=self._kinds(plan)
+            )
+            for plan in plans
         ]
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
@@ -160,11 +165,16 @@ class ShardedParameters:
             size = max((plan.numel for plan in plans if not plan.late), default=0)
             self.windows = Windows(size, wide, self.buckets[0].weights.device)
 
+    def _kinds(self, plan: BucketPlan) -> list[str]:
+        """The kinds of state that any parameter of a bucket has."""
+        return list(dict.fromkeys(k for slot in plan.slots for k in self.rule.kinds(self.parameters[slot.index][0])))
+
     def _piece(self, bucket: Bucket, f: ShardRange) -> Piece:
         own = slice(f.at - bucket.own.start, f.at - bucket.own.start + f.numel)
+        record = self.parameters[f.index][0]
         return Piece(
-            self.parameters[f.index][0], f.start, bucket.weights[f.at : f.at + f.numel], bucket.masters[own],
-            bucket.sums[own], bucket.exp_avg[own], bucket.exp_avg_sq[own],
+            record, f.start, bucket.weights[f.at : f.at + f.numel], bucket.masters[own], bucket.sums[own],
+            {kind: bucket.state[kind][own] for kind in self.rule.kinds(record)},
         )
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -175,13 +185,13 @@ class ShardedParameters:
         return StateTensor("weight", bucket.weights, entries)
 
     def owned_tensors(self) -> Iterator[StateTensor]:
-        """Masters (where they are not the weights) and moments of this rank's shards."""
+        """Masters (where they are not the weights) and optimizer state of this rank's shards."""
         for bucket in self.buckets:
             entries = self._owned[id(bucket)]
             if bucket.masters.dtype != bucket.weights.dtype:
                 yield StateTensor("fp32 master", bucket.masters, entries)
-            yield StateTensor("exp_avg", bucket.exp_avg, entries)
-            yield StateTensor("exp_avg_sq", bucket.exp_avg_sq, entries)
+            for kind, flat in bucket.state.items():
+                yield StateTensor(kind, flat, entries)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

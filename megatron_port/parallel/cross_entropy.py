@@ -11,6 +11,7 @@ the gradient is written over them: no copy of them is ever made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.autograd.function import once_differentiable
 from megatron_port.backend.cross_entropy import CrossEntropyOps, torch_cross_entropy
 from megatron_port.parallel.collectives import Group
 
+TokenLoss = Callable[..., torch.Tensor]
+"""The loss of each token, with the arguments and the result of :func:`vocab_parallel_cross_entropy`."""
 _SPENT = (
     "cross-entropy: these logits no longer hold what the loss was computed from; its backward pass writes the gradient "
     "over them, so it can run once, and nothing else may change them before"

@@ -76,13 +76,14 @@ def initial_values(
 def initial_reader(
     records: dict[str, ParameterRecord], seed: int, device: torch.device | str = "cpu"
 ) -> Callable[..., torch.Tensor]:
-    """A ``StateReader`` that serves initial weights and zero moments: a fresh start is a load like any other."""
+    """A ``StateReader`` that serves initial weights and buffers, and zero optimizer state: a fresh start is a load like
+    any other."""
 
     def read(
         name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...], /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         record = records[name]
-        init = record.init if kind == "weight" else InitSpec("zeros")
+        init = record.init if kind == record.kind else InitSpec("zeros")
         return initial_values(
             seed=seed, name=name, init=init, shape=record.shape, offset=offset, extent=extent, device=device
         )

@@ -18,6 +18,7 @@ import torch
 
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.mesh import REPLICAS, Factors, Mesh
+from megatron_port.parallel.state import WEIGHT
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class ParameterRecord:
     """Copies with the same key (and name) on several stages are one parameter."""
     tied_primary: bool = True
     """Of tied copies, the one that is counted in norms and saved."""
+    kind: str = WEIGHT
+    """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``parallel.buffers``)."""
 
     # -- on the mesh -------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,11 @@ from typing import Protocol
 
 import torch
 
+WEIGHT = "weight"
+"""Kind of a parameter itself: its fp32 master where the weights are narrower."""
+BUFFER = "buffer"
+"""Kind of state of the model that no gradient changes (a router's balance bias): fp32 in every run, never cast."""
+
 
 @dataclass(frozen=True)
 class StatePiece:
@@ -14,8 +19,8 @@ class StatePiece:
 
     The box (``offset``, ``shape``) is a slice of the parameter's logical global
     tensor; ``tensor`` is the 1-D range that starts at ``flat_start`` of the
-    row-major flattening of that box. ``kind``: ``weight`` (fp32 master under the
-    halves), ``exp_avg`` or ``exp_avg_sq``.
+    row-major flattening of that box. ``kind``: ``WEIGHT``, ``BUFFER``, or a kind of
+    state that the optimizer rule gives the parameter (``exp_avg``).
     """
 
     name: str

@@ -9,6 +9,7 @@ from collections import Counter
 
 from megatron_port.pipeline.messages import Message, turns
 from megatron_port.pipeline.schedules import Action, Kind, Schedule, peak_in_flight
+from megatron_port.registry import SCHEDULES
 
 
 def check_passes(schedule: Schedule) -> None:
@@ -94,10 +95,11 @@ def check_messages(schedule: Schedule) -> int:
 def held_bound(schedule: Schedule, stage: int) -> int:
     """The most (micro-batch, chunk) pairs that a stage of the schedule may hold, by its formula.
 
-    Interleaved 1F1B: its warm-up of 2 (p - s - 1) + (v - 1) p passes and one more (arXiv 2104.04473).
+    Interleaved 1F1B: its warm-up of 2 (p - s - 1) + (v - 1) p passes and one more (arXiv 2104.04473). A plugin's
+    schedule has no formula here, and may hold all.
     """
     p, m, v = schedule.stages, schedule.micro_batches, schedule.grid.vp
-    if schedule.name == "gpipe":
+    if schedule.name == "gpipe" or schedule.name in SCHEDULES.added:
         return m
     if schedule.name == "1f1b":
         return min(p - stage, m) if v == 1 else min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v)

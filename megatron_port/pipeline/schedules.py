@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 
+from megatron_port.errors import ConfigError
 from megatron_port.parallel.topology import Topology
+from megatron_port.registry import SCHEDULES
 
 
 class Kind(Enum):
@@ -162,16 +164,19 @@ def forward_only(grid: Topology, micro_batches: int) -> Schedule:
     return Schedule("forward", grid, micro_batches, (order,) * grid.pp)
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
-"""Those of one chunk a stage whose stages can be listed one by one."""
+
 @lru_cache(maxsize=64)
 def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The schedule of a step. Made once for each size of a step; lists of all stages, O(stages × micro-batches).
 
+    Schedules of one chunk a stage are functions (stage, stages, micro-batches) → the stage's actions; those that
+    plugins register are checked here (``pipeline.check``).
+
     Raises:
         ValueError: there is no such schedule with so many chunks a stage (``config.checks`` says what there is).
+        ConfigError: a plugin's schedule is not right for this many stages and micro-batches.
     """
-    if name not in (*SCHEDULES, "zb-h1", "zb-v") or (name in ("gpipe", "zb-h1") and chunks > 1):
+    if name not in SCHEDULES.names or (name not in ("1f1b", "zb-v") and chunks > 1):
         raise ValueError(f"no schedule {name!r} with {chunks} chunks a stage")
     grid = Topology(pp=stages, vp=chunks, folded=name == "zb-v")
     plans: Sequence[Sequence[Action]]
@@ -182,8 +187,25 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -
     elif chunks > 1:
         plans = [interleaved(s, stages, chunks, micro_batches) for s in range(stages)]
     else:
-        plans = [SCHEDULES[name](s, stages, micro_batches) for s in range(stages)]
-    return Schedule(name, grid, micro_batches, tuple(tuple(plan) for plan in plans))
+        actions = SCHEDULES.function(name)
+        plans = [actions(s, stages, micro_batches) for s in range(stages)]
+    schedule = Schedule(name, grid, micro_batches, tuple(tuple(plan) for plan in plans))
+    if name in SCHEDULES.added:
+        _check_added(schedule)
+    return schedule
+
+
+def _check_added(schedule: Schedule) -> None:
+    """Raise ConfigError where a plugin's schedule would compute something else, or wait for ever."""
+    from megatron_port.pipeline.check import check
+
+    try:
+        check(schedule)
+    except ValueError as error:
+        raise ConfigError(
+            f'layout.pipeline_schedule "{schedule.name}", with {schedule.stages} stages and '
+            f"{schedule.micro_batches} micro-batches: {error}; correct the plugin's function"
+        ) from error
 
 
 def peak_in_flight(actions: Sequence[Action]) -> int:

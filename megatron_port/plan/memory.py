@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megatron_port.config.schema import ModelConfig
+from megatron_port.pipeline.schedules import make_schedule, peak_in_flight
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.counts import stage_elements
 from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.plan.traffic import bucket_elements
+from megatron_port.registry import SCHEDULES
 
 LOSS_CHUNK = 1 << 22
 """Logits that torch's cross-entropy takes at a time (``backend.cross_entropy``)."""
@@ -74,9 +76,11 @@ def in_flight(case: Case, stage: int) -> float:
 
     GPipe: all m. 1F1B: p − stage, at most m. Zero-bubble: p. Interleaved (arXiv 2104.04473): the warm-up of
     (p − stage − 1)·2 + (v − 1)·p chunk passes and one more, each 1/v of the stage; on the first stage 1 + (p − 1)/(p·v)
-    of p micro-batches.
+    of p micro-batches. A plugin's schedule: counted in its lists.
     """
     m, p, v = case.micro_batches, case.pp, case.vp
+    if case.schedule in SCHEDULES.added:
+        return peak_in_flight(make_schedule(case.schedule, p, m).plans[stage])
     if case.schedule == "gpipe":
         return m
     if case.schedule in ("zb-h1", "zb-v"):

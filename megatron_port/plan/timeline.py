@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.schedules import Action, Kind, make_schedule
 from megatron_port.pipeline.simulate import Span, flow, simulate
+from megatron_port.registry import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def timeline(
 
     # Where the line begins: within 0.1 % of whole simulations with uneven stages.
     most = (2 if chunks == 1 else 3) * stages + micro_batches % stages
-    if schedule == "gpipe" or micro_batches <= most + stages:
+    if schedule == "gpipe" or schedule in SCHEDULES.added or micro_batches <= most + stages:
         return Timeline(length(micro_batches), busy)
     short, long = length(most), length(most + stages)
     return Timeline(short + (long - short) / stages * (micro_batches - most), busy)

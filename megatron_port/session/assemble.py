@@ -10,12 +10,14 @@ from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
 from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage, build_chunks, unit_costs
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_reader
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.registry import LOSSES
 from megatron_port.runtime.progress import ProgressTracker
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -47,7 +49,7 @@ def build_model(
     """This rank's chunks of the model; their parameters are allocated, not yet initialised."""
     build = BuildContext(
         model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
-        dtype=DTYPES[config.precision.dtype],
+        dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(config.training.loss),
     )
     return build_chunks(build, layers_by_chunk(config, ctx.topology))
 
@@ -79,6 +81,8 @@ def build_engine(
             stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress
         )
     if initialise:
-        records = {record_of(p).name: record_of(p) for chunk in chunks for p in chunk.parameters()}
+        of_parameters = [record_of(p) for chunk in chunks for p in chunk.parameters()]
+        of_buffers = [record for chunk in chunks for record, _ in recorded_buffers(chunk)]
+        records = {record.name: record for record in of_parameters + of_buffers}
         engine.load_weights(initial_reader(records, config.seed, ctx.device))
     return engine

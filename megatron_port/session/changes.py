@@ -12,6 +12,7 @@ from megatron_port.config.schema import BatchConfig, ModelConfig, OptimizerConfi
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.errors import ConfigError
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.parallel.state import BUFFER, WEIGHT
 
 JUMP = 1.5
 """A learning rate that changes at the resume by more than this factor, up or down, is announced as a jump."""
@@ -82,6 +83,17 @@ def check_seed(manifest: Manifest, config: RunConfig, where: str) -> None:
             f"seed {before!r} -> {config.seed}: {where} was trained with the order of samples and the dropout masks of "
             f"seed {before!r}; with another, some samples would come twice and others never. Set seed = {before}, or "
             f'begin another run from it: another name and checkpoint.resume = "{where}"'
+        )
+
+
+def check_rule(manifest: Manifest, config: RunConfig, where: str) -> None:
+    """Raise ConfigError if the checkpoint's optimizer state is another rule's: its tensors mean something else."""
+    before = _section(manifest.state, "optimizer").get("name", config.optimizer.name)
+    if before != config.optimizer.name and any(piece.kind not in (WEIGHT, BUFFER) for piece in manifest.pieces):
+        raise ConfigError(
+            f'optimizer.name "{before}" -> "{config.optimizer.name}": {where} holds the state of "{before}". Set '
+            f'optimizer.name = "{before}", or begin another run with its weights: another name and '
+            f'checkpoint.initial_weights = "{where}"'
         )
 
 

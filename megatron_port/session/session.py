@@ -209,7 +209,7 @@ def _assemble(
     try:
         providers = choose_providers(
             config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
-            attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8,
+            attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
         )
         install_guard(config.backend.allow_jit)
         if config.backend.allow_jit:

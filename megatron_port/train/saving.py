@@ -14,10 +14,10 @@ from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Alone, GroupPeers
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError
-from megatron_port.model.shapes import parameter_shapes
+from megatron_port.model.saved_state import state_records
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
-from megatron_port.train.state import Position, save_state, state_of
+from megatron_port.train.state import Position, save_state, shapes_of, state_of
 
 _NOTICEABLE = 0.5
 """Seconds of waiting for the previous save that are worth a line."""
@@ -62,9 +62,10 @@ class Saving:
                 self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
             else:
                 config = self._session.config
-                expected = parameter_shapes(config.model) if self._session.is_rank_zero else None
+                records = state_records(config.model) if self._session.is_rank_zero else None
                 self._background.start(
-                    state_of(self._engine, config, at), self._engine.state_pieces(), expected=expected
+                    state_of(self._engine, config, at, records), self._engine.state_pieces(),
+                    expected=shapes_of(records),
                 )
         except CheckpointError as error:
             self._failed(at.step, str(error))

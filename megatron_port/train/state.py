@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,14 @@ from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.interop.sidecar import model_of
+from megatron_port.model.saved_state import state_records
 from megatron_port.model.shapes import parameter_shapes
+from megatron_port.optim.rules import mixed_kinds, rule_of, state_kinds
 from megatron_port.optim.schedules import learning_rate
+from megatron_port.parallel.record import ParameterRecord
+from megatron_port.parallel.state import BUFFER, WEIGHT
 from megatron_port.runtime.agreement import agree, text_of_rank_zero
-from megatron_port.session.changes import check_batch, check_seed
+from megatron_port.session.changes import check_batch, check_rule, check_seed
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.identity import own_checkpoints
 from megatron_port.session.session import Session
@@ -47,7 +51,7 @@ def find_checkpoints(session: Session) -> list[Path]:
     Raises:
         CheckpointError: on every rank: a path was given and nothing whole is there, there are checkpoints and every
             one is damaged (a run never starts over without being told to), or all are of another run.
-        ConfigError: on every rank: the batch schedule or the seed is not that of the newest.
+        ConfigError: on every rank: the batch schedule, the seed or the optimizer's rule is not that of the newest.
     """
     found: list[Path] = []
     failure: PortError | None = None
@@ -59,6 +63,7 @@ def find_checkpoints(session: Session) -> list[Path]:
                 path, manifest = whole[0]
                 check_batch(manifest, session.config, session.ctx.topology.dp, str(path))
                 check_seed(manifest, session.config, str(path))
+                check_rule(manifest, session.config, str(path))
             found = [path for path, _ in whole]
         except PortError as error:
             failure = error
@@ -173,20 +178,39 @@ def shape_fault(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]])
     return f"{wrong[0]} has shape {have[wrong[0]]}, the model's has {tuple(expected[wrong[0]])}" if wrong else None
 
 
-def check_resumable(checkpoint: Checkpoint, model: ModelConfig, *, weights_only: bool = False) -> None:
-    """Raise DamagedCheckpoint if a tensor of the model, or state of the optimizer, is not there.
+def check_resumable(checkpoint: Checkpoint, config: RunConfig, *, weights_only: bool = False) -> None:
+    """Raise DamagedCheckpoint if a tensor of the model, or state that the optimizer's rule keeps, is not there.
 
-    An import of weights alone is of step 0; what was trained and has lost its moments would resume as another run.
+    An import of weights alone is of step 0; what was trained and has lost its state would resume as another run.
     """
-    fault = shape_fault(checkpoint, parameter_shapes(model))
-    lost = [kind for kind in ("exp_avg", "exp_avg_sq") if kind not in checkpoint.kinds()]
+    records = state_records(config.model)
+    parameters = {name: record.shape for name, record in records.items() if record.kind == WEIGHT}
+    fault = shape_fault(checkpoint, parameters)
     if fault is None and not weights_only:
-        if lost and (checkpoint.step or len(lost) == 1):
-            fault = f"it is of step {checkpoint.step} and has no {' and no '.join(lost)}"
-        elif not lost and "optimizer_steps" not in checkpoint.scalars:
-            fault = "it does not say how many steps the optimizer took"
+        fault = _state_fault(checkpoint, state_kinds(rule_of(config.optimizer), records.values()))
     if fault:
         raise DamagedCheckpoint(f"{checkpoint.path}: {fault}")
+
+
+def _state_fault(checkpoint: Checkpoint, wanted: Mapping[str, Sequence[str]]) -> str | None:
+    """Why the optimizer cannot continue from a checkpoint; ``wanted``: kinds by parameter, the weight among them."""
+    have = {kind: set(checkpoint.names(kind)) for kind in checkpoint.kinds()}
+    lost = {kind: name for name, kinds in wanted.items() for kind in kinds if name not in have.get(kind, ())}
+    if not lost:
+        known = "optimizer_steps" in checkpoint.scalars
+        return None if known else "it does not say how many steps the optimizer took"
+    if not checkpoint.step and not has_optimizer_state(checkpoint.kinds()):
+        return None
+    whole = [kind for kind in lost if kind not in have]
+    if whole:
+        return f"it is of step {checkpoint.step} and has no {' and no '.join(whole)}"
+    kind, name = next(iter(lost.items()))
+    return f"it is of step {checkpoint.step} and has no {kind} of {name}"
+
+
+def has_optimizer_state(kinds: Iterable[str]) -> bool:
+    """Whether any of a checkpoint's kinds is an optimizer rule's."""
+    return bool(set(kinds) - {WEIGHT, BUFFER})
 
 
 def load_into(engine: Engine, path: Path, session: Session, *, weights_only: bool = False) -> Checkpoint:
@@ -206,8 +230,8 @@ def load_into(engine: Engine, path: Path, session: Session, *, weights_only: boo
         except CheckpointError:
             _check_describes_itself(checkpoint)
             raise
-        check_resumable(checkpoint, session.config.model, weights_only=weights_only)
-        if weights_only or "exp_avg" not in checkpoint.kinds():  # an import of weights alone
+        check_resumable(checkpoint, session.config, weights_only=weights_only)
+        if weights_only or not has_optimizer_state(checkpoint.kinds()):  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
             engine.load_state(checkpoint.read, dict(checkpoint.scalars))
@@ -275,8 +299,14 @@ class Position:
     """What the corpora are (``data.fingerprint``)."""
 
 
-def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
-    """All of a checkpoint that is not a tensor."""
+def state_of(
+    engine: Engine, config: RunConfig, at: Position, records: Mapping[str, ParameterRecord] | None = None
+) -> SavedState:
+    """Return all of a checkpoint that is not a tensor.
+
+    Args:
+        records: of the whole model's parameters and buffers, on rank 0, whose state is the one that is written.
+    """
     schedule = {
         "step": at.step, "steps": config.training.steps,
         "decay_steps": config.optimizer.decay_steps or config.training.steps,
@@ -286,7 +316,7 @@ def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
     data = {
         "next_sample": at.samples, "order": config.data.order, "seed": config.seed, "train": list(config.data.train),
         "weights": list(config.data.weights), "split": list(config.data.split), "synthetic": config.data.synthetic,
-        "corpora": at.corpora or [],
+        "corpora": at.corpora or [], "source": config.data.source,
     }
     rng = {"scheme": "counter", "seed": config.seed, "keys": ["step", "sample", "operation", "element"]}
     return SavedState(
@@ -295,15 +325,22 @@ def state_of(engine: Engine, config: RunConfig, at: Position) -> SavedState:
         extra={"skipped_total": at.skipped, "tokenizer": at.tokenizer, "numerics": at.numerics or {}},
         rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
         tokenizer=at.tokenizer_identity or (identity(at.tokenizer) if at.tokenizer in NAMES else {}),
+        kinds=mixed_kinds(state_kinds(rule_of(config.optimizer), (records or {}).values())),
     )
 
 
 def save_state(engine: Engine, session: Session, at: Position, committer: Committer | None = None) -> Path:
     """Commit a checkpoint of the whole run, synchronously. Collective."""
     config = session.config
-    expected = parameter_shapes(config.model) if session.is_rank_zero else None
+    records = state_records(config.model) if session.is_rank_zero else None
     return save_checkpoint(
-        run_folder(config) / FOLDER, state_of(engine, config, at), engine.state_pieces(), keep=config.checkpoint.keep,
-        group=session.cpu_group if session.info.world_size > 1 else None, expected=expected, note=session.logger.log,
-        verify=config.checkpoint.verify_saves, committer=committer,
+        run_folder(config) / FOLDER, state_of(engine, config, at, records), engine.state_pieces(),
+        keep=config.checkpoint.keep, group=session.cpu_group if session.info.world_size > 1 else None,
+        expected=shapes_of(records), note=session.logger.log, verify=config.checkpoint.verify_saves,
+        committer=committer,
     )
+
+
+def shapes_of(records: Mapping[str, ParameterRecord] | None) -> dict[str, tuple[int, ...]] | None:
+    """Return the logical shape of all that a whole checkpoint has, by name; None on ranks without records."""
+    return None if records is None else {name: record.shape for name, record in records.items()}

@@ -76,7 +76,7 @@ def test_the_step_before_is_taken(place: Place, change: Change, capsys: pytest.C
             opened = open_checkpoint(place.bad)
             opened.verify()
             state.check_same_model(opened.manifest, place.config, place.bad)
-            state.check_resumable(opened, place.config.model)
+            state.check_resumable(opened, place.config)
 
 
 def test_there_are_enough_of_them() -> None:

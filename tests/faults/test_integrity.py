@@ -76,8 +76,7 @@ def tensor_of(engine: Any, flip: Flip) -> torch.Tensor:
         return next(p for r, p in engine.named_parameters() if r.name == flip.name).detach().view(-1)
     if hasattr(engine, "sharded"):
         piece = next(p for p in engine.sharded.pieces if p.record.name == flip.name)
-        state = engine.update.state[piece.master]
-        found = piece.master if flip.kind == "fp32 master" else state[flip.kind]
+        found = piece.master if flip.kind == "fp32 master" else piece.state[flip.kind]
         return found
     zero = engine.engine.optimizer
     masters = engine._state.flat_masters(zero)

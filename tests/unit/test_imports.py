@@ -80,7 +80,7 @@ def environment_reads(source: str) -> list[int]:
 
 
 def test_the_table_names_every_folder() -> None:
-    assert len(ORDER) == len(set(ORDER)) > 10 and ORDER[:2] == ["errors", "config"] and ORDER[-1] == "cli"
+    assert len(ORDER) == len(set(ORDER)) > 10 and ORDER[:3] == ["errors", "registry", "config"] and ORDER[-1] == "cli"
     folders = {p.parent.relative_to(PACKAGE).parts[0] for p in FILES if p.parent != PACKAGE}
     assert folders <= set(ORDER)
     assert {p.stem for p in PACKAGE.glob("*.py")} - {"__init__", "__main__"} <= set(ORDER)
@@ -102,7 +102,7 @@ def test_laws_of_the_house(path: Path) -> None:
     assert not pickles
 
 
-@pytest.mark.parametrize("room", ["errors", "config"])
+@pytest.mark.parametrize("room", ["errors", "registry", "config"])
 def test_the_first_rooms_need_no_torch(room: str) -> None:
     for path in FILES:
         if room_of(module_name(path)) == room:

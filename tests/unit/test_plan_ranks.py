@@ -32,10 +32,9 @@ def peak(config: RunConfig, rank: int) -> tuple[int, int]:
     with fake_rank(config, rank, initialise=True) as (engine, ctx, resolved):
         mine = batches(resolved, ctx)
         engine.train_step(mine, step=0, lr=1e-3)  # the moments are made
-        state = engine.update.state  # type: ignore[attr-defined]
         buckets = engine.sharded.buckets  # type: ignore[attr-defined]
         held = [t for b in buckets for t in (b.weights, b.sums, b.masters)]
-        held += [v for s in state.values() for k, v in s.items() if k != "step"]
+        held += [t for b in buckets for t in b.state.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         before = sum(storages.values())
         pool = engine.sharded.windows  # type: ignore[attr-defined]

@@ -1,0 +1,63 @@
+"""Import the plugins of a configuration, so that what they register may be chosen in it.
+
+Two ways lead to a plugin, a Python module that adds to :mod:`megatron_port.registry` when it is imported:
+
+- ``plugins = ["my_module"]`` at the top of the run file, for a module that Python finds (installed, or on PYTHONPATH);
+- an installed package's entry point in the group ``megatron_port.plugins``. These are looked for only where the
+  configuration chooses a name that is not known without them: the search takes longer than reading the configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megatron_port.errors import ConfigError
+from megatron_port.registry import REGISTRIES
+
+GROUP = "megatron_port.plugins"
+"""Group of the entry points."""
+
+
+def plugin_problems(values: Mapping[str, Any], origin: str) -> list[str]:
+    """Import the plugins that a configuration needs; return what is wrong with them, a message each.
+
+    A module is imported once a process, however many configurations name it.
+
+    Args:
+        values: dotted name → value of what the configuration sets.
+        origin: where ``plugins`` is set, for messages.
+    """
+    found = []
+    for name in values.get("plugins", ()):
+        problem = _problem(lambda name=name: importlib.import_module(name))  # type: ignore[misc]
+        if problem:
+            found.append(
+                f"{origin}: plugin {name!r} cannot be loaded: {problem}; `plugins` takes names of modules that Python "
+                "finds: install the package, or add the folder that has it to PYTHONPATH"
+            )
+    if not found and any(values.get(r.field, r.names[0]) not in r.names for r in REGISTRIES):
+        for shown, load in _entry_points():
+            problem = _problem(load)
+            if problem:
+                found.append(f"the installed plugin {shown} cannot be loaded: {problem}; repair or uninstall it")
+    return found
+
+
+def _entry_points() -> Iterator[tuple[str, Callable[[], Any]]]:
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=GROUP):
+        yield f"{entry.name} ({entry.value})", entry.load
+
+
+def _problem(load: Callable[[], Any]) -> str:
+    """Why a plugin cannot be imported, or nothing."""
+    try:
+        load()
+    except ConfigError as error:  # a registry's: a name that is taken
+        return str(error)
+    except Exception as error:  # a module may raise anything
+        return f"{type(error).__name__}: {error}"
+    return ""

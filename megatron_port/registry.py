@@ -1,0 +1,146 @@
+"""Names that a configuration may choose from, and what each stands for: the package's own, and what plugins add.
+
+A plugin is a Python module that is imported when a configuration is loaded (``config.plugins``) and that calls
+:meth:`Registry.add`::
+
+    from megatron_port.registry import OPTIMIZERS
+
+    OPTIMIZERS.add("lion", "lion_rule:LION")
+
+The second argument is the object itself, or where it is, ``"module:attribute"``: that module is imported when the
+object is first used, so that commands which only plan and check need not import torch. CONTRIBUTING.md has a page for
+each kind with what the object must be.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from megatron_port.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry:
+    """The choices of one configuration field.
+
+    Args:
+        what: the kind of thing, for messages.
+        field: dotted name of the field that chooses.
+        builtin: name → ``"module:attribute"`` of the package's own choices; None: the package handles that name itself,
+            and it is only reserved here.
+    """
+
+    def __init__(self, what: str, field: str, builtin: Mapping[str, str | None]) -> None:
+        self.what, self.field = what, field
+        self._builtin = dict(builtin)
+        self._added: dict[str, Any] = {}
+
+    @property
+    def builtin(self) -> tuple[str, ...]:
+        """The package's own choices."""
+        return tuple(self._builtin)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All choices, the package's own first."""
+        return (*self._builtin, *self._added)
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The choices that plugins have added."""
+        return tuple(self._added)
+
+    def add(self, name: str, target: Any) -> None:
+        """Add a choice.
+
+        Args:
+            name: what ``field`` is set to.
+            target: the object, or ``"module:attribute"``.
+
+        Raises:
+            ConfigError: the name is taken, or is not a word.
+        """
+        if not name or not name.replace("-", "_").replace(".", "_").isidentifier():
+            raise ConfigError(
+                f"{self.what} {name!r}: a name has letters, digits, '_', '-' and '.' and starts with a letter"
+            )
+        if name in self._builtin:
+            raise ConfigError(f"{self.what} {name!r} is megatron_port's own; register the plugin's under another name")
+        if name in self._added:
+            raise ConfigError(
+                f"{self.what} {name!r} is registered twice, as {_shown(self._added[name])} and as {_shown(target)}; "
+                "rename one of the two, or leave one plugin out"
+            )
+        self._added[name] = target
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function that a name stands for. Raises ConfigError as :meth:`get` does."""
+        found = self.get(name, object)
+        if not callable(found):
+            raise ConfigError(f"{self.what} {name!r} is {_shown(found)}, which cannot be called; register a function")
+        return found
+
+    def get(self, name: str, of: type[T]) -> T:
+        """Return what a name stands for, which must be an instance of ``of``.
+
+        Raises:
+            ConfigError: there is none of that name, its module cannot be imported, or it is something else.
+        """
+        target = {**self._builtin, **self._added}.get(name)
+        if target is None:
+            known = ", ".join(self.names)
+            raise ConfigError(f"{self.field} {name!r} is unknown here; use {known}, or name its module in `plugins`")
+        found = _resolved(target, f"{self.what} {name!r}") if isinstance(target, str) else target
+        if not isinstance(found, of):
+            raise ConfigError(
+                f"{self.what} {name!r} is {_shown(found)}, which is no {of.__name__}; see CONTRIBUTING.md for what it "
+                "must be"
+            )
+        return found
+
+
+def _resolved(reference: str, what: str) -> Any:
+    """The object at ``"module:attribute"``."""
+    module, _, attribute = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a plugin may raise anything
+        raise ConfigError(f"{what} is said to be {reference!r}, but {type(error).__name__}: {error}") from error
+
+
+def _shown(target: Any) -> str:
+    """Where a target is, for messages."""
+    if isinstance(target, str):
+        return target
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {"adamw": "megatron_port.optim.rules:ADAMW"})
+
+LOSSES = Registry(
+    "loss", "training.loss", {"cross_entropy": "megatron_port.parallel.cross_entropy:vocab_parallel_cross_entropy"}
+)
+SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
+    "gpipe": "megatron_port.pipeline.schedules:gpipe", "1f1b": "megatron_port.pipeline.schedules:one_f_one_b",
+    "zb-h1": None, "zb-v": None,
+})
+SOURCES = Registry("data source", "data.source", {"corpus": None})
+PROVIDERS = {
+    op: Registry(f"provider of {op}", f"backend.{op}", dict.fromkeys(("auto", "own", *others, "torch")))
+    for op, others in {
+        "norm": ("apex",), "activation": (), "rotary": (), "dropout": (), "softmax": (), "cross_entropy": (),
+    }.items()
+}
+"""By op. ``auto`` never takes a plugin's: it is used where a configuration asks for it."""
+
+REGISTRIES = (OPTIMIZERS, LOSSES, SCHEDULES, SOURCES, *PROVIDERS.values())
+"""Every registry of the package."""
+
+
+def choices_added(field: str) -> tuple[str, ...]:
+    """Return what plugins have added to the choices of a configuration field."""
+    return tuple(name for registry in REGISTRIES if registry.field == field for name in registry.added)

@@ -1,0 +1,61 @@
+"""The examples, as a user runs them: from outside the package, by the command line, each proved by ``parity``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def command(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``megatron-port`` with an example's folder on PYTHONPATH."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES / folder}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_port", *arguments], capture_output=True, text=True, env=environment,
+        timeout=500,
+    )
+
+
+@pytest.mark.parametrize(("run", "layouts"), [
+    ("optimizer/lion", ("tp1pp1dp1", "tp2pp1dp2")),
+    ("loss/z_loss", ("tp1pp1dp1", "tp4pp1dp1")),
+    ("source/copying", ("tp1pp1dp1", "tp1pp1dp4")),
+    ("kernel/lean_swiglu", ("tp1pp1dp1", "tp2pp1dp1sp")),
+    ("schedule/eager", ("tp1pp1dp1", "tp1pp4dp1")),
+])
+def test_layouts_agree(run: str, layouts: tuple[str, ...]) -> None:
+    path = EXAMPLES / f"{run}.toml"
+    assert f"parity examples/{run}.toml --layouts {' '.join(layouts)}" in path.read_text()  # what the file says
+    done = command(run.partition("/")[0], "parity", str(path), "--layouts", *layouts, "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("EQUAL within tolerance") == len(layouts) - 1
+
+
+def test_lion_is_the_papers_formula() -> None:
+    """Against plain Python over twenty updates of one element, through the engine's settings."""
+    code = """
+import torch
+from lion_rule import LION
+from megatron_port.optim.rules import UpdateSettings
+torch.manual_seed(0)
+master, state = torch.randn(5, dtype=torch.float64), {"exp_avg": torch.zeros(5, dtype=torch.float64)}
+w, m = master.tolist(), [0.0] * 5
+for step in range(1, 21):
+    g = torch.randn(5, dtype=torch.float64)
+    for i, x in enumerate(g.tolist()):
+        u = 0.9 * m[i] + 0.1 * x
+        w[i] -= 0.01 * ((u > 0) - (u < 0) + 0.3 * w[i])
+        m[i] = 0.99 * m[i] + 0.01 * x
+    LION.update_(master, g, state, UpdateSettings(step=step, lr=0.01, weight_decay=0.3, beta1=0.9, beta2=0.99, eps=0))
+torch.testing.assert_close(master, torch.tensor(w, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+torch.testing.assert_close(state["exp_avg"], torch.tensor(m, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES / 'optimizer'}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
