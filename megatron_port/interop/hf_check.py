@@ -23,6 +23,7 @@ from megatron_port.engine.module import read_local
 from megatron_port.errors import CheckpointError, EnvironmentFault
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.model.build import BuildContext
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
@@ -136,10 +137,11 @@ def our_logits(
         return unit.eval()
 
     with torch.no_grad():
-        x = filled(Embedding(build))(tokens)
-        for index in range(model.num_layers):
-            x = filled(TransformerLayer(index, build))(x)
-        out: torch.Tensor = filled(Head(build))(x)
+        spec = model_spec(model)
+        x = filled(Embedding(spec.embedding, build))(tokens)
+        for index, layer in enumerate(spec.layers):
+            x = filled(TransformerLayer(index, layer, build))(x)
+        out: torch.Tensor = filled(Head(spec.head, build))(x)
     return out.transpose(0, 1)[..., : model.vocab_size]
 
 

@@ -66,7 +66,7 @@ class RoundingEmulation:
         """Let the model of a single process, engine native, round in these places."""
         tp = self.tensor_parallel_size
         for module in list(stage.modules()):
-            if isinstance(module, SelfAttention) and tp > module.build.model.kv_heads:
+            if isinstance(module, SelfAttention) and tp > module.spec.groups.groups:
                 self._cut_shared(module)
             elif isinstance(module, ColumnParallelLinear) and isinstance(module.products, SharedProducts):
                 continue
@@ -87,12 +87,12 @@ class RoundingEmulation:
 
     def _cut_shared(self, attention: SelfAttention) -> None:
         """Let attention run as on ranks that share key/value heads: each has its query heads and its copy."""
-        model, tp, linear_ = attention.build.model, self.tensor_parallel_size, attention.qkv
+        heads, tp, linear_ = attention.spec.groups, self.tensor_parallel_size, attention.qkv
         ranks = tuple(
-            tuple(slice(r.start, r.start + r.count) for r in rank_rows(model, tp, rank)) for rank in range(tp)
+            tuple(slice(r.start, r.start + r.count) for r in rank_rows(heads, tp, rank)) for rank in range(tp)
         )
         linear_.products = SharedProducts(ranks, self.rounded_weight_gradients)
-        attention.groups, attention.heads_per_group = tp, model.num_attention_heads // tp
+        attention.groups, attention.heads_per_group = tp, heads.heads // tp
 
         def forward(x: Tensor) -> Tensor:
             bias = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from statistics import NormalDist
 
-from megatron_port.config.flops import hardware_flops, model_flops
+from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.counts import stage_elements
 from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.config.flops import parameter_count
 from megatron_port.config.schema import ModelConfig
 from megatron_port.data.tokenizer_files import HFTokenizer
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
@@ -29,6 +28,7 @@ from megatron_port.interop.hf_names import GPT2, LLAMA, NEOX, hf_mapping, hf_ten
 from megatron_port.interop.import_hf import read_hf
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.interop.staged import Stage
+from megatron_port.model.flops import parameter_count
 from megatron_port.session.weights import model_differences, open_weights
 from tests.unit import hf_models as hf
 from tests.unit.interop_cases import read_all, saved

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import ConfigError
-from megatron_port.model.gpt import unit_costs
+from megatron_port.model.flops import unit_costs
 from megatron_port.pipeline.partition import balanced_layers
 
 COSTS = st.integers(0, 20).map(float)

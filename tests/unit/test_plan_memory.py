@@ -10,7 +10,7 @@ import torch
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.loader import load
 from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
-from megatron_port.model.gpt import unit_costs
+from megatron_port.model.flops import unit_costs
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.topology import Topology
