@@ -24,7 +24,7 @@ from megatron_port.interop import export_hf as export_module
 from megatron_port.interop.export_hf import export_hf, tensor_slabs
 from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.interop.hf_files import HFFolder
-from megatron_port.interop.hf_names import GPT2, LLAMA, NEOX, hf_mapping, hf_tensors
+from megatron_port.interop.hf_names import hf_mapping, hf_tensors
 from megatron_port.interop.import_hf import read_hf
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.interop.staged import Stage
@@ -35,6 +35,7 @@ from tests.unit.interop_cases import read_all, saved
 
 transformers = pytest.importorskip("transformers")
 
+GPT2, NEOX, LLAMA = "gpt2", "gpt_neox", "llama"
 OURS = {
     GPT2: ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=53, seq_length=16),
     NEOX: ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=53, seq_length=16,
