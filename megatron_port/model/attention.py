@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron_port.model.build import BuildContext
+from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
 from megatron_port.model.spec import AttentionSpec, Groups
 from megatron_port.parallel.context import ParallelContext
@@ -57,6 +58,8 @@ class SelfAttention(nn.Module):
         self.name = f"{layer}.attention"
         self.op = f"{self.name}.probs"
         self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.groups, build.ctx))
+        self.query_norm = None if spec.query_norm is None else Norm(layer, spec.query_norm, build)
+        self.key_norm = None if spec.key_norm is None else Norm(layer, spec.key_norm, build)
         self.output = build.row(layer, spec.output)
 
     def _core(self, attend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -75,9 +78,13 @@ class SelfAttention(nn.Module):
         return self.build.providers.attention(q, k, v, probs_hook=hook)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """[seq, batch, groups/tp, heads of a group + 2, d]: of each group its queries, its key, its value."""
+        """[seq, batch, groups/tp, heads of a group + 2, d]: each group's queries, key, value; normed if asked."""
         y = self.qkv(x)
-        return y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
+        y = y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
+        if self.query_norm is None or self.key_norm is None:
+            return y
+        queries, keys, values = y.split((self.heads_per_group, 1, 1), dim=3)
+        return torch.cat((self.query_norm(queries.contiguous()), self.key_norm(keys.contiguous()), values), dim=3)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""

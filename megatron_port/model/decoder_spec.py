@@ -58,6 +58,11 @@ def _norm(name: str, model: ModelConfig) -> NormSpec:
     return NormSpec(name=name, size=model.hidden_size, kind=kind, bias=kind == "layernorm" and model.add_bias)
 
 
+def _head_norm(name: str, groups: Groups) -> NormSpec:
+    """A norm of each head. Heads are divided over tensor-parallel ranks, so each has a part of the gradient."""
+    return NormSpec(name=name, size=groups.head_size, kind="rmsnorm", bias=False, gradient="heads")
+
+
 def _layer(model: ModelConfig) -> LayerSpec:
     return LayerSpec(
         norm1=_norm("norm1", model), attention=_attention(model), norm2=_norm("norm2", model), mlp=_mlp(model),
@@ -77,8 +82,8 @@ def _attention(model: ModelConfig) -> AttentionSpec:
             name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
             bias=model.add_bias, std=model.init_std, groups=groups,
         ),
-        query_norm=None,
-        key_norm=None,
+        query_norm=_head_norm("attention.query_norm", groups) if model.qk_norm else None,
+        key_norm=_head_norm("attention.key_norm", groups) if model.qk_norm else None,
         output=LinearSpec(
             name="attention.output", inputs=groups.heads * groups.head_size, outputs=model.hidden_size,
             parallel="row", bias=model.add_bias, std=_residual_std(model),

@@ -18,6 +18,7 @@ class Norm(nn.Module):
 
     def __init__(self, layer: str, spec: NormSpec, build: BuildContext) -> None:
         super().__init__()
+        self.over_heads = spec.gradient == "heads"
         self.kind, self.eps, self.providers = spec.kind, build.model.norm_epsilon, build.providers
         weight, *bias = (build.unsplit(p, layer) for p in spec.parameters)
         self.weight: nn.Parameter = weight

@@ -77,7 +77,7 @@ class RoundingEmulation:
                 module.products = self._products(outputs=_equal(module.weight.shape[-2], tp), packed=packed)
             elif isinstance(module, Head):
                 self._cut_head(module)
-            elif isinstance(module, Norm) and self.sequence_parallel:
+            elif isinstance(module, Norm) and (self.sequence_parallel or module.over_heads):
                 _cut_norm(module, tp)
             elif isinstance(module, TransformerLayer) and self.sequence_parallel:
                 module.build = _CutBuild.of(module.build, tp)
@@ -282,15 +282,17 @@ def _share(parameter: Tensor, place: int) -> Tensor:
 
 
 def _cut_norm(norm: Norm, ranks: int) -> None:
+    """Let a norm run as on ranks that have a part of the tokens, or of the groups of heads, each."""
+    dim = 2 if norm.over_heads else 0  # [seq, batch, groups, heads, d] or [seq, batch, hidden]
     kernel = norm.providers.rms_norm if norm.kind == "rmsnorm" else norm.providers.layer_norm
 
     def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         out = []
-        for i, part in enumerate(x.chunk(ranks)):
-            rest = None if residual is None else residual.chunk(ranks)[i]
+        for i, part in enumerate(x.chunk(ranks, dim)):
+            rest = None if residual is None else residual.chunk(ranks, dim)[i]
             bias = None if norm.bias is None else _share(norm.bias, i)
-            out.append(kernel(part, rest, _share(norm.weight, i), bias, norm.eps))
-        return torch.cat([y for y, _ in out]), torch.cat([total for _, total in out])
+            out.append(kernel(part.contiguous(), rest, _share(norm.weight, i), bias, norm.eps))
+        return torch.cat([y for y, _ in out], dim), torch.cat([total for _, total in out], dim)
 
     norm._run = run  # type: ignore[method-assign]
 

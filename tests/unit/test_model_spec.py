@@ -36,6 +36,8 @@ MODELS = {
     "gpt without biases": replace(SMALL, add_bias=False),
     "neox": replace(SMALL, position_embedding="rope", rotary_percent=0.5, parallel_residual=True),
     "llama": LLAMA,
+    "qwen3": replace(LLAMA, qk_norm=True, head_dim=24),
+    "gpt with normed heads": replace(SMALL, qk_norm=True),
     "llama with biases": replace(LLAMA, add_bias=True, num_query_groups=1, head_dim=24),
 }
 
@@ -105,6 +107,18 @@ def test_a_units_cost_is_its_matrices_and_its_core() -> None:
     assert isinstance(layer, LayerSpec)
     matrices = sum(p.numel for p in layer.parameters if len(p.shape) > 1)
     assert unit_costs(LLAMA) == [0.0, *[2.0 * matrices + 4 * 16 * 48] * 2, 2.0 * 53 * 48]
+
+
+def test_normed_heads_are_partial_whatever_the_layout() -> None:
+    """Each tensor-parallel rank has its heads' part of the gradient, with sequence parallelism and without."""
+    spec = model_spec(MODELS["qwen3"]).layers[0].attention
+    assert spec.query_norm is not None and spec.key_norm is not None
+    for norm in (spec.query_norm, spec.key_norm):
+        (weight,) = norm.parameters
+        assert weight.shape == (24,) and not weight.decay
+        assert weight.is_partial(2, False) and weight.is_partial(2, True) and not weight.is_partial(1, False)
+    plain = replace(MODELS["qwen3"], qk_norm=False)
+    assert parameter_count(MODELS["qwen3"]) - parameter_count(plain) == 2 * 2 * 24
 
 
 def test_specs_need_no_torch() -> None:

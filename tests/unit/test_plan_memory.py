@@ -155,6 +155,11 @@ FAMILIES = {
         "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
         "tie_embeddings": False, "num_query_groups": 2,
     },
+    "qwen3": {
+        "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
+        "tie_embeddings": False, "num_query_groups": 2, "qk_norm": True,
+    },
+    "gpt, normed heads": {"qk_norm": True},
 }
 
 
