@@ -6,6 +6,7 @@ transformers is the oracle: its model of the family says which tensors there are
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -18,6 +19,7 @@ from test_model_spec import differing, stage_records
 
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.config.checks import CHOICES
+from megatron_port.config.loader import load
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.export_hf import export_hf
@@ -25,6 +27,7 @@ from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.hf_names import hf_mapping, hf_tensors
 from megatron_port.interop.run_import import import_checkpoint
+from megatron_port.model import families
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.families import FAMILIES
 from megatron_port.model.flops import parameter_count
@@ -36,6 +39,7 @@ from megatron_port.session.weights import model_differences
 from tests.unit import hf_models as hf
 
 transformers = pytest.importorskip("transformers")
+FOLDER = Path(families.__file__).parent
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -140,6 +144,23 @@ def test_a_parameter_without_a_name_there_is_refused() -> None:
     """By its name, not with a KeyError."""
     with pytest.raises(CheckpointError, match=r"embedding.position.weight: a llama model has no such parameter"):
         hf_mapping(ModelConfig(), "llama")
+
+
+SHAPES = [(name, path.stem) for name in FAMILIES for path in sorted(FOLDER.glob(f"{name}/models/*.toml"))]
+
+
+@pytest.mark.parametrize(("family_name", "shape"), SHAPES)
+def test_shipped_shapes_are_their_familys(family_name: str, shape: str, tmp_path: Path) -> None:
+    """They have the parameters of transformers' model of the same configuration, and of the comment on top."""
+    found = load(f"models/{shape}")
+    model = found.config.model
+    assert family_for(model) == family_name
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model, dtype="float32", eos=None)))
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(str(tmp_path)))
+    assert parameter_count(model) == sum(p.numel() for p in network.parameters())
+    said = re.search(r"([0-9,]{9,}) parameters", Path(found.files[-1]).read_text())
+    assert said is None or int(said[1].replace(",", "")) == parameter_count(model)
 
 
 def test_families_need_no_torch() -> None:
