@@ -16,6 +16,7 @@ _REGISTERED = (
     "gpt2",
     "gpt_neox",
     "llama",
+    "qwen3",
 )
 
 FAMILIES: Mapping[str, Family] = {name: import_module(f"{__name__}.{name}").FAMILY for name in _REGISTERED}
