@@ -78,7 +78,7 @@ class Rank:
         generator = torch.Generator().manual_seed(7)
         tokens = torch.randint(0, config.model.vocab_size, (config.batch.global_batch_size, s + 1), generator=generator)
         each = config.batch.global_batch_size // topology.dp
-        mine = range(ctx.coords.dp * each, (ctx.coords.dp + 1) * each, b)
+        mine = range(ctx.index("dp") * each, (ctx.index("dp") + 1) * each, b)
         self.batches = [
             MicroBatch(tuple(range(i, i + b)), tokens=tokens[i : i + b, :-1] if ctx.is_first_stage else None,
                        labels=tokens[i : i + b, 1:] if ctx.is_last_stage else None)

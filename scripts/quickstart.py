@@ -109,8 +109,8 @@ def main(folder: Path = ROOT, extra: Sequence[str] = ()) -> int:
 
 def conclude(choice: Choice, changes: list[str], entropy: float, *, training: float, started: float) -> int:
     """Sample, picture and table of a run that was trained; the exit code."""
-    from megatron_port.config.flops import parameter_count
     from megatron_port.config.loader import load
+    from megatron_port.model.flops import parameter_count
     from megatron_port.telemetry.metrics import read_metrics
     from megatron_port.telemetry.picture import draw_loss
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from benchmarks.compare.sizes import Size
-from megatron_port.config.flops import attention_core_flops, layer_matmul_parameters, parameter_count
+from megatron_port.model.flops import attention_core_flops, layer_matmul_parameters, parameter_count
 
 GROUPS: dict[str, str] = {
     "attention": r"attention|flash|fmha|sdpa|causal_softmax|_softmax",

@@ -18,6 +18,7 @@ from megatron_port.config.schema import BackendConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.errors import PortError
 from megatron_port.model.build import BuildContext
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import TransformerLayer
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
@@ -68,7 +69,8 @@ class Layers:
             stream=DropoutStream(run.seed, ctx.device),
         )
         build.stream.enabled = True
-        self.stack = nn.Sequential(*(TransformerLayer(i, build) for i in range(size.model.num_layers)))
+        layers = model_spec(size.model).layers
+        self.stack = nn.Sequential(*(TransformerLayer(i, layer, build) for i, layer in enumerate(layers)))
         self.gradients, self.copies = WgradAccumulator(lambda weight: None), QuantizedWeightCache()
         self.others = []
         for p in self.stack.parameters():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_port.config.flops import layer_forward_flops, model_flops, parameter_count
 from megatron_port.config.loader import load
 from megatron_port.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from megatron_port.model.flops import layer_forward_flops, model_flops, parameter_count
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_grad=1.0, decay="constant")
 """Of every peer. Decay on matrices and embeddings only; gradients clipped to a global norm of 1."""
@@ -35,7 +35,7 @@ class Size:
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of a step (``config.flops``): attention in full, recompute left out."""
+        """Model FLOPs of a step (``model.flops``): attention in full, recompute left out."""
         if self.layers_only:
             return 3 * self.model.num_layers * layer_forward_flops(self.model) * self.global_batch
         return model_flops(self.model) * self.global_batch

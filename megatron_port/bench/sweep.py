@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.config.checks import problems
-from megatron_port.config.flops import hardware_flops
 from megatron_port.config.layout import with_values
 from megatron_port.config.loader import Loaded
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
+from megatron_port.model.flops import hardware_flops
 from megatron_port.plan.case import Case, case_of
 from megatron_port.plan.page import Measured, html, section, study_picture, write_text
 from megatron_port.plan.search import Candidate, fullest, options_of, settings_of

@@ -10,9 +10,9 @@ from typing import Any
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.config.checks import CHOICES, check, topology_sizes
 from megatron_port.config.dump import leaves, to_toml, toml_value
-from megatron_port.config.flops import model_flops, parameter_count
 from megatron_port.config.loader import field_help
 from megatron_port.config.schema import RunConfig
+from megatron_port.model.flops import model_flops, parameter_count
 
 
 def add_parser(subparsers: Any) -> None:

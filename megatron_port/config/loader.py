@@ -2,10 +2,11 @@
 
 A file may start with ``extends = "file"`` or ``extends = ["a", "b"]``: those are read
 first, later ones win, the file itself wins over all. A name is looked for beside the
-file (with and without ``.toml``), then in the repository's ``configs/``, so
-``extends = "models/gpt-22b"`` works from anywhere. On the command line the folder of a
-run stands for the configuration that it trained with, so ``train runs/lap`` resumes it.
-Types are strict: an integer is taken where a float is wanted, nothing else is converted.
+file (with and without ``.toml``), then in the repository's ``configs/`` and in the
+folders of the model families, so ``extends = "models/gpt-22b"`` works from anywhere.
+On the command line the folder of a run stands for the configuration that it trained
+with, so ``train runs/lap`` resumes it. Types are strict: an integer is taken where a
+float is wanted, nothing else is converted.
 """
 
 from __future__ import annotations
@@ -98,10 +99,12 @@ def field_help(cls: type) -> dict[str, str]:
 
 
 def config_directories() -> list[Path]:
-    """Directories with the shipped configs: the package's ``_configs``, in a checkout a link to ``configs/``."""
+    """Directories with the shipped configs: the package's ``_configs``, in a checkout a link to ``configs/``, and each
+    model family's folder."""
     package = Path(__file__).resolve().parent.parent
     inside = package / "_configs"
-    return [d.resolve() for d in (inside if inside.is_dir() else package.parent / "configs",) if d.is_dir()]
+    shared = inside if inside.is_dir() else package.parent / "configs"
+    return [d.resolve() for d in (shared, *sorted((package / "model" / "families").glob("*/"))) if d.is_dir()]
 
 
 def shipped_names() -> list[str]:

@@ -71,6 +71,8 @@ class ModelConfig:
     """layernorm | rmsnorm"""
     parallel_residual: bool = False
     """Attention and MLP both read the layer's input (GPT-J, GPT-NeoX), instead of one after the other."""
+    qk_norm: bool = False
+    """RMSNorm of each query and each key head, before rotation (Qwen3); one weight of a head's size for all heads."""
     norm_epsilon: float = 1e-5
     """Added to the variance."""
     activation: str = "gelu"

@@ -17,7 +17,6 @@ import torch
 
 from megatron_port.checkpoint.disk import write_chunks, write_text
 from megatron_port.checkpoint.reader import Checkpoint
-from megatron_port.config.flops import parameter_count
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.folder import building
@@ -28,6 +27,7 @@ from megatron_port.interop.hf_names import Run, Tensor, hf_tensors
 from megatron_port.interop.hf_tokenizer import check_written, end_of_text, write_tokenizer
 from megatron_port.interop.import_hf import KEPT, SLAB_BYTES
 from megatron_port.interop.sidecar import model_of
+from megatron_port.model.flops import parameter_count
 
 SHARD_BYTES = 5_000_000_000
 CODES = {dtype: code for code, dtype in DTYPES.items()}

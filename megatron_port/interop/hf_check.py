@@ -23,6 +23,7 @@ from megatron_port.engine.module import read_local
 from megatron_port.errors import CheckpointError, EnvironmentFault
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.model.build import BuildContext
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
@@ -127,25 +128,27 @@ def our_logits(
         dtype=dtype,
     )
 
+    spec, norms = model_spec(model), _norm_weights(model)
+
     def filled(unit: nn.Module) -> nn.Module:
         for parameter in unit.parameters():
             record = record_of(parameter)
             read_local(read, record, "weight", parameter)
-            if _scaled(record.name):
+            if record.name not in norms:
                 parameter.data.mul_(scale)
         return unit.eval()
 
     with torch.no_grad():
-        x = filled(Embedding(build))(tokens)
-        for index in range(model.num_layers):
-            x = filled(TransformerLayer(index, build))(x)
-        out: torch.Tensor = filled(Head(build))(x)
+        x = filled(Embedding(spec.embedding, build))(tokens)
+        for index, layer in enumerate(spec.layers):
+            x = filled(TransformerLayer(index, layer, build))(x)
+        out: torch.Tensor = filled(Head(spec.head, build))(x)
     return out.transpose(0, 1)[..., : model.vocab_size]
 
 
-def _scaled(name: str) -> bool:
-    """All but the weights of norms."""
-    return not name.endswith(("norm1.weight", "norm2.weight", "final_norm.weight"))
+def _norm_weights(model: ModelConfig) -> set[str]:
+    """Canonical names of what is not scaled."""
+    return {p.name for p in model_spec(model).parameters() if p.init == "ones"}
 
 
 def their_logits(transformers: Any, folder: Path, tokens: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
@@ -158,9 +161,7 @@ def their_logits(transformers: Any, folder: Path, tokens: torch.Tensor, *, scale
         )
     network.eval()
     _real_buffers(network, config)
-    norms = {
-        run.tensor for name, mapped in source.mapping.items() if not _scaled(name) for run in mapped.runs
-    }
+    norms = {run.tensor for name in _norm_weights(source.model) for run in source.mapping[name].runs}
     names: dict[int, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if source.tensor_known(name):

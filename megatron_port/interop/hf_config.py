@@ -1,6 +1,7 @@
-"""``config.json`` of Hugging Face's GPT-2, GPT-NeoX and Llama, and our model: both directions, nothing guessed.
+"""``config.json`` of the families of ``model.families``, and our model: both directions, nothing guessed.
 
-What our model cannot compute is refused with the key that asks for it. Read as JSON; transformers is not needed.
+What our model cannot compute is refused with the field that asks for it, and so is a field that nobody here knows.
+Read as JSON; transformers is not needed.
 """
 
 from __future__ import annotations
@@ -12,48 +13,15 @@ from typing import Any
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
-from megatron_port.interop.hf_names import FAMILIES, GPT2, LLAMA, NEOX
+from megatron_port.model.families import FAMILIES
+from megatron_port.model.families.family import Family
+from megatron_port.model.families.fields import HARMLESS, Fields
 
 CONFIG = "config.json"
 _MAX_BYTES = 1 << 24
-_ACTIVATIONS = {
-    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-_ARCHITECTURES = {GPT2: "GPT2LMHeadModel", NEOX: "GPTNeoXForCausalLM", LLAMA: "LlamaForCausalLM"}
-
-
-class _Fields:
-    """The keys of a ``config.json`` with transformers' defaults where one is absent or null."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def get(self, name: str, default: Any, *names: str) -> Any:
-        """The first of ``name`` and ``names`` that is there and not null. Its type must be the default's."""
-        for key in (name, *names):
-            value = self.values.get(key)
-            if value is None:
-                continue
-            number = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
-            if type(value) is not type(default) and not number:
-                raise self.fault(f"{key} is {value!r:.80}; expected {type(default).__name__}")
-            return float(value) if number else value
-        return default
-
-    def fault(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {what}")
-
-    def refuse(self, name: str, ours: Any, what: str) -> None:
-        """The key must be absent or ``ours``."""
-        value = self.values.get(name)
-        if value is not None and value != ours:
-            raise self.fault(f"{name} is {value!r:.80}: {what}; only {ours!r} can be imported")
-
-    def activation(self, value: str) -> str:
-        if value not in _ACTIVATIONS:
-            raise self.fault(f"activation {value!r:.80} is not one of {', '.join(_ACTIVATIONS)}, which this model has")
-        return _ACTIVATIONS[value]
+_TRAINING = frozenset({"name", "hidden_dropout", "attention_dropout"})
+"""Fields of a model that do not change what it computes outside training."""
+_ROPE = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith(("rope_", "rotary_")))
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -72,12 +40,12 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     return body
 
 
-def family_of(config: Mapping[str, Any], where: str) -> str:
-    """``gpt2``, ``gpt_neox`` or ``llama``. Raises CheckpointError for another ``model_type``."""
+def family_of(config: Mapping[str, Any], where: str) -> Family:
+    """The family that ``model_type`` names. Raises CheckpointError for one that is not registered."""
     found = config.get("model_type")
     if found not in FAMILIES:
         raise CheckpointError(f"{where}: model_type {found!r:.80}; only {', '.join(FAMILIES)} can be imported")
-    return str(found)
+    return FAMILIES[str(found)]
 
 
 def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -86,14 +54,16 @@ def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     ``seq_length`` is its longest context; under rope a run may train with any.
 
     Raises:
-        CheckpointError: it asks for something that our model does not have.
+        CheckpointError: it asks for something that our model does not have, or has a field that is not known here.
     """
     family = family_of(config, where)
-    fields = _Fields(config, where)
-    values = {GPT2: _gpt2, NEOX: _neox, LLAMA: _llama}[family](fields)
-    name = config.get("_name_or_path") or family
+    fields = Fields(config, where)
+    fields.refuse("is_encoder_decoder", False, "an encoder and a decoder")
+    values = family.read(fields)
+    fields.refuse_unknown(config, HARMLESS | family.harmless)
+    name = config.get("_name_or_path") or family.name
     try:
-        model = ModelConfig(name=Path(str(name)).name or family, **values)
+        model = ModelConfig(name=Path(str(name)).name or family.name, **values)
     except TypeError as error:
         raise fields.fault(str(error)) from None
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length", "kv_heads", "ffn_size")
@@ -113,165 +83,63 @@ def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     })
 
 
-def _gpt2(f: _Fields) -> dict[str, Any]:
-    f.refuse("scale_attn_weights", True, "attention scores that are not divided by the root of the head size")
-    f.refuse("scale_attn_by_inverse_layer_idx", False, "attention scores divided by the layer's number")
-    f.refuse("add_cross_attention", False, "cross-attention")
-    dropout = f.get("resid_pdrop", 0.1)
-    hidden = f.get("n_embd", 768, "hidden_size")
-    return {
-        "num_layers": f.get("n_layer", 12, "num_hidden_layers"), "hidden_size": hidden,
-        "num_attention_heads": f.get("n_head", 12, "num_attention_heads"),
-        "ffn_hidden_size": f.get("n_inner", 4 * hidden), "vocab_size": f.get("vocab_size", 50257),
-        "seq_length": f.get("n_positions", 1024, "max_position_embeddings"), "position_embedding": "learned",
-        "normalization": "layernorm", "norm_epsilon": f.get("layer_norm_epsilon", 1e-5),
-        "activation": f.activation(f.get("activation_function", "gelu_new")), "add_bias": True,
-        "tie_embeddings": f.get("tie_word_embeddings", True), "hidden_dropout": dropout,
-        "attention_dropout": f.get("attn_pdrop", 0.1), "init_std": f.get("initializer_range", 0.02),
-    }
-
-
-def _neox(f: _Fields) -> dict[str, Any]:
-    f.refuse("attention_bias", True, "attention without biases and the rest with them")
-    hidden = f.get("hidden_size", 6144)
-    return {
-        "num_layers": f.get("num_hidden_layers", 44), "hidden_size": hidden,
-        "num_attention_heads": f.get("num_attention_heads", 64),
-        "ffn_hidden_size": f.get("intermediate_size", 24576), "vocab_size": f.get("vocab_size", 50432),
-        "seq_length": f.get("max_position_embeddings", 2048), "normalization": "layernorm",
-        "norm_epsilon": f.get("layer_norm_eps", 1e-5), "activation": f.activation(f.get("hidden_act", "gelu")),
-        "add_bias": True, "tie_embeddings": f.get("tie_word_embeddings", False),
-        "parallel_residual": f.get("use_parallel_residual", True), "hidden_dropout": f.get("hidden_dropout", 0.0),
-        "attention_dropout": f.get("attention_dropout", 0.0), "init_std": f.get("initializer_range", 0.02),
-        **_rope(f, "rotary_emb_base", f.get("rotary_pct", 0.25)),
-    }
-
-
-def _llama(f: _Fields) -> dict[str, Any]:
-    if f.get("hidden_act", "silu") != "silu":
-        raise f.fault(f"hidden_act {f.values['hidden_act']!r:.80}: only silu (SwiGLU) can be imported")
-    f.refuse("pretraining_tp", 1, "products in slices")
-    f.refuse("partial_rotary_factor", 1.0, "rotation of a part of each head")
-    biases = f.get("attention_bias", False), f.get("mlp_bias", False)
-    if biases[0] != biases[1]:
-        raise f.fault(f"attention_bias {biases[0]}, mlp_bias {biases[1]}: this model has biases everywhere or nowhere")
-    heads = f.get("num_attention_heads", 32)
-    hidden = f.get("hidden_size", 4096)
-    return {
-        "num_layers": f.get("num_hidden_layers", 32), "hidden_size": hidden, "num_attention_heads": heads,
-        "num_query_groups": f.get("num_key_value_heads", heads), "head_dim": f.get("head_dim", 0),
-        "ffn_hidden_size": f.get("intermediate_size", 11008), "vocab_size": f.get("vocab_size", 32000),
-        "seq_length": f.get("max_position_embeddings", 2048), "normalization": "rmsnorm",
-        "norm_epsilon": f.get("rms_norm_eps", 1e-6), "activation": "swiglu", "add_bias": biases[0],
-        "tie_embeddings": f.get("tie_word_embeddings", False), "attention_dropout": f.get("attention_dropout", 0.0),
-        "init_std": f.get("initializer_range", 0.02), **_rope(f, "rope_theta", 1.0),
-    }
-
-
-def _rope(f: _Fields, base: str, percent: float) -> dict[str, Any]:
-    """From ``rope_parameters`` (transformers 5), or ``rope_scaling`` and the keys beside it (4)."""
-    table = f.values.get("rope_parameters") or f.values.get("rope_scaling") or {}
-    if not isinstance(table, Mapping):
-        raise f.fault(f"rope_parameters is {table!r:.80}")
-    rope = _Fields({**f.values, **table}, f"{f.where}, rope_parameters")
-    kind = rope.get("rope_type", "default", "type")
-    if kind not in ("default", "linear", "llama3"):
-        raise rope.fault(f"rope_type {kind!r:.80}; only default, linear and llama3 can be imported")
-    out = {
-        "position_embedding": "rope", "rope_theta": rope.get("rope_theta", 10000.0, base),
-        "rotary_percent": rope.get("partial_rotary_factor", percent),
-    }
-    if kind == "default":
-        return out
-    out |= {"rope_scaling": kind, "rope_factor": rope.get("factor", 1.0)}
-    if kind == "llama3":
-        length = rope.get("original_max_position_embeddings", 0)
-        if length < 1:
-            raise rope.fault("rope_type llama3 without original_max_position_embeddings")
-        out |= {
-            "rope_original_length": length, "rope_low_freq_factor": rope.get("low_freq_factor", 1.0),
-            "rope_high_freq_factor": rope.get("high_freq_factor", 4.0),
-        }
-    return out
-
-
 def family_for(model: ModelConfig) -> str:
-    """The architecture that computes what this model does.
+    """The family that computes what this model does: its config.json, read back, gives the same model.
+
+    A field of the model that a family does not write is therefore never lost in silence.
 
     Raises:
         CheckpointError: there is none; says what each of them would need.
     """
-    gelu = {"activation": (model.activation in ("gelu", "gelu_tanh"), "gelu or gelu_tanh")}
-    layernorm = {"normalization": (model.normalization == "layernorm", "layernorm")}
-    heads = {
-        "num_query_groups": (model.kv_heads == model.num_attention_heads, "one for each head"),
-        "head_dim": (model.head_size * model.num_attention_heads == model.hidden_size, "hidden_size / heads"),
-    }
-    rope = {"position_embedding": (model.position_embedding == "rope", "rope")}
-    sequential = {"parallel_residual": (not model.parallel_residual, "false")}
-    bias = {"add_bias": (model.add_bias, "true")}
-    needs = {
-        GPT2: {"position_embedding": (model.position_embedding == "learned", "learned"), **layernorm, **gelu, **bias,
-               **sequential, **heads},
-        NEOX: {**rope, **layernorm, **gelu, **bias, **heads},
-        LLAMA: {**rope, "normalization": (model.normalization == "rmsnorm", "rmsnorm"),
-                "activation": (model.activation == "swiglu", "swiglu"), **sequential,
-                "rotary_percent": (model.rotary_percent == 1.0, "1.0")},
-    }
-    lacking = {f: [f"{k} = {v}" for k, (ok, v) in need.items() if not ok] for f, need in needs.items()}
-    for family, missing in lacking.items():
+    lacking = {name: _lacking(model, family) for name, family in FAMILIES.items()}
+    for name, missing in lacking.items():
         if not missing:
-            return family
+            return name
     raise CheckpointError(
         "no Hugging Face architecture known here computes what this model does: "
-        + "; ".join(f"{family} needs {', '.join(missing)}" for family, missing in lacking.items())
+        + "; ".join(f"{name} needs {', '.join(missing)}" for name, missing in lacking.items())
     )
+
+
+def _lacking(model: ModelConfig, family: Family) -> list[str]:
+    """What a model would have to be for ``family`` to compute it; empty: it does."""
+    prefix = "read back"
+    try:
+        there = model_from_hf(_config(model, family), prefix)
+    except CheckpointError as error:
+        return [str(error).removeprefix(f"{prefix}: ")]
+    ours, theirs = _essential(model), _essential(there)
+    if ours["position_embedding"] != theirs["position_embedding"]:
+        theirs |= {name: ours[name] for name in _ROPE}
+    return [f"{name} = {_shown(theirs[name])}" for name, value in ours.items() if theirs[name] != value]
+
+
+def _essential(model: ModelConfig) -> dict[str, Any]:
+    """Fields that change what a model computes, derived sizes filled in, those without effect at their defaults."""
+    values = {k: v for k, v in vars(model).items() if k not in _TRAINING}
+    values |= {"num_query_groups": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size}
+    unused = set() if model.position_embedding == "rope" else set(_ROPE)
+    if model.rope_scaling != "llama3":
+        unused |= {"rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"}
+    if model.rope_scaling == "none":
+        unused.add("rope_factor")
+    return values | {name: ModelConfig.__dataclass_fields__[name].default for name in unused}
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def hf_config(model: ModelConfig, *, dtype: str, eos: int | None) -> dict[str, Any]:
     """A ``config.json`` for :func:`family_for`'s architecture. ``dtype``: e.g. ``float32``. ``eos``: end of text."""
-    family = family_for(model)
-    activation = "gelu_new" if model.activation == "gelu_tanh" else "gelu"
-    out: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[family]], "model_type": family, "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tie_embeddings, "initializer_range": model.init_std, "torch_dtype": dtype,
-        "bos_token_id": eos, "eos_token_id": eos, "use_cache": True,
-    }
-    if family == GPT2:
-        return out | {
-            "n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads,
-            "n_inner": model.ffn_size, "n_positions": model.seq_length, "n_ctx": model.seq_length,
-            "layer_norm_epsilon": model.norm_epsilon, "activation_function": activation,
-            "resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout,
-            "attn_pdrop": model.attention_dropout,
-        }
-    out |= {
-        "num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads, "intermediate_size": model.ffn_size,
-        "max_position_embeddings": model.seq_length, "attention_dropout": model.attention_dropout,
-    }
-    scaling = _scaling(model)
-    if family == NEOX:
-        return out | scaling | {
-            "layer_norm_eps": model.norm_epsilon, "hidden_act": activation, "rotary_pct": model.rotary_percent,
-            "rotary_emb_base": model.rope_theta, "use_parallel_residual": model.parallel_residual,
-            "attention_bias": True, "hidden_dropout": model.hidden_dropout,
-        }
-    return out | scaling | {
-        "rope_theta": model.rope_theta, "rms_norm_eps": model.norm_epsilon, "hidden_act": "silu",
-        "num_key_value_heads": model.kv_heads, "head_dim": model.head_size, "attention_bias": model.add_bias,
-        "mlp_bias": model.add_bias,
+    return _config(model, FAMILIES[family_for(model)]) | {
+        "torch_dtype": dtype, "bos_token_id": eos, "eos_token_id": eos, "use_cache": True
     }
 
 
-def _scaling(model: ModelConfig) -> dict[str, Any]:
-    """``rope_scaling`` as versions 4 and 5 both read it."""
-    if model.rope_scaling == "none":
-        return {"rope_scaling": None}
-    table: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
-    if model.rope_scaling == "llama3":
-        table |= {
-            "original_max_position_embeddings": model.rope_original_length,
-            "low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor,
-        }
-    return {"rope_scaling": table}
+def _config(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The fields that describe the model."""
+    return {
+        "architectures": [family.architecture], "model_type": family.name, "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tie_embeddings, "initializer_range": model.init_std, **family.write(model),
+    }

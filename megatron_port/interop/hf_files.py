@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.interop.hf_config import CONFIG, family_of, model_from_hf, read_hf_config
-from megatron_port.interop.hf_names import BUFFERS, HEAD, MODULE_HEAD, PREFIX, Mapped, Run, hf_mapping, hf_tensors
+from megatron_port.interop.hf_names import MODULE_HEAD, Mapped, Run, hf_mapping, hf_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -59,13 +59,14 @@ class HFFolder:
             raise CheckpointError(f"{self.path} is not a directory; give a folder with config.json and safetensors")
         self.config = read_hf_config(self.path)
         where = str(self.path / CONFIG)
-        self.family = family_of(self.config, where)
+        family = family_of(self.config, where)
+        self.family, self._names = family.name, family.names
         self.model: ModelConfig = model_from_hf(self.config, where)
         self._open: dict[str, Any] = {}
         self._places = self._scan()
         # Files of the bare model (no language-model class around it) lack the prefix.
-        bare = not any(name.startswith(PREFIX[self.family]) for name in self._places)
-        self._cut = len(PREFIX[self.family]) if bare else 0
+        bare = not any(name.startswith(self._names.prefix) for name in self._places)
+        self._cut = len(self._names.prefix) if bare else 0
         self.mapping: dict[str, Mapped] = hf_mapping(self.model, self.family)
         self._check()
 
@@ -144,7 +145,7 @@ class HFFolder:
 
     def _key(self, name: str) -> str:
         """The name in the files; the head may have either of its two."""
-        head = HEAD[self.family]
+        head = self._names.head
         if name in (head, MODULE_HEAD):
             return head if head in self._places else MODULE_HEAD
         return name[self._cut :]
@@ -230,7 +231,7 @@ class HFFolder:
         if self.model.tie_embeddings:
             known.add(self._key(MODULE_HEAD))  # a copy of the embedding that transformers ignores as well
         for name in sorted(self._places.keys() - known):
-            if not name.endswith(BUFFERS):
+            if not name.endswith(self._names.buffers):
                 raise CheckpointError(
                     f"{self.path / self._places[name].file}: {name} {self._places[name].shape} is no parameter of a "
                     f"{self.family} as config.json describes it"

@@ -1,4 +1,4 @@
-"""Our parameters beside those of Hugging Face's GPT-2, GPT-NeoX and Llama: one table, read in both directions.
+"""Our parameters beside those of a Hugging Face family (``model.families``): one table, read in both directions.
 
 Everything that differs is the order of rows. With leading dimensions flattened (SwiGLU's [2, ffn, hidden]), each of our
 parameters is a matrix (or a bias, a column), and a :class:`Run` says which of its rows are which rows of which tensor
@@ -18,39 +18,13 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_port.config.schema import ModelConfig
+from megatron_port.errors import CheckpointError
+from megatron_port.model.families import FAMILIES
+from megatron_port.model.families.family import Names
 from megatron_port.model.shapes import parameter_shapes
 
-GPT2, NEOX, LLAMA = "gpt2", "gpt_neox", "llama"
-FAMILIES = (GPT2, NEOX, LLAMA)
-PREFIX = {GPT2: "transformer.", NEOX: "gpt_neox.", LLAMA: "model."}
-"""Before every name but the head's; files of the bare model leave it out."""
-HEAD = {GPT2: "lm_head.weight", NEOX: "embed_out.weight", LLAMA: "lm_head.weight"}
 MODULE_HEAD = "lm_head.weight"
 """The head in transformers 5's modules, whatever the files call it."""
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
-"""Ends of names that older versions saved although they are no parameters."""
-
-_LAYER = {
-    GPT2: ("h.{}.", {
-        "norm1": "ln_1", "norm2": "ln_2", "attention.qkv": "attn.c_attn", "attention.output": "attn.c_proj",
-        "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-    }),
-    NEOX: ("layers.{}.", {
-        "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attention.qkv": "attention.query_key_value",
-        "attention.output": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
-    }),
-    LLAMA: ("layers.{}.", {
-        "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attention.output": "self_attn.o_proj",
-        "mlp.down": "mlp.down_proj",
-    }),
-}
-_OUTSIDE = {
-    GPT2: {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"},
-    NEOX: {"embedding.word": "embed_in", "final_norm": "final_layer_norm"},
-    LLAMA: {"embedding.word": "embed_tokens", "final_norm": "norm"},
-}
-_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-"""GPT-2's Conv1D matrices."""
 
 
 @dataclass(frozen=True)
@@ -124,47 +98,51 @@ def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
 
 
 def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) -> Mapped:
-    rows = _rows(name, shape)
+    rows, names = _rows(name, shape), FAMILIES[family].names
     if name == "head.weight":
-        return Mapped(name, shape, (Run(0, HEAD[family], 0, rows),), False)
+        return Mapped(name, shape, (Run(0, names.head, 0, rows),), False)
     module, _, kind = name.rpartition(".")
-    prefix = PREFIX[family]
-    if module in _OUTSIDE[family]:
-        there = f"{prefix}{_OUTSIDE[family][module]}.{kind}"
-        return Mapped(name, shape, (Run(0, there, 0, rows),), False)
-    _, index, inside = module.split(".", 2)
-    layer, names = _LAYER[family]
-    prefix += layer.format(index)
-    if inside == "attention.qkv":
-        return Mapped(name, shape, tuple(_qkv(model, family, prefix, kind)), family == GPT2 and kind == "weight")
-    if family == LLAMA and inside == "mlp.up":
-        half = rows // 2
-        runs = (Run(0, f"{prefix}mlp.gate_proj.{kind}", 0, half), Run(half, f"{prefix}mlp.up_proj.{kind}", 0, half))
+    there, prefix = _module_there(module, names)
+    if there is None:
+        raise CheckpointError(f"{name}: a {family} model has no such parameter; its names are those of another family")
+    if module.endswith("attention.qkv"):
+        parts = (there,) * 3 if isinstance(there, str) else there
+        tensors = tuple(f"{prefix}{part}.{kind}" for part in parts)
+        return Mapped(name, shape, tuple(_qkv(model, names, tensors)), tensors[0].endswith(names.transposed))
+    if isinstance(there, tuple):
+        each = rows // len(there)
+        runs = tuple(Run(i * each, f"{prefix}{part}.{kind}", 0, each) for i, part in enumerate(there))
         return Mapped(name, shape, runs, False)
-    there = f"{prefix}{names[inside]}.{kind}"
-    return Mapped(name, shape, (Run(0, there, 0, rows),), family == GPT2 and there.endswith(_TRANSPOSED))
+    tensor = f"{prefix}{there}.{kind}"
+    return Mapped(name, shape, (Run(0, tensor, 0, rows),), tensor.endswith(names.transposed))
 
 
-def _qkv(model: ModelConfig, family: str, prefix: str, kind: str) -> Iterator[Run]:
+def _module_there(module: str, names: Names) -> tuple[str | tuple[str, ...] | None, str]:
+    """The name of a module of ours there (None: there is none), and what stands before it."""
+    if not module.startswith("layers."):
+        return names.outside.get(module), names.prefix
+    _, index, inside = module.split(".", 2)
+    return names.inside.get(inside), names.prefix + names.layer.format(index)
+
+
+def _qkv(model: ModelConfig, names: Names, tensors: tuple[str, ...]) -> Iterator[Run]:
+    """Runs of the fused projection; ``tensors``: of queries, keys and values, one three times where they are fused."""
     heads, groups, d = model.num_attention_heads, model.kv_heads, model.head_size
     per = heads // groups
+    fused = tensors[0] == tensors[1]
     at = 0
     for group in range(groups):
-        for part, count, first in (("q", per, group * per), ("k", 1, group), ("v", 1, group)):
-            for i in range(count):
-                tensor, start = _place(family, prefix, kind, part, first + i, heads, d)
-                for ours, theirs, length in _head_rows(d, model.rotary_size, family == NEOX and part != "v"):
-                    yield Run(at + ours, tensor, start + theirs, length)
+        for part, count, first in ((0, per, group * per), (1, 1, group), (2, 1, group)):
+            for head in range(first, first + count):
+                start = _first_head(names, part, head, heads, groups) * d if fused else head * d
+                for ours, theirs, length in _head_rows(d, model.rotary_size, names.rotated_first and part != 2):
+                    yield Run(at + ours, tensors[part], start + theirs, length)
                 at += d
 
 
-def _place(family: str, prefix: str, kind: str, part: str, head: int, heads: int, d: int) -> tuple[str, int]:
-    """(tensor, first row) of one head there."""
-    if family == LLAMA:
-        return f"{prefix}self_attn.{part}_proj.{kind}", head * d
-    if family == NEOX:
-        return f"{prefix}attention.query_key_value.{kind}", (3 * head + "qkv".index(part)) * d
-    return f"{prefix}attn.c_attn.{kind}", ("qkv".index(part) * heads + head) * d
+def _first_head(names: Names, part: int, head: int, heads: int, groups: int) -> int:
+    """Place, in heads, of a query (part 0), key or value head in a fused projection there."""
+    return 3 * head + part if names.qkv_by_head else (0, heads, heads + groups)[part] + head
 
 
 def _head_rows(d: int, rotated: int, partial: bool) -> Iterator[tuple[int, int, int]]:

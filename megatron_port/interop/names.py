@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_port.config.schema import ModelConfig
+from megatron_port.errors import CheckpointError
 from megatron_port.model.shapes import model_records
 from megatron_port.parallel.record import ParameterRecord
 
@@ -111,4 +112,6 @@ def _name(ours: str, model: ModelConfig) -> str:
         return fixed[ours]
     _, index, rest = ours.split(".", 2)
     module, _, suffix = rest.rpartition(".")
+    if module not in INSIDE:
+        raise CheckpointError(f"{ours}: Megatron-DeepSpeed's layers have no such parameter (model.qk_norm)")
     return f"{FIRST_LAYER + int(index)}.{INSIDE[module]}.{suffix}"

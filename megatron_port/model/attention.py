@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_port.config.schema import ModelConfig
 from megatron_port.model.build import BuildContext
+from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
+from megatron_port.model.spec import AttentionSpec, Groups
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from megatron_port.parallel.linear import Rows
 
 
-def projection_rows(model: ModelConfig, ctx: ParallelContext) -> tuple[Rows, Rows] | None:
+def projection_rows(groups: Groups, ctx: ParallelContext) -> tuple[Rows, Rows] | None:
     """This tp rank's query rows, and the key and value rows that it shares, of the fused projection; None: nothing is
     shared. Raises ValueError where the topology says otherwise."""
-    copies = model.kv_heads_held(ctx.topology.tp) // model.kv_heads
+    copies = groups.held(ctx.topology.tp) // groups.groups
     if ctx.topology.kv_copies != copies:
         raise ValueError(
-            f"{model.kv_heads} key/value heads on {ctx.topology.tp} tp ranks have {copies} copies, and the topology "
+            f"{groups.groups} key/value heads on {ctx.topology.tp} tp ranks have {copies} copies, and the topology "
             f"says {ctx.topology.kv_copies}"
         )
-    return None if copies == 1 else rank_rows(model, ctx.topology.tp, ctx.index("tp"))
+    return None if copies == 1 else rank_rows(groups, ctx.topology.tp, ctx.index("tp"))
 
 
-def rank_rows(model: ModelConfig, tp: int, rank: int) -> tuple[Rows, Rows]:
+def rank_rows(groups: Groups, tp: int, rank: int) -> tuple[Rows, Rows]:
     """Rows of the fused projection on tensor-parallel rank ``rank`` of ``tp``, more than there are key/value heads: its
     query heads, and the key and value that it shares."""
-    copies = tp // model.kv_heads
+    copies = tp // groups.groups
     group, part = divmod(rank, copies)
-    heads = model.num_attention_heads // model.kv_heads
+    heads = groups.heads // groups.groups
     first, own = group * (heads + 2), heads // copies
-    d = model.head_size
+    d = groups.head_size
     return Rows((first + part * own) * d, own * d), Rows((first + heads) * d, 2 * d, copies)
 
 
@@ -47,25 +47,20 @@ class SelfAttention(nn.Module):
     contiguous part of its query heads, and a copy of its key and value.
     """
 
-    def __init__(self, name: str, build: BuildContext) -> None:
+    def __init__(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()
-        cfg, tp = build.model, build.ctx.topology.tp
-        self.build = build
-        self.groups = cfg.kv_heads_held(tp) // tp
-        self.heads_per_group = cfg.num_attention_heads // cfg.kv_heads_held(tp)
-        self.head_size = cfg.head_size
+        tp = build.ctx.topology.tp
+        self.build, self.spec = build, spec
+        self.groups = spec.groups.held(tp) // tp
+        self.heads_per_group = spec.groups.heads // spec.groups.held(tp)
+        self.head_size = spec.groups.head_size
         self.head_offset = build.ctx.index("tp") * self.groups * self.heads_per_group
-        self.name, self.op = name, f"{name}.probs"
-        common: dict[str, Any] = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
-                  "dtype": build.dtype, "products": build.products}
-        rows = (cfg.num_attention_heads + 2 * cfg.kv_heads) * cfg.head_size
-        self.qkv = ColumnParallelLinear(
-            f"{name}.qkv", cfg.hidden_size, rows, init=build.init, rows=projection_rows(cfg, build.ctx), **common
-        )
-        self.output = RowParallelLinear(
-            f"{name}.output", cfg.num_attention_heads * cfg.head_size, cfg.hidden_size, init=build.output_init,
-            skip_bias=True, **common,
-        )
+        self.name = f"{layer}.attention"
+        self.op = f"{self.name}.probs"
+        self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.groups, build.ctx))
+        self.query_norm = None if spec.query_norm is None else Norm(layer, spec.query_norm, build)
+        self.key_norm = None if spec.key_norm is None else Norm(layer, spec.key_norm, build)
+        self.output = build.row(layer, spec.output)
 
     def _core(self, attend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """``attend(*inputs)``, computed again in the backward pass under selective recompute."""
@@ -83,9 +78,13 @@ class SelfAttention(nn.Module):
         return self.build.providers.attention(q, k, v, probs_hook=hook)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """[seq, batch, groups/tp, heads of a group + 2, d]: of each group its queries, its key, its value."""
+        """[seq, batch, groups/tp, heads of a group + 2, d]: each group's queries, key, value; normed if asked."""
         y = self.qkv(x)
-        return y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
+        y = y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
+        if self.query_norm is None or self.key_norm is None:
+            return y
+        queries, keys, values = y.split((self.heads_per_group, 1, 1), dim=3)
+        return torch.cat((self.query_norm(queries.contiguous()), self.key_norm(keys.contiguous()), values), dim=3)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""

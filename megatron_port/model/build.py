@@ -6,17 +6,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from megatron_port.backend.providers import Providers
 from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.model.cache import CacheSlot
 from megatron_port.model.rotary import RotaryTables
+from megatron_port.model.spec import LinearSpec, ParameterSpec
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
+from megatron_port.parallel.embedding import vocab_parameter
+from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from megatron_port.parallel.linear_kernels import LinearKernels, make_linear_kernels
+from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.positions import Positions, SequencePartition, sequence_partition
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import InitSpec
+from megatron_port.parallel.record import SEQUENCE, InitSpec, attach, make_record
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,41 @@ class BuildContext:
         """Sequence parallelism is on and has more than one rank to split over."""
         return self.layout.sequence_parallel and self.ctx.topology.tp > 1
 
-    @property
-    def init(self) -> InitSpec:
-        """Of weights that do not write into the residual stream."""
-        return InitSpec("normal", self.model.init_std)
+    def column(
+        self, layer: str, spec: LinearSpec, *, rows: tuple[Rows, Rows] | None = None, skip_bias: bool = False
+    ) -> ColumnParallelLinear:
+        """The linear of a spec, its outputs divided over the tensor-parallel ranks."""
+        return ColumnParallelLinear(
+            f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
+            sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
+            skip_bias=skip_bias, dtype=self.dtype, products=self.products,
+        )
 
-    @property
-    def output_init(self) -> InitSpec:
-        """Of the two projections of each layer that write into the residual stream (GPT-2's 1/sqrt(2 L))."""
-        return InitSpec("normal", self.model.init_std / (2 * self.model.num_layers) ** 0.5)
+    def row(self, layer: str, spec: LinearSpec) -> RowParallelLinear:
+        """The linear of a spec, its inputs divided over the tensor-parallel ranks; the caller adds its bias."""
+        return RowParallelLinear(
+            f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
+            sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), skip_bias=True,
+            dtype=self.dtype, products=self.products,
+        )
+
+    def unsplit(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
+        """The parameter of a spec that every tensor-parallel rank holds whole; ``layer`` stands before its name."""
+        partial = spec.is_partial(self.ctx.size("tp"), self.sequence_parallel)
+        record = make_record(
+            f"{layer}.{spec.name}" if layer else spec.name, spec.shape, self.ctx, init=InitSpec(spec.init, spec.std),
+            decay=spec.decay, partial_over=SEQUENCE if partial else REPLICAS,
+        )
+        return attach(nn.Parameter(torch.empty(spec.shape, dtype=self.dtype, device=self.ctx.device)), record)
+
+    def table(self, spec: ParameterSpec, *, tied_apart: bool, primary: bool = True) -> nn.Parameter:
+        """The token table or the head's matrix. ``tied_apart``: another stage has a copy; ``primary``: this is the one
+        that is counted and saved."""
+        return vocab_parameter(
+            spec.name, *spec.shape, ctx=self.ctx, padding_multiple=self.layout.vocab_padding_multiple,
+            init=InitSpec(spec.init, spec.std), dtype=self.dtype, tied_key=spec.name if tied_apart else None,
+            tied_primary=primary,
+        )
 
     @property
     def dropout_now(self) -> float:

@@ -7,19 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron_port.config.schema import ModelConfig
 from megatron_port.model.build import BuildContext
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
-
-
-def unit_costs(model: ModelConfig) -> list[float]:
-    """Forward matmul FLOPs a token of each unit, [embedding, layer 0, …, head], for balancing stages."""
-    h, s, d = model.hidden_size, model.seq_length, model.head_size
-    qkv = 2 * h * d * (model.num_attention_heads + 2 * model.kv_heads)
-    out = 2 * h * d * model.num_attention_heads
-    core = 4 * s * d * model.num_attention_heads
-    mlp = 2 * h * model.ffn_size * (3 if model.activation == "swiglu" else 2)
-    return [0.0, *([float(qkv + out + core + mlp)] * model.num_layers), float(2 * h * model.vocab_size)]
 
 
 class GPTStage(nn.Module):
@@ -44,13 +34,14 @@ class GPTStage(nn.Module):
         topology = build.ctx.topology
         virtual = build.ctx.coords.pp if virtual is None else virtual
         self.first, self.last = virtual == 0, virtual == topology.virtual_stages - 1
-        self.embedding = Embedding(build) if self.first else None
-        self.layers = nn.ModuleList(TransformerLayer(i, build) for i in range(start, stop))
+        spec = model_spec(build.model)
+        self.embedding = Embedding(spec.embedding, build) if self.first else None
+        self.layers = nn.ModuleList(TransformerLayer(i, spec.layers[i], build) for i in range(start, stop))
         self.head: Head | None = None
         if self.last:
             if self.embedding is not None:
                 table = self.embedding.word.weight
-            self.head = Head(build, table if build.model.tie_embeddings else None)
+            self.head = Head(spec.head, build, table if spec.head.weight.tied else None)
 
     @property
     def units(self) -> list[nn.Module]:

@@ -10,38 +10,22 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.mlp import MLP
 from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
+from megatron_port.model.spec import EmbeddingSpec, HeadSpec, LayerSpec
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_port.parallel.embedding import VocabParallelEmbedding, vocab_parameter
+from megatron_port.parallel.embedding import VocabParallelEmbedding
 from megatron_port.parallel.linear import linear
-from megatron_port.parallel.mesh import REPLICAS
-from megatron_port.parallel.record import SEQUENCE, attach, make_record
-
-WORD_EMBEDDING = "embedding.word.weight"
-"""Canonical name of the token embedding, and of the head's matrix when the two are tied."""
 
 
 class Embedding(nn.Module):
     """Tokens int64 [batch, seq] → [seq(/tp), batch, hidden]: token embedding, learned positions, dropout."""
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, spec: EmbeddingSpec, build: BuildContext) -> None:
         super().__init__()
-        cfg = build.model
         self.build = build
-        tied = cfg.tie_embeddings and build.ctx.topology.last_stage != 0  # else the head shares this parameter
-        weight = vocab_parameter(
-            WORD_EMBEDDING, cfg.vocab_size, cfg.hidden_size, ctx=build.ctx,
-            padding_multiple=build.layout.vocab_padding_multiple, init=build.init, dtype=build.dtype,
-            tied_key=WORD_EMBEDDING if tied else None,
-        )
+        apart = build.ctx.topology.last_stage != 0  # else the head shares this parameter
+        weight = build.table(spec.word, tied_apart=spec.word.tied and apart)
         self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
-        self.position: nn.Parameter | None = None
-        if cfg.position_embedding == "learned":
-            record = make_record(
-                "embedding.position.weight", (cfg.seq_length, cfg.hidden_size), build.ctx, init=build.init, decay=True,
-                partial_over=SEQUENCE if build.sequence_parallel else REPLICAS,
-            )
-            empty = torch.empty(record.local_shape, dtype=build.dtype, device=build.ctx.device)
-            self.position = attach(nn.Parameter(empty), record)
+        self.position = None if spec.position is None else build.unsplit(spec.position)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens.t().contiguous())
@@ -61,22 +45,22 @@ class Embedding(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x + dropout(attention(norm x)), then x + dropout(mlp(norm x)); [seq(/tp), batch, hidden].
 
-    With ``model.parallel_residual`` the second also reads the layer's input (Wang & Komatsuzaki's GPT-J).
+    With ``parallel_residual`` the second also reads the layer's input (Wang & Komatsuzaki's GPT-J).
     """
 
-    def __init__(self, index: int, build: BuildContext) -> None:
+    def __init__(self, index: int, spec: LayerSpec, build: BuildContext) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.name, self.build = name, build
-        self.norm1 = Norm(f"{name}.norm1", build)
-        self.attention = SelfAttention(f"{name}.attention", build)
-        self.norm2 = Norm(f"{name}.norm2", build)
-        self.mlp = MLP(f"{name}.mlp", build)
+        self.name, self.build, self.parallel_residual = name, build, spec.parallel_residual
+        self.norm1 = Norm(name, spec.norm1, build)
+        self.attention = SelfAttention(name, spec.attention, build)
+        self.norm2 = Norm(name, spec.norm2, build)
+        self.mlp = MLP(name, spec.mlp, build)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         join = self.build.bias_dropout_add
         out, bias = self.attention(self.norm1(x)), self.attention.output.bias
-        if self.build.model.parallel_residual:
+        if self.parallel_residual:
             branch = self.mlp(self.norm2(x))
             x = join(out, bias, x, op=f"{self.name}.attention")
             return join(branch, self.mlp.down.bias, x, op=f"{self.name}.mlp")
@@ -99,19 +83,12 @@ class Head(nn.Module):
     ``shared``: the embedding's parameter when both are on this stage and tied.
     """
 
-    def __init__(self, build: BuildContext, shared: nn.Parameter | None = None) -> None:
+    def __init__(self, spec: HeadSpec, build: BuildContext, shared: nn.Parameter | None = None) -> None:
         super().__init__()
-        cfg = build.model
         self.build = build
-        self.norm = Norm("final_norm", build)
-        if shared is not None:
-            self.weight = shared
-        else:
-            self.weight = vocab_parameter(
-                WORD_EMBEDDING if cfg.tie_embeddings else "head.weight", cfg.vocab_size, cfg.hidden_size, ctx=build.ctx,
-                padding_multiple=build.layout.vocab_padding_multiple, init=build.init, dtype=build.dtype,
-                tied_key=WORD_EMBEDDING if cfg.tie_embeddings else None, tied_primary=not cfg.tie_embeddings,
-            )
+        self.norm = Norm("", spec.norm, build)
+        tied = spec.weight.tied
+        self.weight = shared if shared is not None else build.table(spec.weight, tied_apart=tied, primary=not tied)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(

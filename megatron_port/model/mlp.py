@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from megatron_port.model.build import BuildContext
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_port.model.spec import MLPSpec
 
 
 class MLP(nn.Module):
     """[seq(/tp), batch, hidden] → the same, without the bias of ``down``; ffn / tp features on each rank."""
 
-    def __init__(self, name: str, build: BuildContext) -> None:
+    def __init__(self, layer: str, spec: MLPSpec, build: BuildContext) -> None:
         super().__init__()
-        cfg = build.model
-        self.activation, self.providers = cfg.activation, build.providers
-        common: dict[str, Any] = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
-                  "dtype": build.dtype, "products": build.products}
-        self.up = ColumnParallelLinear(
-            f"{name}.up", cfg.hidden_size, cfg.ffn_size, init=build.init,
-            packed=2 if cfg.activation == "swiglu" else 1, skip_bias=cfg.activation != "swiglu", **common,
-        )
-        self.down = RowParallelLinear(f"{name}.down", cfg.ffn_size, cfg.hidden_size, init=build.output_init,
-                                      skip_bias=True, **common)
+        self.activation, self.providers = spec.activation, build.providers
+        self.up = build.column(layer, spec.up, skip_bias=spec.activation != "swiglu")
+        self.down = build.row(layer, spec.down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.activation == "swiglu":

@@ -6,32 +6,23 @@ import torch
 from torch import nn
 
 from megatron_port.model.build import BuildContext
-from megatron_port.parallel.mesh import REPLICAS
-from megatron_port.parallel.record import SEQUENCE, InitSpec, attach, make_record
+from megatron_port.model.spec import NormSpec
 
 
 class Norm(nn.Module):
-    """Over the last dimension of [seq(/tp), batch, hidden].
+    """Norm over the last dimension of a tensor, e.g. [seq(/tp), batch, hidden].
 
-    Replicated over tp. Under sequence parallelism a rank sees only its tokens,
+    Replicated over tp. A rank sees only its tokens under sequence parallelism, or only its heads,
     so the gradients are partial sums, and the records say so.
     """
 
-    def __init__(self, name: str, build: BuildContext) -> None:
+    def __init__(self, layer: str, spec: NormSpec, build: BuildContext) -> None:
         super().__init__()
-        cfg = build.model
-        self.kind, self.eps, self.providers = cfg.normalization, cfg.norm_epsilon, build.providers
-
-        def parameter(suffix: str, kind: str) -> nn.Parameter:
-            record = make_record(
-                f"{name}.{suffix}", (cfg.hidden_size,), build.ctx, init=InitSpec(kind), decay=False,
-                partial_over=SEQUENCE if build.sequence_parallel else REPLICAS,
-            )
-            empty = torch.empty(cfg.hidden_size, dtype=build.dtype, device=build.ctx.device)
-            return attach(nn.Parameter(empty), record)
-
-        self.weight = parameter("weight", "ones")
-        self.bias = parameter("bias", "zeros") if self.kind == "layernorm" and cfg.add_bias else None
+        self.over_heads = spec.gradient == "heads"
+        self.kind, self.eps, self.providers = spec.kind, build.model.norm_epsilon, build.providers
+        weight, *bias = (build.unsplit(p, layer) for p in spec.parameters)
+        self.weight: nn.Parameter = weight
+        self.bias: nn.Parameter | None = bias[0] if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._run(x, None)[0]

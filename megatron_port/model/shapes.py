@@ -1,29 +1,27 @@
-"""Names and shapes of all parameters of a model, without allocating any."""
+"""Names, shapes and records of all parameters of the unsplit model, from its spec."""
 
 from __future__ import annotations
 
-import torch
-
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import LayoutConfig, ModelConfig
-from megatron_port.model.build import BuildContext
-from megatron_port.model.gpt import GPTStage
+from megatron_port.config.schema import ModelConfig
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.spec import ParameterSpec
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.record import InitSpec, ParameterRecord, Shard, make_record
 
 
 def model_records(model: ModelConfig) -> dict[str, ParameterRecord]:
-    """Canonical name → record of the unsplit model, in order. Built on the meta device."""
-    ctx = ParallelContext.single("meta")
-    build = BuildContext(
-        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ctx, providers=torch_providers(),
-        stream=DropoutStream(0, torch.device("meta")), dtype=torch.float32,
+    """Canonical name → record of the unsplit model, in order."""
+    return {spec.name: _record(spec) for spec in model_spec(model).parameters()}
+
+
+def _record(spec: ParameterSpec) -> ParameterRecord:
+    shards = () if spec.split is None else (Shard(spec.split.dim, ("tp",)),)
+    return make_record(
+        spec.name, spec.shape, ParallelContext.single(), init=InitSpec(spec.init, spec.std), decay=spec.decay,
+        shards=shards,
     )
-    stage = GPTStage(build, start=0, stop=model.num_layers)
-    return {record_of(p).name: record_of(p) for p in stage.parameters()}
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical name → logical global shape."""
-    return {name: record.shape for name, record in model_records(model).items()}
+    return {spec.name: spec.shape for spec in model_spec(model).parameters()}

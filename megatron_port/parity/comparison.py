@@ -184,8 +184,8 @@ def gradient_deviation(
         raise ValueError(f"the runs have different parameters: {sorted(a.keys() ^ b.keys())}")
     rms_all = rms_of(a)
     keys, queries = key_bias_rows(model), _qkv_rows(model, slice(-2))
-    # With rotary embeddings a key bias is no longer the same shift for all keys.
-    no_gradient = model.position_embedding == "learned"
+    # With rotary embeddings or normed heads a key bias is no longer the same shift for all keys.
+    no_gradient = model.position_embedding == "learned" and not model.qk_norm
     found, found_keys = [], []
     for name, ga in a.items():
         gb = b[name]
@@ -254,7 +254,7 @@ def distances(reference: Run, other: Run, dtype: str, model: ModelConfig, *, rul
     moved, scaled = [], []
     for name, ga in a.gradients[0].items():
         gb = b.gradients[0][name]
-        if model.position_embedding == "learned":
+        if model.position_embedding == "learned" and not model.qk_norm:
             ga, gb = _without_keys(name, ga, keys), _without_keys(name, gb, keys)
         delta, norm = gb - ga, max(float(ga.norm()) + 1e-3 * rms_all * ga.numel() ** 0.5, 1e-300)
         moved.append((float(delta.norm()) / norm, name))

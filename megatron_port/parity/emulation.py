@@ -68,7 +68,7 @@ class RoundingEmulation:
         """Let the model of a single process, engine native, round in these places."""
         tp = self.tensor_parallel_size
         for module in list(stage.modules()):
-            if isinstance(module, SelfAttention) and tp > module.build.model.kv_heads:
+            if isinstance(module, SelfAttention) and tp > module.spec.groups.groups:
                 self._cut_shared(module)
             elif isinstance(module, ColumnParallelLinear) and isinstance(module.products, SharedProducts):
                 continue
@@ -79,7 +79,7 @@ class RoundingEmulation:
                 module.products = self._products(outputs=_equal(module.weight.shape[-2], tp), packed=packed)
             elif isinstance(module, Head):
                 self._cut_head(module)
-            elif isinstance(module, Norm) and self.sequence_parallel:
+            elif isinstance(module, Norm) and (self.sequence_parallel or module.over_heads):
                 _cut_norm(module, tp)
             elif isinstance(module, TransformerLayer) and self.sequence_parallel:
                 module.build = _CutBuild.of(module.build, tp)
@@ -89,12 +89,12 @@ class RoundingEmulation:
 
     def _cut_shared(self, attention: SelfAttention) -> None:
         """Let attention run as on ranks that share key/value heads: each has its query heads and its copy."""
-        model, tp, linear_ = attention.build.model, self.tensor_parallel_size, attention.qkv
+        heads, tp, linear_ = attention.spec.groups, self.tensor_parallel_size, attention.qkv
         ranks = tuple(
-            tuple(slice(r.start, r.start + r.count) for r in rank_rows(model, tp, rank)) for rank in range(tp)
+            tuple(slice(r.start, r.start + r.count) for r in rank_rows(heads, tp, rank)) for rank in range(tp)
         )
         linear_.products = SharedProducts(ranks, self.rounded_weight_gradients)
-        attention.groups, attention.heads_per_group = tp, model.num_attention_heads // tp
+        attention.groups, attention.heads_per_group = tp, heads.heads // tp
 
         def forward(x: Tensor) -> Tensor:
             bias = None
@@ -284,15 +284,17 @@ def _share(parameter: Tensor, place: int) -> Tensor:
 
 
 def _cut_norm(norm: Norm, ranks: int) -> None:
+    """Let a norm run as on ranks that have a part of the tokens, or of the groups of heads, each."""
+    dim = 2 if norm.over_heads else 0  # [seq, batch, groups, heads, d] or [seq, batch, hidden]
     kernel = norm.providers.rms_norm if norm.kind == "rmsnorm" else norm.providers.layer_norm
 
     def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         out = []
-        for i, part in enumerate(x.chunk(ranks)):
-            rest = None if residual is None else residual.chunk(ranks)[i]
+        for i, part in enumerate(x.chunk(ranks, dim)):
+            rest = None if residual is None else residual.chunk(ranks, dim)[i]
             bias = None if norm.bias is None else _share(norm.bias, i)
-            out.append(kernel(part, rest, _share(norm.weight, i), bias, norm.eps))
-        return torch.cat([y for y, _ in out]), torch.cat([total for _, total in out])
+            out.append(kernel(part.contiguous(), rest, _share(norm.weight, i), bias, norm.eps))
+        return torch.cat([y for y, _ in out], dim), torch.cat([total for _, total in out], dim)
 
     norm._run = run  # type: ignore[method-assign]
 

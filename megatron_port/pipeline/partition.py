@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megatron_port.errors import ConfigError
 
@@ -19,13 +20,42 @@ def balanced_layers(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     Raises:
         ConfigError: fewer layers than stages.
     """
-    layers = list(costs[1:-1])
-    count = len(layers)
+    count = len(costs) - 2
     if count < stages:
         raise ConfigError(
             f"num_layers {count} is less than pipeline_parallel_size {stages}: each stage needs a layer; "
             f"use pipeline_parallel_size {count} or fewer"
         )
+    if stages == 1:
+        return (count,)
+    whole = float(costs[1]).is_integer() and float(costs[-1]).is_integer()
+    if whole and costs[0] == 0 and len(set(costs[1:-1])) == 1:
+        return _split_equal_layers(count, round(costs[1]), round(costs[-1]), stages)
+    return search_split(costs, stages)
+
+
+@lru_cache(maxsize=4096)
+def _split_equal_layers(count: int, layer: int, head: int, stages: int) -> tuple[int, ...]:
+    """The same for layers of one cost and an embedding of none: a search over the last stage's layers alone.
+
+    The other stages get an even share of the rest, the larger first.
+    """
+    best: tuple[tuple[int, int], tuple[int, ...]] | None = None
+    for last in range(1, count - stages + 2):
+        each, extra = divmod(count - last, stages - 1)
+        most = max((each + (extra > 0)) * layer, last * layer + head)
+        squares = extra * ((each + 1) * layer) ** 2 + (stages - 1 - extra) * (each * layer) ** 2
+        key = (most, squares + (last * layer + head) ** 2)
+        if best is None or key < best[0]:
+            best = key, (*(each + (i < extra) for i in range(stages - 1)), last)
+    assert best is not None
+    return best[1]
+
+
+def search_split(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """:func:`balanced_layers` for units of any cost, by dynamic programming over stages and layers."""
+    layers = list(costs[1:-1])
+    count = len(layers)
     prefix = [0.0]
     for c in layers:
         prefix.append(prefix[-1] + c)

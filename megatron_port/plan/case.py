@@ -11,12 +11,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeVar
 
 from megatron_port.config.layout import topology_sizes
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
+from megatron_port.model.flops import unit_costs
 from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.partition import balanced_layers
 
 T = TypeVar("T")
 
@@ -150,6 +153,12 @@ class Case:
         each, extra = divmod(self.model.num_layers, count)
         return tuple(each + (i < extra) for i in range(count))
 
+    @property
+    def layer_ranges(self) -> list[tuple[int, int]]:
+        """(first layer, one after the last) of each chunk."""
+        ends = list(accumulate(self.chunks))
+        return [(end - count, end) for end, count in zip(ends, self.chunks)]
+
     def stage_layers(self, stage: int) -> int:
         """Layers on a stage, over all its chunks."""
         return sum(self.of_stage(self.chunks, stage))
@@ -256,25 +265,5 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
 
 
 def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Layers of each stage as ``pipeline.partition.balanced_layers`` splits them (a test compares), in closed form.
-
-    All layers cost the same and only the head is added, so the last stage gets x layers and the others an even share
-    of the rest, the larger first.
-    """
-    if stages == 1:
-        return (model.num_layers,)
-    h, s, d = model.hidden_size, model.seq_length, model.head_size
-    attention = 2 * h * d * (2 * model.num_attention_heads + 2 * model.kv_heads) + 4 * s * d * model.num_attention_heads
-    layer = attention + 2 * h * model.ffn_size * (3 if model.activation == "swiglu" else 2)
-    head = 2 * h * model.vocab_size
-    best: tuple[tuple[int, int], tuple[int, ...]] | None = None
-    for last in range(1, model.num_layers - stages + 2):
-        each, extra = divmod(model.num_layers - last, stages - 1)
-        most = max((each + (extra > 0)) * layer, last * layer + head)
-        squares = extra * ((each + 1) * layer) ** 2 + (stages - 1 - extra) * (each * layer) ** 2
-        key = (most, squares + (last * layer + head) ** 2)
-        if best is None or key < best[0]:
-            best = key, (*(each + (i < extra) for i in range(stages - 1)), last)
-    if best is None:
-        raise ConfigError(f"num_layers {model.num_layers} is fewer than {stages} stages; each needs a layer")
-    return best[1]
+    """Layers of each stage, as the trainer splits them."""
+    return balanced_layers(unit_costs(model), stages)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_port.plan.case import Case
+from megatron_port.plan.elements import stage_kinds
 from megatron_port.plan.rates import Rates
 
 
@@ -67,7 +68,10 @@ def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[flo
 
 def copy_bytes(case: Case, stage: int) -> float:
     """Of the weights of a stage's linears in 8 bits, as they are and transposed, held while a step's passes run."""
-    m = case.model
-    qkv = m.head_size * (2 * m.num_attention_heads + 2 * m.kv_heads_held(case.tp))
-    mlp = m.ffn_size * (3 if m.activation == "swiglu" else 2)
-    return 2.0 * case.stage_layers(stage) * m.hidden_size * (qkv + mlp) / case.tp if case.fp8 != "none" else 0.0
+    if case.fp8 == "none":
+        return 0.0
+    held = 0.0
+    for layer, count in stage_kinds(case, stage):
+        products = (linear.product(case.tp) for linear in layer.linears)
+        held += count * sum(outputs * inputs for outputs, inputs in products)
+    return 2.0 * held

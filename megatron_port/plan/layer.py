@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case
 from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds
 from megatron_port.plan.links import Links, Span
@@ -50,25 +51,24 @@ class _Shapes:
     """Elements of the residual stream on a rank (split under sequence parallelism)."""
 
 
-def _shapes(case: Case) -> _Shapes:
-    m, t = case.model, case.tp
-    tokens = m.seq_length / case.cp * case.micro_batch
-    h, d = m.hidden_size, m.head_size
-    first = m.ffn_size * (2 if m.activation == "swiglu" else 1)
-    products = (
-        (tokens, (m.num_attention_heads + 2 * m.kv_heads_held(t)) * d / t, h),
-        (tokens, h, m.num_attention_heads * d / t),
-        (tokens, first / t, h),
-        (tokens, h, m.ffn_size / t),
-    )
-    return _Shapes(products, tokens, tokens * h * (1 / t if case.sequence_parallel else 1))
+def _stream(case: Case) -> tuple[float, float]:
+    """Tokens of a micro-batch, and elements of its residual stream on a rank (split under sequence parallelism)."""
+    tokens = case.model.seq_length / case.cp * case.micro_batch
+    return tokens, tokens * case.model.hidden_size * (1 / case.tp if case.sequence_parallel else 1)
 
 
-def attention_seconds(case: Case, rates: Rates) -> tuple[float, float]:
+def _shapes(case: Case, layer: LayerSpec) -> _Shapes:
+    tokens, stream = _stream(case)
+    products = tuple((tokens, *linear.product(case.tp)) for linear in layer.linears)
+    return _Shapes(products, tokens, stream)
+
+
+def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
     """Forward and backward of the attention core (scores, softmax, product with v), nothing recomputed."""
     m, t, w = case.model, case.tp, case.width
-    heads = m.num_attention_heads / t * case.micro_batch
-    queries, keys, d = m.seq_length / case.cp, m.seq_length, m.head_size
+    groups = layer.attention.groups
+    heads = groups.heads / t * case.micro_batch
+    queries, keys, d = m.seq_length / case.cp, m.seq_length, groups.head_size
     if case.flash and rates.attention_forward:
         padded = next((size for size in HEAD_SIZES if size >= d), d)
         flops = 4 * heads * queries * keys * padded * CAUSAL
@@ -87,26 +87,33 @@ def attention_seconds(case: Case, rates: Rates) -> tuple[float, float]:
     return product + forward, 2 * product + backward
 
 
-def _elementwise(case: Case, rates: Rates, shapes: _Shapes) -> tuple[float, float]:
+def _elementwise(case: Case, layer: LayerSpec, rates: Rates, shapes: _Shapes) -> tuple[float, float]:
     """Norms, biases, activation, dropout and residuals: bytes by what a fused kernel reads and writes."""
     m, t, w = case.model, case.tp, case.width
     mask = 1 if m.hidden_dropout > 0 else 0
     stream, split = shapes.stream, shapes.tokens / t
-    gates = 2 if m.activation == "swiglu" else 1
-    heads = m.head_size * (m.num_attention_heads + 2 * m.kv_heads_held(t))
+    gates, ffn = layer.mlp.up.packed, layer.mlp.down.inputs
+    heads = layer.attention.qkv.outputs_held(t)
     fused = case.engine.unfused_ops
     norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
-    hidden = split * m.ffn_size * w * (gates + 1)
+    hidden = split * ffn * w * (gates + 1)
     rotate = split * heads * 2 * w  # q, k, v split and rotated or copied
-    forward = 2 * norm + fused * (2 * add + hidden) + rotate
+    forward = len(layer.norms) * norm + fused * (2 * add + hidden) + rotate
     # norm: gradient and input read, gradient written, once more for the weights' gradient; the others read one more.
-    backward = 2 * norm * 2 + fused * (2 * stream * (2 * w + mask) + split * m.ffn_size * w * (2 * gates + 1)) + rotate
-    return rates.stream(forward, 6), rates.stream(backward, 9)
+    backward = len(layer.norms) * norm * 2 + rotate
+    backward += fused * (2 * stream * (2 * w + mask) + split * ffn * w * (2 * gates + 1))
+    kernels, kernels_back = 6, 9
+    normalized = layer.attention.normalized_features(t)
+    if normalized:  # norms of query and key heads, and the fused projection put together again
+        forward += split * (normalized + heads) * 2 * w
+        backward += split * (normalized * 2 + heads) * 2 * w
+        kernels, kernels_back = kernels + 3, kernels_back + 3
+    return rates.stream(forward, kernels), rates.stream(backward, kernels_back)
 
 
-def layer_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
+def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> Cost:
     """One layer. Backward: two products for each of the forward's, the sum into the main gradient, recompute."""
-    shapes, w = _shapes(case), case.width
+    shapes, w = _shapes(case, layer), case.width
     pw = 1 if case.dtype == "fp8" else w
     products = sum(rates.product(*p, width=pw) for p in shapes.products)
     inputs = sum(rates.product(r, k, c, width=pw) for r, c, k in shapes.products)
@@ -122,12 +129,12 @@ def layer_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
         casts = sum(r * k + k * c for r, c, k in shapes.products)
         products += rates.stream(4.0 * casts, 2 * len(shapes.products))
         inputs += rates.stream(4.0 * sum(r * c for r, c, _ in shapes.products), len(shapes.products))
-    core, core_back = attention_seconds(case, rates)
-    light, light_back = _elementwise(case, rates, shapes)
+    core, core_back = attention_seconds(case, layer, rates)
+    light, light_back = _elementwise(case, layer, rates, shapes)
     forward = products + core + light
     backward = inputs + weights + accumulate + core_back + light_back
     again, tensor_again = 0.0, 0.0
-    each = _tensor_collective(case, links, group, shapes)
+    each = _tensor_collective(case, links, group)
     if case.recompute == "full":
         # The last collective of a layer is repeated only where something behind it was kept for the backward pass.
         skipped = 0.5 * each if case.sequence_parallel else each
@@ -147,9 +154,9 @@ def ends_at_product(case: Case) -> bool:
     return case.kernels == "torch" and case.model.hidden_dropout == 0
 
 
-def _tensor_collective(case: Case, links: Links, group: Span, shapes: _Shapes) -> float:
+def _tensor_collective(case: Case, links: Links, group: Span) -> float:
     """One all-reduce of an activation, or with sequence parallelism the pair that stands for it."""
-    size = shapes.tokens * case.model.hidden_size * case.width
+    size = _stream(case)[0] * case.model.hidden_size * case.width
     if case.sequence_parallel:
         return 2 * links.collective(size, group, kind="half")
     return links.collective(size, group)
@@ -182,7 +189,7 @@ def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     back += rates.product(m.hidden_size, columns, tokens, width=w)
     # Loss: cast to fp32 (2 + 4), maximum (4), shifted exponential (4 + 4) and sum (4); backward: scaled, cast (14).
     loss, loss_back = rates.stream(tokens * columns * 22, 5), rates.stream(tokens * columns * 14, 3)
-    each = _tensor_collective(case, links, group, _shapes(case))
+    each = _tensor_collective(case, links, group)
     small = 3 * links.collective(tokens * 4, group)
     return Cost(
         forward=product + loss,
@@ -197,7 +204,7 @@ def embedding_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     m, w = case.model, case.width
     tokens = m.seq_length / case.cp * case.micro_batch
     size = tokens * m.hidden_size * w
-    each = _tensor_collective(case, links, group, _shapes(case))
+    each = _tensor_collective(case, links, group)
     half = each / 2 if case.sequence_parallel else 0.0  # scattered forward, gathered backward
     return Cost(
         forward=rates.stream(4 * size, 4), backward=rates.stream(4 * size, 3), forward_tensor=each - half,

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megatron_port.config.schema import ModelConfig
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.spec import LayerSpec
 from megatron_port.pipeline.schedules import make_schedule, peak_in_flight
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.counts import stage_elements
+from megatron_port.plan.elements import bucket_elements, largest_plain, stage_elements, stage_kinds
 from megatron_port.plan.fp8 import copy_bytes
-from megatron_port.plan.traffic import bucket_elements
 from megatron_port.registry import SCHEDULES
 
 LOSS_CHUNK = 1 << 22
@@ -90,15 +90,16 @@ def in_flight(case: Case, stage: int) -> float:
     return min(p - stage, m)
 
 
-def layer_activation_bytes(case: Case, recompute: str | None = None) -> float:
+def layer_activation_bytes(case: Case, recompute: str | None = None, layer: LayerSpec | None = None) -> float:
     """Bytes that one layer keeps of one micro-batch between its forward and its backward on a rank.
 
     For GPT in 16 bits with dropout: s·b·h·34 = 10 not split by tp, 24 split; without dropout no masks. Own kernels draw
     masks again and keep none; torch's ops keep them in the dtype, the inputs of an RMSNorm and its result in fp32 and
     SwiGLU's sigmoid branch as well, and under rotary positions the packed projection
-    (tests/unit/test_plan_memory.py measures them). ``recompute`` None: the case's.
+    (tests/unit/test_plan_memory.py measures them). ``recompute`` None: the case's; ``layer`` None: the model's first.
     """
     m, t = case.model, case.tp
+    layer = layer or model_spec(m).layers[0]
     w = case.width
     recompute = case.recompute if recompute is None else recompute
     tokens = m.seq_length / case.cp * case.micro_batch
@@ -109,29 +110,27 @@ def layer_activation_bytes(case: Case, recompute: str | None = None) -> float:
     mask = {"own": 0, "torch": w}.get(case.kernels, 1)
     masks = 2 * mask * (m.hidden_dropout > 0)
     inputs = stream if case.engine.gathers_again else tokens * m.hidden_size  # gathered once and kept, or again
-    whole = stream * (2 * w + masks) + inputs * 2 * w  # two norms' inputs and masks; inputs of qkv and the first MLP
-    split = tokens / t * _split_widths(m, t) * w
-    if torchs and m.normalization == "rmsnorm":
-        whole += stream * 2 * (2 * case.wide - w)
-    if torchs and m.activation == "swiglu":
-        split += tokens / t * m.ffn_size * w
+    linears = layer.linears
+    whole = stream * (len(layer.norms) * w + masks)
+    whole += inputs * sum(linear.parallel == "column" for linear in linears) * w
+    split = tokens / t * layer.kept_features(t) * w
+    wide = 2 * case.wide - w if torchs else 0  # beyond the input itself
+    whole += stream * sum(norm.kind == "rmsnorm" for norm in layer.norms) * wide
+    if torchs and layer.mlp.activation == "swiglu":
+        split += tokens / t * layer.mlp.down.inputs * w
+    heads = layer.attention.groups
     if torchs and m.position_embedding == "rope":  # v is a view that keeps the whole projection alive
-        split += tokens / t * m.head_size * (m.num_attention_heads + m.kv_heads_held(t)) * w
+        split += tokens / t * heads.head_size * (heads.heads + heads.held(t)) * w
+    split += tokens / t * layer.attention.normalized_features(t) * (w + wide)
     if not case.flash and recompute == "none":
         dropped = 1 if m.attention_dropout > 0 else 0
-        scores = m.num_attention_heads / t * m.seq_length * tokens / case.cp
-        split += tokens / t * m.num_attention_heads * m.head_size * w if torchs else 0  # q, scaled
+        scores = heads.heads / t * m.seq_length * tokens / case.cp
+        split += tokens / t * heads.heads * heads.head_size * w if torchs else 0  # q, scaled
         wide = case.wide if torchs and w != case.wide else 0  # softmax in fp32
         split += scores * (w + wide + dropped * (mask if torchs else w + mask))
     if case.flash:
-        split += tokens / t * m.num_attention_heads * 4  # log-sum-exp of each row, fp32
+        split += tokens / t * heads.heads * 4  # log-sum-exp of each row, fp32
     return whole + split
-
-
-def _split_widths(m: ModelConfig, tp: int) -> float:
-    """Elements per token over the tp ranks: q, k, v, the attention's output, the MLP's hidden values."""
-    attention = m.head_size * (2 * m.num_attention_heads + 2 * m.kv_heads_held(tp))
-    return attention + m.ffn_size * (3 if m.activation == "swiglu" else 2)
 
 
 def _logits(case: Case) -> float:
@@ -149,12 +148,8 @@ def _logits(case: Case) -> float:
 def window_elements(case: Case, stage: int) -> int:
     """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
     one filling up while the other is reduced, and those that come all through a pass: partial over tp, shared, tied."""
-    m, held = case.model, bucket_elements(case, stage)
-    first = m.ffn_size * (2 if m.activation == "swiglu" else 1)
-    widest = max(first, m.head_size * (m.num_attention_heads + (0 if held["shared"] else 2 * m.kv_heads)))
-    largest = widest // case.tp * m.hidden_size
-    if not held["tied"] and stage in (0, case.grid.last_stage):
-        largest = max(largest, case.padded_vocab // case.tp * m.hidden_size)
+    held = bucket_elements(case, stage)
+    largest = largest_plain(case, stage)
     size = min(max(case.bucket, largest), -(-held["plain"] // case.vp))
     return (2 if held["plain"] > size else 1) * size + held["partial"] + held["shared"] + held["tied"]
 
@@ -163,7 +158,7 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     """Bytes of a rank of ``stage`` at its peak."""
     m, e = case.model, case.engine
     n, w = stage_elements(case, stage), case.width
-    layers, held = case.stage_layers(stage), in_flight(case, stage)
+    kinds, held = stage_kinds(case, stage), in_flight(case, stage)
     separate = w != case.wide
     replicas = case.dp * case.cp
     shards = replicas if case.zero_stage else 1
@@ -173,14 +168,16 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     optimizer = n * (3 if separate else 2) * case.wide / shards
     tokens = m.seq_length / case.cp * case.micro_batch
     stream = tokens * m.hidden_size * w * (1 / case.tp if case.sequence_parallel else 1)
-    one = layer_activation_bytes(case)
+    kept = [layer_activation_bytes(case, layer=layer) for layer, _ in kinds]
     stage_input = 0.0 if case.recompute == "full" or stage == 0 else stream
-    activations = held * (layers * one + stage_input)
+    activations = held * (sum(count * one for one, (_, count) in zip(kept, kinds)) + stage_input)
     if stage == 0 and m.hidden_dropout > 0:
         activations += held * stream / w  # the embedding's mask; Korthikanti, section 4.3
     # While a layer runs backward: what recompute brings back, and the gradients of its widest tensors.
-    again = layer_activation_bytes(case, "none") - one if case.recompute != "none" else 0.0
-    wide_gradient = tokens * w / case.tp * 2 * m.ffn_size + 2 * stream
+    again = 0.0
+    if case.recompute != "none":
+        again = max(layer_activation_bytes(case, "none", layer) - one for one, (layer, _) in zip(kept, kinds))
+    wide_gradient = tokens * w / case.tp * 2 * max(layer.mlp.down.inputs for layer, _ in kinds) + 2 * stream
     logits = 0.0
     if stage == case.grid.last_stage:  # with the final norm's and the head's inputs; those of others in flight wait
         own = tokens * case.padded_vocab / case.tp * w

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from statistics import NormalDist
 
-from megatron_port.config.flops import hardware_flops, model_flops
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.flops import hardware_flops, model_flops
+from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.counts import stage_elements
+from megatron_port.plan.elements import stage_elements
 from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
@@ -73,22 +75,30 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
         case, pp=1, vp=1, dp=1, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
         micro_batches=1 if case.fp8 == "none" else case.micro_batches,  # which share the weights' casts
     )
-    layer, first, last = _unit_costs(alike, machine)
-    layers = {count: layer.times(count) for count in set(case.chunks)}
-    out = [layers[count] for count in case.chunks]
+    layers, first, last = _unit_costs(alike, machine)
+    spec = model_spec(case.model)
+    out = []
+    for start, stop in case.layer_ranges:
+        kinds = [_of_kind(layers, layer).times(count) for layer, count in spec.kinds(start, stop)]
+        out.append(reduce(Cost.__add__, kinds) if kinds else Cost())
     out[0] = out[0] + first
     out[-1] = out[-1] + last
     return out
 
 
+def _of_kind(costs: tuple[tuple[LayerSpec, Cost], ...], layer: LayerSpec) -> Cost:
+    return next(cost for known, cost in costs if known is layer or known == layer)
+
+
 @lru_cache(maxsize=1024)
-def _unit_costs(case: Case, machine: Machine) -> tuple[Cost, Cost, Cost]:
-    """A layer, the embedding, the head."""
+def _unit_costs(case: Case, machine: Machine) -> tuple[tuple[tuple[LayerSpec, Cost], ...], Cost, Cost]:
+    """Each kind of layer, the embedding, the head."""
     rates, links = Rates.of(machine), Links.of(machine)
     group = span(machine, case.tp, 1)
+    kinds = [layer for layer, _ in model_spec(case.model).kinds()]
     return (
-        layer_cost(case, rates, links, group), embedding_cost(case, rates, links, group),
-        head_cost(case, rates, links, group),
+        tuple((layer, layer_cost(case, layer, rates, links, group)) for layer in kinds),
+        embedding_cost(case, rates, links, group), head_cost(case, rates, links, group),
     )
 
 

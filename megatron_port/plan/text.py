@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_port.config.flops import model_flops
+from megatron_port.model.flops import model_flops
 from megatron_port.plan.arithmetic import (
     bubble_fraction,
     days,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_port.plan.case import Case
-from megatron_port.plan.counts import norm_elements, stage_elements
+from megatron_port.plan.elements import bucket_elements
 from megatron_port.plan.layer import ends_at_product
 
 Key = tuple[str, str]
@@ -64,36 +64,6 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
         other = [v + d for v in ends for d in (1, -1) if 0 <= v + d < case.grid.virtual_stages]
         out.add("pp", "send", between * sum(case.grid.holder(v)[0] != stage for v in other))
     return out
-
-
-def partial_elements(case: Case, stage: int) -> int:
-    """Elements of which each tensor-parallel rank has only its tokens' gradient: norms, row biases, positions."""
-    m = case.model
-    if not case.sequence_parallel:
-        return 0
-    row_biases = 2 * m.hidden_size if m.add_bias else 0
-    count = case.stage_layers(stage) * (2 * norm_elements(m) + row_biases)
-    if stage == 0 and m.position_embedding == "learned":
-        count += m.seq_length * m.hidden_size
-    return count + (norm_elements(m) if stage == case.grid.last_stage else 0)
-
-
-def shared_elements(case: Case, stage: int) -> int:
-    """Elements of key/value projections that several tensor-parallel ranks hold, each with its part of the gradient."""
-    m = case.model
-    if case.tp <= m.kv_heads:
-        return 0
-    return case.stage_layers(stage) * 2 * m.head_size * (m.hidden_size + m.add_bias)
-
-
-def bucket_elements(case: Case, stage: int) -> dict[str, int]:
-    """Elements of a rank's parameters by the kind of bucket they are in (``optim.buckets``), without its padding."""
-    tied = case.model.tie_embeddings and case.grid.last_stage != 0 and stage in (0, case.grid.last_stage)
-    table = case.padded_vocab // case.tp * case.model.hidden_size if tied else 0
-    partial = partial_elements(case, stage)
-    shared = shared_elements(case, stage)
-    plain = stage_elements(case, stage) - partial - shared - table
-    return {"plain": plain, "partial": partial, "shared": shared, "tied": table}
 
 
 def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None) -> Traffic:

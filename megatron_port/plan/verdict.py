@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_port.config.checks import check
-from megatron_port.config.flops import parameter_count
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
+from megatron_port.model.flops import parameter_count
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.memory import StageMemory, plan_memory
 from megatron_port.plan.search import Candidate, better, nearest_fit, options_of, search

@@ -9,7 +9,8 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
 from megatron_port.model.build import BuildContext
-from megatron_port.model.gpt import GPTStage, build_chunks, unit_costs
+from megatron_port.model.flops import unit_costs
+from megatron_port.model.gpt import GPTStage, build_chunks
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_reader

@@ -13,10 +13,10 @@ import torch
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.checks import check, resolve, topology_sizes
-from megatron_port.config.flops import hardware_flops, model_flops, parameter_count
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import ConfigError
+from megatron_port.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_port.checkpoint.disk import free_bytes
-from megatron_port.config.flops import parameter_count
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EnvironmentFault
+from megatron_port.model.flops import parameter_count
 
 _PROBE = 1 << 16
 """Bytes written and taken away again: more than a full file system finds room for in what it has allocated."""

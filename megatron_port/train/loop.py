@@ -15,7 +15,6 @@ from megatron_port.checkpoint.disk import disk_error
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.dump import leaves, to_toml
-from megatron_port.config.flops import hardware_flops, model_flops, parameter_count
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.files import write_bytes
 from megatron_port.data.loader import Loaders, build_loaders
@@ -27,6 +26,7 @@ from megatron_port.health.replay import check_replay_settings, replay_on_neighbo
 from megatron_port.health.replicas import check_replicas
 from megatron_port.launch.outcome import FINISHED, SAVED, write_outcome
 from megatron_port.launch.outcome import Outcome as Ending
+from megatron_port.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
 from megatron_port.parallel.positions import sequence_partition

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.config.dump import toml_value
-from megatron_port.config.flops import model_flops
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EXIT_INTERRUPTED, ConfigError, EnvironmentFault
+from megatron_port.model.flops import model_flops
 from megatron_port.plan.search import Candidate
 from megatron_port.runtime.job import current_job
 from megatron_port.runtime.redact import redact

@@ -74,7 +74,8 @@ class Draw:
         c, t = self.config, self.topology
         keep = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length",
                 "position_embedding", "normalization", "activation", "add_bias", "tie_embeddings", "hidden_dropout",
-                "attention_dropout", "ffn_hidden_size", "parallel_residual", "rope_scaling", "rotary_percent")
+                "attention_dropout", "ffn_hidden_size", "parallel_residual", "rope_scaling", "rotary_percent",
+                "qk_norm")
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.layout.recompute,
@@ -142,6 +143,8 @@ def _model(r: random.Random, t: Topology) -> dict[str, Any]:
         if model["rope_scaling"] == "llama3":
             model |= {"rope_original_length": r.choice((4, 8)), "rope_low_freq_factor": r.choice((1.0, 2.0)),
                       "rope_high_freq_factor": r.choice((4.0, 6.0))}
+    # Drawn apart: the numbers before it, and so all other fields of a seed, stay what they were.
+    model["qk_norm"] = random.Random(repr(model)).random() < 0.3
     return model
 
 

@@ -15,6 +15,7 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import LayoutConfig
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.mlp import MLP
 from megatron_port.model.norm import Norm
@@ -243,32 +244,32 @@ def cross_entropy(b: Bench) -> Parts:
 
 def attention(b: Bench) -> Parts:
     build = b.build()
-    module = SelfAttention("attention", build)
+    module = SelfAttention("layers.0", model_spec(build.model).layers[0].attention, build)
     return b.residual(module, b.fill(module), build.stream, module.output.bias)
 
 
 def mlp(b: Bench) -> Parts:
     build = b.build()
-    module = MLP("mlp", build)
+    module = MLP("layers.0", model_spec(build.model).layers[0].mlp, build)
     return b.residual(module, b.fill(module), build.stream, module.down.bias)
 
 
 def norm(b: Bench) -> Parts:
     build = b.build()
-    module = Norm("norm", build)
+    module = Norm("layers.0", model_spec(build.model).layers[0].norm1, build)
     return b.residual(module, b.fill(module), build.stream)
 
 
 def layer(b: Bench) -> Parts:
     build = b.build()
-    module = TransformerLayer(1, build)
+    module = TransformerLayer(1, model_spec(build.model).layers[0], build)
     return b.residual(module, b.fill(module), build.stream)
 
 
 def model_embedding(b: Bench) -> Parts:
     """Word and position embedding with dropout, from tokens [batch, seq]."""
     build = b.build()
-    module = Embedding(build)
+    module = Embedding(model_spec(build.model).embedding, build)
     parameters = b.fill(module)
     model = build.model
     shape = (b.case.seq, b.case.batch, model.hidden_size)
@@ -284,7 +285,7 @@ def model_embedding(b: Bench) -> Parts:
 def head(b: Bench) -> Parts:
     """Final norm, projection to the vocabulary and loss of each token [batch, seq]."""
     build = b.build()
-    module = Head(build)
+    module = Head(model_spec(build.model).head, build)
     parameters = b.fill(module)
     model = build.model
     x = b.random(b.case.seq, b.case.batch, model.hidden_size)

@@ -162,6 +162,8 @@ def test_wheel_ships_the_configs(tmp_path: Path) -> None:
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     shipped = {name.removeprefix("megatron_port/_configs/") for name in names if "/_configs/" in name}
     assert shipped == {str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").glob("*/*.toml")}
+    families = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_port").glob("model/families/*/models/*.toml")}
+    assert families and families <= set(names)
     assert "megatron_port/py.typed" in names and "megatron_port/cli/main.py" in names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_port").rglob("*.py")}
     assert sources == {name for name in names if name.endswith(".py")}

@@ -38,6 +38,7 @@ class Shape:
     init_std: float
     norm_epsilon: float
     rope_theta: float = 10000.0
+    qk_norm: bool = False
 
     @property
     def head(self) -> int:
@@ -66,6 +67,8 @@ def shapes(m: Shape) -> dict[str, tuple[tuple[int, ...], str]]:
         layer, f = f"layers.{i}", m.ffn_hidden_size
         norm(f"{layer}.norm1")
         linear(f"{layer}.attention.qkv", ((m.num_attention_heads + 2 * m.num_query_groups) * m.head,), h, "normal")
+        for part in ("query", "key") if m.qk_norm else ():
+            out[f"{layer}.attention.{part}_norm.weight"] = ((m.head,), "ones")
         linear(f"{layer}.attention.output", (h,), m.num_attention_heads * m.head, "output")
         norm(f"{layer}.norm2")
         linear(f"{layer}.mlp.up", (2, f) if m.activation == "swiglu" else (f,), h, "normal")
@@ -104,6 +107,13 @@ def normed(x: Tensor, w: Weights, name: str, m: Shape) -> Tensor:
     return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
 
 
+def root_mean_square(x: Tensor, weight: Tensor, m: Shape) -> Tensor:
+    """RMSNorm over the last dimension, in float32 at least."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    wide = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + m.norm_epsilon)
+    return (wide * weight.to(wide.dtype)).to(x.dtype)
+
+
 def rotated(x: Tensor, theta: float) -> Tensor:
     """x [sample, seq, head, d]: element i turns with element i + d/2. Angles are float32 as documented."""
     half = x.shape[-1] // 2
@@ -127,6 +137,8 @@ def attention(x: Tensor, w: Weights, layer: str, m: Shape, drop: Drop) -> Tensor
     per = m.num_attention_heads // m.num_query_groups
     packed = product(x, w, f"{layer}.attention.qkv").view(samples, seq, m.num_query_groups, per + 2, m.head)
     q, k, v = packed[..., :per, :], packed[..., per : per + 1, :], packed[..., per + 1 :, :]
+    if m.qk_norm:
+        q, k = (root_mean_square(x, w[f"{layer}.attention.{n}_norm.weight"], m) for x, n in ((q, "query"), (k, "key")))
     q = q.reshape(samples, seq, -1, m.head)
     k, v = (t.expand(-1, -1, -1, per, -1).reshape(samples, seq, -1, m.head) for t in (k, v))
     if m.position_embedding == "rope":

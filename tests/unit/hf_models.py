@@ -47,6 +47,23 @@ def llama(length: int = 32, **changes: Any) -> Any:
     })
 
 
+SIZES = {
+    "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+    "intermediate_size": 96, "vocab_size": VOCABULARY, "bos_token_id": 100, "eos_token_id": 100, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}
+
+
+def small(model_type: str, length: int = 32, **changes: Any) -> Any:
+    """A small configuration of any family: of the usual fields those that its class has."""
+    import transformers
+
+    kind = transformers.CONFIG_MAPPING[model_type]
+    known = {*kind().to_dict(), *kind.attribute_map}
+    sizes = {"max_position_embeddings": length, **SIZES}
+    return kind(**{**{k: v for k, v in sizes.items() if k in known}, **changes})
+
+
 def reference(config: Any, *, scale: float = 5.0, seed: int = 0) -> Any:
     """A model with weights of ``scale`` times the usual 0.02, biases and norms away from 0 and 1."""
     import transformers

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.config.flops import parameter_count
 from megatron_port.config.schema import ModelConfig
 from megatron_port.data.tokenizer_files import HFTokenizer
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
@@ -25,16 +24,18 @@ from megatron_port.interop import export_hf as export_module
 from megatron_port.interop.export_hf import export_hf, tensor_slabs
 from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.interop.hf_files import HFFolder
-from megatron_port.interop.hf_names import GPT2, LLAMA, NEOX, hf_mapping, hf_tensors
+from megatron_port.interop.hf_names import hf_mapping, hf_tensors
 from megatron_port.interop.import_hf import read_hf
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.interop.staged import Stage
+from megatron_port.model.flops import parameter_count
 from megatron_port.session.weights import model_differences, open_weights
 from tests.unit import hf_models as hf
 from tests.unit.interop_cases import read_all, saved
 
 transformers = pytest.importorskip("transformers")
 
+GPT2, NEOX, LLAMA = "gpt2", "gpt_neox", "llama"
 OURS = {
     GPT2: ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=53, seq_length=16),
     NEOX: ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=53, seq_length=16,

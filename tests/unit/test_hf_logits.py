@@ -27,7 +27,9 @@ pytest.importorskip("transformers")
 BOUND = 1e-6
 
 
-def stage_of(folder: HFFolder, model: ModelConfig | None = None) -> GPTStage:
+def stage_of(
+    folder: HFFolder, model: ModelConfig | None = None, dtype: torch.dtype = torch.float32
+) -> GPTStage:
     """Our model of a folder (or another, with its weights), in plain torch."""
     ctx = ParallelContext.single()
     model = model or folder.model
@@ -35,7 +37,7 @@ def stage_of(folder: HFFolder, model: ModelConfig | None = None) -> GPTStage:
     stream.enabled = False
     context = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=8), ctx=ctx, providers=torch_providers(), stream=stream,
-        dtype=torch.float32,
+        dtype=dtype,
     )
     stage = GPTStage(context, start=0, stop=model.num_layers).eval()
     for record, parameter in recorded_parameters(stage):
@@ -60,6 +62,8 @@ CASES = {
     "llama biases": lambda: hf.llama(attention_bias=True, mlp_bias=True),
     "llama linear": lambda: hf.llama(rope_parameters=dict(hf.LINEAR)),
     "llama llama3": lambda: hf.llama(rope_parameters=dict(hf.LLAMA3)),
+    "qwen3": lambda: hf.small("qwen3"),
+    "qwen3 tied, llama3": lambda: hf.small("qwen3", tie_word_embeddings=True, rope_parameters=dict(hf.LLAMA3)),
     "neox": lambda: hf.neox(),
     "neox half rotary, sequential": lambda: hf.neox(
         rotary_pct=0.5, use_parallel_residual=False, hidden_act="gelu_fast"
@@ -75,6 +79,21 @@ def test_logits(case: str, tmp_path: Path) -> None:
     assert deviation(stage_of(folder), reference) <= BOUND
 
 
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1}, {"head_dim": 8, "num_key_value_heads": 4}])
+def test_normed_heads_in_fp64(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Sharp scores amplify rounding; in double, where neither rounds to float32, nothing is left of the difference."""
+    reference = hf.reference(hf.small("qwen3", **changes))
+    folder = HFFolder(hf.saved(reference, tmp_path))
+    frequencies = reference.model.rotary_emb.inv_freq
+    reference.double().model.rotary_emb.inv_freq = frequencies.float()  # these define the model
+    tokens = torch.arange(96).view(3, 32)
+    with torch.no_grad():
+        ours = stage_of(folder, dtype=torch.float64)(tokens).transpose(0, 1)[..., : hf.VOCABULARY]
+        with hf.in_double(reference):
+            theirs = reference(tokens).logits
+    assert hf.relative(ours, theirs) <= 1e-12
+
+
 @pytest.mark.parametrize(
     ("case", "change"),
     [
@@ -84,6 +103,7 @@ def test_logits(case: str, tmp_path: Path) -> None:
         ("llama llama3", {"rope_scaling": "none"}),
         ("llama llama3", {"rope_high_freq_factor": 3.0}),
         ("llama tied", {"norm_epsilon": 1e-3}),
+        ("qwen3", {"qk_norm": False}),
     ],
 )
 def test_a_wrong_option_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import ConfigError
-from megatron_port.model.gpt import unit_costs
-from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.model.flops import unit_costs
+from megatron_port.pipeline.partition import balanced_layers, search_split
 
 COSTS = st.integers(0, 20).map(float)
 
@@ -100,3 +100,12 @@ def test_unit_costs_by_hand() -> None:
 def test_fewer_layers_than_stages() -> None:
     with pytest.raises(ConfigError, match="num_layers 2 is less than pipeline_parallel_size 3.*2 or fewer"):
         balanced_layers([0.0, 1.0, 1.0, 0.0], 3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 24), st.integers(1, 6), st.integers(0, 14), st.data())
+def test_equal_layers_are_split_as_any_layers_are(count: int, layer: int, head: int, data: st.DataObject) -> None:
+    """The short way for layers of one cost gives what the search over all splits gives, ties included."""
+    costs = [0.0, *[float(layer)] * count, float(head)]
+    stages = data.draw(st.integers(1, count))
+    assert balanced_layers(costs, stages) == search_split(costs, stages)

@@ -16,15 +16,16 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.optim.buckets import ALIGN, BucketPlan
 from megatron_port.parallel.mesh import Mesh
 from megatron_port.plan.case import ENGINES, Machine, case_of, machine_of
-from megatron_port.plan.counts import stage_elements
+from megatron_port.plan.elements import bucket_elements, stage_elements
 from megatron_port.plan.layer import head_cost, layer_cost
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.step import chunk_costs
-from megatron_port.plan.traffic import bucket_elements, pass_traffic, step_traffic
+from megatron_port.plan.traffic import pass_traffic, step_traffic
 
 GPT = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100, "seq_length": 16}
 LLAMA = {
@@ -122,7 +123,7 @@ def test_gathering_again_doubles_the_heads_backward() -> None:
     rates, links, group = Rates.of(machine), Links.of(machine), span(machine, 2, 1)
     kept = head_cost(replace(case, engine=replace(case.engine, gathers_again=False)), rates, links, group)
     assert head_cost(case, rates, links, group).backward_tensor == pytest.approx(2 * kept.backward_tensor)
-    assert layer_cost(case, rates, links, group).forward_tensor > 0
+    assert layer_cost(case, model_spec(case.model).layers[0], rates, links, group).forward_tensor > 0
 
 
 def test_deepspeeds_gradients_and_weights_are_those_of_the_plan() -> None:

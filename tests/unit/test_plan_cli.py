@@ -14,10 +14,10 @@ import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.config.checks import check, problems
-from megatron_port.config.flops import model_flops
 from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load, shipped_names
 from megatron_port.config.machine import CalibrationConfig, HardwareConfig
+from megatron_port.model.flops import model_flops
 from megatron_port.plan import arithmetic
 from megatron_port.plan.case import case_of, machine_of
 from megatron_port.plan.memory import plan_memory

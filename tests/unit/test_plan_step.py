@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from megatron_port.config.flops import hardware_flops, model_flops
 from megatron_port.config.loader import load
 from megatron_port.errors import ConfigError
+from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.pipeline.simulate import simulate
 from megatron_port.plan.case import Case, Machine, case_of, machine_of

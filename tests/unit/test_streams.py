@@ -48,7 +48,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
         position_embedding=draw(st.sampled_from(("learned", "rope"))),
         normalization=draw(st.sampled_from(("layernorm", "rmsnorm"))),
         activation=draw(st.sampled_from(("gelu", "gelu_tanh", "swiglu"))), add_bias=draw(st.booleans()),
-        tie_embeddings=draw(st.booleans()), parallel_residual=draw(st.booleans()),
+        tie_embeddings=draw(st.booleans()), parallel_residual=draw(st.booleans()), qk_norm=draw(st.booleans()),
         hidden_dropout=0.1, attention_dropout=draw(st.sampled_from((0.0, 0.2))),
         init_std=draw(st.sampled_from((0.02, 0.5))),
     )

@@ -1,0 +1,106 @@
+"""The spec of the decoder that a configuration describes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.model.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    Groups,
+    HeadSpec,
+    LayerSpec,
+    LinearSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    ParameterSpec,
+    Split,
+)
+
+WORD_EMBEDDING = "embedding.word.weight"
+"""Canonical name of the token embedding, and of the head's matrix when the two are tied."""
+
+
+@lru_cache(maxsize=256)
+def model_spec(model: ModelConfig) -> ModelSpec:
+    """Embedding, layers and head of ``model``. All layers are alike, and one object."""
+    return ModelSpec(_embedding(model), (_layer(model),) * model.num_layers, _head(model))
+
+
+def _embedding(model: ModelConfig) -> EmbeddingSpec:
+    position = ParameterSpec(
+        name="embedding.position.weight", shape=(model.seq_length, model.hidden_size), init="normal",
+        std=model.init_std, decay=True, gradient="tokens",
+    )
+    return EmbeddingSpec(
+        word=_table(WORD_EMBEDDING, model), position=position if model.position_embedding == "learned" else None
+    )
+
+
+def _head(model: ModelConfig) -> HeadSpec:
+    """The head has no bias."""
+    name = WORD_EMBEDDING if model.tie_embeddings else "head.weight"
+    return HeadSpec(norm=_norm("final_norm", model), weight=_table(name, model))
+
+
+def _table(name: str, model: ModelConfig) -> ParameterSpec:
+    return ParameterSpec(
+        name=name, shape=(model.vocab_size, model.hidden_size), init="normal", std=model.init_std, decay=True,
+        split=Split(0, vocabulary=True), tied=model.tie_embeddings,
+    )
+
+
+def _norm(name: str, model: ModelConfig) -> NormSpec:
+    """A norm of the residual stream."""
+    kind = model.normalization
+    return NormSpec(name=name, size=model.hidden_size, kind=kind, bias=kind == "layernorm" and model.add_bias)
+
+
+def _head_norm(name: str, groups: Groups) -> NormSpec:
+    """A norm of each head. Heads are divided over tensor-parallel ranks, so each has a part of the gradient."""
+    return NormSpec(name=name, size=groups.head_size, kind="rmsnorm", bias=False, gradient="heads")
+
+
+def _layer(model: ModelConfig) -> LayerSpec:
+    return LayerSpec(
+        norm1=_norm("norm1", model), attention=_attention(model), norm2=_norm("norm2", model), mlp=_mlp(model),
+        parallel_residual=model.parallel_residual,
+    )
+
+
+def _residual_std(model: ModelConfig) -> float:
+    """Of the two projections of each layer that write into the residual stream (GPT-2's 1/sqrt(2 L))."""
+    return model.init_std / (2 * model.num_layers) ** 0.5
+
+
+def _attention(model: ModelConfig) -> AttentionSpec:
+    groups = Groups(model.num_attention_heads, model.kv_heads, model.head_size)
+    return AttentionSpec(
+        qkv=LinearSpec(
+            name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
+            bias=model.add_bias, std=model.init_std, groups=groups,
+        ),
+        query_norm=_head_norm("attention.query_norm", groups) if model.qk_norm else None,
+        key_norm=_head_norm("attention.key_norm", groups) if model.qk_norm else None,
+        output=LinearSpec(
+            name="attention.output", inputs=groups.heads * groups.head_size, outputs=model.hidden_size,
+            parallel="row", bias=model.add_bias, std=_residual_std(model),
+        ),
+        groups=groups,
+    )
+
+
+def _mlp(model: ModelConfig) -> MLPSpec:
+    return MLPSpec(
+        up=LinearSpec(
+            name="mlp.up", inputs=model.hidden_size, outputs=model.ffn_size, parallel="column", bias=model.add_bias,
+            std=model.init_std, packed=2 if model.activation == "swiglu" else 1,
+        ),
+        down=LinearSpec(
+            name="mlp.down", inputs=model.ffn_size, outputs=model.hidden_size, parallel="row", bias=model.add_bias,
+            std=_residual_std(model),
+        ),
+        activation=model.activation,
+    )

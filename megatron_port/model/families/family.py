@@ -1,0 +1,53 @@
+"""What is known of a family of Hugging Face models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.model.families.fields import Fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Where each of our modules is in the family's files: the name without ``.weight`` or ``.bias``."""
+
+    prefix: str
+    """Before every name but the head's; files of the bare model leave it out."""
+    outside: Mapping[str, str]
+    """Modules outside the layers, the head left out."""
+    head: str
+    """The whole name of the head's matrix."""
+    layer: str
+    """Before the names of a layer, ``{}`` for its number."""
+    inside: Mapping[str, str | tuple[str, ...]]
+    """Modules of a layer. Several names: the parts of a fused matrix, in our order (query, key, value; gate, up)."""
+    qkv_by_head: bool = False
+    """A fused projection there has each head's query, key and value together; else all queries, all keys, all
+    values."""
+    rotated_first: bool = False
+    """Under partial rotation the rotated elements of a head come first; ours pair element i with i + d/2."""
+    transposed: tuple[str, ...] = ()
+    """Ends of names of matrices that are stored as [in, out]."""
+    buffers: tuple[str, ...] = ()
+    """Ends of names that older versions saved although they are no parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture of transformers, in both directions."""
+
+    name: str
+    """``model_type`` in config.json."""
+    architecture: str
+    """transformers' class of the language model."""
+    read: Callable[[Fields], dict[str, Any]]
+    """Fields of :class:`ModelConfig` from those of a config.json. Raises CheckpointError for what our model cannot
+    compute."""
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """The family's own fields of a config.json."""
+    names: Names
+    harmless: frozenset[str] = frozenset()
+    """Fields of the family that change nothing in what a language model computes."""

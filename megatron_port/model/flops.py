@@ -1,0 +1,81 @@
+"""Counts of a model: parameters and floating-point operations, summed over the specs of its units.
+
+A multiply-add is two operations. Attention is counted in full (the causal half is
+not taken off), the head is counted, element-wise work is not. With a heads of size
+d, g key/value heads, MLP width f, sequence s, vocabulary V (unpadded), L layers:
+
+* matrices of a layer   P = h·d·(2a + 2g) + 2·h·f  (3·h·f for swiglu)
+* forward of a layer    2·s·P + 4·s²·a·d           (the second term: QKᵀ and the product with V)
+* forward of the head   2·s·V·h
+
+A backward costs twice its forward. For GPT (a·d = h, g = a, f = 4h) a step on B
+samples is ``72·B·s·L·h²·(1 + s/6h + V/12Lh)``, and with full recompute, where every
+layer but not the head runs forward twice, ``96·B·s·L·h²·(1 + s/6h + V/16Lh)``
+(Narayanan et al., arXiv 2104.04473). *Model* FLOPs do not depend on recompute (MFU);
+*hardware* FLOPs do (HFU). Selective recompute adds one forward of the attention core,
+``72·B·s·L·h²·(1 + 2s/9h + V/12Lh)``; Korthikanti et al. (arXiv 2205.05198) print s/3h,
+which counts the repeated core three times: their HFU is higher than ours.
+"""
+
+from __future__ import annotations
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.model.decoder_spec import model_spec
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def layer_matmul_parameters(model: ModelConfig) -> int:
+    """Elements of the matrices of one transformer layer."""
+    return model_spec(model).layers[0].matmul_numel
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the whole model, padding left out; a tied head counts once."""
+    spec = model_spec(model)
+    ends = (*spec.embedding.parameters, *(p for p in spec.head.parameters if not p.tied))
+    layers = sum(count * sum(p.numel for p in layer.parameters) for layer, count in spec.kinds())
+    return sum(p.numel for p in ends) + layers
+
+
+def layer_forward_flops(model: ModelConfig) -> int:
+    """Operations of one layer's forward on one sample."""
+    return model_spec(model).layers[0].forward_flops(model.seq_length)
+
+
+def attention_core_flops(model: ModelConfig) -> int:
+    """Operations of QKᵀ and of the weights times V in one layer's forward on one sample: 4·s²·a·d."""
+    return model_spec(model).layers[0].attention.core_flops(model.seq_length)
+
+
+def unit_costs(model: ModelConfig) -> list[float]:
+    """Forward matmul FLOPs per token of each unit, [embedding, layer 0, …, head], for balancing stages."""
+    spec, seq = model_spec(model), model.seq_length
+    layers = [float(layer.forward_flops(seq) // seq) for layer, count in spec.kinds() for _ in range(count)]
+    return [0.0, *layers, float(spec.head.forward_flops(seq) // seq)]
+
+
+def model_flops(model: ModelConfig) -> int:
+    """Operations that training on one sample needs (forward and backward); the numerator of MFU."""
+    spec, seq = model_spec(model), model.seq_length
+    layers = sum(count * layer.forward_flops(seq) for layer, count in spec.kinds())
+    return 3 * (spec.embedding.forward_flops(seq) + layers + spec.head.forward_flops(seq))
+
+
+def hardware_flops(model: ModelConfig, recompute: str = "none", tp: int = 1) -> int:
+    """Operations that are executed for one sample; the numerator of HFU.
+
+    ``recompute``: ``none``; ``selective`` adds one forward of the attention core of every
+    layer; ``full`` adds one forward of every layer (not of the head). Each of ``tp`` tensor-parallel
+    ranks projects at least one key/value head, so with fewer heads some are projected several times.
+
+    Raises ValueError for an unknown ``recompute``.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"unknown recompute {recompute!r}; one of {', '.join(RECOMPUTE)}")
+    seq, total = model.seq_length, model_flops(model)
+    for layer, count in model_spec(model).kinds():
+        copied = 2 * seq * layer.copied_numel(tp)
+        again = {"none": 0, "selective": layer.attention.core_flops(seq), "full": layer.forward_flops(seq) + copied}
+        total += count * (again[recompute] + 3 * copied)
+    return total

@@ -1,0 +1,337 @@
+"""What the model is made of: each part states its parameters and its cost once. Plain Python, without torch.
+
+Modules are built from these specs, and parameter counts, FLOPs, memory, the pipeline's split, the planner and the
+Hugging Face mapping read them. A part that is stated here is therefore counted, planned, saved and exported; a
+parameter that a module has beside its spec fails ``tests/unit/test_model_spec.py``.
+
+Names of a layer's parameters are relative to the layer, so that equal layers are one object;
+``ModelSpec.parameters`` puts ``layers.17.`` in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from typing import Literal
+
+Gradient = Literal["whole", "tokens", "heads"]
+Kind = Literal["plain", "partial", "shared", "tied"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows of a fused projection by key/value group: the group's query heads, its key, its value."""
+
+    heads: int
+    """Query heads."""
+    groups: int
+    """Key/value heads."""
+    head_size: int
+
+    def held(self, tp: int) -> int:
+        """Key/value heads that ``tp`` ranks hold together: each rank at least one, copies included."""
+        return max(self.groups, tp)
+
+    def rows_held(self, tp: int) -> int:
+        """Rows that ``tp`` ranks hold together, copies included."""
+        return self.head_size * (self.heads + 2 * self.held(tp))
+
+    def shared_rows(self, tp: int) -> int:
+        """Rows of each rank that neighbouring ranks hold as well."""
+        return 2 * self.head_size if tp > self.groups else 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """The dimension of a parameter that tensor-parallel ranks divide."""
+
+    dim: int
+    vocabulary: bool = False
+    """Padded first, as the layout asks."""
+    groups: Groups | None = None
+    """Divided by key/value group, which ranks share where there are more ranks than groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """One parameter of the unsplit model."""
+
+    name: str
+    """Canonical; relative to the layer within a :class:`LayerSpec`."""
+    shape: tuple[int, ...]
+    """Logical: unsplit, unpadded."""
+    init: str
+    """normal (mean 0, ``std``) | zeros | ones"""
+    std: float = 0.0
+    decay: bool
+    """Weight decay applies."""
+    split: Split | None = None
+    """None: every tensor-parallel rank holds all of it."""
+    gradient: Gradient = "whole"
+    """What a rank's backward pass gives of an unsplit parameter: ``whole``; the part of its ``tokens`` under sequence
+    parallelism, else the whole; the part of its ``heads``."""
+    tied: bool = False
+    """The token table of a model with tied ends: one parameter in two units."""
+
+    @property
+    def numel(self) -> int:
+        """Logical elements."""
+        return prod(self.shape)
+
+    def is_partial(self, tp: int, sequence_parallel: bool) -> bool:
+        """Whether each of ``tp`` ranks has only a part of the gradient of this unsplit parameter."""
+        return tp > 1 and (self.gradient == "heads" or (self.gradient == "tokens" and sequence_parallel))
+
+    def local_numel(self, tp: int, padded_vocab: int = 0) -> int:
+        """Elements that a rank holds, padding and copies included."""
+        if self.split is None:
+            return self.numel
+        rest = self.numel // self.shape[self.split.dim]
+        if self.split.groups is not None:
+            return self.split.groups.rows_held(tp) // tp * rest
+        rows = padded_vocab if self.split.vocabulary and padded_vocab else self.shape[self.split.dim]
+        return rows // tp * rest
+
+    def shared_numel(self, tp: int) -> int:
+        """Elements that a rank holds and its neighbours too, each with its heads' part of the gradient."""
+        if self.split is None or self.split.groups is None:
+            return 0
+        return self.split.groups.shared_rows(tp) * (self.numel // self.shape[self.split.dim])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec:
+    """A matrix product with every token: ``column`` divides its outputs over tensor-parallel ranks, ``row`` its inputs.
+
+    ``packed`` matrices of ``outputs`` rows may lie in one parameter [packed, outputs, inputs].
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    parallel: Literal["column", "row"]
+    bias: bool
+    std: float
+    packed: int = 1
+    groups: Groups | None = None
+    """The rows are a fused projection of queries, keys and values."""
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Weight, and bias where it has one."""
+        lead = (self.packed,) if self.packed > 1 else ()
+        column = self.parallel == "column"
+        rows = Split(len(lead), groups=self.groups)
+        weight = ParameterSpec(
+            name=f"{self.name}.weight", shape=(*lead, self.outputs, self.inputs), init="normal", std=self.std,
+            decay=True, split=rows if column else Split(1),
+        )
+        bias = ParameterSpec(
+            name=f"{self.name}.bias", shape=(*lead, self.outputs), init="zeros", decay=False,
+            split=rows if column else None, gradient="whole" if column else "tokens",
+        )
+        return (weight, bias) if self.bias else (weight,)
+
+    @property
+    def weight_numel(self) -> int:
+        """Elements of the weight; a forward takes two operations for each and each token."""
+        return self.packed * self.outputs * self.inputs
+
+    def outputs_held(self, tp: int) -> int:
+        """Outputs that ``tp`` ranks compute together, copies included."""
+        return self.groups.rows_held(tp) if self.groups is not None else self.packed * self.outputs
+
+    def product(self, tp: int) -> tuple[float, float]:
+        """(outputs, inputs) of the product on one of ``tp`` ranks."""
+        if self.parallel == "column":
+            return self.outputs_held(tp) / tp, self.inputs
+        return self.outputs, self.inputs / tp
+
+    def kept_features(self, tp: int) -> int:
+        """Activations per token that ``tp`` ranks together keep for the backward pass: what is divided of its ends."""
+        return self.outputs_held(tp) if self.parallel == "column" else self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """A norm over ``size`` features."""
+
+    name: str
+    size: int
+    kind: str
+    """layernorm | rmsnorm"""
+    bias: bool
+    gradient: Gradient = "tokens"
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Weight, and bias where it has one."""
+        weight = ParameterSpec(
+            name=f"{self.name}.weight", shape=(self.size,), init="ones", decay=False, gradient=self.gradient
+        )
+        bias = replace(weight, name=f"{self.name}.bias", init="zeros")
+        return (weight, bias) if self.bias else (weight,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Causal self-attention: fused projection, optional norms of each query and key head, core, output projection."""
+
+    qkv: LinearSpec
+    query_norm: NormSpec | None
+    key_norm: NormSpec | None
+    output: LinearSpec
+    groups: Groups
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """In the order of the forward pass."""
+        return self.qkv, self.output
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules."""
+        norms = tuple(p for n in (self.query_norm, self.key_norm) if n is not None for p in n.parameters)
+        return (*self.qkv.parameters, *norms, *self.output.parameters)
+
+    def core_flops(self, seq: int) -> int:
+        """Operations of QKᵀ and of the weights times V of one sample's forward; the causal half is not taken off."""
+        return 4 * seq * seq * self.groups.heads * self.groups.head_size
+
+    def normalized_features(self, tp: int) -> int:
+        """Elements per token that the norms of queries and keys read on ``tp`` ranks together, copies included."""
+        heads = self.groups.heads if self.query_norm is not None else 0
+        heads += self.groups.held(tp) if self.key_norm is not None else 0
+        return heads * self.groups.head_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """The feed-forward block: ``up``, the activation, ``down``."""
+
+    up: LinearSpec
+    down: LinearSpec
+    activation: str
+    """gelu | gelu_tanh | swiglu"""
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """In the order of the forward pass."""
+        return self.up, self.down
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules."""
+        return (*self.up.parameters, *self.down.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """A transformer layer: norm, attention, residual, norm, feed-forward, residual."""
+
+    norm1: NormSpec
+    attention: AttentionSpec
+    norm2: NormSpec
+    mlp: MLPSpec
+    parallel_residual: bool
+    """Attention and feed-forward both read the layer's input."""
+
+    @property
+    def norms(self) -> tuple[NormSpec, ...]:
+        """Those over the residual stream."""
+        return self.norm1, self.norm2
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """In the order of the forward pass."""
+        return (*self.attention.linears, *self.mlp.linears)
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules; names relative to the layer."""
+        return (
+            *self.norm1.parameters, *self.attention.parameters, *self.norm2.parameters, *self.mlp.parameters
+        )
+
+    @property
+    def matmul_numel(self) -> int:
+        """Elements of its matrices."""
+        return sum(linear.weight_numel for linear in self.linears)
+
+    def copied_numel(self, tp: int) -> int:
+        """Elements of its matrices that ``tp`` ranks hold beyond one of each."""
+        qkv = self.attention.qkv
+        return (qkv.outputs_held(tp) - qkv.outputs) * qkv.inputs
+
+    def forward_flops(self, seq: int) -> int:
+        """Operations of one sample's forward, element-wise work left out."""
+        return 2 * seq * self.matmul_numel + self.attention.core_flops(seq)
+
+    def kept_features(self, tp: int) -> int:
+        """Activations per token, divided over ``tp`` ranks, that a forward keeps between its products."""
+        return sum(linear.kept_features(tp) for linear in self.linears)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSpec:
+    """Token table and, where positions are learned, theirs."""
+
+    word: ParameterSpec
+    position: ParameterSpec | None
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the module: its own before those of its parts."""
+        return (self.word,) if self.position is None else (self.position, self.word)
+
+    def forward_flops(self, seq: int) -> int:
+        """Rows are looked up: no products."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """Final norm and projection to the vocabulary; tied to the token table or with a matrix of its own."""
+
+    norm: NormSpec
+    weight: ParameterSpec
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the module: its own before those of its parts."""
+        return (self.weight, *self.norm.parameters)
+
+    def forward_flops(self, seq: int) -> int:
+        """Operations of the logits of one sample."""
+        return 2 * seq * self.weight.numel
+
+
+Unit = EmbeddingSpec | LayerSpec | HeadSpec
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The units of a model in order."""
+
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    head: HeadSpec
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Embedding, layers, head."""
+        return self.embedding, *self.layers, self.head
+
+    def parameters(self) -> Iterator[ParameterSpec]:
+        """Every parameter once, in order, by canonical name; a tied table with the embedding."""
+        yield from self.embedding.parameters
+        for index, layer in enumerate(self.layers):
+            for parameter in layer.parameters:
+                yield replace(parameter, name=f"layers.{index}.{parameter.name}")
+        yield from (p for p in self.head.parameters if not p.tied)
+
+    def kinds(self, start: int = 0, stop: int | None = None) -> list[tuple[LayerSpec, int]]:
+        """The layers [start, stop) as runs of equal ones: (layer, how many)."""
+        return [(layer, len(list(run))) for layer, run in groupby(self.layers[start:stop])]

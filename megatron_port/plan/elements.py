@@ -1,0 +1,96 @@
+"""Parameters of each rank, from the specs of the units that its stage holds.
+
+``tests/unit/test_plan_memory.py`` compares them with the meta model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.spec import LayerSpec, ParameterSpec
+from megatron_port.plan.case import Case
+
+Elements = dict[str, int]
+"""Elements by the kind of bucket that they are in (``optim.buckets``): plain, partial (each tensor-parallel rank has
+its tokens' or its heads' part of the gradient), shared (key/value projections that several ranks hold), tied."""
+
+
+def stage_kinds(case: Case, stage: int) -> list[tuple[LayerSpec, int]]:
+    """The layers of a stage over all its chunks: each kind, and how many there are of it."""
+    out: list[tuple[LayerSpec, int]] = []
+    for start, stop in case.of_stage(case.layer_ranges, stage):
+        for layer, count in model_spec(case.model).kinds(start, stop):
+            same = next((i for i, (known, _) in enumerate(out) if known == layer), None)
+            if same is None:
+                out.append((layer, count))
+            else:
+                out[same] = (layer, out[same][1] + count)
+    return out
+
+
+def bucket_elements(case: Case, stage: int) -> Elements:
+    """Elements of a rank's parameters by kind, the padding of buckets left out."""
+    out = {"plain": 0, "partial": 0, "shared": 0, "tied": 0}
+    for start, stop in case.of_stage(case.layer_ranges, stage):
+        for kind, count in _layers(case.model, start, stop, case.tp, case.sequence_parallel):
+            out[kind] += count
+    for kind, count in _sorted(_ends(case, stage), case.tp, case.sequence_parallel, case.padded_vocab):
+        apart = case.grid.last_stage != 0
+        out[kind if kind != "tied" or apart else "plain"] += count
+    return out
+
+
+def stage_elements(case: Case, stage: int) -> int:
+    """Elements that a rank of ``stage`` holds, padding and the last stage's copy of a tied embedding included."""
+    return sum(bucket_elements(case, stage).values())
+
+
+def largest_plain(case: Case, stage: int) -> int:
+    """Elements of the largest parameter of a rank whose gradient is whole there."""
+    layers = [p for layer, _ in stage_kinds(case, stage) for p in layer.parameters]
+    sizes = [
+        count for parameter in (*layers, *_ends(case, stage))
+        for kind, count in _sorted((parameter,), case.tp, case.sequence_parallel, case.padded_vocab)
+        if kind == "plain" or (kind == "tied" and case.grid.last_stage == 0)
+    ]
+    return max(sizes)
+
+
+def _ends(case: Case, stage: int) -> list[ParameterSpec]:
+    """Parameters of the embedding and of the head where they are on this stage; a table that both use once."""
+    spec = model_spec(case.model)
+    out = list(spec.embedding.parameters) if stage == 0 else []
+    if stage == case.grid.last_stage:
+        out += [p for p in spec.head.parameters if not (p.tied and stage == 0)]
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _layers(model: ModelConfig, start: int, stop: int, tp: int, sequence_parallel: bool) -> tuple[tuple[str, int], ...]:
+    """(kind, elements) of layers [start, stop) on a rank."""
+    return tuple(
+        (kind, count * elements)
+        for layer, count in model_spec(model).kinds(start, stop)
+        for kind, elements in _sorted(layer.parameters, tp, sequence_parallel, 0)
+    )
+
+
+def _sorted(
+    parameters: Iterable[ParameterSpec], tp: int, sequence_parallel: bool, padded_vocab: int
+) -> list[tuple[str, int]]:
+    """(kind, elements on a rank) of each parameter, or of its own and its shared rows."""
+    out: list[tuple[str, int]] = []
+    for parameter in parameters:
+        local, shared = parameter.local_numel(tp, padded_vocab), parameter.shared_numel(tp)
+        if parameter.tied:
+            out.append(("tied", local))
+        elif parameter.split is None and parameter.is_partial(tp, sequence_parallel):
+            out.append(("partial", local))
+        else:
+            out.append(("plain", local - shared))
+            if shared:
+                out.append(("shared", shared))
+    return out

@@ -1,0 +1,40 @@
+"""Every registered model family on {1, 2}³ layouts: in fp64 each trains as one process does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from cases import make_config
+from fuzz import Draw, failures, run_draws
+from pool import RankPool
+
+from megatron_port.interop.hf_config import model_from_hf
+from megatron_port.model.families import FAMILIES
+from megatron_port.parallel.topology import Topology
+from tests.unit import hf_models as hf
+
+pytest.importorskip("transformers")
+
+
+def draws(family: str, world: int) -> list[Draw]:
+    """Each layout of ``world`` ranks with sequence parallelism and without, one more with a key/value head shared."""
+    model = model_from_hf(hf.small(family, length=16).to_dict(), family)
+    values = {**vars(model), "num_layers": 2}
+    out = []
+    for (tp, pp, dp), sequence in itertools.product(itertools.product((1, 2), repeat=3), (False, True)):
+        if tp * pp * dp != world or (sequence and tp == 1):
+            continue
+        groups = 1 if sequence and model.kv_heads != model.num_attention_heads else model.kv_heads
+        config = make_config(
+            dtype="fp64", model={**values, "num_query_groups": groups}, layout={"sequence_parallel": sequence}
+        )
+        out.append(Draw(len(out), config, Topology(tp, pp, dp)))
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_family_on_every_layout(ranks: RankPool, family: str, world: int) -> None:
+    results = run_draws(ranks, draws(family, world))
+    assert results and not failures(results), failures(results)

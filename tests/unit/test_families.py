@@ -1,0 +1,168 @@
+"""Every registered family, without a line of its own here: names, shapes, counts, logits, and nothing lost in silence.
+
+transformers is the oracle: its model of the family says which tensors there are and what the logits are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_model_spec import differing, stage_records
+
+from megatron_port.checkpoint.reader import open_checkpoint
+from megatron_port.config.checks import CHOICES
+from megatron_port.config.loader import load
+from megatron_port.config.schema import ModelConfig
+from megatron_port.errors import CheckpointError
+from megatron_port.interop.export_hf import export_hf
+from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
+from megatron_port.interop.hf_files import HFFolder
+from megatron_port.interop.hf_names import hf_mapping, hf_tensors
+from megatron_port.interop.run_import import import_checkpoint
+from megatron_port.model import families
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.families import FAMILIES
+from megatron_port.model.flops import parameter_count
+from megatron_port.model.shapes import model_records
+from megatron_port.parallel.topology import Topology
+from megatron_port.plan.case import ENGINES, Case
+from megatron_port.plan.elements import stage_elements
+from megatron_port.session.weights import model_differences
+from tests.unit import hf_models as hf
+
+transformers = pytest.importorskip("transformers")
+FOLDER = Path(families.__file__).parent
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def written(family: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A small config.json of a family as transformers writes it."""
+    hf.small(family, **changes).save_pretrained(str(folder))
+    body = json.loads((folder / "config.json").read_text())
+    assert isinstance(body, dict)
+    return body
+
+
+def test_the_spec_is_transformers_model(family: str, tmp_path: Path) -> None:
+    """Tensors by name and shape, and their number, tied and not; the planner holds as many on its one rank."""
+    for tied in (False, True):
+        config = hf.small(family, tie_word_embeddings=tied)
+        with torch.device("meta"):
+            network = transformers.AutoModelForCausalLM.from_config(config)
+        model = model_from_hf(written(family, tmp_path, tie_word_embeddings=tied), "config.json")
+        head = FAMILIES[family].names.head
+        ours = {("lm_head.weight" if t.name == head else t.name): t.shape for t in hf_tensors(model, family)}
+        assert ours == {name: tuple(p.shape) for name, p in network.named_parameters()}
+        assert parameter_count(model) == sum(p.numel() for p in network.parameters())
+        alone = Case(model=model, engine=ENGINES["native"], vocab_multiple=1)
+        assert stage_elements(alone, 0) == parameter_count(model)
+        assert family_for(model) == family
+
+
+def test_modules_hold_what_the_spec_states(family: str, tmp_path: Path) -> None:
+    model = model_from_hf(written(family, tmp_path), "config.json")
+    assert {r.name: r for r in stage_records(model, Topology(), 0, sp=False)} == model_records(model)
+    for sp in (False, True):
+        built = stage_records(model, Topology(tp=2), 1, sp=sp)
+        for spec in model_spec(model).parameters():
+            assert not differing(spec, [r for r in built if r.name == spec.name], 2, sp, 112), spec.name
+
+
+def test_there_and_back(family: str, tmp_path: Path) -> None:
+    """Import and export: every tensor equal to the bit; the export checks its logits against transformers itself."""
+    source = HFFolder(hf.saved(hf.reference(hf.small(family), scale=1.0), tmp_path / "source"))
+    checkpoint = open_checkpoint(import_checkpoint(source.path, tmp_path / "ours", note=lambda _: None))
+    found = export_hf(checkpoint, tmp_path / "back", note=lambda _: None)
+    assert found is not None and found.deviation <= 1e-6 and found.scale >= 2.0
+    back = HFFolder(tmp_path / "back")
+    assert not model_differences(source.model, back.model)
+    for tensor in hf_tensors(source.model, family):
+        one, two = source.tensor(tensor.name), back.tensor(tensor.name)
+        assert one is not None and two is not None and torch.equal(one, two), tensor.name
+
+
+def test_an_unknown_field_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    body = written(family, tmp_path)
+    model_from_hf(body, "config.json")
+    with pytest.raises(CheckpointError, match=r"config.json: unknown field attention_sinks \(4\): it may change"):
+        model_from_hf({**body, "attention_sinks": 4}, "config.json")
+    with pytest.raises(CheckpointError, match=r"unknown field a_switch \(False\), quantization_config"):
+        model_from_hf({**body, "quantization_config": {"bits": 4}, "a_switch": False}, "config.json")
+    model_from_hf({**body, "attention_sinks": None}, "config.json")  # null is absent
+
+
+def test_an_unknown_rope_field_is_refused_by_name() -> None:
+    for family in FAMILIES:
+        body = hf.small(family).to_dict()
+        if "rope_parameters" not in body:
+            continue
+        body["rope_parameters"] = {**body["rope_parameters"], "attention_factor": 1.3}
+        with pytest.raises(CheckpointError, match=r"unknown field attention_factor \(1.3\)"):
+            model_from_hf(body, "config.json")
+
+
+def another(name: str, value: Any) -> list[Any]:
+    """Other values of a field of a model."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, str):
+        return [choice for choice in CHOICES.get(f"model.{name}", ()) if choice != value]
+    return [value * 2 or 1, value + 1] if isinstance(value, int) else [value / 2 or 0.5, value + 1.5]
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(ModelConfig) if f.name != "name"])
+def test_no_field_of_a_model_is_lost(field: str, family: str, tmp_path: Path) -> None:
+    """A changed field is exported so that it comes back, or it is refused: a family never stands for another model."""
+    model = model_from_hf(written(family, tmp_path), "config.json")
+    for value in another(field, getattr(model, field)):
+        changed = replace(model, **{field: value})
+        try:
+            body = hf_config(changed, dtype="float32", eos=None)
+        except CheckpointError as error:
+            assert f"{family} needs " in str(error)
+            continue
+        unscaled = model.position_embedding != "rope" or model.rope_scaling == "none"
+        if field.startswith(("rope_", "rotary_")) and unscaled:
+            continue  # without effect on this model
+        if field not in ("hidden_dropout", "attention_dropout"):
+            assert not model_differences(model_from_hf(body, "back"), changed), (field, value)
+
+
+def test_a_parameter_without_a_name_there_is_refused() -> None:
+    """By its name, not with a KeyError."""
+    with pytest.raises(CheckpointError, match=r"embedding.position.weight: a llama model has no such parameter"):
+        hf_mapping(ModelConfig(), "llama")
+
+
+SHAPES = [(name, path.stem) for name in FAMILIES for path in sorted(FOLDER.glob(f"{name}/models/*.toml"))]
+
+
+@pytest.mark.parametrize(("family_name", "shape"), SHAPES)
+def test_shipped_shapes_are_their_familys(family_name: str, shape: str, tmp_path: Path) -> None:
+    """They have the parameters of transformers' model of the same configuration, and of the comment on top."""
+    found = load(f"models/{shape}")
+    model = found.config.model
+    assert family_for(model) == family_name
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model, dtype="float32", eos=None)))
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(str(tmp_path)))
+    assert parameter_count(model) == sum(p.numel() for p in network.parameters())
+    said = re.search(r"([0-9,]{9,}) parameters", Path(found.files[-1]).read_text())
+    assert said is None or int(said[1].replace(",", "")) == parameter_count(model)
+
+
+def test_families_need_no_torch() -> None:
+    code = "import sys, megatron_port.model.families; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,128 @@
+"""The spec of a model against the modules built from it: every parameter of every rank, and nothing beside."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.schema import LayoutConfig, ModelConfig
+from megatron_port.model.build import BuildContext
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.flops import parameter_count, unit_costs
+from megatron_port.model.gpt import GPTStage
+from megatron_port.model.shapes import model_records, parameter_shapes
+from megatron_port.model.spec import LayerSpec, ParameterSpec
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.embedding import padded_vocab_size
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.topology import Topology
+
+SMALL = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=53, seq_length=16)
+LLAMA = replace(
+    SMALL, activation="swiglu", normalization="rmsnorm", position_embedding="rope", add_bias=False,
+    tie_embeddings=False, num_query_groups=2, ffn_hidden_size=64,
+)
+MODELS = {
+    "gpt": SMALL,
+    "gpt untied": replace(SMALL, tie_embeddings=False),
+    "gpt without biases": replace(SMALL, add_bias=False),
+    "neox": replace(SMALL, position_embedding="rope", rotary_percent=0.5, parallel_residual=True),
+    "llama": LLAMA,
+    "qwen3": replace(LLAMA, qk_norm=True, head_dim=24),
+    "gpt with normed heads": replace(SMALL, qk_norm=True),
+    "llama with biases": replace(LLAMA, add_bias=True, num_query_groups=1, head_dim=24),
+}
+
+
+def stage_records(model: ModelConfig, topology: Topology, tp_rank: int, *, sp: bool) -> list[ParameterRecord]:
+    """Records of a rank's parameters, one stage, on the meta device."""
+    layout = LayoutConfig(
+        tensor_parallel_size=topology.tp, sequence_parallel=sp, vocab_padding_multiple=1 if topology.tp == 1 else 8
+    )
+    ctx = ParallelContext(topology, tp_rank, torch.device("meta"), topology.coordinates(tp_rank))
+    build = BuildContext(
+        model=model, layout=layout, ctx=ctx, providers=torch_providers(),
+        stream=DropoutStream(0, torch.device("meta")), dtype=torch.float32,
+    )
+    return [record_of(p) for p in GPTStage(build, start=0, stop=model.num_layers).parameters()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_process_holds_what_the_spec_states(name: str) -> None:
+    """Names, order, shapes, initial values, decay and split."""
+    built = stage_records(MODELS[name], Topology(), 0, sp=False)
+    assert {r.name: r for r in built} == model_records(MODELS[name])
+    assert [r.name for r in built] == list(parameter_shapes(MODELS[name]))
+    assert sum(r.numel for r in built) == parameter_count(MODELS[name])
+
+
+def differing(spec: ParameterSpec, records: list[ParameterRecord], tp: int, sp: bool, padded: int) -> list[str]:
+    """What a rank's parameters of one name have otherwise than the spec says."""
+    held = sum(prod(r.local_shape) for r in records)
+    shared = sum(prod(r.local_shape) for r in records if "kv_copies" in r.partial_over)
+    facts = {
+        "elements": held == spec.local_numel(tp, padded), "shared elements": shared == spec.shared_numel(tp),
+        "shape": {r.shape for r in records} == {spec.shape}, "decay": {r.decay for r in records} == {spec.decay},
+        "partial": {"tp" in r.partial_over for r in records} == {spec.split is None and spec.is_partial(tp, sp)},
+        "init": {(r.init.kind, r.init.std) for r in records} == {(spec.init, spec.std)},
+    }
+    return [fact for fact, same in facts.items() if not same]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("tp", "sp"), [(2, False), (2, True), (4, False), (4, True)])
+def test_every_rank_holds_what_the_spec_states(name: str, tp: int, sp: bool) -> None:
+    model = MODELS[name]
+    topology = Topology(tp=tp, kv_copies=max(tp // model.kv_heads, 1))
+    padded = padded_vocab_size(model.vocab_size, tp=tp, multiple=8)
+    for rank in range(tp):
+        built = stage_records(model, topology, rank, sp=sp)
+        by_name = {n: list(r) for n, r in itertools.groupby(built, key=lambda r: r.name)}
+        specs = {spec.name: spec for spec in model_spec(model).parameters()}
+        assert list(by_name) == list(specs)
+        wrong = {n: differing(specs[n], by_name[n], tp, sp, padded) for n in specs}
+        assert not any(wrong.values()), wrong
+
+
+def test_layers_of_other_kinds_are_counted_apart() -> None:
+    """Counts go over kinds × how many, not over the first layer alone."""
+    spec = model_spec(SMALL)
+    thin = model_spec(replace(SMALL, ffn_hidden_size=8)).layers[0]
+    mixed = replace(spec, layers=(spec.layers[0], thin, thin))
+    assert [(layer is thin, count) for layer, count in mixed.kinds()] == [(False, 1), (True, 2)]
+    assert [(layer is thin, count) for layer, count in mixed.kinds(1, 2)] == [(True, 1)]
+
+
+def test_a_units_cost_is_its_matrices_and_its_core() -> None:
+    """Per token 2 operations for each element of its matrices, and 4·s·a·d of attention."""
+    (layer,) = {id(x): x for x in model_spec(LLAMA).layers}.values()
+    assert isinstance(layer, LayerSpec)
+    matrices = sum(p.numel for p in layer.parameters if len(p.shape) > 1)
+    assert unit_costs(LLAMA) == [0.0, *[2.0 * matrices + 4 * 16 * 48] * 2, 2.0 * 53 * 48]
+
+
+def test_normed_heads_are_partial_whatever_the_layout() -> None:
+    """Each tensor-parallel rank has its heads' part of the gradient, with sequence parallelism and without."""
+    spec = model_spec(MODELS["qwen3"]).layers[0].attention
+    assert spec.query_norm is not None and spec.key_norm is not None
+    for norm in (spec.query_norm, spec.key_norm):
+        (weight,) = norm.parameters
+        assert weight.shape == (24,) and not weight.decay
+        assert weight.is_partial(2, False) and weight.is_partial(2, True) and not weight.is_partial(1, False)
+    plain = replace(MODELS["qwen3"], qk_norm=False)
+    assert parameter_count(MODELS["qwen3"]) - parameter_count(plain) == 2 * 2 * 24
+
+
+def test_specs_need_no_torch() -> None:
+    """The planner, the tuner and the configuration's commands read them on a login node."""
+    modules = "megatron_port.model.flops, megatron_port.model.decoder_spec"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
