@@ -43,7 +43,7 @@ def test_messages_of_the_troubleshooting_page_are_the_programs(words):
 
 def test_links_lead_somewhere():
     broken = []
-    for page in [*PAGES, ROOT / "README.md"]:
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", text):
             if "://" not in target and not (page.parent / target).exists():
