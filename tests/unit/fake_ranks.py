@@ -34,7 +34,7 @@ def fake_rank(
     config = resolve(config, topology.world_size)
     take = Arrival.take
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arrival, "take", lambda arrival: take(arrival).zero_())
+        patch.setattr(Arrival, "take", lambda arrival: tuple(x.zero_() for x in take(arrival)))
         if topology.world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world_size)
         try:
