@@ -36,8 +36,9 @@ from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import Action, make_schedule
 from megatron_port.pipeline.simulate import Span, bubble_fraction, simulate, unit_cost
 from megatron_port.pipeline.transfer import StageLink
+from megatron_port.runtime.atomic import write_text
 from megatron_port.runtime.progress import ProgressTracker
-from megatron_port.telemetry.schedule_trace import chrome_trace, picture, write
+from megatron_port.telemetry.schedule_trace import chrome_trace, picture
 
 KINDS = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2))
 
@@ -146,11 +147,11 @@ def rank_main(rank: int, args: argparse.Namespace) -> None:
             "seconds_of_a_pass": args.unit, "rows": rows,
         }
         if args.out:
-            write(args.out, json.dumps(result, indent=1) + "\n")
+            write_text(args.out, json.dumps(result, indent=1) + "\n")
         if args.svg:
-            write(args.svg, picture(pictures))
+            write_text(args.svg, picture(pictures))
         if args.trace:
-            write(args.trace, chrome_trace(runs))
+            write_text(args.trace, chrome_trace(runs))
     dist.destroy_process_group()
 
 

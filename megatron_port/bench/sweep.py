@@ -14,10 +14,11 @@ from megatron_port.config.loader import Loaded
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Case, case_of
-from megatron_port.plan.page import Measured, html, section, study_picture, write_text
+from megatron_port.plan.page import Measured, html, section, study_picture
 from megatron_port.plan.search import Candidate, fullest, options_of, settings_of
 from megatron_port.plan.step import plan_step
 from megatron_port.plan.studies import Planned, Point, Study, planned, studies
+from megatron_port.runtime.atomic import write_output
 from megatron_port.tune.results import Results, Trial, key_of
 from megatron_port.tune.space import Space, make_space
 from megatron_port.tune.trial import Launcher, run_trial
@@ -69,7 +70,7 @@ def sweep(
             )
         measured[study.name] = [(x, r, r / rates[0][1]) for x, r in rates]
     page = folder / "sweep.html"
-    write_text(page, _page(config, space.world, found, lines, measured))
+    write_output(page, _page(config, space.world, found, lines, measured))
     say(f"page: {page}")
     return page
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from pathlib import Path
 
 from megatron_port.config.schema import RunConfig
-from megatron_port.errors import EnvironmentFault
 from megatron_port.plan.gantt import intervals
 from megatron_port.plan.pictures import heat_map, memory_bars, pipeline_picture, tornado, waterfall
 from megatron_port.plan.search import options_of, search
@@ -19,7 +15,6 @@ from megatron_port.plan.studies import RATIO, Planned, Study, planned, studies
 from megatron_port.plan.svg import Series, chart
 from megatron_port.plan.text import explain, render
 from megatron_port.plan.verdict import Plan
-from megatron_port.runtime.permissions import file_mode
 
 SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 12
 """Of the pipeline's picture: beyond, passes are too small to be seen."""
@@ -146,21 +141,3 @@ def _pipeline(plan: Plan) -> list[str]:
     found = intervals(shown, plan.machine, micro_batches=count)
     return [section("Pipeline", f"{words}; transfers left out. The bubble shrinks as micro-batches are added.",
                     pipeline_picture(found, shown))]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write the file under a temporary name, sync, rename. Raises EnvironmentFault."""
-    part = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fchmod(stream.fileno(), file_mode())
-            os.fsync(stream.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        if part and os.path.exists(part):
-            os.unlink(part)
-        raise EnvironmentFault(f"{path} cannot be written: {error.strerror or error}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from xml.sax.saxutils import escape
 
 from megatron_port.pipeline.simulate import Span
@@ -76,10 +75,3 @@ def picture(rows: Sequence[tuple[str, Stages]], *, width: int = 1100, height: in
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" width="{width}" height="{top}" '
         f'font-family="sans-serif" font-size="12"><style>text{{fill:#555}}</style>{"".join(parts)}</svg>\n'
     )
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
