@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_port.charts.page import columns, page, section
 from megatron_port.config.checks import problems
 from megatron_port.config.flops import hardware_flops
 from megatron_port.config.layout import with_values
@@ -14,7 +15,7 @@ from megatron_port.config.loader import Loaded
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Case, case_of
-from megatron_port.plan.page import Measured, html, section, study_picture
+from megatron_port.plan.page import Measured, study_picture
 from megatron_port.plan.search import Candidate, fullest, options_of, settings_of
 from megatron_port.plan.step import plan_step
 from megatron_port.plan.studies import Planned, Point, Study, planned, studies
@@ -69,10 +70,10 @@ def sweep(
                 f"{plan.seconds:.4g} s ({plan.seconds / trial.seconds - 1:+.0%}); {point.case.label()}"
             )
         measured[study.name] = [(x, r, r / rates[0][1]) for x, r in rates]
-    page = folder / "sweep.html"
-    write_output(page, _page(config, space.world, found, lines, measured))
-    say(f"page: {page}")
-    return page
+    path = folder / "sweep.html"
+    write_output(path, _page(config, space.world, found, lines, measured))
+    say(f"page: {path}")
+    return path
 
 
 def _studies(space: Space, names: Sequence[str], devices: int) -> list[Study]:
@@ -132,4 +133,4 @@ def _page(
         f"Up to {devices} devices of {config.cluster.name}; model {config.model.name}, {config.precision.dtype}, "
         f"engine {config.engine}. Dashed: planned. Hardware TFLOP/s count recompute. Efficiencies are of the smallest."
     )
-    return html(f"sweep of {config.name}", [head, section("", words, f'<div class="two">{"".join(pictures)}</div>')])
+    return page(f"sweep of {config.name}", head + section("", words, columns(pictures)))
