@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from megatron_port.parallel.topology import Topology
 
@@ -66,11 +66,6 @@ class Schedule:
     def stages(self) -> int:
         """p."""
         return self.grid.pp
-
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Weight gradients have passes of their own."""
-        return any(a.kind is Kind.WEIGHT for a in self.plans[0])
 
     @property
     def forward_only(self) -> bool:
