@@ -77,7 +77,7 @@ def calibrate(
         if info.rank == 0:
             source = f"bench calibrate on {platform.node()}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
             fit = (calibrated if has_hardware else described)(config.cluster, *(
-                (config.hardware, found) if has_hardware else (found,)), source=source)  # type: ignore[operator]
+                (config.hardware, found) if has_hardware else (found,)), source=source)
             write_output(out, to_toml(fit, found, extends=extends))
             text = "\n".join([*table(fit, found), f"written: {out}"])
         failed = False

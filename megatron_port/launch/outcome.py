@@ -17,6 +17,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_port.errors import EXIT_INTERRUPTED, PortError
 from megatron_port.runtime.atomic import write_new, write_text
@@ -109,7 +110,7 @@ def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> 
         return None
 
 
-def _read(path: Path) -> dict | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

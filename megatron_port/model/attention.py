@@ -85,7 +85,8 @@ class SelfAttention(nn.Module):
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """[seq, batch, groups/tp, heads of a group + 2, d]: of each group its queries, its key, its value."""
         y = self.qkv(x)
-        return y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
+        out: torch.Tensor = y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
+        return out
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""
@@ -105,10 +106,13 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, cache, packed = self.project(x), self.build.cache.now, self.build.providers.packed_attention
         if packed is not None and cache is None and self.build.model.position_embedding != "rope":
-            return self.output(self._core(packed, y))
+            out: torch.Tensor = self.output(self._core(packed, y))
+            return out
         q, k, v = self.split(y)
         if cache is not None:
             if cache.positions is not None:
-                return self.output(cache.attend(self.name, q, k, v))
+                out = self.output(cache.attend(self.name, q, k, v))
+                return out
             cache.store(self.name, k, v)
-        return self.output(self._core(self._attend, q, k, v))
+        out = self.output(self._core(self._attend, q, k, v))
+        return out
