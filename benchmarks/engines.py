@@ -42,6 +42,7 @@ from megatron_port.config.schema import (
 )
 from megatron_port.data.batch import MicroBatch
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.runtime.atomic import write_text
 from megatron_port.session.assemble import DTYPES, build_engine, topology_of
 
 
@@ -225,9 +226,7 @@ def main() -> int:
                   "hardware": args.hardware,
                   "config": repr(replace(run_config("native", "bf16", args.device), name="engines")), "steps": rows,
                   "start_up": started}
-        part = args.out.with_name(f".{args.out.name}.partial")
-        part.write_text(json.dumps(result, indent=1) + "\n")
-        part.replace(args.out)
+        write_text(args.out, json.dumps(result, indent=1) + "\n")
     return 0
 
 

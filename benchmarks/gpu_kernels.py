@@ -31,6 +31,7 @@ from megatron_port.backend import fused, kernels
 from megatron_port.backend.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
 from megatron_port.backend.ops import activation, cross_entropy, dropout, norm, optimizer, rotary, softmax
 from megatron_port.backend.providers import optional_import
+from megatron_port.runtime.atomic import write_text
 
 REPEATS = 15
 
@@ -384,9 +385,7 @@ def main() -> int:
         print(f"attention {row['shape']:<24}{row['kernel']:<22}{rates}")
     if args.json:
         text = json.dumps({"hardware": hardware, "ops": [asdict(r) for r in results], "attention": attention}, indent=1)
-        temporary = args.json.with_suffix(".tmp")
-        temporary.write_text(text + "\n")
-        temporary.replace(args.json)
+        write_text(args.json, text + "\n")
     return 0
 
 

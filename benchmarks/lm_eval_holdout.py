@@ -25,9 +25,9 @@ from typing import Any
 
 from megatron_port.config.loader import load
 from megatron_port.data.dataset import split_positions
-from megatron_port.data.files import write_bytes
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.tokenizer import get_tokenizer
+from megatron_port.runtime.atomic import write_bytes
 from megatron_port.session.provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,6 +18,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from megatron_port.charts.gantt import Bar, gantt
+from megatron_port.charts.page import standalone
+from megatron_port.charts.shapes import colour, drawing, legend, text
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native_passes import Passes
 from megatron_port.parallel.context import ParallelContext
@@ -37,10 +41,57 @@ from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import Action, make_schedule
 from megatron_port.pipeline.simulate import Span, bubble_fraction, simulate, unit_cost
 from megatron_port.pipeline.transfer import StageLink
+from megatron_port.runtime.atomic import write_text
 from megatron_port.runtime.progress import ProgressTracker
-from megatron_port.telemetry.schedule_trace import chrome_trace, picture, write
 
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+Stages = Sequence[Sequence[Span]]
+"""The spans of each stage; times in seconds."""
 KINDS = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2))
+
+
+def chrome_trace(runs: dict[str, Stages]) -> str:
+    """JSON of the trace-event format, which ui.perfetto.dev and chrome://tracing open.
+
+    ``runs``: name → spans; each run is a process, each stage a thread. Times start at the run's first pass.
+    """
+    events: list[dict[str, object]] = []
+    for pid, (name, stages) in enumerate(runs.items()):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        zero = min(span.start for spans in stages for span in spans)
+        for stage, spans in enumerate(stages):
+            name_of = {"name": f"stage {stage}"}
+            events.append({"ph": "M", "pid": pid, "tid": stage, "name": "thread_name", "args": name_of})
+            events += [
+                {
+                    "ph": "X", "pid": pid, "tid": stage, "name": str(span.action), "cat": NAMES[span.action.kind.value],
+                    "ts": (span.start - zero) * 1e6, "dur": (span.end - span.start) * 1e6,
+                    "args": {"micro_batch": span.action.micro_batch, "chunk": span.action.chunk},
+                }
+                for span in spans
+            ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def picture(rows: Sequence[tuple[str, Stages]], *, width: int = 1100, each: float = 18) -> str:
+    """An SVG of pipelines one below the other on one time axis; chunks after the first are paler.
+
+    ``rows``: (title, spans).
+    """
+    longest = max(max(s.end for st in stages for s in st) - min(s.start for st in stages for s in st)
+                  for _, stages in rows)
+    fills = {kind: colour(i) for i, kind in enumerate(NAMES)}
+    swatches, top = legend(5, 18, [(NAMES[kind], fill) for kind, fill in fills.items()], width)
+    parts, top = [swatches], top + 14
+    for title, stages in rows:
+        parts.append(text(5, top + 13, title, kind="strong"))
+        bars = [[Bar(s.start, s.end, fills[s.action.kind.value] if not s.action.chunk else
+                     f"color-mix(in srgb, {fills[s.action.kind.value]} 60%, var(--paper))",
+                     mark=str(s.action.micro_batch), kind="onheat") for s in st] for st in stages]
+        parts += gantt(bars, left=5, top=top + 19, scale=(width - 10) / longest, each=each, span=longest,
+                       first=min(s.start for st in stages for s in st))
+        top += 19 + each * len(stages) + 10
+    return standalone(drawing(width, top, parts, "schedules, simulated and measured"), themed=True)
 
 
 class _Sleeping(torch.autograd.Function):
@@ -147,11 +198,11 @@ def rank_main(rank: int, args: argparse.Namespace) -> None:
             "seconds_of_a_pass": args.unit, "rows": rows,
         }
         if args.out:
-            write(args.out, json.dumps(result, indent=1) + "\n")
+            write_text(args.out, json.dumps(result, indent=1) + "\n")
         if args.svg:
-            write(args.svg, picture(pictures))
+            write_text(args.svg, picture(pictures))
         if args.trace:
-            write(args.trace, chrome_trace(runs))
+            write_text(args.trace, chrome_trace(runs))
     dist.destroy_process_group()
 
 

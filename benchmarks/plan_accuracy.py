@@ -19,6 +19,7 @@ from megatron_port.config.schema import ModelConfig
 from megatron_port.plan.case import Case, Engine, Machine, machine_of
 from megatron_port.plan.memory import plan_memory
 from megatron_port.plan.step import StepPlan, plan_step
+from megatron_port.runtime.atomic import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 POINTS = ROOT / "configs" / "published" / "points.csv"
@@ -256,10 +257,7 @@ def main() -> None:
         print(f"matmul_scale = {calibrate(args.calibrate):.3f}")
         return
     found = list(rows(read_points()))
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    temporary = RESULT.with_suffix(".tmp")
-    temporary.write_text(report(found))
-    temporary.replace(RESULT)
+    write_text(RESULT, report(found))
     print("\n".join([*summary_lines(found), "", *frontier_lines(found)]))
 
 

@@ -5,26 +5,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from megatron_port.charts.lines import Axis, Series, line_chart
+from megatron_port.charts.page import standalone
+from megatron_port.charts.shapes import drawing, text
 from megatron_port.config.loader import load
 from megatron_port.plan.case import case_of, machine_of
-from megatron_port.plan.page import STYLE
 from megatron_port.plan.studies import Study, planned, studies
-from megatron_port.plan.svg import Series, chart, text
+from megatron_port.runtime.atomic import write_text
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "images" / "observations.svg"
 RUNS = {"22B": "runs/frontier-22b", "175B": "runs/frontier-175b", "1T": "runs/frontier-1t"}
 NAMES = ("tensor", "micro-batches", "stages", "ratio")
-WIDTH, HEIGHT, HEAD = 480, 300, 34
-
-
-def style() -> str:
-    """The report's colours and letters, for a picture that stands alone."""
-    wanted = r":root\{.*?\}|@media[^{]*\{:root\{.*?\}\}|(?:svg text|line|path)[^{}]*\{.*?\}"
-    kept = re.findall(wanted, STYLE, re.DOTALL)
-    return "".join(part.replace("\n", "") for part in kept)
+WIDTH, HEIGHT = 480, 320
 
 
 def panels() -> list[str]:
@@ -38,14 +32,15 @@ def panels() -> list[str]:
             if study.name in found:
                 points = planned(study, machine)
                 shown[study.name] = study
-                found[study.name].append(
-                    Series(model, [(p.x, p.tflops) for p in points], hollow=[not p.fits for p in points])
-                )
+                found[study.name].append(Series(
+                    model, [(p.x, p.tflops) for p in points], len(found[study.name]), dots=True,
+                    hollow=[not p.fits for p in points],
+                ))
     return [
-        text(10, 18, shown[name].says, kind="strong") + chart(
-            found[name], x_label=shown[name].x_label, y_label="hardware TFLOP/s a GCD", label=shown[name].says,
-            log_x=True,
-        ).replace("<svg ", f'<svg x="0" y="{HEAD - 8}" width="{WIDTH - 20}" height="{HEIGHT - HEAD}" ', 1)
+        line_chart(
+            found[name], label=shown[name].says, title=shown[name].says, x=Axis(shown[name].x_label, log=2),
+            y=Axis("hardware TFLOP/s a GCD", least=0.0), width=WIDTH - 20, height=HEIGHT - 100,
+        ).replace("<svg ", f'<svg x="0" y="0" width="{WIDTH - 20}" height="{HEIGHT - 10}" ', 1)
         for name in NAMES
     ]
 
@@ -57,10 +52,8 @@ def main() -> None:
     ]
     words = "Planned for Frontier: III.1 to III.4 of arXiv 2312.12705. Hollow points do not fit a GCD's 64 GB."
     body = "".join(cells) + text(10, 2 * HEIGHT + 14, words, kind="small")
-    RESULT.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {2 * HEIGHT + 26}" role="img">'
-        f'<style>{style()}</style><rect width="100%" height="100%" style="fill:var(--paper)"/>{body}</svg>\n'
-    )
+    picture = drawing(2 * WIDTH, 2 * HEIGHT + 26, [body], "The paper's observations, planned")
+    write_text(RESULT, standalone(picture, themed=True))
     print(RESULT)
 
 

@@ -128,7 +128,7 @@ def conclude(choice: Choice, changes: list[str], entropy: float, *, training: fl
                      *[x for c in device for x in ("--set", c)], capture=True)
     print(sample)
     (folder / "sample.txt").write_text(sample)
-    draw_loss(folder / "metrics.jsonl", folder / "loss.png", unigram_entropy=entropy, title=f"{config.name}: loss")
+    draw_loss(folder / "metrics.jsonl", folder / "loss.svg", unigram_entropy=entropy, title=f"{config.name}: loss")
     validation = [float(x["validation_loss"]) for x in lines if "validation_loss" in x]
     losses = {int(x["step"]): float(x["loss"]) for x in steps}
     highest = max(losses, key=lambda s: losses[s])
@@ -147,7 +147,7 @@ def conclude(choice: Choice, changes: list[str], entropy: float, *, training: fl
         ("unigram entropy", f"{entropy:.3f} (the best that a model without context can do)"),
         ("tokens/s", f"{rates[len(rates) // 2]:,.0f} (median step)"),
         ("time", f"training {training:.0f} s, all of it {time.perf_counter() - started:.0f} s"),
-        ("files", f"{folder}/: metrics.jsonl, loss.png, sample.txt, config.toml, checkpoints/"),
+        ("files", f"{folder}/: metrics.jsonl, loss.svg, sample.txt, config.toml, checkpoints/"),
     ]))
     print(next_commands(choice, folder, config.training.steps))
     found = faults(losses, validation, entropy)

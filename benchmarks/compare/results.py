@@ -19,6 +19,7 @@ from benchmarks.compare.peer import PEERS
 from benchmarks.compare.run import LAYER_TOLERANCE, TOLERANCE, Outcome, Plan, ours
 from benchmarks.compare.sizes import Size
 from megatron_port.model.flops import parameter_count
+from megatron_port.runtime.atomic import write_text
 
 PEAKS = {"H100": 989.4, "H200": 989.4, "GH200": 989.4, "A100": 312.0, "A800": 312.0, "MI250X": 191.5, "MI300X": 1307.4}
 """TFLOP/s of dense bf16 on the datasheets, by what torch calls the device (MI250X: of one GCD)."""
@@ -167,11 +168,5 @@ def document(found: Sequence[dict[str, Any]], device: str, threads: int) -> dict
 
 
 def write(path: Path, made: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.partial")
-    with open(part, "w", encoding="utf-8") as stream:
-        stream.write(json.dumps(made, indent=1) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(path)
+    """Write a result as JSON, whole or not at all."""
+    write_text(path, json.dumps(made, indent=1) + "\n")

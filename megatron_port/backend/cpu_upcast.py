@@ -42,7 +42,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         a, b = ctx.saved_tensors
         wide = grad.float()
         da = (wide @ b.float().mT).to(a.dtype) if ctx.needs_input_grad[0] else None
@@ -55,7 +55,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     The leading dimensions must be the same.
     """
-    return _Product.apply(a, b) if widens(a) else a @ b  # type: ignore[no-any-return]
+    return _Product.apply(a, b) if widens(a) else a @ b  # type: ignore[no-untyped-call]
 
 
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:

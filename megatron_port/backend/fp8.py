@@ -102,7 +102,8 @@ def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
     largest = torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=True, dtype=torch.float32)
     # A number over a tensor would be multiplied by the tensor's reciprocal, which is subnormal above 2^126.
     wanted = torch.tensor(torch.finfo(dtype).max, dtype=torch.float32) / largest.clamp_min_(_SMALLEST)
-    return wanted.view(torch.int32).bitwise_and_(_EXPONENT_BITS).view(torch.float32)  # 2^floor(log2 wanted)
+    out: Tensor = wanted.view(torch.int32).bitwise_and_(_EXPONENT_BITS).view(torch.float32)  # 2^floor(log2 wanted)
+    return out
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

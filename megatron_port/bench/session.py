@@ -14,8 +14,8 @@ from megatron_port.bench.probe import measure, shapes_of
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, PortError
 from megatron_port.plan.case import Machine, machine_problems
-from megatron_port.plan.page import write_text
 from megatron_port.runtime import process_group
+from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.discovery import ProcessInfo
 
 TENSOR = (1, 2, 4, 8)
@@ -77,8 +77,8 @@ def calibrate(
         if info.rank == 0:
             source = f"bench calibrate on {platform.node()}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
             fit = (calibrated if has_hardware else described)(config.cluster, *(
-                (config.hardware, found) if has_hardware else (found,)), source=source)  # type: ignore[operator]
-            write_text(out, to_toml(fit, found, extends=extends))
+                (config.hardware, found) if has_hardware else (found,)), source=source)
+            write_output(out, to_toml(fit, found, extends=extends))
             text = "\n".join([*table(fit, found), f"written: {out}"])
         failed = False
     finally:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_port.charts.page import columns, page, section
 from megatron_port.config.checks import problems
 from megatron_port.config.layout import with_values
 from megatron_port.config.loader import Loaded
@@ -14,10 +15,11 @@ from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.model.flops import hardware_flops
 from megatron_port.plan.case import Case, case_of
-from megatron_port.plan.page import Measured, html, section, study_picture, write_text
+from megatron_port.plan.page import Measured, study_picture
 from megatron_port.plan.search import Candidate, fullest, options_of, settings_of
 from megatron_port.plan.step import plan_step
 from megatron_port.plan.studies import Planned, Point, Study, planned, studies
+from megatron_port.runtime.atomic import write_output
 from megatron_port.tune.results import Results, Trial, key_of
 from megatron_port.tune.space import Space, make_space
 from megatron_port.tune.trial import Launcher, run_trial
@@ -68,10 +70,10 @@ def sweep(
                 f"{plan.seconds:.4g} s ({plan.seconds / trial.seconds - 1:+.0%}); {point.case.label()}"
             )
         measured[study.name] = [(x, r, r / rates[0][1]) for x, r in rates]
-    page = folder / "sweep.html"
-    write_text(page, _page(config, space.world, found, lines, measured))
-    say(f"page: {page}")
-    return page
+    path = folder / "sweep.html"
+    write_output(path, _page(config, space.world, found, lines, measured))
+    say(f"page: {path}")
+    return path
 
 
 def _studies(space: Space, names: Sequence[str], devices: int) -> list[Study]:
@@ -131,4 +133,4 @@ def _page(
         f"Up to {devices} devices of {config.cluster.name}; model {config.model.name}, {config.precision.dtype}, "
         f"engine {config.engine}. Dashed: planned. Hardware TFLOP/s count recompute. Efficiencies are of the smallest."
     )
-    return html(f"sweep of {config.name}", [head, section("", words, f'<div class="two">{"".join(pictures)}</div>')])
+    return page(f"sweep of {config.name}", head + section("", words, columns(pictures)))

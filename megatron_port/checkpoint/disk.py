@@ -1,4 +1,4 @@
-"""Durable files: temporary name, fsync, rename; and disk errors that say what to do."""
+"""Files of a checkpoint: regular ones only are read, whole ones only are written; disk errors say what to do."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from megatron_port.errors import CheckpointError
+from megatron_port.runtime.atomic import atomic_file
 
 _SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -78,49 +78,25 @@ def kind_of(mode: int) -> str:
     return next((name for test, name in kinds if test(mode)), "a special file")
 
 
-def fsync_directory(path: Path) -> None:
-    """Make renames and new names in a directory durable."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_chunks(path: Path, size: int, chunks: Iterable[memoryview | bytes]) -> None:
-    """Write a whole file of ``size`` bytes under a temporary name, fsync, rename.
+    """Write a whole file of ``size`` bytes, or none (:func:`megatron_port.runtime.atomic.atomic_file`).
 
-    Nothing is begun where less than ``size`` is free, and what was begun is removed on failure: a full disk is not
-    made fuller. Memory: one chunk.
+    Nothing is begun where less than ``size`` is free: a full disk is not made fuller. The directory must exist: one
+    that is gone was another attempt's to remove. Memory: one chunk.
 
     Raises:
         CheckpointError: the file system refused.
     """
-    part = path.with_name(path.name + ".part")
     free = free_bytes(path.parent)
     if free is not None and free < size:
         raise disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path, size)
-    try:
-        with open(part, "wb", buffering=0) as stream:
-            for chunk in chunks:
-                view = memoryview(chunk).cast("B")
-                while len(view):
-                    view = view[stream.write(view) :]
-            os.fsync(stream.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise_as = disk_error(error, path, size)  # before the part is removed: what was free then
-        with suppress(OSError):
-            part.unlink()
-        raise raise_as from error
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    with atomic_file(path, parents=False, refused=lambda error: disk_error(error, path, size)) as stream:
+        for chunk in chunks:
+            stream.write(chunk)
 
 
 def write_text(path: Path, text: str) -> int:
-    """Write a whole file under a temporary name, fsync, rename. Returns its bytes.
+    """Write a whole file, or none. Returns its bytes.
 
     Raises:
         CheckpointError: the file system refused.

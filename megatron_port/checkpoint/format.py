@@ -304,7 +304,7 @@ class _Parser:
     def count(self, value: Any, what: str, of: str = "") -> int:
         if not is_count(value):
             raise self.fail(f"{what}{of} is {shown(value)}; expected an integer from 0 to 2^63 - 1")
-        return value
+        return int(value)
 
     def text(self, value: Any, what: str, of: str = "") -> str:
         if not isinstance(value, str) or not value or len(value) > MAX_TEXT or not value.isprintable():

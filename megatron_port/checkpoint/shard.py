@@ -9,7 +9,7 @@ multiple of 8, the data without holes. A file is hashed while it is written.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -113,19 +113,6 @@ def _fits(entry: PieceEntry, piece: StatePiece) -> bool:
         and entry.offset == piece.offset and entry.shape == piece.shape and entry.global_shape == piece.global_shape
         and entry.numel == tensor.numel() and tensor.dim() == 1 and f"torch.{entry.dtype}" == str(tensor.dtype)
     )
-
-
-def write_shard(path: Path, pieces: Sequence[StatePiece]) -> tuple[FileEntry, list[PieceEntry]]:
-    """Write ``pieces`` to ``path`` (temporary name, fsync, rename).
-
-    Tensors may be on any device; they are copied to the host one at a time.
-
-    Raises:
-        CheckpointError: the file system refused (path, bytes needed and free), or a piece contradicts itself.
-    """
-    plan = plan_shard(path.name, pieces)
-    entry, entries = write_planned(path, plan, (bytes_of(piece.tensor) for piece in plan.pieces))
-    return entry, list(entries)
 
 
 def write_planned(

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_port.checkpoint.disk import disk_error, fsync_directory, write_text
+from megatron_port.checkpoint.disk import disk_error, write_text
 from megatron_port.checkpoint.format import (
     LATEST,
     MANIFEST,
@@ -52,6 +52,7 @@ from megatron_port.checkpoint.peers import Alone, GroupPeers, Peers, together
 from megatron_port.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
 from megatron_port.errors import CheckpointError
 from megatron_port.parallel.state import StatePiece
+from megatron_port.runtime.atomic import fsync_directory, write_bytes
 from megatron_port.runtime.lease import LeaseLost
 
 Note = Callable[[str], None]
@@ -351,13 +352,7 @@ def tidy(
 
 
 def _tidy(directory: Path, final: Path, keep: int, committer: Committer) -> None:
-    hint = directory / (LATEST + ".part")
-    with open(hint, "w", encoding="utf-8") as stream:
-        stream.write(final.name + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    committer.fence.check()
-    os.replace(hint, directory / LATEST)
+    write_bytes(directory / LATEST, f"{final.name}\n".encode(), guard=committer.fence.check)
     remove_leftovers(directory, committer)
     if keep > 0:
         for path in _beyond(directory, final, keep, committer):

@@ -209,8 +209,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _blend(args: argparse.Namespace) -> int:
     from megatron_port.data.blend import as_toml, blend
-    from megatron_port.data.files import write_bytes
     from megatron_port.data.indexed import IndexedDataset
+    from megatron_port.runtime.atomic import write_bytes
 
     prefixes, given = [], {}
     for word in args.corpora:

@@ -21,7 +21,6 @@ OLDEST_TORCH = (2, 11)
 OPTIONAL = {
     "transformers": "parity tests and Hugging Face import",
     "tensorboard": "TensorBoard events",
-    "matplotlib": "the picture of the loss curve",
     "tiktoken": "GPT-2's tokenizer",
     "tokenizers": "tokenizer.json files, and training a BPE",
     "sentencepiece": "SentencePiece tokenizers",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_port.session.weights import Weights
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "evaluate", help="perplexity on a corpus, and tasks of lm-eval-harness",

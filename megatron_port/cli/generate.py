@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.train import add_rendezvous_options
 from megatron_port.errors import ConfigError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_port.runtime.discovery import ProcessInfo
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "generate", help="continue prompts from a checkpoint or a Hugging Face folder",

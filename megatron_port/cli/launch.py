@@ -10,7 +10,7 @@ from megatron_port.cli import launch_attempts
 from megatron_port.cli.main import Parser, add_run_options, load_run
 from megatron_port.errors import ConfigError
 from megatron_port.launch import shipped, submit
-from megatron_port.launch.script import write_script
+from megatron_port.runtime.atomic import write_output
 
 
 class ParserWithRest(Parser):
@@ -62,7 +62,7 @@ def render(args: argparse.Namespace) -> int:
     """Print or write the script."""
     _, text = _script(args)
     if args.output:
-        write_script(Path(args.output), text)
+        write_output(Path(args.output), text, mode=0o755)
     else:
         print(text, end="")
     return 0

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.config.layout_name import parse_layout
@@ -28,7 +28,7 @@ PLAIN, WIDE, ORDERED, PLACES = "one-process", "one-process-fp32", "one-process-r
 other orders; and, before a layout's name, rounding where that layout does."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "parity", help="compare layouts with one process, gradient by gradient",

@@ -60,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
         if args.explain:
             print(explain(plan))
     if args.report is not None:
-        from megatron_port.plan.page import report_page, write_text
+        from megatron_port.plan.page import report_page
+        from megatron_port.runtime.atomic import write_output
 
-        write_text(args.report, report_page(config, plan))
+        write_output(args.report, report_page(config, plan))
         if not args.json:
             print(f"report    {args.report}")
     return EXIT_OK if plan.fits else EXIT_CONFIG

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.cli.train import add_rendezvous_options
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_port.runtime.discovery import ProcessInfo
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Declare the command and its actions."""
     parser = subparsers.add_parser("preflight", help="check the nodes of a job and the network between them")
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)

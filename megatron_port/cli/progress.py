@@ -6,8 +6,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
+from megatron_port.charts.numbers import quantity
 from megatron_port.runtime.printable import trusted
-from megatron_port.telemetry.text import duration, quantity
+from megatron_port.telemetry.text import duration
 
 if TYPE_CHECKING:
     from megatron_port.data.prepare import Progress

@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report; 0. ConfigError: a folder is not a run's."""
-    from megatron_port.data.files import write_bytes
+    from megatron_port.runtime.atomic import write_bytes
     from megatron_port.telemetry.run_data import read_run
     from megatron_port.telemetry.run_report import render
 

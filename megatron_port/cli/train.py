@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.errors import PortError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_port.runtime.discovery import ProcessInfo
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "train", help="train a model, or resume a run",

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_port.config.dump import toml_value
 from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
-from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.config.rope import rope_problems
+from megatron_port.config.schema import RunConfig
 from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
 from megatron_port.registry import LOSSES, OPTIMIZERS, PROVIDERS, SCHEDULES, SOURCES, choices_added
@@ -288,7 +288,7 @@ def _out_of_range(config: RunConfig, rules: dict[str, _Rule]) -> list[str]:
 def _relations(config: RunConfig) -> list[str]:
     """Providers and options that exclude one another."""
     m, backend = config.model, config.backend
-    out = _rope_problems(m)
+    out = rope_problems(m)
     if m.attention_dropout > 0 and backend.attention not in ("auto", "math"):
         out.append(
             f"model.attention_dropout {m.attention_dropout} needs backend.attention auto or math, not "
@@ -318,30 +318,6 @@ def _relations(config: RunConfig) -> list[str]:
         )
     if backend.optimizer == "own" and config.engine != "native":
         out.append(f"backend.optimizer own is for engine native, not {config.engine!r}; use auto")
-    return out
-
-
-def _rope_problems(m: ModelConfig) -> list[str]:
-    """Rotary options that do not fit together."""
-    rotary = {"rotary_percent": 1.0, "rope_scaling": "none"}
-    if m.position_embedding != "rope":
-        asked = [f"{name} = {toml_value(getattr(m, name))}" for name, off in rotary.items() if getattr(m, name) != off]
-        return [f"model.{' and '.join(asked)} needs position_embedding = \"rope\""] if asked else []
-    out = []
-    # A hidden size below the number of heads gives heads of no elements; that is said of the hidden size.
-    if m.head_size and m.head_size % 2 == 0 and (m.rotary_size < 2 or m.rotary_size % 2):
-        out.append(
-            f"model.rotary_percent {m.rotary_percent} of a head of {m.head_size} is {m.rotary_size} elements; rope "
-            f"rotates pairs: use a multiple of {2 / m.head_size:g}"
-        )
-    if m.rope_scaling == "llama3":
-        if m.rope_original_length < 1:
-            out.append('model.rope_scaling "llama3" needs rope_original_length, e.g. 8192')
-        if m.rope_high_freq_factor <= m.rope_low_freq_factor:
-            out.append(
-                f"model.rope_high_freq_factor {m.rope_high_freq_factor} must be above rope_low_freq_factor "
-                f"{m.rope_low_freq_factor}"
-            )
     return out
 
 

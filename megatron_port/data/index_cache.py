@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 from numpy.lib.format import open_memmap
 
-from megatron_port.data.files import fsync_directory, write_bytes
 from megatron_port.errors import DataError
+from megatron_port.runtime.atomic import fsync_directory, fsync_file, write_bytes
 
 CHUNK = 1 << 20
 POLL_S = 0.2
@@ -109,8 +109,7 @@ def _build(directory: Path, key: str, paths: Sequence[Path], names: Sequence[str
         hashes = {}
         for name, path in zip(names, paths):
             made[name].flush()
-            with open(parts[name], "r+b") as stream:
-                os.fsync(stream.fileno())
+            fsync_file(parts[name])
             hashes[path.name] = _hash(parts[name])
         for name, path in zip(names, paths):
             os.replace(parts[name], path)

@@ -128,13 +128,6 @@ class IndexedDataset:
         for position in range(0, self.num_tokens, size):
             yield position, self._tokens[position:position + size]
 
-    def check_ids(self, vocab_size: int) -> None:
-        """Read the whole stream. DataError names the first id that is not in [0, vocab_size)."""
-        for position, tokens in self.chunks():
-            if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
-                at = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
-                raise bad_token(self.prefix, position + at, int(tokens[at]), vocab_size)
-
     def verify(self) -> list[str]:
         """Read everything and check it (``data.verify``). What was checked, in words. DataError: what does not hold."""
         from megatron_port.data.verify import verify

@@ -75,10 +75,6 @@ class StepLoader:
         return [self._pack(ids, [self.dataset.draw(self.seed, k) for k in ids] if self._reads else [])
                 for ids in self.sample_ids(first_sample, global_batch)]
 
-    def evaluation_batches(self, global_batch: int) -> int:
-        """Global batches in one pass over the split; the last may be smaller."""
-        return -(-len(self.dataset) // global_batch)
-
     def eval_batches(self, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
         """The first ``batches`` global batches in stored order, the same at each evaluation.
 

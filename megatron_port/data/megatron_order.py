@@ -114,7 +114,8 @@ def _fill_samples(index: np.ndarray, lengths: np.ndarray, document: np.ndarray, 
 def normalized(weights: Sequence[float]) -> list[float]:
     """Weights that add up to 1, with Megatron's rounding."""
     w = np.asarray(weights, dtype=np.float64)
-    return (w / np.sum(w)).tolist()
+    found: list[float] = (w / np.sum(w)).tolist()
+    return found
 
 
 def blend_sizes(weights: Sequence[float], size: int) -> list[int]:

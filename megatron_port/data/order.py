@@ -23,7 +23,8 @@ def mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser on uint64, elementwise (Steele, Lea & Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    found: np.ndarray = x ^ (x >> np.uint64(31))
+    return found
 
 
 def derive(*values: int) -> int:
@@ -45,7 +46,8 @@ def _round_trip(x: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
             left = (left + mix(right ^ key) % np.uint64(a)) % np.uint64(a)
         else:
             right = (right + mix(left ^ key) % np.uint64(b)) % np.uint64(b)
-    return left * np.uint64(b) + right
+    found: np.ndarray = left * np.uint64(b) + right
+    return found
 
 
 def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:

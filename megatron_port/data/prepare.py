@@ -23,7 +23,6 @@ from typing import Any
 import xxhash
 
 from megatron_port.data import sources
-from megatron_port.data.files import write_bytes
 from megatron_port.data.format import CorpusMeta, token_dtype
 from megatron_port.data.records import EXAMPLES, POLICIES, SKIP, STOP, Encoded, Recipe, encode_block
 from megatron_port.data.sources import Block, Reader, ReadOptions, find_sources
@@ -31,6 +30,7 @@ from megatron_port.data.tokenizer import Tokenizer, identity_of
 from megatron_port.data.workers import ordered
 from megatron_port.data.writer import IndexedWriter, Written
 from megatron_port.errors import DataError, PortError
+from megatron_port.runtime.atomic import write_bytes
 
 SAVE_BYTES = 256 << 20
 """Input between two entries of the journal."""

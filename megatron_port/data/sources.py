@@ -305,7 +305,7 @@ def _unpacked(source: Source, raw: _Counted) -> Any:
         return io.BufferedReader(raw, 1 << 20)
     inner: Any
     if source.packed == ".gz":
-        inner = gzip.GzipFile(fileobj=io.BufferedReader(raw, 1 << 17))  # type: ignore[arg-type]
+        inner = gzip.GzipFile(fileobj=io.BufferedReader(raw, 1 << 17))
         return io.BufferedReader(_Limited(inner, raw, source.path), 1 << 20)
     zstandard = need("zstandard", str(source.path))
     check_frames(source.path)

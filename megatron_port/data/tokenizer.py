@@ -135,15 +135,18 @@ class GPT2Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; ``<|endoftext|>`` in the text is not special."""
-        return self._encoding.encode_ordinary(text)
+        found: list[int] = self._encoding.encode_ordinary(text)
+        return found
 
     def encode_array(self, text: str) -> np.ndarray:
         """The same, u32 [n], without a Python object for each id."""
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        found: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=())
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """End-of-document ids are left out."""
-        return self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
+        found: str = self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
+        return found
 
 
 def identity(name: str) -> dict[str, Any]:

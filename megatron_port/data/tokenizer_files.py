@@ -90,11 +90,13 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; special pieces in the text are text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """End-of-document ids are left out."""
-        return self._tokenizer.decode([int(i) for i in ids if int(i) != self.eod_id], skip_special_tokens=False)
+        found: str = self._tokenizer.decode([int(i) for i in ids if int(i) != self.eod_id], skip_special_tokens=False)
+        return found
 
 
 class SentencePieceTokenizer:
@@ -117,11 +119,13 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text."""
-        return self._model.encode(text)
+        found: list[int] = self._model.encode(text)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """End-of-document ids are left out."""
-        return self._model.decode([int(i) for i in ids if int(i) != self.eod_id])
+        found: str = self._model.decode([int(i) for i in ids if int(i) != self.eod_id])
+        return found
 
 
 class TiktokenTokenizer:
@@ -154,12 +158,15 @@ class TiktokenTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; special pieces in the text are text."""
-        return self._encoding.encode_ordinary(text)
+        found: list[int] = self._encoding.encode_ordinary(text)
+        return found
 
     def encode_array(self, text: str) -> np.ndarray:
         """The same, u32 [n]."""
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        found: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=())
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """End-of-document ids are left out."""
-        return self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
+        found: str = self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
+        return found

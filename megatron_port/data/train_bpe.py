@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_port.data.extras import need
-from megatron_port.data.files import write_bytes
 from megatron_port.data.records import Recipe, texts_of
 from megatron_port.data.sources import Reader, ReadOptions, find_sources
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.errors import DataError
+from megatron_port.runtime.atomic import write_bytes
 
 END = "<|endoftext|>"
 LEAST = 257

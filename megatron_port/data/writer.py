@@ -15,7 +15,6 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from megatron_port.data.files import fsync_directory, write_bytes
 from megatron_port.data.format import (
     CHUNK,
     DTYPES,
@@ -28,7 +27,7 @@ from megatron_port.data.format import (
     token_dtype,
 )
 from megatron_port.errors import DataError
-from megatron_port.runtime.permissions import file_mode
+from megatron_port.runtime.atomic import fsync_directory, write_bytes
 
 TOKENS, LENGTHS, INDEX = "tokens", "lengths", "index"
 
@@ -131,8 +130,6 @@ class IndexedWriter:
             self._stream.close()
             self._sizes.close()
             index_hash = self._write_index()
-            for name in (TOKENS, INDEX):
-                os.chmod(self.folder / name, file_mode())
             # An old index beside a new .bin would describe the wrong bytes after a crash in between.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self.folder / TOKENS, bin_path(self.prefix))
@@ -191,7 +188,7 @@ class IndexedWriter:
 
 def _open(path: Path) -> BinaryIO:
     """For writing, without taking away what is there."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     stream = os.fdopen(handle, "r+b", buffering=CHUNK)
     return stream
 

@@ -140,13 +140,17 @@ class DeepSpeedEngine:
         if provider == "deepspeed":
             from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-            if self.ctx.device.type == "cpu":
-                return DeepSpeedCPUAdam(groups, adamw_mode=True, **common)
-            return FusedAdam(groups, adam_w_mode=True, **common)
+            cpu = self.ctx.device.type == "cpu"
+            optimizer: torch.optim.Optimizer = (
+                DeepSpeedCPUAdam(groups, adamw_mode=True, **common) if cpu
+                else FusedAdam(groups, adam_w_mode=True, **common)
+            )
+            return optimizer
         if provider == "apex":
             from apex.optimizers import FusedAdam as ApexAdam
 
-            return ApexAdam(groups, adam_w_mode=True, **common)
+            optimizer = ApexAdam(groups, adam_w_mode=True, **common)
+            return optimizer
         if provider != "torch":
             raise ValueError(f"unknown optimizer provider {provider!r}")
         return torch.optim.AdamW(groups, foreach=True, **common)
@@ -169,7 +173,8 @@ class DeepSpeedEngine:
         self._loss_total += self._losses[-1]
         if self._probe is not None:
             self._probe.loss(index, loss)
-        return loss * self._loss_factor
+        out: torch.Tensor = loss * self._loss_factor
+        return out
 
     @contextlib.contextmanager
     def _around_forward(self, index: int) -> Iterator[None]:
@@ -214,7 +219,7 @@ class DeepSpeedEngine:
             [(r, p.get_full_hp_grad().view(p.shape) / scale) for r, p in self.parameters]  # type: ignore[attr-defined]
         )
 
-    def _begin(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[tuple]:
+    def _begin(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[tuple[Any, ...]]:
         self._batches, self._step, self._losses = micro_batches, step, []
         self._loss_total.zero_()
         self.auxiliary.reset()

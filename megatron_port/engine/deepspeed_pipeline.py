@@ -49,7 +49,7 @@ def gate(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:
     inner.step = step  # type: ignore[method-assign]
 
 
-class SingleStagePipelineModule(PipelineModule):
+class SingleStagePipelineModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no types
     """A PipelineModule whose layer i is our stage i: how layers are split is decided in one place, not here."""
 
     def __init__(self, stage: nn.Module, ctx: ParallelContext, loss_fn: Callable[..., torch.Tensor]) -> None:
@@ -70,10 +70,9 @@ class SingleStagePipelineModule(PipelineModule):
             record = record_of(p)
             # Its norm counts a parameter on every tp rank if split, on tp rank 0 otherwise, and never if "replicated".
             split = record.split_dim is not None
-            p.tensor_model_parallel = split  # type: ignore[attr-defined]
+            p.tensor_model_parallel = split
             owned = record.is_owned(ctx.mesh, ctx.rank, spread=ctx.mesh.factors(*REPLICAS))
-            copy = split and not owned
-            p.ds_pipe_replicated = copy or not record.tied_primary  # type: ignore[attr-defined]
+            p.ds_pipe_replicated = (split and not owned) or not record.tied_primary
 
 
 class _ModuleHolder(nn.Module):
@@ -84,7 +83,8 @@ class _ModuleHolder(nn.Module):
         self.stage = build()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.stage(x)
+        out: torch.Tensor = self.stage(x)
+        return out
 
 
 PHASES: dict[type, tuple[str, str]] = {
@@ -112,7 +112,7 @@ def _in_phase(phase: str, operation: str, execute: Callable[..., None]) -> Calla
     return instruction
 
 
-class RecordedPipelineEngine(PipelineEngine):
+class RecordedPipelineEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no types
     """Calls back around each pass, around gradient reduction and before the update."""
 
     progress: ProgressTracker

@@ -85,7 +85,7 @@ class Passes:
             if received is None:
                 if batch.tokens is None:
                     raise ValueError("the first stage got a micro-batch without tokens")
-                output = chunk(to_device_async(batch.tokens, self.ctx.device))
+                output: torch.Tensor = chunk(to_device_async(batch.tokens, self.ctx.device))
             else:
                 for tensor in _floating(received):
                     tensor.requires_grad_(torch.is_grad_enabled())

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.data.batch import MicroBatch
-from megatron_port.data.files import write_bytes
 from megatron_port.engine.api import Engine, StepLimits, StepResult
 from megatron_port.engine.probe import NOWHERE, Finding, Probe, trace_finding
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.runtime.atomic import write_bytes
 from megatron_port.session.session import Session
 
 TRANSIENT, REPRODUCIBLE = "transient", "reproducible"

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_port.checkpoint.disk import disk_error, free_bytes, fsync_directory
+from megatron_port.checkpoint.disk import disk_error, free_bytes
 from megatron_port.errors import CheckpointError
+from megatron_port.runtime.atomic import fsync_directory, fsync_file
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def building(out: Path, needed: int) -> Iterator[Path]:
             yield part
             for folder, _, files in os.walk(part):
                 for name in files:
-                    _fsync(os.path.join(folder, name))
+                    fsync_file(Path(folder, name))
                 fsync_directory(Path(folder))
             os.rename(part, out)
             fsync_directory(out.parent)
@@ -64,11 +65,3 @@ def scratch(beside: Path, needed: int) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _fsync(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

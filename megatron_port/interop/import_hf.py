@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_port.interop.commit import Imported
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.staged import Stage
 from megatron_port.parallel.state import StatePiece
+from megatron_port.runtime.atomic import write_bytes
 
 KEPT = "huggingface"
 """Folder beside the imported checkpoint with the small files of the source."""
@@ -71,9 +71,7 @@ def keep_companions(source: Path, out: Path, model: ModelConfig) -> None:
             continue
         if path.stat().st_size > _MAX_COMPANION:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes; such a file has at most {_MAX_COMPANION}")
-        part = kept / f"{name}.part"
-        shutil.copyfile(path, part)
-        part.replace(kept / name)
+        write_bytes(kept / name, path.read_bytes())
     write_text(out / MODEL_FILE, model_toml(model))
 
 

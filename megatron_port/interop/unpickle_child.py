@@ -31,7 +31,7 @@ class Stub:
         """Keep the arguments."""
         made = super().__new__(cls)
         made.args = args  # type: ignore[attr-defined]
-        made.state = None  # type: ignore[attr-defined]
+        made.state = None
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

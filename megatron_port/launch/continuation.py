@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_port.errors import EnvironmentFault
-from megatron_port.launch.outcome import write_json
+from megatron_port.runtime.atomic import write_text
 from megatron_port.runtime.job import SERIES, Job, ask_record, fate_of, run_tool
 from megatron_port.runtime.slurm import expand_hosts
 
@@ -35,7 +35,7 @@ def remember_request(run_folder: Path, job: Job) -> None:
     if asked:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, asked)
+            write_text(path, json.dumps(asked))
 
 
 def request_of(run_folder: Path, job: Job) -> dict[str, str]:

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_port.errors import EXIT_INTERRUPTED, PortError
+from megatron_port.runtime.atomic import write_new, write_text
 from megatron_port.runtime.job import LOCAL
-from megatron_port.runtime.permissions import file_mode
 from megatron_port.runtime.redact import redact
 
 OUTCOME = "outcome.json"
@@ -64,7 +63,7 @@ class Failure:
 def write_outcome(run_folder: Path, outcome: Outcome) -> None:
     """Commit ``outcome.json`` (rank 0, after the state it speaks of is on disk). Raises OSError."""
     run_folder.mkdir(parents=True, exist_ok=True)
-    _commit(run_folder / OUTCOME, asdict(outcome), replace=True)
+    write_text(run_folder / OUTCOME, json.dumps(asdict(outcome)))
 
 
 def read_outcome(run_folder: Path) -> Outcome | None:
@@ -99,12 +98,7 @@ def record_failure(
     with contextlib.suppress(OSError):
         if not target.exists():  # thousands of ranks may fail at once
             folder.mkdir(parents=True, exist_ok=True)
-            _commit(target, asdict(failure), replace=False)
-
-
-def write_json(path: Path, values: dict) -> None:
-    """Commit a small file. Raises OSError."""
-    _commit(path, values, replace=True)
+            write_new(target, json.dumps(asdict(failure)).encode())
 
 
 def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> Failure | None:
@@ -116,26 +110,7 @@ def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> 
         return None
 
 
-def _commit(target: Path, values: dict, *, replace: bool) -> None:
-    """Write under a temporary name and fsync; then rename, or link so that the first writer wins."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(values, stream)
-            stream.flush()
-            os.fchmod(stream.fileno(), file_mode())  # mkstemp makes it private, and a colleague may look after it
-            os.fsync(stream.fileno())
-        if replace:
-            os.replace(name, target)
-        else:
-            with contextlib.suppress(FileExistsError):
-                os.link(name, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-
-
-def _read(path: Path) -> dict | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

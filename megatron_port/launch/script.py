@@ -7,18 +7,13 @@ source ``launch/sites/`` and look for that place when they run, because they are
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_port.config.schema import LaunchConfig, RunConfig
-from megatron_port.errors import EnvironmentFault
 from megatron_port.launch.quote import sbatch_quote, shell_quote
 from megatron_port.launch.site import array, assignment, exports, function, site_block
-from megatron_port.runtime.permissions import file_mode
 
 _COUNTED = ("cluster.nodes", "cluster.gpus_per_node")
 """Settings that the job takes from its allocation: ``sbatch -N`` wins over the file."""
@@ -155,25 +150,3 @@ def render_shipped(order: Order, *, site: str, head: Sequence[str], config: RunC
 
 def _start() -> str:
     return '# shellcheck source=/dev/null\nsource "$launch_dir/common.sh"\nlaunch_main "$@"\n'
-
-
-def write_script(path: Path, text: str, mode: int = 0o755) -> None:
-    """Write a whole script under a temporary name, rename it.
-
-    Raises:
-        EnvironmentFault: the file system refused.
-    """
-    part = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fchmod(stream.fileno(), file_mode(mode))
-            os.fsync(stream.fileno())
-        os.replace(part, path)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise EnvironmentFault(f"{path} cannot be written: {e.strerror or e}") from e

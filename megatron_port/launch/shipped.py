@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_port.config.loader import config_directories, load
-from megatron_port.launch.script import Order, render_shipped, write_script
+from megatron_port.launch.script import Order, render_shipped
 from megatron_port.launch.site import site_block
+from megatron_port.runtime.atomic import write_output
 
 RUNS = {
     "frontier_22b": "frontier-22b",
@@ -69,7 +70,7 @@ def write_shipped() -> list[str]:
     folder, wanted, stale = launch_folder(), shipped_scripts(), stale_scripts()
     for name in stale:
         if name in wanted:
-            write_script(folder / name, wanted[name], 0o644 if name.startswith("sites/") else 0o755)
+            write_output(folder / name, wanted[name], mode=0o644 if name.startswith("sites/") else 0o755)
         else:
             (folder / name).unlink()
     return stale

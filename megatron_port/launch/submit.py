@@ -15,8 +15,9 @@ from megatron_port.config.loader import Loaded, config_directories
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.launch import shipped
-from megatron_port.launch.script import Order, render, write_script
+from megatron_port.launch.script import Order, render
 from megatron_port.plan.guard import memory_problem
+from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.job import run_tool
 
 SBATCH_TIMEOUT_S = 300.0
@@ -88,7 +89,7 @@ def submit(config: RunConfig, text: str, options: Sequence[str] = ()) -> Submitt
         EnvironmentFault: the folder cannot be written, sbatch is not here, or it refused; with its message.
     """
     path = script_path(config)
-    write_script(path, text)
+    write_output(path, text, mode=0o755)
     words = command(path, options)
     code, said = run_tool(words, timeout_s=SBATCH_TIMEOUT_S)
     if code == 127:

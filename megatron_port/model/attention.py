@@ -80,10 +80,10 @@ class SelfAttention(nn.Module):
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """[seq, batch, groups/tp, heads of a group + 2, d]: each group's queries, key, value; normed if asked."""
         y = self.qkv(x)
-        y = y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
+        groups: torch.Tensor = y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
         if self.query_norm is None or self.key_norm is None:
-            return y
-        queries, keys, values = y.split((self.heads_per_group, 1, 1), dim=3)
+            return groups
+        queries, keys, values = groups.split((self.heads_per_group, 1, 1), dim=3)
         return torch.cat((self.query_norm(queries.contiguous()), self.key_norm(keys.contiguous()), values), dim=3)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,10 +104,13 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, cache, packed = self.project(x), self.build.cache.now, self.build.providers.packed_attention
         if packed is not None and cache is None and self.build.model.position_embedding != "rope":
-            return self.output(self._core(packed, y))
+            out: torch.Tensor = self.output(self._core(packed, y))
+            return out
         q, k, v = self.split(y)
         if cache is not None:
             if cache.positions is not None:
-                return self.output(cache.attend(self.name, q, k, v))
+                out = self.output(cache.attend(self.name, q, k, v))
+                return out
             cache.store(self.name, k, v)
-        return self.output(self._core(self._attend, q, k, v))
+        out = self.output(self._core(self._attend, q, k, v))
+        return out

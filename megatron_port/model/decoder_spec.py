@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from megatron_port.config.schema import ModelConfig
@@ -72,7 +73,7 @@ def _layer(model: ModelConfig) -> LayerSpec:
 
 def _residual_std(model: ModelConfig) -> float:
     """Of the two projections of each layer that write into the residual stream (GPT-2's 1/sqrt(2 L))."""
-    return model.init_std / (2 * model.num_layers) ** 0.5
+    return model.init_std / math.sqrt(2 * model.num_layers)
 
 
 def _attention(model: ModelConfig) -> AttentionSpec:

@@ -20,7 +20,9 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.activation == "swiglu":
-            return self.down(self.providers.swiglu(self.up(x)))
-        # The bias is added where the activation is computed: one pass over [seq, batch, ffn/tp] less.
-        y = self.up(x)
-        return self.down(self.providers.bias_gelu(y, self.up.bias, approximate=self.activation == "gelu_tanh"))
+            out: torch.Tensor = self.down(self.providers.swiglu(self.up(x)))
+        else:
+            # The bias is added where the activation is computed: one pass over [seq, batch, ffn/tp] less.
+            approximate = self.activation == "gelu_tanh"
+            out = self.down(self.providers.bias_gelu(self.up(x), self.up.bias, approximate=approximate))
+        return out

@@ -30,4 +30,5 @@ def recompute(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, stre
         finally:
             stream.enabled = was
 
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    out: torch.Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return out

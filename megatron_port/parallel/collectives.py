@@ -98,7 +98,7 @@ class _ReduceFromTP(torch.autograd.Function):
         return all_reduce_sum(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -109,15 +109,15 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return reduce_scatter_first(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_gather_first(grad, ctx.group), None
 
 
 def reduce_from_tp(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Leave a tensor-parallel region: partial sums become the sum on every rank."""
-    return x if group is None else _ReduceFromTP.apply(x, group)
+    return x if group is None else _ReduceFromTP.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Partial sums [seq, ...] → this rank's tokens of the sum, [seq/tp, ...]."""
-    return x if group is None else _ReduceScatterSequence.apply(x, group)
+    return x if group is None else _ReduceScatterSequence.apply(x, group)  # type: ignore[no-untyped-call]

@@ -48,7 +48,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None, None]:
         if ctx.spent:
@@ -79,4 +79,7 @@ def vocab_parallel_cross_entropy(
 
     Raises RuntimeError in a second backward pass through the same logits.
     """
-    return _VocabParallelCrossEntropy.apply(logits.contiguous(), labels.contiguous(), offset, extent, group, ops)
+    out: torch.Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits.contiguous(), labels.contiguous(), offset, extent, group, ops
+    )
+    return out

@@ -109,7 +109,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         products, wanted = ctx.products, ctx.needs_input_grad
         rows = grad.flatten(0, -2)
@@ -174,7 +174,8 @@ def linear(
     if products is PLAIN and not kept and group is None and shared is None and not widens(x):
         return PLAIN.forward(x, weight, weight.flatten(0, -2), bias)[0]
     weights = (weight,) if shared is None else (weight, shared)
-    return _Linear.apply(x, bias, group, sequence_parallel and group is not None, products, *weights)
+    out: torch.Tensor = _Linear.apply(x, bias, group, sequence_parallel and group is not None, products, *weights)  # type: ignore[no-untyped-call]
+    return out
 
 
 @dataclass(frozen=True)

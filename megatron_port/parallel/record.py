@@ -177,7 +177,7 @@ def make_record(
 
 def record_of(parameter: torch.Tensor) -> ParameterRecord:
     """The record attached to a parameter; AttributeError names what lacks one."""
-    record = getattr(parameter, "record", None)
+    record: ParameterRecord | None = getattr(parameter, "record", None)
     if record is None:
         raise AttributeError(f"a parameter of shape {tuple(parameter.shape)} has no ParameterRecord")
     return record

@@ -152,7 +152,8 @@ def _without_keys(name: str, t: torch.Tensor, keys: torch.Tensor) -> torch.Tenso
 def rms_of(gradients: dict[str, torch.Tensor]) -> float:
     """Root mean square of all elements."""
     count = sum(g.numel() for g in gradients.values())
-    return (sum(float(g.square().sum()) for g in gradients.values()) / max(count, 1)) ** 0.5
+    found: float = (sum(float(g.square().sum()) for g in gradients.values()) / max(count, 1)) ** 0.5
+    return found
 
 
 def _worst(found: Iterable[tuple[float, str]]) -> tuple[float, str]:

@@ -274,13 +274,13 @@ class _Shared(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> None:
         ctx.parameter.weight_gradients.total(ctx.parameter).add_(grad)
 
 
 def _share(parameter: Tensor, place: int) -> Tensor:
     """The parameter as the rank at a place uses it. The first one's gradient arrives as every gradient does."""
-    return parameter if place == 0 else _Shared.apply(parameter)  # type: ignore[no-any-return]
+    return parameter if place == 0 else _Shared.apply(parameter)  # type: ignore[no-untyped-call]
 
 
 def _cut_norm(norm: Norm, ranks: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -25,7 +26,7 @@ from megatron_port.session.assemble import build_engine
 from megatron_port.session.session import open_session
 
 
-def _pack(prefix: str, slices: list[Slice], tensors: dict[str, torch.Tensor], table: list[dict]) -> None:
+def _pack(prefix: str, slices: list[Slice], tensors: dict[str, torch.Tensor], table: list[dict[str, Any]]) -> None:
     for name, shape, offset, tensor in slices:
         key = f"{prefix}/{name}/{'.'.join(map(str, offset))}"  # of a split name a rank may hold two slices
         tensors[key] = tensor.contiguous()
@@ -35,7 +36,7 @@ def _pack(prefix: str, slices: list[Slice], tensors: dict[str, torch.Tensor], ta
 def _write(trace: RankTrace, info: ProcessInfo, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
-    table: list[dict] = []
+    table: list[dict[str, Any]] = []
     for step, gradients in enumerate(trace.gradients):
         _pack(f"gradient{step}", gradients, tensors, table)
     _pack("weight", trace.weights, tensors, table)

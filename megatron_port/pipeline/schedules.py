@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from megatron_port.errors import ConfigError
 from megatron_port.parallel.topology import Topology
@@ -69,15 +69,15 @@ class Schedule:
         """p."""
         return self.grid.pp
 
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Weight gradients have passes of their own."""
-        return any(a.kind is Kind.WEIGHT for a in self.plans[0])
-
     @property
     def forward_only(self) -> bool:
         """An evaluation: no backward passes."""
         return all(action.kind is Kind.FORWARD for action in self.plans[0])
+
+    @property
+    def splits_backward(self) -> bool:
+        """Some backward passes leave the weight gradients to passes of their own."""
+        return any(action.kind is Kind.WEIGHT for action in self.plans[0])
 
     def before(self, stage: int, action: Action) -> tuple[int, Action] | None:
         """(stage, action) whose result comes to ``action`` from another chunk of the model; None: from none."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_port.charts.gantt import Bar as GanttBar
+from megatron_port.charts.gantt import gantt
+from megatron_port.charts.numbers import number, ticks
+from megatron_port.charts.shapes import colour, drawing, legend, line, rectangle, text
 from megatron_port.pipeline.schedules import Kind
+from megatron_port.pipeline.simulate import Span
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.gantt import Interval
 from megatron_port.plan.memory import StageMemory
 from megatron_port.plan.search import Candidate
 from megatron_port.plan.sensitivity import Bar
-from megatron_port.plan.step import StepPlan
-from megatron_port.plan.svg import colour, drawing, legend, line, rectangle, short, text, ticks
+from megatron_port.plan.step import StepPlan, chunk_costs
+from megatron_port.plan.timeline import replay
 
 HATCH = (
     '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -71,7 +75,7 @@ def _cell(
     else:
         share = 0.1 + 0.9 * ((c.step.model_tflops - low) / (high - low) if high > low else 1.0)
         fill = f"color-mix(in srgb, var(--heat) {100 * share:.0f}%, var(--paper))"
-        shown, ink = f"{c.step.model_tflops:.1f}" if high < 1000 else short(c.step.model_tflops), "strong"
+        shown, ink = f"{c.step.model_tflops:.1f}" if high < 1000 else number(c.step.model_tflops), "strong"
         ink = "onheat" if share > 0.55 else ink
         body = rectangle(x + 1, y + 1, wide - 2, tall - 2, fill, title=title, more=edge)
     return body + text(x + wide / 2, y + tall / 2 + 4, shown, anchor="middle", kind=ink)
@@ -90,7 +94,7 @@ def memory_bars(stages: Sequence[StageMemory], limit: float) -> str:
     out = []
     for value in ticks(0, high / 1e9):
         out += [line(left, level(value * 1e9), right, level(value * 1e9)),
-                text(left - 6, level(value * 1e9) + 4, short(value), anchor="end", kind="axis")]
+                text(left - 6, level(value * 1e9) + 4, number(value), anchor="end", kind="axis")]
     each = (right - left) / len(stages)
     for i, m in enumerate(stages):
         base = 0.0
@@ -138,37 +142,47 @@ PASSES = {
 }
 
 
-def pipeline_picture(found: Sequence[Interval], case: Case) -> str:
+def passes(case: Case, machine: Machine, *, micro_batches: int | None = None) -> list[list[Span]]:
+    """Every pass of a step of ``case`` (with fewer ``micro_batches``: of a shorter one) by stage, in seconds.
+
+    The schedule's order is replayed with the planned times. Transfers are left out: a pass may start when its
+    neighbour's has ended.
+    """
+    costs = chunk_costs(case, machine)
+    return replay(
+        case.schedule, case.pp, [c.forward + c.forward_tensor for c in costs],
+        [c.backward + c.backward_tensor for c in costs], micro_batches=micro_batches or case.micro_batches,
+    )
+
+
+def pipeline_picture(stages: Sequence[Sequence[Span]], case: Case) -> str:
     """Passes of each stage over time; forward light, backward dark (a weight's part between), a colour each chunk."""
     width, each, left = 900.0, min(26.0, 420 / case.pp), 62.0
-    span = max(i.end for i in found)
+    span = max(s.end for row in stages for s in row)
     scale = (width - left - 16) / span
-    out = []
-    for s in range(case.pp):
-        if case.pp <= 32 or s % (case.pp // 16) == 0:
-            out.append(text(left - 8, 8 + s * each + each / 2 + 4, f"stage {s}", anchor="end", kind="axis"))
-        out.append(rectangle(left, 8 + s * each + 1, span * scale, each - 2, "var(--idle)"))
-    for i in found:
-        wide = (i.end - i.start) * scale
-        ink, backward = colour(i.chunk), i.kind is not Kind.FORWARD
-        share = {Kind.FORWARD: 45, Kind.WEIGHT: 75}.get(i.kind, 100)
-        fill = ink if share == 100 else f"color-mix(in srgb, {ink} {share}%, var(--paper))"
-        name = f"{PASSES[i.kind]} of micro-batch {i.micro_batch}"
-        words = f"{name}, stage {i.stage}" + (f", chunk {i.chunk}" if case.vp > 1 else "")
-        y = 8 + i.stage * each + 1
-        out.append(rectangle(left + i.start * scale, y, wide - 0.6, each - 2, fill,
-                             title=f"{words}: {i.start:.4g} to {i.end:.4g} s"))
-        if wide > 14 and each > 15:
-            out.append(text(left + i.start * scale + wide / 2, y + each / 2 + 3, str(i.micro_batch), anchor="middle",
-                            kind="onheat" if backward else "cellmark"))
+    rows = [[_bar(one, stage, case) for one in row] for stage, row in enumerate(stages)]
+    out = gantt(rows, left=left, top=8, scale=scale, each=each, span=span, names=[f"stage {s}" for s in range(case.pp)])
     foot = 8 + case.pp * each
     for value in ticks(0, span, 7):
-        out.append(text(left + value * scale, foot + 15, f"{short(value)} s", anchor="middle", kind="axis"))
+        out.append(text(left + value * scale, foot + 15, f"{number(value)} s", anchor="middle", kind="axis"))
     names = [("forward", f"color-mix(in srgb, {colour(0)} 45%, var(--paper))"), ("backward", colour(0)),
              ("waits", "var(--idle)")]
     names += [(f"chunk {k}", colour(k)) for k in range(1, case.vp)]
     swatches, extra = legend(left, foot + 36, names, width - left - 16)
     return drawing(width, foot + 28 + extra, [*out, swatches], "passes of every pipeline stage over time")
+
+
+def _bar(span: Span, stage: int, case: Case) -> GanttBar:
+    action = span.action
+    share = {Kind.FORWARD: 45, Kind.WEIGHT: 75}.get(action.kind, 100)
+    ink = colour(action.chunk)
+    words = f"{PASSES[action.kind]} of micro-batch {action.micro_batch}, stage {stage}"
+    words += f", chunk {action.chunk}" if case.vp > 1 else ""
+    return GanttBar(
+        span.start, span.end, ink if share == 100 else f"color-mix(in srgb, {ink} {share}%, var(--paper))",
+        mark=str(action.micro_batch), title=f"{words}: {span.start:.4g} to {span.end:.4g} s",
+        kind="cellmark" if action.kind is Kind.FORWARD else "onheat",
+    )
 
 
 def tornado(bars: Sequence[Bar], *, label: str, count: int = 9) -> str:

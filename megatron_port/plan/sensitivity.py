@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_port.plan.case import Case, Machine, balanced_split
@@ -64,7 +64,7 @@ def choice_bars(case: Case, machine: Machine, found: Sequence[Candidate]) -> lis
     ``found``: the planned layouts (``search`` with ``keep_unfit``); a neighbour that does not fit has no bar.
     """
     now = plan_step(case, machine).seconds
-    same = {
+    same: dict[str, Callable[[Case], tuple[object, ...]]] = {
         "micro-batch": lambda c: (c.tp, c.pp, c.vp, c.sequence_parallel, c.recompute),
         "tensor parallel size": lambda c: (
             c.pp, c.vp, c.micro_batch, c.recompute, c.sequence_parallel if c.tp > 1 else case.sequence_parallel
@@ -74,7 +74,7 @@ def choice_bars(case: Case, machine: Machine, found: Sequence[Candidate]) -> lis
         "sequence parallel": lambda c: (c.tp, c.pp, c.vp, c.micro_batch, c.recompute),
     }
     order = {"none": 0, "selective": 1, "full": 2}
-    value = {
+    value: dict[str, Callable[[Case], int]] = {
         "micro-batch": lambda c: c.micro_batch, "tensor parallel size": lambda c: c.tp,
         "pipeline stages": lambda c: c.pp, "recompute": lambda c: order[c.recompute],
         "sequence parallel": lambda c: int(c.sequence_parallel),

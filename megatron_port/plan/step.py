@@ -42,7 +42,8 @@ class Split:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        found: float = sum(getattr(self, f.name) for f in fields(self))
+        return found
 
     def parts(self) -> dict[str, float]:
         """Name → seconds."""

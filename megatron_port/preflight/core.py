@@ -117,7 +117,8 @@ def idle_seconds(cpus: list[int]) -> float | None:
 
     try:
         times = psutil.cpu_times(percpu=True)
-        return sum(times[c].idle + getattr(times[c], "iowait", 0.0) for c in cpus)
+        found: float | None = sum(times[c].idle + getattr(times[c], "iowait", 0.0) for c in cpus)
+        return found
     except (OSError, IndexError, RuntimeError):
         return None
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_port.errors import EnvironmentFault
-from megatron_port.runtime.permissions import file_mode
+from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.redact import redacted
 from megatron_port.runtime.slurm import compress_hosts, expand_hosts
 
@@ -20,24 +18,8 @@ GOOD, BAD, SELECTED = "good.txt", "bad.txt", "selected.txt"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Temporary name, fsync, rename. Raises EnvironmentFault if the file system refuses."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.chmod(name, file_mode())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise EnvironmentFault(
-            f"{path} cannot be written: {error.strerror or error}; --out must be a folder that every node can write"
-        ) from None
+    """Write a whole file. Raises EnvironmentFault if the file system refuses."""
+    write_output(path, text, advice="--out must be a folder that every node can write")
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -57,19 +57,6 @@ def rounds_for(n: int) -> list[list[Pair]]:
     return all_pairs_rounds(n) if n <= ALL_PAIRS_UP_TO else neighbour_rounds(n)
 
 
-def matchings(pairs: Collection[Pair]) -> list[list[Pair]]:
-    """Some pairs in few rounds of disjoint ones, first fit."""
-    rounds: list[list[Pair]] = []
-    for pair in sorted(set(pairs)):
-        for found in rounds:
-            if not any(set(pair) & set(other) for other in found):
-                found.append(pair)
-                break
-        else:
-            rounds.append([pair])
-    return rounds
-
-
 @dataclass
 class Culprits:
     """Who is slow, with (measured, expected) in the unit of the rates."""

@@ -13,11 +13,9 @@ older epochs, and a rename of one that is gone fails in the file system.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.runtime.atomic import write_new, write_text
 from megatron_port.runtime.holder import Holder, Judgement, Life, judge, look, same_machine, this_process
 from megatron_port.runtime.job import one_task_at_a_time
 
@@ -36,7 +35,7 @@ KEPT = 16
 """Files of earlier epochs that stay."""
 
 _FILE = re.compile(r"epoch-(\d{8,18})\.json")
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_LEFTOVER = re.compile(r"\.epoch-(\d{8,18})\.json\..*\.tmp")
 
 
 class FolderInUse(ConfigError):
@@ -213,9 +212,8 @@ class Lease(Fence):
             )
             path = lease_file(self.run_folder, self.epoch)
             path.parent.mkdir(exist_ok=True)  # a person may have removed it
-            part = path.with_suffix(".part")
-            part.write_text(_text(self._holder), encoding="utf-8")
-            os.replace(part, path)
+            # Not synced: the next heartbeat replaces it, and a slow disk must not make this holder look dead.
+            write_text(path, _text(self._holder), durable=False)
 
     def release(self) -> None:
         """The attempt is over: whoever comes next need not ask. Not for a forked child; a second call does nothing."""
@@ -275,44 +273,14 @@ def _text(holder: Holder) -> str:
 
 def _claim(run_folder: Path, holder: Holder) -> bool:
     """Make the epoch's file with its content, if nobody has. Raises OSError."""
-    path = lease_file(run_folder, holder.epoch)
-    part = path.with_name(f".claim-{secrets.token_hex(8)}")
-    data = _text(holder).encode()
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        try:
-            os.write(handle, data)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        try:
-            os.link(part, path)
-            return True
-        except FileExistsError:
-            # NFS repeats a request whose answer was lost: two names mean that it was done.
-            return os.stat(part).st_nlink == 2
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            return False
-        try:
-            os.write(handle, data)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        return True
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
+    return write_new(lease_file(run_folder, holder.epoch), _text(holder).encode())
 
 
 def _forget(run_folder: Path, epoch: int) -> None:
-    """Remove the files of epochs long past."""
+    """Remove the files of epochs long past, and what a killed holder left of a write."""
     with contextlib.suppress(OSError):
         for path in (run_folder / FOLDER).iterdir():
             found = _FILE.fullmatch(path.name)
-            if found and int(found.group(1)) <= epoch - KEPT:
+            left = _LEFTOVER.fullmatch(path.name)
+            if (found and int(found.group(1)) <= epoch - KEPT) or (left and int(left.group(1)) < epoch):
                 path.unlink()

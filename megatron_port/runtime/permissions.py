@@ -14,11 +14,3 @@ def tighten() -> None:
     anybody can poison. Group and readers are left to the user's umask (077 keeps all of a run to oneself).
     """
     os.umask(os.umask(0o077) | EVERYBODY_WRITES)
-
-
-def file_mode(wanted: int = 0o666) -> int:
-    """The mode that ``open`` would give a new file, for files made by ``mkstemp``, which are private."""
-    # For an instant the mask is the strictest: a file that another thread makes just then is private.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return wanted & ~mask

@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megatron_port.errors import EnvironmentFault, PortError
 from megatron_port.runtime.discovery import ProcessInfo, is_loopback, resolve_host
 from megatron_port.runtime.fingerprint import Fingerprint
-from megatron_port.runtime.rendezvous import abandon, connect, leave, meet, ranges, within
+from megatron_port.runtime.master_store import connect, within
+from megatron_port.runtime.rendezvous import abandon, leave, meet, ranges
 
 SHARE_DEVICES = "set backend.share_devices = true (collectives then go over gloo, through host memory: slow)"
 

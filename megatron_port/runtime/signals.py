@@ -43,19 +43,9 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     @property
-    def requested(self) -> bool:
-        """A signal arrived (or :meth:`request` was called)."""
-        return self._level > 0
-
-    @property
     def signal_name(self) -> str | None:
         """Of the signal with the highest level."""
         return name_of(self._level) or None
-
-    @property
-    def requeue(self) -> bool:
-        """The job wants to be queued again (SIGUSR1 came, and nothing that ends it for good)."""
-        return self._level == LEVELS[signal.SIGUSR1]
 
     @property
     def level(self) -> int:

@@ -21,8 +21,8 @@ from megatron_port.checkpoint.format import Manifest
 from megatron_port.checkpoint.lineage import Parent
 from megatron_port.config.dump import config_hash
 from megatron_port.config.schema import RunConfig
-from megatron_port.data.files import write_bytes
 from megatron_port.errors import CheckpointError
+from megatron_port.runtime.atomic import write_bytes
 from megatron_port.runtime.lease import Fence
 from megatron_port.telemetry.run_data import IDENTITY, PREVIOUS
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_port import __version__
 from megatron_port.config.dump import config_hash
-from megatron_port.data.files import write_bytes
+from megatron_port.runtime.atomic import write_bytes
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.redact import redact

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_port.runtime.atomic import atomic_file
+
 FILE_NAME = "metrics.jsonl"
 LINE_CHARACTERS = 1 << 20
 """A longer line is no record."""
@@ -182,9 +184,8 @@ class MetricsWriter:
 
 def _truncate(path: Path, resumed_step: int, guard: Callable[[], None]) -> None:
     """Keep whole lines of steps up to ``resumed_step``, one step line and one evaluation each."""
-    part = path.with_name(path.name + ".part")
     seen: set[tuple[int, bool]] = set()
-    with open(path, encoding="utf-8", errors="replace") as old, open(part, "w", encoding="utf-8") as new:
+    with open(path, encoding="utf-8", errors="replace") as old, atomic_file(path, guard=guard) as new:
         for line in old:
             record = decode(line)
             if record is None or record["step"] > resumed_step or resumed_step == 0:
@@ -192,8 +193,4 @@ def _truncate(path: Path, resumed_step: int, guard: Callable[[], None]) -> None:
             key = (int(record["step"]), "validation_loss" in record)
             if key not in seen:
                 seen.add(key)
-                new.write(line if line.endswith("\n") else line + "\n")
-        new.flush()
-        os.fsync(new.fileno())
-    guard()
-    os.replace(part, path)
+                new.write((line if line.endswith("\n") else line + "\n").encode())

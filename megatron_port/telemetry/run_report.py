@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from megatron_port.telemetry.chart import Line, Mark, draw, number
-from megatron_port.telemetry.page import Cell, card, fold, legend, page, table
+from megatron_port.charts.lines import Axis, Mark, line_chart
+from megatron_port.charts.lines import Series as Curve
+from megatron_port.charts.numbers import number, quantity
+from megatron_port.charts.page import Cell, card, columns, fold, page, table
 from megatron_port.telemetry.run_data import RunData
 from megatron_port.telemetry.series import Series
-from megatron_port.telemetry.text import duration, quantity
+from megatron_port.telemetry.text import duration
 
-COLOURS = 6
 MOST_EVENT_ROWS = 200
 BAD_EVENTS = ("failed", "anomaly", "rewind", "straggler")
 
@@ -77,7 +78,7 @@ def render(runs: Sequence[RunData], *, comparisons: Mapping[str, Sequence[Compar
     parts = [_head(title, runs), _tiles(runs[0]) if len(runs) == 1 else "", "<h2>Training</h2>", _charts(runs)]
     spread = [_spread(run) for run in runs if run.spread]
     if spread:
-        parts += ["<h2>Ranks</h2>", f'<div class="charts">{"".join(spread)}</div>']
+        parts += ["<h2>Ranks</h2>", columns(spread)]
     parts += ["<h2>Numbers</h2>", _facts(runs)]
     predicted = _comparisons(runs, comparisons or {})
     if predicted:
@@ -124,39 +125,36 @@ def _tiles(run: RunData) -> str:
     return f'<div class="tiles">{tiles}</div>'
 
 
-def _line(series: Series, name: str, colour: int, *, factor: float = 1.0, dashed: bool = False) -> Line:
+def _line(series: Series, name: str, colour: int, *, factor: float = 1.0, dashed: bool = False) -> Curve:
     points = [(b.step, b.mean * factor) for b in series.buckets]
     band = [(b.step, b.least * factor, b.most * factor) for b in series.buckets] if series.width > 1 else []
-    return Line(name, points, colour, band, dashed=dashed)
+    return Curve(name, points, colour, band, dashed=dashed)
 
 
 def _charts(runs: Sequence[RunData]) -> str:
     several = len(runs) > 1
 
-    def of(field: str, **more: Any) -> list[Line]:
-        return [_line(r.series[field], r.name if several else field.replace("_", " "), 1 + i % COLOURS, **more)
+    def of(field: str, **more: Any) -> list[Curve]:
+        return [_line(r.series[field], r.name if several else field.replace("_", " "), i, **more)
                 for i, r in enumerate(runs)]
 
-    def chart(title: str, lines: list[Line], *, note: str = "", form: Callable[[float], str] = number,
+    def chart(title: str, lines: list[Curve], *, note: str = "", form: Callable[[float], str] = number,
               zero: bool = False, marks: Sequence[Mark] = ()) -> str:
-        lines = [line for line in lines if line.points]
-        keys = legend([(line.name, line.colour) for line in lines])
-        drawn = draw(lines, label=title, form=form, zero=zero, marks=marks)
-        return card(title, keys + drawn if drawn else "", note)
+        return card(title, line_chart(lines, label=title, y=Axis(form=form, least=0.0 if zero else None),
+                                      marks=marks), note)
 
-    validation = [Line(f"{r.name} validation" if several else "validation", [(float(s), v) for s, v in r.validation],
-                       1 + (i if several else 1) % COLOURS, dots=True) for i, r in enumerate(runs)]
+    validation = [Curve(f"{r.name} validation" if several else "validation", [(float(s), v) for s, v in r.validation],
+                        i if several else 1, joined=False) for i, r in enumerate(runs)]
     bad = sum(r.series["grad_norm"].lost + r.series["loss"].lost for r in runs)
     wide = max(r.series["loss"].width for r in runs)
     smooth = f"Mean of {wide} steps; the band is their least and most. " if wide > 1 else ""
-    rates: list[Line] = []
+    rates: list[Curve] = []
     for i, r in enumerate(runs):
-        colour = 1 + i % COLOURS
-        rates.append(_line(r.series["model_tflops_per_device"], f"{r.name} model" if several else "model", colour))
+        rates.append(_line(r.series["model_tflops_per_device"], f"{r.name} model" if several else "model", i))
         hardware, model = (r.series[f"{kind}_tflops_per_device"].mean for kind in ("hardware", "model"))
         if hardware != model:  # with recomputation only
             name = f"{r.name} hardware" if several else "hardware"
-            rates.append(_line(r.series["hardware_tflops_per_device"], name, colour if several else 3, dashed=several))
+            rates.append(_line(r.series["hardware_tflops_per_device"], name, i if several else 2, dashed=several))
     charts = [
         chart("Loss (nats a token)", of("loss") + validation, marks=_marks(runs),
               note=smooth + (f"{bad} values were not finite." if bad else "")),
@@ -170,7 +168,7 @@ def _charts(runs: Sequence[RunData]) -> str:
         chart("Loss scale", of("loss_scale")) if any(len({b.mean for b in r.series["loss_scale"].buckets}) > 1
                                                      for r in runs) else "",
     ]
-    return f'<div class="charts">{"".join(charts)}</div>'
+    return columns(charts)
 
 
 def _marks(runs: Sequence[RunData]) -> list[Mark]:
@@ -187,9 +185,9 @@ def _spread(run: RunData) -> str:
         return [(float(w["step"]), float(w[name])) for w in run.spread if isinstance(w.get(name), (int, float))]
 
     band = [(float(w["step"]), float(w["least"]), float(w["most"])) for w in run.spread if "least" in w and "most" in w]
-    lines = [Line("median", points("median"), 1, band), Line("slowest", points("most"), 2),
-             Line("fastest", points("least"), 3)]
-    drawn = draw(lines, label="own seconds a step by rank", zero=True)
+    lines = [Curve("median", points("median"), 0, band), Curve("slowest", points("most"), 1),
+             Curve("fastest", points("least"), 2)]
+    drawn = line_chart(lines, label="own seconds a step by rank", y=Axis(least=0.0))
     last = run.spread[-1]
     named = last.get("own_seconds") or last.get("slowest") or {}
     rows: list[list[Cell]] = [[f"rank {rank}", (f"{seconds:.4g}", "n")]
@@ -197,7 +195,7 @@ def _spread(run: RunData) -> str:
     listed = table(["last window", ("own seconds a step", "n")], rows)
     note = ("A rank's own work: reading samples, forward and backward passes; waits for other ranks are left out. "
             f"{last.get('ranks', '?')} ranks, {len(run.spread)} windows.")
-    return (card(f"{run.name}: own seconds a step, by rank", legend([(x.name, x.colour) for x in lines]) + drawn, note)
+    return (card(f"{run.name}: own seconds a step, by rank", drawn, note)
             + card(f"{run.name}: slowest ranks", listed))
 
 

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_port.charts.numbers import quantity
 from megatron_port.telemetry.metrics import Record
-
-
-def quantity(value: float) -> str:
-    """Three significant digits and a decimal prefix: 12345 → ``12.3k``."""
-    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{suffix}" if abs(value) / limit < 999.5 else f"{value / limit:.0f}{suffix}"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def duration(seconds: float) -> str:

@@ -17,7 +17,6 @@ from megatron_port.telemetry.background import BackgroundSink
 from megatron_port.telemetry.metrics import Record
 from megatron_port.telemetry.tensorboard import TAGS
 
-MODES = ("off", "offline", "online")
 MLFLOW_BATCH = 100
 """Steps that are sent to MLflow in one call: its file store opens a file for each number."""
 PARAMETER_CHARACTERS = 500

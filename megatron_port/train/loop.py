@@ -16,7 +16,6 @@ from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.dump import leaves, to_toml
 from megatron_port.config.schema import RunConfig
-from megatron_port.data.files import write_bytes
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
 from megatron_port.errors import NumericsError, PortError
@@ -31,6 +30,7 @@ from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
 from megatron_port.parallel.positions import sequence_partition
 from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.atomic import write_bytes
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.memory import peak_resident_bytes

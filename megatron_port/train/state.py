@@ -97,12 +97,6 @@ def _of_this_model(
     return []
 
 
-def find_checkpoint(session: Session) -> Path | None:
-    """The first of :func:`find_checkpoints`, or None."""
-    found = find_checkpoints(session)
-    return found[0] if found else None
-
-
 def _look(config: RunConfig, note: Any) -> list[tuple[Path, Manifest]]:
     asked, automatic = Path(config.checkpoint.resume), config.checkpoint.resume == "auto"
     if automatic:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_port.config.dump import leaves, toml_value
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
-from megatron_port.plan.page import write_text
+from megatron_port.runtime.atomic import write_output
 
 FORMAT = 1
 FILE_NAME = "results.jsonl"
@@ -115,7 +115,7 @@ class Results:
         self.trials[trial.key] = trial
         rows: list[dict[str, Any]] = [{"format": FORMAT, "run": self.run, "name": self.name}]
         rows += [asdict(t) for t in self.trials.values()]
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_output(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def ranked(self) -> list[Trial]:
         """Those that worked, by tokens a second and device, best first."""

@@ -13,8 +13,8 @@ from megatron_port.config.dump import leaves, toml_value
 from megatron_port.config.layout import with_values
 from megatron_port.config.loader import Loaded, load
 from megatron_port.config.schema import RunConfig
-from megatron_port.plan.page import write_text
 from megatron_port.plan.search import Candidate
+from megatron_port.runtime.atomic import write_output
 from megatron_port.tune.results import Results, Trial, key_of
 from megatron_port.tune.space import Space
 from megatron_port.tune.strategies import Strategy
@@ -130,5 +130,5 @@ def write_winner(loaded: Loaded, trial: Trial, path: Path) -> RunConfig:
     text = f"# Written by megatron-port tune: {label_of(trial)}.\nextends = {toml_value(base)}\n"
     text += "".join(f"{line}\n" for line in tables.pop("", []))
     text += "".join(f"\n[{table}]\n" + "".join(f"{line}\n" for line in rows) for table, rows in tables.items())
-    write_text(path, text)
+    write_output(path, text)
     return load(str(path)).config

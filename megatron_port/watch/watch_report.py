@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_port.runtime.atomic import write_text
 from megatron_port.runtime.redact import redact, redacted
 from megatron_port.watch.format import Stack, ranks_text, stack_text
 from megatron_port.watch.judge import Verdict, doing
@@ -47,7 +47,7 @@ def write_hang(
     none = [r for r in ranks if r not in stacks and r not in raw]
     if none:
         lines += ["", f"No stacks of {ranks_text(none)}: the last heartbeat above is all there is."]
-    _commit(target, "\n".join(lines) + "\n")
+    write_text(target, redact("\n".join(lines) + "\n"))
     return target
 
 
@@ -59,22 +59,6 @@ def _state(state: Rank, now: float) -> str:
     if state.fault is not None:
         return f"; it failed: {state.fault.text.splitlines()[0][:200] if state.fault.text else ''}"
     return "; SILENT" if now - state.heard_at >= LAGS_S else ""
-
-
-def _commit(target: Path, text: str) -> None:
-    """Temporary name, fsync, rename; without secrets."""
-    text = redact(text)
-    part = target.with_name(f".{target.name}.part")
-    try:
-        with open(part, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, target)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
 
 
 def add_event(folder: Path, record: Mapping[str, object]) -> None:

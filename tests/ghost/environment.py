@@ -9,7 +9,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("torch==2.13.0", "numpy", "safetensors", "xxhash", "psutil", "rich", "tiktoken", "matplotlib")
+PACKAGES = ("torch==2.13.0", "numpy", "safetensors", "xxhash", "psutil", "rich", "tiktoken")
 """What ``megatron-port train`` with engine native imports."""
 
 

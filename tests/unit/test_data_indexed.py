@@ -170,13 +170,6 @@ def test_failed_rewrite_keeps_the_old_corpus(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx", "c.meta.json"]
 
 
-def test_check_ids_names_the_position(tmp_path):
-    data = IndexedDataset(make(tmp_path / "c", DOCUMENTS))
-    with pytest.raises(DataError, match="position 6: token id 256 .* vocabulary of 256"):
-        data.check_ids(256)
-    data.check_ids(257)
-
-
 def test_reading_takes_constant_memory(tmp_path):
     block = np.arange(1 << 18, dtype=np.int64) % 251
     with IndexedWriter(tmp_path / "c", vocab_size=257) as writer:

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_port.data import prepare as preparing
 from megatron_port.data import sources
-from megatron_port.data.files import write_bytes
 from megatron_port.data.prepare import prepare
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.errors import DataError, EnvironmentFault
+from megatron_port.runtime.atomic import write_bytes
 
 BYTE = ByteTokenizer()
 

@@ -1,29 +1,27 @@
-"""The rooms of docs/architecture.md: who imports whom, who reads the environment, who has globals. Read with ast."""
+"""The architecture of docs/architecture.md: who imports whom, who reads the environment, sizes. Read with ast."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_port"
+LINES_OF_A_FILE, MEDIAN_OF_FILES, LINES_OF_A_FUNCTION = 450, 150, 40
 
 
-def rooms_in_order() -> list[str]:
+def packages_in_order() -> list[str]:
     """First column of the table in docs/architecture.md."""
-    rooms: list[str] = []
+    packages: list[str] = []
     for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
         if re.match(r"\| `\w+`", line):
-            rooms += re.findall(r"`(\w+)`", line.split("|")[1])
-    return rooms
-
-
-ORDER = rooms_in_order()
-FILES = sorted(p for p in PACKAGE.rglob("*.py"))
+            packages += re.findall(r"`(\w+)`", line.split("|")[1])
+    return packages
 
 
 def module_name(path: Path) -> str:
@@ -31,9 +29,13 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
-    """``(line, absolute module)`` of every import, wherever it stands; relative ones resolved."""
-    for node in ast.walk(ast.parse(source)):
+ORDER = packages_in_order()
+SOURCES = {module_name(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
+    """``(line, absolute module)`` of every import below ``tree``; relative ones resolved."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -44,23 +46,65 @@ def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{whole}.{alias.name}"
 
 
-def room_of(module: str) -> str | None:
-    """The room of a module of the package; None for the package itself and for others' modules."""
+def package_of(module: str) -> str | None:
+    """The package within ours that a module belongs to; None for the root itself and for others' modules."""
     parts = module.split(".")
     return parts[1] if parts[0] == "megatron_port" and len(parts) > 1 and parts[1] in ORDER else None
 
 
-def upward_imports(source: str, module: str) -> list[str]:
-    """Imports of a room that stands below the importer's in the table."""
-    room = room_of(module)
-    if room is None:
-        return []
+def upward_imports(sources: Mapping[str, str]) -> list[str]:
+    """Imports, wherever they stand, of a package that comes after the importer's in the table."""
     out = []
-    for line, name in imported(source, module):
-        target = room_of(name)
-        if target and ORDER.index(target) > ORDER.index(room):
-            out.append(f"{module}:{line}: {room} imports {name}")
+    for module, source in sources.items():
+        package = package_of(module)
+        for line, name in imported(ast.parse(source), module) if package else ():
+            target = package_of(name)
+            if target and ORDER.index(target) > ORDER.index(package or ""):
+                out.append(f"{module}:{line}: {package} imports {name}")
     return out
+
+
+def loaded_with(source: str) -> ast.Module:
+    """What a module runs when it is imported: without the bodies of its functions, and of ``if TYPE_CHECKING``."""
+    class Outside(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST:
+            names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node.test)}
+            return ast.Module(node.orelse, []) if "TYPE_CHECKING" in names else self.generic_visit(node)
+
+    tree = Outside().visit(ast.parse(source))
+    assert isinstance(tree, ast.Module)
+    return tree
+
+
+def import_cycles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Modules that import one another when they are loaded, directly or through others: each group of them."""
+    known = {name.removesuffix(".__init__"): name for name in sources}
+    needs: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        names = {name for _, name in imported(loaded_with(source), module)}
+        names |= {name.rpartition(".")[0] for name in names}  # "from package import module" and "from module import x"
+        needs[module] = {known[name] for name in names if name in known} - {module}
+    reach = {module: reachable(module, needs) for module in needs}
+    groups = {frozenset(n for n in reach[m] if m in reach[n]) for m in needs if m in reach[m]}
+    return sorted(sorted(group) for group in groups)
+
+
+def reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
+    """Every node that a path of one edge or more leads to from ``start``."""
+    found: set[str] = set()
+    border = list(edges[start])
+    while border:
+        node = border.pop()
+        if node not in found:
+            found.add(node)
+            border += edges[node]
+    return found
 
 
 def environment_reads(source: str) -> list[int]:
@@ -79,35 +123,59 @@ def environment_reads(source: str) -> list[int]:
     return out
 
 
+def function_lengths() -> list[int]:
+    """Lines of every function and method, shortest first."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for source in SOURCES.values() for node in ast.walk(ast.parse(source)))
+    return sorted((node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes if isinstance(node, kinds))
+
+
 def test_the_table_names_every_folder() -> None:
     assert len(ORDER) == len(set(ORDER)) > 10 and ORDER[:3] == ["errors", "registry", "config"] and ORDER[-1] == "cli"
-    folders = {p.parent.relative_to(PACKAGE).parts[0] for p in FILES if p.parent != PACKAGE}
-    assert folders <= set(ORDER)
-    assert {p.stem for p in PACKAGE.glob("*.py")} - {"__init__", "__main__"} <= set(ORDER)
+    parts = [module.split(".") for module in SOURCES]
+    assert {p[1] for p in parts} - {"__init__", "__main__"} == set(ORDER)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_room_imports_only_rooms_above(path: Path) -> None:
-    assert not upward_imports(path.read_text(), module_name(path))
+def test_a_package_imports_only_packages_above_it() -> None:
+    assert not upward_imports(SOURCES)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_laws_of_the_house(path: Path) -> None:
-    source, room = path.read_text(), room_of(module_name(path))
-    if room != "runtime":
-        assert not environment_reads(source), "environment variables are read in runtime/ only"
-    changed = [n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Global)]
-    assert not changed, f"no module globals, but `global` at lines {changed}"
-    pickles = [(line, name) for line, name in imported(source, module_name(path)) if name.split(".")[0] == "pickle"]
-    assert not pickles
+def test_no_two_files_import_one_another() -> None:
+    assert not import_cycles(SOURCES)
 
 
-@pytest.mark.parametrize("room", ["errors", "registry", "config"])
-def test_the_first_rooms_need_no_torch(room: str) -> None:
-    for path in FILES:
-        if room_of(module_name(path)) == room:
-            names = {name.split(".")[0] for _, name in imported(path.read_text(), module_name(path))}
-            assert not names & {"torch", "numpy", "deepspeed"}, path
+def test_the_environment_is_read_in_runtime_only() -> None:
+    found = {m: environment_reads(source) for m, source in SOURCES.items() if package_of(m) != "runtime"}
+    assert not {module: lines for module, lines in found.items() if lines}
+
+
+def test_no_module_changes_its_globals() -> None:
+    found = [f"{module}:{node.lineno}" for module, source in SOURCES.items()
+             for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+    assert not found
+
+
+def test_nothing_imports_pickle() -> None:
+    found = [f"{module}:{line}" for module, source in SOURCES.items()
+             for line, name in imported(ast.parse(source), module) if name.split(".")[0] == "pickle"]
+    assert not found
+
+
+def test_the_packages_before_runtime_need_no_torch() -> None:
+    first = ORDER[: ORDER.index("runtime")]
+    assert "config" in first
+    found = [f"{module}:{line}: {name}" for module, source in SOURCES.items() if package_of(module) in first
+             for line, name in imported(ast.parse(source), module)
+             if name.split(".")[0] in ("torch", "numpy", "deepspeed")]
+    assert not found
+
+
+def test_files_and_functions_stay_small() -> None:
+    lines = {module: len(source.splitlines()) for module, source in SOURCES.items()}
+    assert not {module: n for module, n in lines.items() if n > LINES_OF_A_FILE}
+    assert statistics.median(lines.values()) <= MEDIAN_OF_FILES
+    functions = function_lengths()
+    assert functions[int(0.95 * len(functions))] <= LINES_OF_A_FUNCTION
 
 
 @pytest.mark.parametrize(
@@ -124,8 +192,28 @@ def test_the_first_rooms_need_no_torch(room: str) -> None:
         ("megatron_port.cli.main", "import megatron_port.train, torch", 0),
     ],
 )
-def test_the_test_sees_faults(module: str, source: str, faults: int) -> None:
-    assert len(upward_imports(source, module)) == faults
+def test_the_test_sees_upward_imports(module: str, source: str, faults: int) -> None:
+    assert len(upward_imports({module: source})) == faults
+
+
+@pytest.mark.parametrize(
+    ("first", "cycle"),
+    [
+        ("from megatron_port.a.c import x", True),
+        ("import megatron_port.a.c", True),
+        ("from . import c", True),
+        ("try:\n    from megatron_port.a import c\nexcept ImportError:\n    pass", True),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron_port.a.c import x", False),
+        ("def f():\n    from megatron_port.a.c import x", False),
+        ("from megatron_port.a.d import x", False),
+    ],
+)
+def test_the_test_sees_cycles(first: str, cycle: bool) -> None:
+    sources = {
+        "megatron_port.a.__init__": "", "megatron_port.a.b": first, "megatron_port.a.d": "",
+        "megatron_port.a.c": "from megatron_port.a.e import y", "megatron_port.a.e": "import megatron_port.a.b",
+    }
+    assert import_cycles(sources) == ([[f"megatron_port.a.{m}" for m in "bce"]] if cycle else [])
 
 
 def test_the_test_sees_the_environment() -> None:

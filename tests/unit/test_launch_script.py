@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load
 from megatron_port.config.schema import RunConfig
-from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.errors import ConfigError
 from megatron_port.launch.quote import sbatch_quote, shell_fill, shell_quote
-from megatron_port.launch.script import Order, render, sbatch_lines, write_script
+from megatron_port.launch.script import Order, render, sbatch_lines
 
 STUB = r"""
 port_user='so me'
@@ -224,13 +224,3 @@ def test_quoting_is_readable() -> None:
     assert shell_quote("", "x") == "''" and shell_fill("", "x") == "''"
     assert shell_fill("/mnt/{user}/a b/{job_id}{none}", "x") == "/mnt/\"$port_user\"'/a b/'\"$SLURM_JOB_ID\"'{none}'"
     assert sbatch_quote('a "b" \\', "x") == '"a \\"b\\" \\\\"'
-
-
-def test_scripts_are_written_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "job.sh"
-    write_script(path, "#!/bin/bash\necho é\n")
-    assert path.read_text() == "#!/bin/bash\necho é\n" and path.stat().st_mode & 0o777 == 0o755
-    (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentFault, match="cannot be written"):
-        write_script(tmp_path / "file" / "job.sh", "x")
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a", "file", "job.sh"]

@@ -406,7 +406,7 @@ def test_the_heartbeat_moves_also_on_a_full_disk(tmp_path: Path, monkeypatch: py
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "replace", full)
     moved(moved(first))
     monkeypatch.undo()
     assert beats > 0 and not lease.lost
@@ -444,7 +444,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(leases.os, "link", answer_lost)
     assert leases._claim(folder, Holder(epoch=3))
     assert not leases._claim(folder, Holder(epoch=3))
-    assert not [p for p in (folder / leases.FOLDER).iterdir() if p.name.startswith(".claim")]
+    assert not [p for p in (folder / leases.FOLDER).iterdir() if p.name.startswith(".")]
 
 
 def test_old_files_are_forgotten_and_a_late_claim_of_a_forgotten_epoch_fails(tmp_path: Path) -> None:

@@ -9,16 +9,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron_port.charts.lines import Series, line_chart
+from megatron_port.charts.numbers import ticks
 from megatron_port.cli.main import main
 from megatron_port.config.loader import load
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.plan.gantt import intervals
 from megatron_port.plan.page import report_page
+from megatron_port.plan.pictures import passes
 from megatron_port.plan.search import options_of, search
 from megatron_port.plan.sensitivity import choice_bars, machine_bars
 from megatron_port.plan.step import chunk_costs, plan_step
 from megatron_port.plan.studies import planned, studies
-from megatron_port.plan.svg import Series, chart, ticks
 from megatron_port.plan.timeline import timeline
 from megatron_port.plan.verdict import make_plan
 
@@ -39,7 +40,7 @@ def drawings(page: str) -> list[ElementTree.Element]:
 
 
 def test_the_page_needs_nothing_else(page: str) -> None:
-    assert not re.search(r"https?://|<script|<img|<link|@import|url\((?!#)", page)
+    assert not re.search(r"https?://|<script|<img|<link(?! rel=.icon. href=.data:,.>)|@import|url\((?!#)", page)
     assert "prefers-color-scheme:dark" in page and page.startswith("<!doctype html>") and page.endswith("</html>\n")
     assert set(re.findall(r"var\(--(\w+)\)", page)) <= set(re.findall(r"--(\w+):", page.partition("@media")[0]))
 
@@ -86,16 +87,16 @@ def test_memory_bars_end_where_the_plan_says(page: str) -> None:
 def test_the_picture_replays_what_the_planner_simulates(schedule: str, pp: int, vp: int, m: int) -> None:
     case, machine = base()
     case = replace(case, pp=pp, vp=vp, split=(), schedule=schedule)
-    found = intervals(case, machine, micro_batches=m)
+    found = passes(case, machine, micro_batches=m)
     costs = chunk_costs(case, machine)
     line = timeline(
         case.schedule, pp, [c.forward + c.forward_tensor for c in costs],
         [c.backward + c.backward_tensor for c in costs], micro_batches=m,
     )
-    assert max(i.end for i in found) == pytest.approx(line.span)
-    assert len(found) == (3 if schedule.startswith("zb") else 2) * pp * vp * m
+    assert max(i.end for row in found for i in row) == pytest.approx(line.span)
+    assert sum(map(len, found)) == (3 if schedule.startswith("zb") else 2) * pp * vp * m
     for stage in range(pp):
-        mine = sorted((i for i in found if i.stage == stage), key=lambda i: i.start)
+        mine = sorted(found[stage], key=lambda i: i.start)
         assert all(a.end <= b.start + 1e-9 for a, b in zip(mine, mine[1:]))
         assert sum(i.end - i.start for i in mine) == pytest.approx(line.busy[stage])
 
@@ -144,9 +145,9 @@ def test_sensitivity_has_the_right_signs() -> None:
 
 
 def test_ticks_are_round_and_cover() -> None:
-    assert ticks(0, 100) == [0, 25, 50, 75, 100] and ticks(0, 1e-3)[-1] == pytest.approx(1e-3)
+    assert ticks(0, 100) == [0, 20, 40, 60, 80, 100] and ticks(0, 1e-3)[-1] == pytest.approx(1e-3)
     assert ticks(3, 3) == [3] and ticks(0.8, 1.0)[0] == pytest.approx(0.8)
-    drawn = ElementTree.fromstring(chart([Series("a<b", [(1, 5.0)])], x_label="x", y_label="y", label="one point"))
+    drawn = ElementTree.fromstring(line_chart([Series("a<b", [(1, 5.0)])], label="one point"))
     assert drawn.tag == "svg"
 
 

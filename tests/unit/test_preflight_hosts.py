@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.preflight.bandwidth import ALL_GATHER, ALL_REDUCE, POINT_TO_POINT, algbw_gb, busbw_gb
-from megatron_port.preflight.pairs import all_pairs_rounds, matchings, neighbour_rounds, rounds_for
+from megatron_port.preflight.pairs import all_pairs_rounds, neighbour_rounds, rounds_for
 from megatron_port.runtime.slurm import compress_hosts, expand_hosts
 
 HOST = st.from_regex(r"[a-z]{1,3}-?[0-9]{0,4}", fullmatch=True)
@@ -79,13 +79,3 @@ def test_large_sweeps_take_logarithmic_rounds(n: int) -> None:
         for m in members:
             partners[m] += 1
     assert min(partners) >= int(log2(n)) - 1
-
-
-@given(st.sets(st.tuples(st.integers(0, 9), st.integers(10, 19)), max_size=30))
-@settings(max_examples=50)
-def test_matchings_are_disjoint_and_complete(pairs: set[tuple[int, int]]) -> None:
-    rounds = matchings(pairs)
-    assert sorted(p for r in rounds for p in r) == sorted(pairs)
-    for r in rounds:
-        members = [m for p in r for m in p]
-        assert len(members) == len(set(members))

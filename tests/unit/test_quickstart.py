@@ -175,4 +175,4 @@ def test_the_script_from_end_to_end(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 150 and max(losses) == losses[0]
-    assert (tmp_path / "runs/quickstart/loss.png").stat().st_size > 10_000
+    assert (tmp_path / "runs/quickstart/loss.svg").stat().st_size > 10_000

@@ -8,9 +8,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from megatron_port.charts.lines import Mark, line_chart
+from megatron_port.charts.lines import Series as Curve
+from megatron_port.charts.numbers import ticks
 from megatron_port.cli.main import main
 from megatron_port.errors import ConfigError
-from megatron_port.telemetry.chart import Line, Mark, draw, ticks
 from megatron_port.telemetry.metrics import MetricsWriter
 from megatron_port.telemetry.run_data import read_run
 from megatron_port.telemetry.run_report import Comparison, render
@@ -110,7 +112,7 @@ def test_runs_side_by_side(tmp_path, run):
     text = " ".join(page.texts)
     for expected in ("alpha against beta", "optimizer.lr", "measured ÷ predicted", "1.053"):
         assert expected in text, expected
-    assert html.count('class="line c2"') >= 5
+    assert len(re.findall('class="curve[^>]*stroke:var\\(--c1\\)', html)) >= 5
     again = make(tmp_path / "other" / "alpha")
     names = render([read_run(run), read_run(again)])
     assert str(run) in names and str(again) in names
@@ -173,8 +175,8 @@ def test_ticks(low, high):
 
 @pytest.mark.parametrize("ys", [[1.0], [2.0, 2.0], [1e-6, 1.0, 1e5], [0.0, 0.0], [-3.0, 4.0]])
 def test_charts_of_odd_data(ys):
-    svg = draw([Line("a", [(float(i), y) for i, y in enumerate(ys)], band=[(0.0, min(ys), max(ys))] * 2)], label="x",
-               marks=[Mark(0.0, "<b>")])
+    curve = Curve("a", [(float(i), y) for i, y in enumerate(ys)], band=[(0.0, min(ys), max(ys))] * 2)
+    svg = line_chart([curve], label="x", marks=[Mark(0.0, "<b>")])
     Checked(svg)
     numbers = [float(n) for n in re.findall(r'(?:cy|y1|y2|y)="(-?[\d.]+)"', svg)]
     assert all(0 <= n <= 260 for n in numbers) and "nan" not in svg

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.data.files import write_bytes
 from megatron_port.launch.outcome import FINISHED, OUTCOME, Outcome, write_outcome
-from megatron_port.launch.script import write_script
-from megatron_port.runtime.permissions import file_mode, tighten
+from megatron_port.runtime.atomic import write_bytes, write_output
+from megatron_port.runtime.permissions import tighten
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +35,8 @@ def test_files_follow_the_umask_and_everybody_never_writes(tmp_path: Path, given
     (tmp_path / "plain").write_text("x")
     write_bytes(tmp_path / "corpus", b"x")
     write_outcome(tmp_path, Outcome("local", FINISHED, 1))
-    write_script(tmp_path / "job.sh", "true\n")
+    write_output(tmp_path / "job.sh", "true\n", mode=0o755)
     assert [mode_of(tmp_path / n) for n in ("plain", "corpus", OUTCOME, "job.sh")] == [file, file, file, script]
-    assert file_mode() == file
 
 
 def test_every_command_tightens_the_umask() -> None:

@@ -19,7 +19,8 @@ from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.runtime import rendezvous
 from megatron_port.runtime.discovery import SECRET, ProcessInfo, discover
 from megatron_port.runtime.fingerprint import Fingerprint, installed_versions
-from megatron_port.runtime.rendezvous import connect, listen, meet, places
+from megatron_port.runtime.master_store import connect, listen
+from megatron_port.runtime.rendezvous import meet, places
 from megatron_port.runtime.sockets import holder_of_port, is_own_address, own_addresses
 from megatron_port.session.session import open_session
 

@@ -29,15 +29,13 @@ def test_only_rank_0_speaks_unless_a_rank_must() -> None:
     assert out.getvalue() == "step 1\nstep 2\n[rank 2 of 3 on n1] lost\n"
 
 
-@pytest.mark.parametrize(
-    ("number", "requeue", "level"), [(signal.SIGINT, False, 3), (signal.SIGTERM, False, 2), (signal.SIGUSR1, True, 1)]
-)
-def test_a_signal_sets_the_flag(number: int, requeue: bool, level: int) -> None:
+@pytest.mark.parametrize(("number", "level"), [(signal.SIGINT, 3), (signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
+def test_a_signal_sets_the_level(number: int, level: int) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
-        assert not stop.requested and stop.level == 0
+        assert stop.level == 0
         os.kill(os.getpid(), number)
-        assert stop.requested and stop.requeue is requeue and stop.level == level
+        assert stop.level == level
         assert stop.signal_name == signal.Signals(number).name
         stop.request(signal.SIGUSR1)
         assert stop.level == level  # nothing that ends a job for good is taken back
@@ -54,7 +52,7 @@ def test_a_cancelled_job_does_not_ask_to_come_back(numbers: tuple[int, ...], lev
     with StopRequest() as stop:
         for number in numbers:
             os.kill(os.getpid(), number)
-        assert stop.level == level and EXIT_CODES[stop.level] == code and stop.requeue is (level == 1)
+        assert stop.level == level and EXIT_CODES[stop.level] == code
         assert (stop.signal_name or "") == name_of(level)
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import builtins
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from megatron_port.telemetry import picture, sinks
+from megatron_port.charts.numbers import quantity
+from megatron_port.telemetry import sinks
 from megatron_port.telemetry.console import LiveConsole, PlainConsole, make_console
 from megatron_port.telemetry.metrics import MetricsWriter, read_metrics
-from megatron_port.telemetry.picture import Curves, draw_loss, read_curves, smoothed
+from megatron_port.telemetry.picture import Curves, draw_loss, loss_picture, read_curves, smoothed
 from megatron_port.telemetry.sinks import Telemetry
-from megatron_port.telemetry.text import duration, quantity
+from megatron_port.telemetry.text import duration
 
 
 class Terminal(io.StringIO):
@@ -186,11 +189,19 @@ def test_a_wrong_record_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
         telemetry.step({"step": 1, "lossy": 1.0})
 
 
-def test_picture(tmp_path: Path) -> None:
-    from matplotlib.image import imread
+def drawn(svg: str) -> ElementTree.Element:
+    """The picture as a tree; its style sheet names no variable that a viewer of SVG would have to know."""
+    assert "var(" not in svg and "nan" not in svg
+    return ElementTree.fromstring(re.sub(' xmlns="[^"]*"', "", svg, count=1))
 
+
+def words(tree: ElementTree.Element) -> list[str]:
+    return [text.text or "" for text in tree.iter("text")]
+
+
+def test_picture(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    assert not draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert not draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.svg")
     writer.write({"step": 0, "validation_loss": 4.5})
     for step in range(1, 301):
         writer.write({"step": step, "loss": float("nan") if step == 9 else 4.0 / step, "tokens": 10 * step})
@@ -199,33 +210,30 @@ def test_picture(tmp_path: Path) -> None:
     curves = read_curves(tmp_path / "metrics.jsonl")
     assert len(curves.training) == 299 and curves.lost == {9}
     assert curves.validation == {0: 4.5, 300: 0.5} and curves.tokens == 3000
-    assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    plain = imread(tmp_path / "loss.png")
-    assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", unigram_entropy=3.0, title="run")
-    assert plain.shape == (720, 1200, 4) and (plain != imread(tmp_path / "loss.png")).any()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
-
-
-def drawn(curves: Curves) -> Any:
-    """The axes of a picture of ``curves``."""
-    from matplotlib.figure import Figure
-
-    axes = Figure().add_subplot()
-    picture._draw(axes, curves, None, "run")
-    return axes
+    assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.svg")
+    plain = words(drawn((tmp_path / "loss.svg").read_text()))
+    assert {"validation", "0.500", "step (the last after 3k tokens)", "training (mean of 5 steps)"} <= set(plain)
+    assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.svg", unigram_entropy=3.0, title="run")
+    named = words(drawn((tmp_path / "loss.svg").read_text()))
+    assert set(named) - set(plain) == {"unigram entropy 3.000", "run"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.svg", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize("steps", [150, 400])
 def test_the_picture_shows_every_step(steps: int) -> None:
     curves = Curves(training={s: spiked(s) for s in range(1, steps + 1) if s != 20}, lost={20})
-    axes = drawn(curves)
-    raw = next(line for line in axes.lines if line.get_label() == "training (every step)")
-    assert dict(zip(raw.get_xdata(), raw.get_ydata(), strict=True)) == curves.training
-    assert axes.get_ylim()[1] > 9.4 and [t.get_text() for t in axes.texts] == ["9.400 at step 14"]
-    (marks,) = (line for line in axes.lines if "not finite (1)" in line.get_label())
-    assert list(marks.get_xdata()) == [20]
-    falling = drawn(Curves(training={s: 5.0 / s for s in range(1, steps + 1)}))
-    assert not falling.texts and not any("finite" in line.get_label() for line in falling.lines)
+    tree = drawn(loss_picture(curves))
+    raw = next(line for line in tree.iter("polyline"))
+    places = [tuple(map(float, pair.split(","))) for pair in raw.get("points", "").split()]
+    assert len(places) == len(curves.training) and places == sorted(places)
+    peak = min(places, key=lambda place: place[1])
+    assert places.index(peak) == sorted(curves.training).index(14) and "9.400 at step 14" in words(tree)
+    assert "training loss not finite (1)" in words(tree)
+    (mark,) = (line for line in tree.iter("line") if line.get("class") == "mark bad")
+    before, after = places[18], places[19]  # steps 19 and 21
+    assert float(mark.get("x1", 0)) == pytest.approx((before[0] + after[0]) / 2, abs=0.1)
+    falling = words(drawn(loss_picture(Curves(training={s: 5.0 / s for s in range(1, steps + 1)}))))
+    assert not any("at step" in text or "finite" in text for text in falling)
 
 
 def test_a_step_that_was_run_again_counts_as_its_last_line(tmp_path: Path) -> None:

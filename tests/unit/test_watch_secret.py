@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.rendezvous import connect
+from megatron_port.runtime.master_store import connect
 from megatron_port.watch import secret
 from megatron_port.watch.secret import look_up, publish
 

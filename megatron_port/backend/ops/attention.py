@@ -20,14 +20,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor
     Query head j uses key head j // (heads / groups). Any strides but in the last dimension. causal: row i sees the keys
     up to i, and s = keys. RuntimeError where the shapes do not fit together.
     """
-    out: Tensor = _Attention.apply(q, k, v, causal)
+    out: Tensor = _Attention.apply(q, k, v, causal)  # type: ignore[no-untyped-call]
     return out
 
 
 def packed_attention(qkv: Tensor) -> Tensor:
     """Causal attention of the packed projection [s, b, g, r + 2, d] (r query heads of a group, its key, its value) as
     [s, b, g · r · d]; the gradient is packed as well, so that none of q, k, v has to be put together."""
-    out: Tensor = _PackedAttention.apply(qkv)
+    out: Tensor = _PackedAttention.apply(qkv)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -39,11 +39,12 @@ class _Attention(torch.autograd.Function):
         ctx.scale, ctx.causal = size**-0.5, causal
         out, rows = torch.ops.megatron_port.attention_forward.default(q, k, v, ctx.scale, causal)
         ctx.save_for_backward(q, k, v, out, rows)
-        return out.flatten(2)
+        flat: Tensor = out.flatten(2)
+        return flat
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, rows = ctx.saved_tensors
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         torch.ops.megatron_port.attention_backward_.default(
@@ -59,13 +60,14 @@ class _PackedAttention(torch.autograd.Function):
         ctx.scale = qkv.shape[4] ** -0.5
         out, rows = torch.ops.megatron_port.attention_forward.default(q, k, v, ctx.scale, True)
         ctx.save_for_backward(qkv, out, rows)
-        return out.flatten(2)
+        flat: Tensor = out.flatten(2)
+        return flat
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> Tensor:
         qkv, out, rows = ctx.saved_tensors
-        gradient = qkv.new_empty(qkv.shape)
+        gradient: Tensor = qkv.new_empty(qkv.shape)
         torch.ops.megatron_port.attention_backward_.default(
             dout.contiguous(), *_split(qkv), out, rows, *_split(gradient), ctx.scale, True
         )
