@@ -45,13 +45,18 @@ MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_s
 class MatrixMomentum(ElementwiseRule):
     """Momentum for what decays, sign descent without any state for the rest."""
 
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        """Number of each update so far, once a piece."""
+
     def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
         return ("velocity",) if record.decay else ()
 
     def update_(
         self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
     ) -> None:
-        assert settings.step == int(settings.step) > 0
+        assert bool(settings.weight_decay) == bool(state)  # what decays has state
+        self.seen.append(settings.step)
         if not state:
             master.sub_(gradient.sign(), alpha=settings.lr)
             return
@@ -124,7 +129,12 @@ def test_mixed_kinds_and_buffers_resume_to_the_bit(mixed: RunConfig, tmp_path: P
     assert torch.allclose(checkpoint.read("layers.1.balance", "buffer", (0,), (3,)), torch.full((3,), 1.3))
     again = resumed(mixed, checkpoint)
     assert again.update.steps == 3
+    rule = again.sharded.rule
+    assert isinstance(rule, MatrixMomentum)
+    assert sorted(set(rule.seen)) == [1, 2, 3, 4, 5]
+    rule.seen.clear()
     train(again, 3, 2)
+    assert sorted(set(rule.seen)) == [4, 5]
     want, found = state(whole), state(again)
     assert want.keys() == found.keys() and all(torch.equal(want[key], found[key]) for key in want)
     moved = [key for key, tensor in state(first).items() if not torch.equal(tensor, want[key])]
