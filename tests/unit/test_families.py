@@ -26,6 +26,7 @@ from megatron_port.interop.export_hf import export_hf
 from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.hf_names import hf_mapping, hf_tensors
+from megatron_port.interop.names import megatron_names
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.model import families
 from megatron_port.model.decoder_spec import model_spec
@@ -144,6 +145,13 @@ def test_a_parameter_without_a_name_there_is_refused() -> None:
     """By its name, not with a KeyError."""
     with pytest.raises(CheckpointError, match=r"embedding.position.weight: a llama model has no such parameter"):
         hf_mapping(ModelConfig(), "llama")
+
+
+def test_a_parameter_that_megatron_deepspeed_lacks_is_refused() -> None:
+    """By its name: its layers have no norms of heads."""
+    assert megatron_names(ModelConfig())
+    with pytest.raises(CheckpointError, match=r"layers.0.attention.query_norm.weight: Megatron-DeepSpeed's layers"):
+        megatron_names(ModelConfig(qk_norm=True))
 
 
 SHAPES = [(name, path.stem) for name in FAMILIES for path in sorted(FOLDER.glob(f"{name}/models/*.toml"))]
