@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_port.model.gpt import GPTStage
     from megatron_port.runtime.discovery import ProcessInfo
     from megatron_port.session.session import Session
-    from megatron_port.train.loop import Outcome
+    from megatron_port.train.loop import TrainingResult
 
 
 def load_config(file: str | Path | Sequence[str | Path] | None = None, *overrides: str) -> RunConfig:
@@ -126,7 +126,7 @@ def check_memory(config: RunConfig, world_size: int | None) -> str:
     return found
 
 
-def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
+def run_training(config: RunConfig, info: ProcessInfo | None = None) -> TrainingResult:
     """One rank's part of a whole run: resume, train, evaluate, save, report; what ``megatron-port train`` calls.
 
     Signals make it save and return early; ``outcome.exit_code`` says how it ended. On failure the run's folder gets

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Done(Protocol):
-    """Of a part; see ``site_report.Outcome``."""
+    """Of a part; see ``site_report.PartResult``."""
 
     name: str
     seconds: float

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_port.cli.doctor_report import Finding, render, strictly
+from megatron_port.cli.doctor_report import CheckResult, render, strictly
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EXIT_ENVIRONMENT, EXIT_OK
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_ENVIRONMENT if wrong else EXIT_OK
 
 
-def examine(config: RunConfig, *, installed_only: bool = False) -> list[Finding]:
+def examine(config: RunConfig, *, installed_only: bool = False) -> list[CheckResult]:
     """All findings, in the order in which they are printed.
 
     ``installed_only``: a GPU of the kind ``backend.device`` need not be visible.

@@ -17,7 +17,7 @@ from megatron_port.parallel.to_device import to_device_async
 from megatron_port.pipeline.schedules import Action, Kind
 from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
 
-Place = tuple[int, int]
+PassKey = tuple[int, int]
 """(chunk, micro-batch)"""
 
 
@@ -44,8 +44,8 @@ class Passes:
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
         """The same by micro-batch."""
-        self._held: dict[Place, tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._weights: dict[Place, list[Callable[[], None]]] = {}
+        self._held: dict[PassKey, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._weights: dict[PassKey, list[Callable[[], None]]] = {}
 
     def run(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
         """See ``pipeline.runner.Worker``."""

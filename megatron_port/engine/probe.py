@@ -24,7 +24,7 @@ _STAGES, _MODULES = 1 << 12, 1 << 20
 
 
 @dataclass
-class Finding:
+class StepDiagnostics:
     """What one rank saw of a step."""
 
     micro_batch: int | None = None
@@ -130,9 +130,9 @@ class Probe:
     def _order(self, micro_batch: int, phase: int, place: int, inside: int) -> int:
         return ((micro_batch * 2 + phase) * _STAGES + place) * _MODULES + min(inside, _MODULES - 1)
 
-    def finding(self, micro_batches: int) -> Finding:
+    def diagnostics(self, micro_batches: int) -> StepDiagnostics:
         """What was collected, read back from the device."""
-        found = Finding(losses=[float(self._losses[m]) for m in range(micro_batches) if m in self._losses])
+        found = StepDiagnostics(losses=[float(self._losses[m]) for m in range(micro_batches) if m in self._losses])
         self._find_first(found)
         norms = [(name, float(norm)) for name, _, norm in self._gradients]
         found.nonfinite_gradients = [name for name, finite, _ in self._gradients if not bool(finite)]
@@ -141,7 +141,7 @@ class Probe:
         found.largest_gradients = rank[:8]
         return found
 
-    def _find_first(self, found: Finding) -> None:
+    def _find_first(self, found: StepDiagnostics) -> None:
         def take(order: int, micro_batch: int, phase: str, module: str = "") -> None:
             if order < found.order:
                 found.order, found.micro_batch, found.phase, found.module = order, micro_batch, phase, module
@@ -160,12 +160,14 @@ class Probe:
                 take(self._order(m, 1, self.stages - 1 - place, 0), m, "backward")
 
 
-def trace_finding(losses: Sequence[torch.Tensor], nonfinite_gradients: Sequence[str], *, stage: int) -> Finding:
+def trace_diagnostics(
+    losses: Sequence[torch.Tensor], nonfinite_gradients: Sequence[str], *, stage: int
+) -> StepDiagnostics:
     """What a step leaves behind that was not looked at: its micro-batches' losses, and gradients summed already.
 
     A loss that is not finite says more than a gradient, which all replicas share.
     """
-    found = Finding(losses=[float(x) for x in losses], nonfinite_gradients=list(nonfinite_gradients))
+    found = StepDiagnostics(losses=[float(x) for x in losses], nonfinite_gradients=list(nonfinite_gradients))
     bad = [m for m, value in enumerate(found.losses) if not math.isfinite(value)]
     if bad:
         found.micro_batch, found.phase, found.order = bad[0], "loss", bad[0]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.files import write_bytes
 from megatron_port.engine.api import Engine, StepLimits, StepResult
-from megatron_port.engine.probe import NOWHERE, Finding, Probe, trace_finding
+from megatron_port.engine.probe import NOWHERE, Probe, StepDiagnostics, trace_diagnostics
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.session.session import Session
 
@@ -68,7 +68,7 @@ def _finite_or_text(value: Any) -> Any:
     return value
 
 
-def describe(found: Finding, micro_batches: Sequence[MicroBatch], ctx: ParallelContext) -> dict[str, Any]:
+def describe(found: StepDiagnostics, micro_batches: Sequence[MicroBatch], ctx: ParallelContext) -> dict[str, Any]:
     """A rank's own finding, as it goes into the report. Which micro-batch: see :func:`chosen_micro_batch`."""
     m = chosen_micro_batch(found)
     at = ctx.coords
@@ -84,7 +84,7 @@ def describe(found: Finding, micro_batches: Sequence[MicroBatch], ctx: ParallelC
     return {k: v for k, v in out.items() if v is not None}
 
 
-def chosen_micro_batch(found: Finding) -> int | None:
+def chosen_micro_batch(found: StepDiagnostics) -> int | None:
     """The first that is not finite; of finite ones the one with the largest loss, where losses are known."""
     if found.micro_batch is not None or found.phase == "sum":
         return found.micro_batch
@@ -99,7 +99,7 @@ def _least(value: float | int, dtype: torch.dtype, group: dist.ProcessGroup | No
     return packed.item()
 
 
-def _culprit(found: Finding, by: str, rank: int, group: dist.ProcessGroup | None) -> int | None:
+def _culprit(found: StepDiagnostics, by: str, rank: int, group: dist.ProcessGroup | None) -> int | None:
     """The lowest rank where it begins; None: no rank saw anything.
 
     ``by``: finite (first number that is not) | loss (largest loss of a micro-batch) | norm (largest own gradient).
@@ -155,10 +155,10 @@ def investigate(
     """
     ctx = session.ctx
     group = session.cpu_group if session.info.world_size > 1 else None
-    before = trace_finding(engine.micro_batch_losses(), engine.nonfinite_gradients(), stage=ctx.coords.pp)
+    before = trace_diagnostics(engine.micro_batch_losses(), engine.nonfinite_gradients(), stage=ctx.coords.pp)
     probe = Probe(stage=ctx.coords.pp, stages=ctx.topology.virtual_stages)
     again = engine.train_step(micro_batches, step=step, lr=lr, limits=limits, probe=probe)
-    after = probe.finding(len(micro_batches))
+    after = probe.diagnostics(len(micro_batches))
     recurs = not math.isfinite(again.loss) or again.grad_norm is None or (
         again.loss > limits.loss or again.grad_norm > limits.grad_norm
     )

@@ -26,7 +26,7 @@ from megatron_port.errors import (
     EXIT_REQUEUE,
     EnvironmentFault,
 )
-from megatron_port.launch.outcome import FINISHED, GONE, SAVED, Failure, Outcome, read_failure, read_outcome
+from megatron_port.launch.outcome import FINISHED, GONE, SAVED, AttemptOutcome, Failure, read_failure, read_outcome
 from megatron_port.launch.srun_log import first_srun_failure, refused_by_srun
 from megatron_port.runtime.job import Fate, Job
 from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
@@ -58,7 +58,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NextAction:
     """What the job script does now."""
 
     action: str
@@ -204,7 +204,7 @@ def after(
     nodes_down: Callable[[str], list[str]],
     not_started: str = "",
     now: float | None = None,
-) -> Verdict:
+) -> NextAction:
     """Note how this attempt ended, and say what follows.
 
     Args:
@@ -222,7 +222,7 @@ def after(
     if outcome is not None and outcome.attempt == job.attempt:
         _append(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
         if outcome.status == FINISHED:
-            return Verdict("done", EXIT_OK, ())
+            return NextAction("done", EXIT_OK, ())
         return _under(fate, _after_save(run_folder, job, launch, outcome, fate == "limit"))
     step = steps_done(run_folder)
     failure = read_failure(run_folder, job.attempt)
@@ -230,7 +230,7 @@ def after(
     _append(run_folder, _ended(job, FAILED, step, found.text, now))
     head = f"attempt {job.attempt} failed after step {step}; srun ended with {code}"
     action, why = _after_failure(run_folder, job, launch, found, step)
-    return _under(fate, Verdict(action, found.exit_code, (head, why, FIRST_FAILURE + found.text)))
+    return _under(fate, NextAction(action, found.exit_code, (head, why, FIRST_FAILURE + found.text)))
 
 
 FATES: dict[Fate, str] = {
@@ -239,14 +239,14 @@ FATES: dict[Fate, str] = {
 }
 
 
-def _under(fate: Fate, verdict: Verdict) -> Verdict:
+def _under(fate: Fate, verdict: NextAction) -> NextAction:
     """The verdict on a job of which SLURM has disposed already."""
     if fate not in FATES or verdict.action == "done":
         return verdict
     lines = [line for line in verdict.lines if FOLLOWS not in line and "launch.when_" not in line]
     last = len(lines) - 1 if lines and lines[-1].startswith(FIRST_FAILURE) else len(lines)
     code = EXIT_OK if verdict.exit_code == EXIT_REQUEUE else verdict.exit_code
-    return Verdict("stop", code, (*lines[:last], FATES[fate], *lines[last:]))
+    return NextAction("stop", code, (*lines[:last], FATES[fate], *lines[last:]))
 
 
 NOT_STARTED = {
@@ -258,7 +258,7 @@ NOT_STARTED = {
 }
 
 
-def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, code: int, now: float) -> Verdict:
+def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, code: int, now: float) -> NextAction:
     """Only other nodes can make a difference to a job that did not get as far as its ranks."""
     step = steps_done(run_folder)
     cause = NOT_STARTED[why]
@@ -266,10 +266,12 @@ def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, c
     action, line = "stop", ""
     if why == "nodes":
         action, line = _after_failure(run_folder, job, launch, None, step)
-    return Verdict(action, code or EXIT_ENVIRONMENT, (f"attempt {job.attempt} ended: {cause}", line))
+    return NextAction(action, code or EXIT_ENVIRONMENT, (f"attempt {job.attempt} ended: {cause}", line))
 
 
-def _after_save(run_folder: Path, job: Job, launch: LaunchConfig, outcome: Outcome, at_limit: bool) -> Verdict:
+def _after_save(
+    run_folder: Path, job: Job, launch: LaunchConfig, outcome: AttemptOutcome, at_limit: bool
+) -> NextAction:
     """A person who cancels a job wants it gone; a time limit wants it to go on."""
     wanted = outcome.signal == "SIGUSR1" or at_limit  # a job cancelled after its SIGUSR1: ``_under``
     signal = outcome.signal or "a signal"
@@ -278,9 +280,9 @@ def _after_save(run_folder: Path, job: Job, launch: LaunchConfig, outcome: Outco
     if wanted and len(again) >= launch.max_attempts:
         why = f"{len(again)} attempts in a row got no further than step {again[0].step}: the signal comes too early " \
               "for this time limit, see launch.signal_seconds and sbatch --signal"
-        return Verdict("stop", EXIT_ENVIRONMENT, (line, why))
+        return NextAction("stop", EXIT_ENVIRONMENT, (line, why))
     action = launch.when_stopped if wanted else "stop"
-    return Verdict(action, EXIT_REQUEUE if action == "stop" and wanted else EXIT_OK, (line, _next(action, wanted)))
+    return NextAction(action, EXIT_REQUEUE if action == "stop" and wanted else EXIT_OK, (line, _next(action, wanted)))
 
 
 def _ended(job: Job, status: str, step: int, cause: str, now: float) -> Attempt:

@@ -34,7 +34,7 @@ GONE = "is gone at"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """The end of an attempt that reached its end or saved before it."""
 
     attempt: str
@@ -61,17 +61,17 @@ class Failure:
     """Another attempt would meet it again (``PortError.permanent``)."""
 
 
-def write_outcome(run_folder: Path, outcome: Outcome) -> None:
+def write_outcome(run_folder: Path, outcome: AttemptOutcome) -> None:
     """Commit ``outcome.json`` (rank 0, after the state it speaks of is on disk). Raises OSError."""
     run_folder.mkdir(parents=True, exist_ok=True)
     _commit(run_folder / OUTCOME, asdict(outcome), replace=True)
 
 
-def read_outcome(run_folder: Path) -> Outcome | None:
+def read_outcome(run_folder: Path) -> AttemptOutcome | None:
     """The last committed outcome, of whatever attempt; None if there is none that can be read."""
     values = _read(run_folder / OUTCOME)
     try:
-        return None if values is None else Outcome(**values)
+        return None if values is None else AttemptOutcome(**values)
     except TypeError:
         return None
 

@@ -31,7 +31,7 @@ COLLECTIVE_BUDGET_S = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """Where each rank is."""
 
     rank: int
@@ -78,8 +78,8 @@ def largest(values: list[float], group: dist.ProcessGroup | None = None) -> list
     return [float(v) for v in t.tolist()]
 
 
-def gather_place(host: str, device: torch.device) -> Place:
-    """Collective: every rank's host name (cut at 128 bytes) → the :class:`Place` of this rank."""
+def gather_place(host: str, device: torch.device) -> RankPlacement:
+    """Collective: every rank's host name (cut at 128 bytes) → the :class:`RankPlacement` of this rank."""
     packet = torch.zeros(128, dtype=torch.uint8)
     data = host.encode()[:128]
     packet[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -90,7 +90,7 @@ def gather_place(host: str, device: torch.device) -> Place:
     for rank, name in enumerate(names):
         members.setdefault(name, []).append(rank)
     number = {name: node for node, name in enumerate(members)}
-    return Place(dist.get_rank(), list(members), [number[n] for n in names], list(members.values()), device)
+    return RankPlacement(dist.get_rank(), list(members), [number[n] for n in names], list(members.values()), device)
 
 
 def open_group(device: torch.device) -> None:
@@ -157,7 +157,9 @@ def both_ways(peer: int, rank: int, buffer: torch.Tensor, *, patient: bool = Fal
     return buffer.numel() * buffer.element_size() / seconds / 1e9
 
 
-def collective_seconds(operation: str, size: int, place: Place, group: dist.ProcessGroup | None = None) -> float:
+def collective_seconds(
+    operation: str, size: int, place: RankPlacement, group: dist.ProcessGroup | None = None
+) -> float:
     """Median time of a collective of ``size`` bytes over ``group`` (None: all), the slowest rank's each time.
 
     As many samples as fit into a second, at most 20, after one that warms up. What ``size`` counts:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_port.config.schema import PreflightConfig
 from megatron_port.errors import EnvironmentFault
 from megatron_port.preflight.bandwidth import ALL_GATHER, ALL_REDUCE, algbw_gb, busbw_gb
-from megatron_port.preflight.exchange import Place, both_ways, collective_seconds, meet, open_group
+from megatron_port.preflight.exchange import RankPlacement, both_ways, collective_seconds, meet, open_group
 from megatron_port.preflight.pairs import (
     ALL_PAIRS_UP_TO,
     Culprits,
@@ -100,7 +100,7 @@ class Blame:
 class NetworkResult:
     """What all ranks know at the end."""
 
-    place: Place
+    place: RankPlacement
     sizes: Sizes
     collectives: list[Collective] = field(default_factory=list)
     local: list[dict[str, Any]] = field(default_factory=list)
@@ -137,7 +137,7 @@ class NetworkResult:
         }
 
 
-def check_network(place: Place, limits: PreflightConfig, sizes: Sizes) -> NetworkResult:
+def check_network(place: RankPlacement, limits: PreflightConfig, sizes: Sizes) -> NetworkResult:
     """Collective over all ranks.
 
     Raises:
@@ -173,7 +173,7 @@ def _guard(what: str, call: Callable[[], Any]) -> Any:
 
 
 def sweep(
-    place: Place, rounds: int, partner: Callable[[int], int | None], message: int, *, patient: bool = False
+    place: RankPlacement, rounds: int, partner: Callable[[int], int | None], message: int, *, patient: bool = False
 ) -> torch.Tensor:
     """GB/s that each rank reached towards its partner of each round, ``[rounds, ranks]``; 0 where it had none."""
     table = torch.zeros(rounds, len(place.node_of), dtype=torch.float64)
@@ -189,7 +189,7 @@ def sweep(
     return table
 
 
-def _node_partner(place: Place, pairs: list[Pair]) -> int | None:
+def _node_partner(place: RankPlacement, pairs: list[Pair]) -> int | None:
     """The rank with this rank's lane on the node that its own is paired with."""
     if place.lane >= place.lanes:
         return None
@@ -198,7 +198,7 @@ def _node_partner(place: Place, pairs: list[Pair]) -> int | None:
 
 
 def node_pairs(
-    place: Place, rounds: list[list[Pair]], message: int, *, patient: bool = False
+    place: RankPlacement, rounds: list[list[Pair]], message: int, *, patient: bool = False
 ) -> list[dict[Pair, float]]:
     """For each lane: pair of nodes → GB/s in the slower direction. Collective."""
     table = sweep(place, len(rounds), lambda i: _node_partner(place, rounds[i]), message, patient=patient).tolist()
@@ -210,7 +210,7 @@ def node_pairs(
     ]
 
 
-def local_pairs(place: Place, message: int) -> list[dict[str, Any]]:
+def local_pairs(place: RankPlacement, message: int) -> list[dict[str, Any]]:
     """Between the ranks of each node, all nodes at once. Lanes 2k and 2k + 1 are one package on MI250X."""
     rounds = all_pairs_rounds(place.lanes) if place.lanes <= ALL_PAIRS_UP_TO else neighbour_rounds(place.lanes)
     own = place.members[place.node]

@@ -99,7 +99,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAssignment:
     """A claim with everything that a rank needs; ``address`` is empty where nothing names rank 0's host."""
 
     rank: int
@@ -173,7 +173,7 @@ def conflicts(chosen: str, rank: int, size: int, found: Sequence[Claim]) -> list
     ]
 
 
-def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bool) -> Place:
+def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bool) -> RankAssignment:
     """The rest of what a claim's rank needs.
 
     Args:
@@ -220,7 +220,7 @@ def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bo
     if not address and nodes == 1:
         address, sources["master_addr"] = "127.0.0.1", "one node"
     port = _port(claim, env, sources)
-    return Place(claim.rank, claim.size, local_rank, local_size, node_rank, nodes, address, port, sources)
+    return RankAssignment(claim.rank, claim.size, local_rank, local_size, node_rank, nodes, address, port, sources)
 
 
 def _port(claim: Claim, env: Mapping[str, str], sources: dict[str, str]) -> int:

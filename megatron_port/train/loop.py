@@ -25,8 +25,7 @@ from megatron_port.health.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.health.numerics import NumericsGuard
 from megatron_port.health.replay import check_replay_settings, replay_on_neighbour
 from megatron_port.health.replicas import check_replicas
-from megatron_port.launch.outcome import FINISHED, SAVED, write_outcome
-from megatron_port.launch.outcome import Outcome as Ending
+from megatron_port.launch.outcome import FINISHED, SAVED, AttemptOutcome, write_outcome
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
 from megatron_port.runtime.agreement import agree
@@ -66,7 +65,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """How a run ended."""
 
     progress: Progress
@@ -186,7 +185,7 @@ class Trainer:
                 record_start(self.session, self.progress.step)
         agree(failure)
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainingResult:
         """Train to ``training.steps``; on a signal save and return early."""
         c, p = self.config, self.progress
         telemetry = self._telemetry()
@@ -231,7 +230,8 @@ class Trainer:
                     signal_name = name_of(level) if unfinished else ""
                     status = SAVED if unfinished else FINISHED
                     record_event(self.session, status, p.step, **({"signal": signal_name} if signal_name else {}))
-                    write_outcome(run_folder(c), Ending(attempt_name(), status, p.step, signal_name, time.time()))
+                    outcome = AttemptOutcome(attempt_name(), status, p.step, signal_name, time.time())
+                    write_outcome(run_folder(c), outcome)
         except BaseException:
             saving.leave()
             raise
@@ -241,7 +241,7 @@ class Trainer:
             self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
         if self.rates:
             self.session.logger.log(closing_lines(c, list(self.rates)))
-        return Outcome(p, EXIT_CODES[level if unfinished else 0], validation)
+        return TrainingResult(p, EXIT_CODES[level if unfinished else 0], validation)
 
     def _replay(self) -> None:
         """Compute a micro-batch of the last step on another replica too."""

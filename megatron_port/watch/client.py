@@ -81,7 +81,7 @@ class Client:
         self._heard: float | None = None
         """When the present hub last said a word."""
         self._roster: dict[int, list[Any]] = {}
-        """Place of each rank, as the hub tells the rank that would start the next one."""
+        """Identity of each rank, as the hub tells the rank that would start the next one."""
         self.sock = self._connection()
         self._catch_signals()
         self._send(wire.HELLO, *self._hello)

@@ -37,7 +37,7 @@ from megatron_port.runtime.signals import ignore_in_child
 from megatron_port.watch import judge, wire
 from megatron_port.watch.format import Stack, ranks_text
 from megatron_port.watch.processes import kill, out_of_memory_kills, poke
-from megatron_port.watch.rules import LAGS_S, Alarm, Beat, Place, Rules
+from megatron_port.watch.rules import LAGS_S, Alarm, Beat, RankIdentity, Rules
 from megatron_port.watch.stragglers import Stragglers
 from megatron_port.watch.watch_report import add_event, add_spread, write_hang
 
@@ -87,10 +87,10 @@ class Hub:
         now = time.monotonic()
         self.rules = Rules(config, self.world, now)
         for place in setup.get("roster", ()):  # an earlier hub knew them: one that does not come back is missed
-            self.rules.hello(Place(*place), now, met=False)
+            self.rules.hello(RankIdentity(*place), now, met=False)
         self.met: set[int] = set()
         """Ranks that have been connected to this hub."""
-        self.untold: deque[Place] = deque()
+        self.untold: deque[RankIdentity] = deque()
         """RoundingEmulation that rank 0 has not been told yet."""
         self.alive_at = now
         self.stragglers = Stragglers(config, now)
@@ -192,7 +192,7 @@ class Hub:
         """The first message must show the secret. Raises WireError."""
         if kind != wire.HELLO or not hmac.compare_digest(str(values[0]).encode(), self.secret.encode()):
             raise wire.WireError("no secret")
-        place = Place(*values[1:])
+        place = RankIdentity(*values[1:])
         if not 0 <= place.rank < self.world:
             raise wire.WireError("no such rank")
         before = self.links.get(place.rank)
@@ -285,10 +285,10 @@ class Hub:
             where = f"stacks of {len(self.stacks) + len(raw)} of {self.world} ranks: {path}"
         except OSError as error:
             where = f"the stacks could not be written to {self.folder}: {error}"
-        verdict = judge.Verdict(verdict.code, verdict.ranks, verdict.headline, (*verdict.details, where))
+        verdict = judge.Diagnosis(verdict.code, verdict.ranks, verdict.headline, (*verdict.details, where))
         self._act(verdict, HangError, now)
 
-    def _act(self, verdict: judge.Verdict, kind: type[PortError], now: float) -> None:
+    def _act(self, verdict: judge.Diagnosis, kind: type[PortError], now: float) -> None:
         """Say it once, leave it for the job script, tell the ranks to end."""
         if not verdict.told:
             text = "\n  ".join((f"error: {verdict.headline}", *verdict.details))

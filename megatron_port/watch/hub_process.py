@@ -77,7 +77,7 @@ class HubProcess:
         """Start it and wait until it serves.
 
         Args:
-            roster: the ranks that an earlier hub knew (``watch.rules.Place``), so that one that cannot connect
+            roster: the ranks that an earlier hub knew (``watch.rules.RankIdentity``), so that one that cannot connect
                 any more is missed.
 
         Raises:

@@ -29,7 +29,7 @@ STEPS_KEPT = 63
 
 
 @dataclass(frozen=True)
-class Place:
+class RankIdentity:
     """Who a rank is."""
 
     rank: int
@@ -73,7 +73,7 @@ class Beat:
 class Rank:
     """What is known of a rank."""
 
-    place: Place
+    place: RankIdentity
     heard_at: float
     progress_at: float
     beat: Beat = field(default_factory=lambda: Beat(0, START, START, "", -1, 0.0, 0, 0, 0.0, (0.0,) * len(PHASES)))
@@ -140,7 +140,7 @@ class Rules:
 
     # What the ranks tell.
 
-    def hello(self, place: Place, now: float, *, met: bool = True) -> None:
+    def hello(self, place: RankIdentity, now: float, *, met: bool = True) -> None:
         """A rank has connected (``met`` is false: to an earlier hub, and is to be expected here)."""
         self.ranks[place.rank] = Rank(place, now, now, met=met)
         self._timed = min(self._timed, place.rank)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_port.config.schema import WatchConfig
 from megatron_port.runtime.progress import OWN, PHASES
-from megatron_port.watch.rules import Place, Rank
+from megatron_port.watch.rules import Rank, RankIdentity
 
 WINDOW_S = 5.0
 """The shortest window."""
@@ -25,10 +25,10 @@ SLOWEST = 8
 
 
 @dataclass(frozen=True)
-class Finding:
+class StragglerEvent:
     """A rank that is slow, or no longer is."""
 
-    place: Place
+    place: RankIdentity
     step: int
     score: float
     """Own seconds over the peers' median."""
@@ -75,7 +75,7 @@ class Stragglers:
         self._own: dict[int, tuple[float, int]] = {}
         """Of the last window: rank → own seconds a step, steps done."""
 
-    def look(self, ranks: Iterable[Rank], now: float) -> list[Finding]:
+    def look(self, ranks: Iterable[Rank], now: float) -> list[StragglerEvent]:
         """What is new since the last call; most calls come within a window and cost next to nothing."""
         if not self.config.straggler_percent or now - self._began < WINDOW_S:
             return []
@@ -115,7 +115,7 @@ class Stragglers:
             record["slowest"] = {str(rank): round(seconds, 6) for seconds, rank in values[-SLOWEST:]}
         self._spread = record
 
-    def _compare(self, states: list[Rank]) -> list[Finding]:
+    def _compare(self, states: list[Rank]) -> list[StragglerEvent]:
         """Close a window."""
         phases: dict[int, list[float]] = {}
         stages: dict[int, list[Rank]] = {}
@@ -138,7 +138,7 @@ class Stragglers:
                     out.append(finding)
         return sorted(out, key=lambda f: -f.score)
 
-    def _judge(self, state: Rank, phases: list[float], own: list[tuple[float, int]]) -> Finding | None:
+    def _judge(self, state: Rank, phases: list[float], own: list[tuple[float, int]]) -> StragglerEvent | None:
         """Score one rank; a finding when it becomes slow, or no longer is. ``own``: sorted, all ranks of its stage."""
         rank = state.place.rank
         mine = sum(phases[i] for i in _OWN)
@@ -153,7 +153,7 @@ class Stragglers:
             self._named.discard(rank)
         else:
             return None
-        return Finding(
+        return StragglerEvent(
             state.place, state.beat.step, score, mine, peers, dict(zip(PHASES, phases)), count, slow=slow
         )
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.data.files import write_bytes
-from megatron_port.launch.outcome import FINISHED, OUTCOME, Outcome, write_outcome
+from megatron_port.launch.outcome import FINISHED, OUTCOME, AttemptOutcome, write_outcome
 from megatron_port.launch.script import write_script
 from megatron_port.runtime.permissions import file_mode, tighten
 
@@ -35,7 +35,7 @@ def test_files_follow_the_umask_and_everybody_never_writes(tmp_path: Path, given
     tighten()
     (tmp_path / "plain").write_text("x")
     write_bytes(tmp_path / "corpus", b"x")
-    write_outcome(tmp_path, Outcome("local", FINISHED, 1))
+    write_outcome(tmp_path, AttemptOutcome("local", FINISHED, 1))
     write_script(tmp_path / "job.sh", "true\n")
     assert [mode_of(tmp_path / n) for n in ("plain", "corpus", OUTCOME, "job.sh")] == [file, file, file, script]
     assert file_mode() == file
