@@ -75,7 +75,7 @@ class Layers:
             p.data.copy_(weights.read(record_of(p).name))
             if p.dim() > 1 and not record_of(p).name.endswith(".bias"):
                 p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
-                p.weight_gradients = self.gradients  # type: ignore[attr-defined]
+                p.wgrad_accumulator = self.gradients  # type: ignore[attr-defined]
                 p.quantized_weight_cache = self.copies  # type: ignore[attr-defined]
             else:
                 self.others.append(p)
@@ -85,7 +85,7 @@ class Layers:
         for p in self.others:
             p.grad = None
         x = inputs.detach().requires_grad_()
-        with self.copies.kept():
+        with self.copies.active():
             out = self.stack(x)
             out.backward(targets)
         return out, x.grad

@@ -82,7 +82,7 @@ class DeepSpeedEngine:
         self.parameters = recorded_parameters(self.stage)
         self.quantized_weight_cache = QuantizedWeightCache()
         for _, p in self.parameters:
-            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.products
+            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.linear_kernels
         self.engine.progress = self.progress
         self.engine.around_forward = self._around_forward
         self.engine.after_backward = self._after_backward
@@ -226,7 +226,8 @@ class DeepSpeedEngine:
         self._tokens, self._limits, self._probe, self._refused = tokens, limits, probe, False
         used_scale = self.scaler.scale
         # Weights change at the batch's very end, after its passes.
-        with self.quantized_weight_cache.kept(), contextlib.nullcontext() if probe is None else probe.watch(self.stage):
+        watching = contextlib.nullcontext() if probe is None else probe.watch(self.stage)
+        with self.quantized_weight_cache.active(), watching:
             self.engine.train_batch(self._begin(micro_batches, step))
         self._probe = None
         self.record_state()
@@ -265,7 +266,7 @@ class DeepSpeedEngine:
         self.stream.enabled = False
         self._loss_factor = 1.0
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        with self.quantized_weight_cache.kept(backward=False):
+        with self.quantized_weight_cache.active(backward=False):
             self.engine.eval_batch(
                 self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False,
                 num_micro_batches=len(micro_batches),

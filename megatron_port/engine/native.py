@@ -104,11 +104,11 @@ class NativeEngine:
             shard_gradients=config.layout.zero_stage == 2,
         )
         gradients = _Gradients(self.sharded)
-        self.weight_gradients = WgradAccumulator(gradients.added, gradients.total)
+        self.wgrad_accumulator = WgradAccumulator(gradients.added, gradients.total)
         self.quantized_weight_cache = QuantizedWeightCache()
         for _, p in self.parameters:
-            p.weight_gradients = self.weight_gradients  # type: ignore[attr-defined]  # see parallel.linear
-            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.products
+            p.wgrad_accumulator = self.wgrad_accumulator  # type: ignore[attr-defined]  # see parallel.linear
+            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.linear_kernels
             p.register_post_accumulate_grad_hook(gradients.accumulate)
         for chunk in self.chunks:
             for unit in chunk.units:
@@ -145,12 +145,12 @@ class NativeEngine:
         else:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
-            self.chunks, self.ctx, self.stream, self.progress, self.weight_gradients, micro_batches=micro_batches,
+            self.chunks, self.ctx, self.stream, self.progress, self.wgrad_accumulator, micro_batches=micro_batches,
             step=step, loss_factor=self.scaler.scale * loss_weight(tokens), probe=probe,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
         )
         length = self.config.model.seq_length
-        with self.quantized_weight_cache.kept():
+        with self.quantized_weight_cache.active():
             self.runner.run(
                 schedule, passes, lambda m: self.chunks[0].activation_shape(len(micro_batches[m].sample_ids), length)
             )

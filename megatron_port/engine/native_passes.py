@@ -53,7 +53,7 @@ class Passes:
             return self._forward(action, received)
         self.progress.at(BACKWARD, "micro-batch", action.micro_batch)
         if action.kind is Kind.WEIGHT:
-            self.gradients.run(self._weights.pop((action.chunk, action.micro_batch)))
+            self.gradients.flush(self._weights.pop((action.chunk, action.micro_batch)))
             return None
         return self._backward(action, received)
 
@@ -92,14 +92,14 @@ class Passes:
         place = (action.chunk, action.micro_batch)
         into, output = self._held.pop(place)
         if action.kind is Kind.INPUT:
-            self.gradients.holding = self._weights[place] = []
+            self.gradients.deferred = self._weights[place] = []
         try:
             if received is None:
                 (output * self.loss_factor).backward()
             else:
                 output.backward(received)
         finally:
-            self.gradients.holding = None
+            self.gradients.deferred = None
         gradient = None if into is None else into.grad
         if self.probe is not None:
             virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)

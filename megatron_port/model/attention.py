@@ -57,7 +57,7 @@ class SelfAttention(nn.Module):
         self.head_offset = build.ctx.coords.tp * self.groups * self.heads_per_group
         self.name, self.op = name, f"{name}.probs"
         common: dict[str, Any] = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
-                  "dtype": build.dtype, "products": build.products}
+                  "dtype": build.dtype, "kernels": build.kernels}
         rows = (cfg.num_attention_heads + 2 * cfg.kv_heads) * cfg.head_size
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv", cfg.hidden_size, rows, init=build.init, rows=projection_rows(cfg, build.ctx), **common

@@ -32,7 +32,7 @@ class BuildContext:
     """Of generation; empty while training."""
 
     @property
-    def products(self) -> LinearKernels:
+    def kernels(self) -> LinearKernels:
         """Of the layers' linears; embedding, head and attention stay in the dtype."""
         return make_linear_kernels(self.providers.fp8)
 

@@ -19,7 +19,7 @@ class MLP(nn.Module):
         cfg = build.model
         self.activation, self.providers = cfg.activation, build.providers
         common: dict[str, Any] = {"ctx": build.ctx, "sequence_parallel": build.sequence_parallel, "bias": cfg.add_bias,
-                  "dtype": build.dtype, "products": build.products}
+                  "dtype": build.dtype, "kernels": build.kernels}
         self.up = ColumnParallelLinear(
             f"{name}.up", cfg.hidden_size, cfg.ffn_size, init=build.init,
             packed=2 if cfg.activation == "swiglu" else 1, skip_bias=cfg.activation != "swiglu", **common,

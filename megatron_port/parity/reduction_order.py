@@ -59,7 +59,7 @@ def _row(module: RowParallelLinear, reordering: Reordering, place: int) -> Calla
     pieces = _pieces(module.weight.shape[1], reordering, place, module.weight.device)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        parts = [linear(x[..., piece], module.weight[:, piece], products=module.products) for piece in pieces]
+        parts = [linear(x[..., piece], module.weight[:, piece], kernels=module.kernels) for piece in pieces]
         y = sum(parts[1:], parts[0])
         return y if module.bias is None or module.skip_bias else y + module.bias
 
@@ -67,10 +67,10 @@ def _row(module: RowParallelLinear, reordering: Reordering, place: int) -> Calla
 
 
 def _columns(
-    x: torch.Tensor, weight: torch.Tensor, pieces: Sequence[torch.Tensor], products: LinearKernels
+    x: torch.Tensor, weight: torch.Tensor, pieces: Sequence[torch.Tensor], kernels: LinearKernels
 ) -> torch.Tensor:
     """x Wᵀ whose backward pass adds as many input gradients as there are pieces of W's rows."""
-    parts = [linear(x, weight[piece], products=products) for piece in pieces]
+    parts = [linear(x, weight[piece], kernels=kernels) for piece in pieces]
     return torch.cat(parts, dim=-1)[..., torch.cat(tuple(pieces)).argsort()]
 
 
@@ -78,7 +78,7 @@ def _column(module: ColumnParallelLinear, reordering: Reordering, place: int) ->
     pieces = _pieces(module.weight.shape[:-1].numel(), reordering, place, module.weight.device)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _columns(x, module.weight.flatten(0, -2), pieces, module.products)
+        y = _columns(x, module.weight.flatten(0, -2), pieces, module.kernels)
         return y if module.bias is None or module.skip_bias else y + module.bias.flatten()
 
     return forward

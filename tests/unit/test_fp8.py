@@ -187,17 +187,17 @@ def run_linear(
     if how != "autograd":
         weight.main_grad = torch.zeros(2, 24, 64)  # type: ignore[attr-defined]
     if how in ("gradients", "held"):
-        weight.weight_gradients = gradients  # type: ignore[attr-defined]
+        weight.wgrad_accumulator = gradients  # type: ignore[attr-defined]
     held: list = []
-    gradients.holding = held if how == "held" else None
-    products = make_linear_kernels(Fp8(recipe, OCP, product))
+    gradients.deferred = held if how == "held" else None
+    kernels = make_linear_kernels(Fp8(recipe, OCP, product))
     got, wanted = (Numbers([], [], torch.zeros(48, 64).double(), torch.zeros(48).double()) for _ in range(2))
 
     def passes() -> None:
         for i in range(micro_batches):
             x = normal(8, 4, 64, seed=10 + i, spread=0.5).requires_grad_()
             g = normal(8, 4, 48, seed=20 + i, spread=1.0)
-            y = linear(x, weight, bias, products=products)
+            y = linear(x, weight, bias, kernels=kernels)
             y.backward(g)
             assert x.grad is not None and x.grad.dtype == y.dtype == torch.bfloat16
             matrix, rows = weight.detach().double().flatten(0, 1), g.double().flatten(0, 1)
@@ -209,14 +209,14 @@ def run_linear(
             wanted.bias += rows.sum(0)
 
     if keep:
-        with copies.kept():
+        with copies.active():
             passes()
             assert copies.bytes_held() == 2 * weight.numel()  # as it is and transposed, made once
     else:
         passes()
     assert copies.bytes_held() == 0
-    gradients.holding = None
-    gradients.run(held)
+    gradients.deferred = None
+    gradients.flush(held)
     total = weight.grad if how == "autograd" else weight.main_grad  # type: ignore[attr-defined]
     got.weight, got.bias = total.double().view(48, 64), bias.grad.double()  # type: ignore[union-attr]
     return got, wanted
@@ -308,11 +308,11 @@ def test_only_the_layers_linears_are_in_8_bits(recipe: str, activation: str) -> 
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, activation=activation, ffn_hidden_size=64))
     _, _, engine = steps(run, 1)
     held: list[int] = []
-    with engine.quantized_weight_cache.kept():
+    with engine.quantized_weight_cache.active():
         for name, module in engine.stage.named_modules():
-            products = getattr(module, "products", None)
+            kernels = getattr(module, "kernels", None)
             narrow = name.endswith((".qkv", ".output", ".up", ".down"))
-            assert (products is not None and products is not PLAIN) == narrow
+            assert (kernels is not None and kernels is not PLAIN) == narrow
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         engine.stage(tokens).float().sum().backward()
         held.append(engine.quantized_weight_cache.bytes_held())
