@@ -135,9 +135,9 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
     Raises:
         PortError: see ``megatron_port.errors``; the same on every rank where it concerns all.
     """
-    from megatron_port.runtime.signals import hold
+    from megatron_port.runtime.signals import block_signals
 
-    hold()
+    block_signals()
     from megatron_port.errors import PeerLost
     from megatron_port.launch.outcome import record_failure
     from megatron_port.runtime.discovery import discover

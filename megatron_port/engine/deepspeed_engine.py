@@ -90,7 +90,7 @@ class DeepSpeedEngine:
         self.engine.before_update = self._before_update
         # Our LossScaler changes the scale, after the step; see deepspeed_pipeline.
         self.engine.optimizer._update_scale = lambda overflow=False: None
-        deepspeed_pipeline.gate(self.engine.optimizer.optimizer, self._may_not_update)
+        deepspeed_pipeline.skip_step_when(self.engine.optimizer.optimizer, self._may_not_update)
         self._push_scale()
 
     def _initialize(self, pipeline: Any, settings: dict[str, Any], optimizer_provider: str) -> Any:

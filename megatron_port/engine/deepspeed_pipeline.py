@@ -15,7 +15,7 @@ touches its insides is here and in ``deepspeed_state``.
 * The loss is not divided by the number of micro-batches: the engine that owns this one divides by tokens.
 * Its optimizers know one reason to skip an update, a norm that is not finite.
   The torch optimizer inside, which they call once norm and clipping are done,
-  is asked by ``gate`` whether it may.
+  is asked by ``skip_step_when`` whether it may.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.runtime.progress import BACKWARD, DATA, FORWARD, OPTIMIZER, REDUCE, TRANSFER, ProgressTracker
 
 
-def gate(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:
+def skip_step_when(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:
     """Let ``inner.step`` do nothing where ``refused()``. Its owner then publishes and gathers weights that are as
     they were, and clears gradients as after any step."""
     real = inner.step

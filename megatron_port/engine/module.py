@@ -62,7 +62,7 @@ class ScratchBuffer:
         self._dtype = dtype
         self._flat = torch.empty(0, dtype=dtype)
 
-    def of(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    def get(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
         """Of that shape, on that device, filled with anything; what was handed out before is lost."""
         size = math.prod(shape)
         if self._flat.numel() < size or self._flat.device != device:
@@ -79,7 +79,7 @@ def read_range(
     if out.numel() == size:
         read_local(read, record, kind, out.view(record.local_shape))
     else:
-        whole = scratch.of(record.local_shape, out.device)
+        whole = scratch.get(record.local_shape, out.device)
         read_local(read, record, kind, whole)
         with torch.no_grad():
             out.copy_(whole.view(-1)[start : start + out.numel()])

@@ -32,7 +32,7 @@ from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
 from megatron_port.optim.gradients import counts_in_norm, global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
-from megatron_port.optim.sharded import Bucket, Piece, ShardedParameters
+from megatron_port.optim.sharded import Bucket, Shard, ShardedParameters
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
@@ -271,7 +271,7 @@ class NativeEngine:
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
         """Set masters, weights, moments and counters. Each rank reads its own slices; nothing is communicated."""
         self.sharded.wait()
-        pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = {}
+        pieces: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
         for piece in self.sharded.pieces:
             pieces.setdefault(piece.record.place, []).append(piece)
         scratch = ScratchBuffer(self.sharded.wide)
@@ -296,13 +296,13 @@ class NativeEngine:
         self.scaler.load(scalars)
         self._record_state(gathering=False)
 
-    def _load_place(self, p: torch.Tensor, mine: Sequence[Piece], scratch: ScratchBuffer) -> torch.Tensor:
+    def _load_place(self, p: torch.Tensor, mine: Sequence[Shard], scratch: ScratchBuffer) -> torch.Tensor:
         """Where to read a parameter to, in the masters' dtype: a place where it stays, if there is one."""
         if p.dtype == self.sharded.wide:
             return p.detach()
         if mine and mine[0].master.numel() == p.numel():
             return mine[0].master.view(p.shape)
-        return scratch.of(p.shape, p.device)
+        return scratch.get(p.shape, p.device)
 
     def load_weights(self, read: StateReader) -> None:
         """Set weights; moments and counters start afresh."""

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 
 from megatron_port.config.schema import OptimizerConfig
-from megatron_port.optim.sharded import Piece, ShardedParameters
+from megatron_port.optim.sharded import Shard, ShardedParameters
 
 SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
 
 
 class Update(Protocol):
-    """``state`` maps a master (``Piece.master``) to {"step", "exp_avg", "exp_avg_sq"}; setting an entry loads it."""
+    """``state`` maps a master (``Shard.master``) to {"step", "exp_avg", "exp_avg_sq"}; setting an entry loads it."""
 
     state: Any
     square_norm: SquareNorm
@@ -39,7 +39,7 @@ class Update(Protocol):
         """
 
 
-def _by_decay(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _by_decay(pieces: Sequence[Shard]) -> list[list[Shard]]:
     return [[p for p in pieces if p.record.decay is decay] for decay in (True, False)]
 
 

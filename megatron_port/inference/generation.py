@@ -191,7 +191,7 @@ class Generator:
             batch.drawn = torch.zeros(len(batch.tokens), dtype=torch.int64, device=device)
             return
         keys = torch.tensor([key_of("generate", sampling.seed, i) for i in batch.indices], device=device)
-        batch.drawn = draw(self.model.whole(out)[0], sampling, keys, at)
+        batch.drawn = draw(self.model.gather_logits(out)[0], sampling, keys, at)
 
     def _learn(self, batch: _Batch, sampling: Sampling) -> None:
         """Append what the last pass drew; the same on every stage."""

@@ -93,7 +93,7 @@ class InferenceModel:
         out: torch.Tensor = stage.head(x)
         return out
 
-    def whole(self, local: torch.Tensor) -> torch.Tensor:
+    def gather_logits(self, local: torch.Tensor) -> torch.Tensor:
         """Logits [..., vocab] in float32 (float64 stays) of all tensor-parallel ranks' columns; last stage only."""
         local = local if local.dtype == torch.float64 else local.float()
         if self.ctx.tp_group is not None:

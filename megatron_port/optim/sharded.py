@@ -5,10 +5,10 @@ A step moves, for each parameter of a rank, one reduce-scatter of its gradient (
 all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (ZeRO stage 0, or
 one replica) the same code all-reduces, or moves nothing.
 
-Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``countdown``). Stage 2
-(``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a window (``windows``) while
-one backward pass of its chunk fills it, are reduced, and added to the shard. That is one reduce-scatter a micro-batch,
-and fewer bytes of memory: 4 a parameter become 4 / dp and two windows.
+Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``grad_ready``). Stage 2
+(``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a buffer of a pool
+(``grad_buffer_pool``) while one backward pass of its chunk fills it, are reduced, and added to the shard. That is one
+reduce-scatter per micro-batch, and less memory: 4 bytes per parameter become 4 / dp and two buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
-from megatron_port.optim.grad_buffer_pool import Windows
+from megatron_port.optim.grad_buffer_pool import GradBufferPool
 from megatron_port.optim.grad_ready import GradReadyTracker
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
@@ -33,7 +33,7 @@ Recorded = tuple[ParameterRecord, nn.Parameter]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A range of one parameter that this rank owns; the tensors are views, 1-D, of the same length."""
 
     record: ParameterRecord
@@ -55,7 +55,7 @@ class Bucket:
     """The memory of one bucket and what is under way on it.
 
     ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
-    else there are gradients only while they are in a window, ``window`` or, where that is None, one of the pool's:
+    else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
     partial and tied gradients come all through a backward pass, so they have their own.
     """
 
@@ -74,9 +74,9 @@ class Bucket:
             self.sums = self.gradients[self.own]
         else:
             self.sums = torch.zeros(size, dtype=wide, device=first.device)
-        self.window: torch.Tensor | None = None
+        self.grad_buffer: torch.Tensor | None = None
         if not lasting and plan.kind != "plain":
-            self.window = torch.empty(plan.numel, dtype=wide, device=first.device)
+            self.grad_buffer = torch.empty(plan.numel, dtype=wide, device=first.device)
         own_weights = self.weights[self.own]
         self.masters = own_weights if first.dtype == wide else torch.zeros_like(own_weights, dtype=wide)
         # The update's moments lie flat too, so that all of the state can be hashed with a few kernels a bucket.
@@ -124,7 +124,7 @@ class ShardedParameters:
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
         owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=shard, shards=shards)]
-        self.pieces = [self._piece(bucket, f) for bucket, f in owned]
+        self.pieces = [self._shard(bucket, f) for bucket, f in owned]
         self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
         for bucket, f in owned:
             entry = StateEntry(f.at - bucket.own.start, f.numel, self.parameters[f.index][0].name, f.start)
@@ -142,14 +142,14 @@ class ShardedParameters:
         self._hold = False
         self._open: list[Bucket] = []
         self._reducing: deque[Bucket] = deque()
-        self.windows: Windows | None = None
+        self.grad_buffer_pool: GradBufferPool | None = None
         if self.shard_gradients:
             size = max((plan.numel for plan in plans if plan.kind == "plain"), default=0)
-            self.windows = Windows(size, wide, self.buckets[0].weights.device)
+            self.grad_buffer_pool = GradBufferPool(size, wide, self.buckets[0].weights.device)
 
-    def _piece(self, bucket: Bucket, f: ShardRange) -> Piece:
+    def _shard(self, bucket: Bucket, f: ShardRange) -> Shard:
         own = slice(f.at - bucket.own.start, f.at - bucket.own.start + f.numel)
-        return Piece(
+        return Shard(
             self.parameters[f.index][0], f.start, bucket.weights[f.at : f.at + f.numel], bucket.masters[own],
             bucket.sums[own], bucket.exp_avg[own], bucket.exp_avg_sq[own],
         )
@@ -192,11 +192,11 @@ class ShardedParameters:
         while bucket.reducing is not None and not bucket.lasting:
             self._settle()
         if bucket.gradients is None:
-            if bucket.window is not None:
-                bucket.gradients = bucket.window.zero_()
+            if bucket.grad_buffer is not None:
+                bucket.gradients = bucket.grad_buffer.zero_()
             else:
-                assert self.windows is not None
-                bucket.gradients = self.windows.take(bucket.plan.numel, self._free_window)
+                assert self.grad_buffer_pool is not None
+                bucket.gradients = self.grad_buffer_pool.acquire(bucket.plan.numel, self._free_grad_buffer)
                 self._open.append(bucket)
         return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
 
@@ -214,9 +214,10 @@ class ShardedParameters:
                 self._start(self.buckets[number])
             part.begin(1, early=True)
 
-    def _free_window(self) -> bool:
-        """Have a window given back. If none is on its way, the bucket that was opened first is reduced as it is: what
-        comes to it later is reduced later, and the sum is the same. All replicas do the same at the same place."""
+    def _free_grad_buffer(self) -> bool:
+        """Release a gradient buffer; return whether one could be. If no reduction is under way, the bucket that was
+        opened first is reduced as it is; what is added to it later is reduced later, and the sum is the same. All
+        replicas do this at the same place."""
         if self._hold:
             return False
         if not self._reducing and self._open:
@@ -250,10 +251,10 @@ class ShardedParameters:
         bucket.reducing = None
         reduced = bucket.gradients[bucket.own] if bucket.narrow is None else bucket.narrow[bucket.own]
         if not bucket.lasting:
-            assert self.windows is not None
+            assert self.grad_buffer_pool is not None
             bucket.sums.add_(reduced)
-            if bucket.window is None:
-                self.windows.give_back(bucket.gradients)
+            if bucket.grad_buffer is None:
+                self.grad_buffer_pool.release(bucket.gradients)
             bucket.gradients = None
         elif bucket.narrow is not None:
             bucket.sums.copy_(reduced)
@@ -268,8 +269,8 @@ class ShardedParameters:
                 self._start(self.buckets[number])
         while self._settle():
             pass
-        if self.windows is not None:
-            self.windows.trim()
+        if self.grad_buffer_pool is not None:
+            self.grad_buffer_pool.trim()
         ctx = self.ctx
         groups = {"partial": ctx.tp_group, "shared": ctx.kv_group, "tied": ctx.embedding_group}
         for bucket in self.buckets:

@@ -77,7 +77,7 @@ class StopRequest:
             raise ValueError("signal handlers can be installed in the main thread only")
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what hold() kept arrives now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what block_signals() kept arrives now
         return self
 
     def restore(self) -> None:
@@ -93,7 +93,7 @@ class StopRequest:
         self.restore()
 
 
-def hold() -> None:
+def block_signals() -> None:
     """Keep a scheduler's signals (not Ctrl-C) until a :class:`StopRequest` is installed, so that one that comes while
     a run starts up makes it save and stop instead of killing it.
     """

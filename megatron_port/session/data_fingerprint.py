@@ -9,7 +9,7 @@ from megatron_port.data.loader import Loaders
 from megatron_port.errors import DataError
 
 
-def check_pins(checkpoint: Checkpoint, config: RunConfig, loaders: Loaders) -> list[str]:
+def check_data_fingerprint(checkpoint: Checkpoint, config: RunConfig, loaders: Loaders) -> list[str]:
     """What is not as it was, for a line each, where that is allowed: ``data.pinned`` is false, or
     ``checkpoint.resume`` names a checkpoint, so that this may be another run on other data. Every rank sees the same.
 
@@ -18,7 +18,7 @@ def check_pins(checkpoint: Checkpoint, config: RunConfig, loaders: Loaders) -> l
     """
     state = checkpoint.manifest.state
     saved = state.data.get("corpora", []) if isinstance(state.data, dict) else []
-    found = changes(saved if isinstance(saved, list) else [], loaders.pins)
+    found = changes(saved if isinstance(saved, list) else [], loaders.data_fingerprint)
     before, now = str((state.tokenizer or {}).get("hash", "")), str(loaders.tokenizer.get("hash", ""))
     if before and now and before != now and not found:
         found.append(f"the tokenizer was {state.tokenizer.get('name')} ({before[:12]}), is "

@@ -33,10 +33,10 @@ from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.memory import peak_resident_bytes
 from megatron_port.runtime.progress import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
-from megatron_port.runtime.signals import EXIT_CODES, LEVELS, StopRequest, hold, name_of
+from megatron_port.runtime.signals import EXIT_CODES, LEVELS, StopRequest, block_signals, name_of
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.changes import changes_since, check_batch
-from megatron_port.session.data_fingerprint import check_pins
+from megatron_port.session.data_fingerprint import check_data_fingerprint
 from megatron_port.session.folders import run_folder
 from megatron_port.session.identity import settle
 from megatron_port.session.provenance import record_event, record_start
@@ -140,7 +140,7 @@ class Trainer:
         check_batch(loaded.manifest, self.config, self.ctx.topology.dp, str(loaded.path))
         for line in [
             *changes_since(loaded.manifest, self.config, self.loaders.tokenizer_name, loaded.path.name),
-            *check_pins(loaded, self.config, self.loaders),
+            *check_data_fingerprint(loaded, self.config, self.loaders),
         ]:
             log(line)
 
@@ -224,7 +224,7 @@ class Trainer:
                     self._check_lease()
                     if c.checkpoint.save_final or unfinished:
                         self._save(saving, final=True)
-                hold()  # what comes now comes too late to matter, and must not kill a rank that has saved
+                block_signals()  # what comes now comes too late to matter, and must not kill a rank that has saved
                 self._check_lease()
                 if self.session.is_rank_zero:
                     signal_name = name_of(level) if unfinished else ""
@@ -423,5 +423,6 @@ class Trainer:
         p = self.progress
         return Position(
             step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=self.loaders.tokenizer_name,
-            numerics=self.numerics.state(), tokenizer_identity=self.loaders.tokenizer, corpora=self.loaders.pins,
+            numerics=self.numerics.state(), tokenizer_identity=self.loaders.tokenizer,
+            corpora=self.loaders.data_fingerprint,
         )
