@@ -8,7 +8,8 @@ import typing
 from typing import Any
 
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.config.checks import CHOICES, check, topology_sizes
+from megatron_port.config.checks import check, topology_sizes
+from megatron_port.config.choices import CHOICES, plain_type
 from megatron_port.config.dump import leaves, to_toml, toml_value
 from megatron_port.config.flops import model_flops, parameter_count
 from megatron_port.config.loader import field_help
@@ -101,5 +102,5 @@ def _described(cls: Any, prefix: str = "") -> dict[str, tuple[str, str]]:
         elif typing.get_origin(kind) is tuple:
             out[prefix + f.name] = (f"array of {typing.get_args(kind)[0].__name__}", helps.get(f.name, ""))
         else:
-            out[prefix + f.name] = (kind.__name__, helps.get(f.name, ""))
+            out[prefix + f.name] = (plain_type(kind).__name__, helps.get(f.name, ""))
     return out

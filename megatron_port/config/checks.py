@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_port.config.choices import CHOICES
 from megatron_port.config.dump import toml_value
 from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
@@ -18,43 +19,7 @@ from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
 
-__all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
-
-CHOICES: dict[str, tuple[str | int, ...]] = {
-    "engine": ("deepspeed", "native"),
-    "model.position_embedding": ("learned", "rope"),
-    "model.rope_scaling": ("none", "linear", "llama3"),
-    "model.normalization": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "gelu_tanh", "swiglu"),
-    "layout.zero_stage": (0, 1, 2),
-    "layout.pipeline_schedule": ("gpipe", "1f1b", "zb-h1", "zb-v"),
-    "layout.recompute": ("none", "selective", "full"),
-    "precision.grad_reduce_dtype": ("fp32", "bf16", "fp16"),
-    "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
-    "precision.fp8": ("none", "tensorwise", "rowwise"),
-    "optimizer.name": ("adamw",),
-    "optimizer.decay": ("cosine", "linear", "constant"),
-    "data.order": ("stateless", "megatron"),
-    "backend.device": ("auto", "cpu", "cuda", "rocm"),
-    "backend.own_kernels": ("auto", "on", "off"),
-    "backend.attention": ("auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"),
-    "backend.norm": ("auto", "own", "apex", "torch"),
-    "backend.activation": ("auto", "own", "torch"),
-    "backend.rotary": ("auto", "own", "torch"),
-    "backend.dropout": ("auto", "own", "torch"),
-    "backend.softmax": ("auto", "own", "torch"),
-    "backend.cross_entropy": ("auto", "own", "torch"),
-    "backend.quantise": ("auto", "own", "torch"),
-    "backend.scaled_mm": ("auto", "torch", "reference"),
-    "backend.optimizer": ("auto", "own", "deepspeed", "apex", "torch"),
-    "telemetry.wandb": ("off", "offline", "online"),
-    "telemetry.mlflow": ("off", "offline", "online"),
-    "numerics.on_anomaly": ("skip", "stop", "rewind"),
-    "launch.memory_check": ("stop", "warn", "off"),
-    "launch.when_stopped": ("requeue", "chain", "stop"),
-    "launch.when_failed": ("requeue", "chain", "stop"),
-}
-"""The values that a field may take, for those with a fixed list."""
+__all__ = ["Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
 _Rule = tuple[Callable[[Any], bool], str]
 

@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron_port.config.choices import plain_type
 from megatron_port.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
@@ -288,7 +289,11 @@ def _key_lines(text: str) -> dict[str, int]:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """``value`` as ``kind``. Raises TypeError with the end of a sentence that starts with the key."""
+    """Return ``value`` as ``kind``. Raises TypeError with the end of a sentence that starts with the key.
+
+    A ``Literal`` takes any value of its values' type here: ``config.checks`` refuses the unknown ones, all at once.
+    """
+    kind = plain_type(kind)
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         if not isinstance(value, list):

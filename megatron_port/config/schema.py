@@ -2,7 +2,9 @@
 
 A run is described once, by :class:`RunConfig`, loaded from TOML by
 ``config.loader`` and checked by ``config.checks``. The string under a field is
-its help: ``config show`` and the reference in docs/ print it. Sizes are counts,
+its help: ``config show`` and the reference in docs/ print it. A field with a
+fixed list of values is a ``Literal``; ``config.choices`` reads the list from
+the type for checks, errors and the reference. Sizes are counts,
 times are seconds and memory is bytes unless the name says otherwise. 0 in a
 field marked "derived" means: take the value that the property computes.
 
@@ -13,6 +15,7 @@ milliseconds on a login node.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_port.config.machine import (
     CalibrationConfig,
@@ -51,13 +54,13 @@ class ModelConfig:
     """Entries of the tokenizer, before any padding."""
     seq_length: int = 1024
     """Tokens a sample, s; also the number of learned positions."""
-    position_embedding: str = "learned"
-    """learned | rope"""
+    position_embedding: Literal["learned", "rope"] = "learned"
+    """Positions: a learned table, or rotary embeddings of queries and keys (rope)."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
     """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest knows no position."""
-    rope_scaling: str = "none"
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
     """none | linear (all frequencies divided by rope_factor) | llama3 (Llama 3.1: only the low ones)"""
     rope_factor: float = 1.0
     """linear, llama3: what low frequencies are divided by."""
@@ -67,13 +70,13 @@ class ModelConfig:
     """llama3: frequencies with fewer turns than this in the original context are divided."""
     rope_high_freq_factor: float = 4.0
     """llama3: frequencies with more turns than this stay; between the two they blend."""
-    normalization: str = "layernorm"
-    """layernorm | rmsnorm"""
+    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalization before attention, before the MLP and before the head."""
     parallel_residual: bool = False
     """Attention and MLP both read the layer's input (GPT-J, GPT-NeoX), instead of one after the other."""
     norm_epsilon: float = 1e-5
     """Added to the variance."""
-    activation: str = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     """gelu (erf) | gelu_tanh | swiglu"""
     add_bias: bool = True
     """Biases in all linears and (with layernorm) norms."""
@@ -129,18 +132,18 @@ class LayoutConfig:
     """Replicas, d; 0: world size / (t * p)."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
-    zero_stage: int = 1
+    zero_stage: Literal[0, 1, 2] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
     reduce-scatter a micro-batch instead of one a step (engine native, schedules other than zb)."""
     reduce_bucket_size: int = 33_554_432
     """Elements that one collective of gradients or weights between replicas moves (engine native)."""
-    pipeline_schedule: str = "1f1b"
+    pipeline_schedule: Literal["gpipe", "1f1b", "zb-h1", "zb-v"] = "1f1b"
     """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2); docs/pipeline.md"""
     pipeline_split: tuple[int, ...] = ()
     """Transformer layers on each virtual stage, in order; empty: balanced by cost, embedding and head counted."""
     vocab_padding_multiple: int = 128
     """The vocabulary is padded to a multiple of this times t; padded logits are masked."""
-    recompute: str = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     """none | selective (attention core) | full (each layer from its input)"""
     elastic: bool = False
     """With another number of ranks than this layout's, go on with the nearest legal one (docs/elastic.md) instead of
@@ -167,12 +170,12 @@ class BatchConfig:
 class PrecisionConfig:
     """Number formats."""
 
-    dtype: str = "bf16"
-    """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). Masters and sums are fp32 for the halves."""
-    fp8: str = "none"
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). bf16 and fp16 have fp32 masters and sums."""
+    fp8: Literal["none", "tensorwise", "rowwise"] = "none"
     """none | tensorwise | rowwise: products of the layers' linears in 8 bits, a scale for each tensor, or for each row;
     dtype bf16 (docs/performance.md)"""
-    grad_reduce_dtype: str = "fp32"
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of gradients on their way between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
     fp32). fp32 means the full width, fp64 in an fp64 run."""
     initial_loss_scale: float = 65536.0
@@ -191,7 +194,7 @@ class PrecisionConfig:
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) and its learning-rate schedule."""
 
-    name: str = "adamw"
+    name: Literal["adamw"] = "adamw"
     """adamw"""
     lr: float = 3e-4
     """Peak learning rate."""
@@ -207,8 +210,8 @@ class OptimizerConfig:
     """On matrices and embeddings; never on biases and norms."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    decay: str = "cosine"
-    """cosine | linear | constant"""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate's decay after the warmup."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     decay_steps: int = 0
@@ -229,7 +232,7 @@ class DataConfig:
     """Draw reproducible random tokens instead of reading a corpus."""
     tokenizer: str = "auto"
     """auto (what the corpus' sidecar names) | byte | gpt2 | tiktoken:ENCODING | hf:FILE | sentencepiece:FILE"""
-    order: str = "stateless"
+    order: Literal["stateless", "megatron"] = "stateless"
     """stateless (a permutation an epoch) | megatron (Megatron-LM's document order)"""
     index_cache: str = ""
     """Folder for the sample index of order megatron; empty: output_dir/data_cache. It is built once for each folder
@@ -289,32 +292,32 @@ class CheckpointConfig:
 class BackendConfig:
     """Device and providers, chosen once at start."""
 
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda", "rocm"] = "auto"
     """auto | cpu | cuda | rocm"""
     share_devices: bool = False
     """Let several ranks compute on one GPU. Their collectives then go over gloo, through host memory: slow, for trying
     layouts. false: ranks that find themselves on one GPU stop."""
-    own_kernels: str = "auto"
+    own_kernels: Literal["auto", "on", "off"] = "auto"
     """auto (where they are built and serve) | on (or stop) | off: what ``auto`` means for the ops below."""
-    attention: str = "auto"
+    attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"] = "auto"
     """auto | own (CPUs) | math | sdpa | flash_attn | fa3 | fa4 (torch's flash attention replaced by that package's)"""
-    norm: str = "auto"
+    norm: Literal["auto", "own", "apex", "torch"] = "auto"
     """auto | own | apex | torch"""
-    activation: str = "auto"
+    activation: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: bias + GeLU, SwiGLU"""
-    rotary: str = "auto"
+    rotary: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: splitting the packed projection and rotating queries and keys"""
-    dropout: str = "auto"
+    dropout: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: bias + dropout + residual; both drop the same elements"""
-    softmax: str = "auto"
+    softmax: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: the causal softmax of ``math`` attention"""
-    cross_entropy: str = "auto"
+    cross_entropy: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch"""
-    quantise: str = "auto"
+    quantise: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: casts to 8 bits under precision.fp8; both give the same bits"""
-    scaled_mm: str = "auto"
+    scaled_mm: Literal["auto", "torch", "reference"] = "auto"
     """auto | torch | reference (of 8-bit values in fp32, for tests): products under precision.fp8"""
-    optimizer: str = "auto"
+    optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
     allow_jit: bool = False
     """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile); false: that is an error."""
@@ -326,7 +329,7 @@ class BackendConfig:
 class NumericsConfig:
     """What is done with a step whose loss or gradient cannot be trusted. Such a step is never applied."""
 
-    on_anomaly: str = "skip"
+    on_anomaly: Literal["skip", "stop", "rewind"] = "skip"
     """skip (go on with the next samples) | stop (exit 6) | rewind (back to the last checkpoint; samples that do it
     again are left out of the order)"""
     loss_spike: float = 3.0
@@ -355,9 +358,9 @@ class TelemetryConfig:
 
     tensorboard: bool = False
     """Also write TensorBoard events (optional dependency)."""
-    wandb: str = "off"
+    wandb: Literal["off", "offline", "online"] = "off"
     """off | offline (files below the run's folder) | online: Weights & Biases (optional dependency)"""
-    mlflow: str = "off"
+    mlflow: Literal["off", "offline", "online"] = "off"
     """off | offline (files below the run's folder) | online (the server that MLFLOW_TRACKING_URI names)"""
     project: str = "megatron_port"
     """Project (Weights & Biases) or experiment (MLflow) that the run is filed under."""
@@ -409,8 +412,8 @@ class RunConfig:
     """Where run folders live."""
     seed: int = 1234
     """Of weights, data order and dropout."""
-    engine: str = "deepspeed"
-    """deepspeed | native"""
+    engine: Literal["deepspeed", "native"] = "deepspeed"
+    """What runs the steps: DeepSpeed's pipeline engine, or the native one."""
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_port.config.checks import CHOICES, check, problems
+from megatron_port.config.checks import check, problems
+from megatron_port.config.choices import CHOICES
 from megatron_port.config.layout import with_values
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
