@@ -133,7 +133,6 @@ class JitGuard(MetaPathFinder):
         return None
 
     def refuse_in(self, owner: Any, name: str, refusing: Callable[..., Any]) -> None:
-        """See ``jit_ways.Guard``."""
         before = getattr(owner, name, None)
         if before is None:
             return
@@ -146,13 +145,11 @@ class JitGuard(MetaPathFinder):
         self.replace(owner, name, staticmethod(guarded) if bound else guarded)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """See ``jit_ways.Guard``."""
         before = inspect.getattr_static(owner, name)
         setattr(owner, name, value)
         self.on_removal(lambda: setattr(owner, name, before))
 
     def on_removal(self, action: Undo) -> None:
-        """See ``jit_ways.Guard``."""
         self._undo.append(action)
 
 

@@ -76,7 +76,7 @@ def machine() -> Iterator[CheckResult]:
 
 
 def version(package: str) -> str | None:
-    """Of an installed distribution; None if it is not there."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

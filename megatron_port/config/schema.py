@@ -176,7 +176,7 @@ class PrecisionConfig:
     """none | tensorwise | rowwise: products of the layers' linears in 8 bits, a scale for each tensor, or for each row;
     dtype bf16 (docs/performance.md)"""
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of gradients on their way between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
+    """Dtype of gradients sent between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
     fp32). fp32 means the full width, fp64 in an fp64 run."""
     initial_loss_scale: float = 65536.0
     """fp16: first loss scale."""
@@ -411,7 +411,7 @@ class RunConfig:
     output_dir: str = "runs"
     """Where run folders live."""
     seed: int = 1234
-    """Of weights, data order and dropout."""
+    """Seed of weights, data order and dropout."""
     engine: Literal["deepspeed", "native"] = "deepspeed"
     """What runs the steps: DeepSpeed's pipeline engine, or the native one."""
     model: ModelConfig = field(default_factory=ModelConfig)

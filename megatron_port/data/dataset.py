@@ -197,7 +197,7 @@ class BlendedDataset:
 
     @cached_property
     def _used(self) -> list[int]:
-        """Of each corpus so many are among the mixed ones."""
+        """Samples of each corpus among the mixed ones."""
         turns, rest = divmod(self._mixed, self.period)
         served = np.bincount(self._owner[:rest], minlength=len(self.counts))
         return [turns * c + int(n) for c, n in zip(self.counts, served)]

@@ -27,7 +27,7 @@ CHUNK = 1 << 20
 META_BYTES = 1 << 16
 """More than any sidecar has; nothing larger is read."""
 NAME_CHARACTERS = 1024
-"""Of a tokenizer's name or hash: more than a path component has."""
+"""Limit on a tokenizer's name or hash: more than a path component has."""
 LEAF_BYTES = 1 << 20
 """The smallest block of a .bin file that has a hash of its own."""
 MOST_BLOCKS = 1024

@@ -74,7 +74,7 @@ class ReadOptions:
     blank_lines: int = 0
     """Plain text: n > 0 starts a document at n blank lines; 0: a file is a document."""
     split: str = "train"
-    """Of a ``datasets`` folder that has several."""
+    """Split of a ``datasets`` folder that has several."""
     suffixes: tuple[str, ...] = (".txt",)
     """Plain-text files that are looked for in folders."""
     largest_record: int = LARGEST_RECORD

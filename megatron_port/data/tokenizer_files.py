@@ -36,7 +36,7 @@ def load(kind: str, rest: str, *, directory: str | Path | None = None, eod: str 
 
 
 def content_hash(data: bytes, eod_id: int) -> str:
-    """Of a tokenizer that is one file: sha256 over its bytes and the end-of-document id."""
+    """Return the hash of a one-file tokenizer: sha256 over its bytes and the end-of-document id."""
     return hashlib.sha256(data + f"\0{eod_id}".encode()).hexdigest()
 
 

@@ -72,7 +72,7 @@ class Engine(Protocol):
     """A model, split as the layout says, that can take optimizer steps."""
 
     state_check: StateCheck
-    """See :meth:`state_damage`."""
+    """Hashes that :meth:`state_damage` compares."""
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,

@@ -37,7 +37,7 @@ GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
 
 class DeepSpeedEngine:
-    """See ``engine.api.Engine``.
+    """Engine (``engine.api.Engine``) that runs our stage in DeepSpeed's pipeline engine.
 
     The loss given to DeepSpeed is divided by the step's global token count, and gradients are summed over
     micro-batches and replicas, so the backward pass starts from the same factor as on one process. Its own division

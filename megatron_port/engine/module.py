@@ -63,7 +63,7 @@ class ScratchBuffer:
         self._flat = torch.empty(0, dtype=dtype)
 
     def get(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Of that shape, on that device, filled with anything; what was handed out before is lost."""
+        """Return an uninitialized tensor of that shape and device; the one returned before is overwritten."""
         size = math.prod(shape)
         if self._flat.numel() < size or self._flat.device != device:
             self._flat = torch.empty(0, dtype=self._dtype)  # first let go, so that two never exist

@@ -46,7 +46,7 @@ from megatron_port.pipeline.transfer import StageLink
 from megatron_port.runtime.progress import OPTIMIZER, REDUCE, ProgressTracker
 
 REDUCE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of gradients between replicas; None: that of their sums (fp32, in fp64 runs fp64)."""
+"""Dtypes of gradients between replicas; None: that of their sums (fp32; fp64 in fp64 runs)."""
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
 
@@ -83,7 +83,7 @@ def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], 
 
 
 class NativeEngine:
-    """See ``engine.api.Engine``. ``chunks``: this rank's, one a virtual stage (``engine.module.StageModule``).
+    """Engine (``engine.api.Engine``) without DeepSpeed. ``chunks``: this rank's stage modules, one per virtual stage.
 
     ``on_gradients`` sees every final gradient (summed over dp, unclipped, unscaled); costs a gather of all of them.
     """
@@ -211,7 +211,6 @@ class NativeEngine:
                 self.state_check.record(self.sharded.weight_tensor(b) for b in self.sharded.buckets)
 
     def record_state(self) -> None:
-        """See ``engine.api.Engine``."""
         self.sharded.wait()
         self._record_state(gathering=False)
 
@@ -228,7 +227,7 @@ class NativeEngine:
         return self._losses
 
     def nonfinite_gradients(self) -> list[str]:
-        """Of this rank's pieces; see ``engine.api.Engine``."""
+        """Names of this rank's shards whose gradient is not finite (``engine.api.Engine``)."""
         bad = [p.record.name for p in self.sharded.pieces if not bool(torch.isfinite(p.gradient).all())]
         return list(dict.fromkeys(bad))
 

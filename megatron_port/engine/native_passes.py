@@ -48,7 +48,6 @@ class Passes:
         self._weights: dict[PassKey, list[Callable[[], None]]] = {}
 
     def run(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``pipeline.runner.Worker``."""
         if action.kind is Kind.FORWARD:
             return self._forward(action, received)
         self.progress.at(BACKWARD, "micro-batch", action.micro_batch)

@@ -23,7 +23,7 @@ class Update(Protocol):
 
     state: Any
     square_norm: SquareNorm
-    """Of a list of tensors; None: torch's ops."""
+    """Sum of squares of a list of tensors; None: torch's ops."""
     steps: int
     """Updates taken."""
 
@@ -69,7 +69,6 @@ class TorchUpdate:
     def step(
         self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Update`."""
         norm = square.sqrt() / scale
         size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
         if vetoed or not size <= limit:
@@ -122,7 +121,6 @@ class OwnUpdate:
     def step(
         self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Update`."""
         return self.optimizer.clipped_step(
             [[p.gradient for p in pieces] for pieces in self.groups], lr=lr, square_norm=square,
             max_norm=self.config.clip_grad, inv_scale=1.0 / scale, limit=limit, veto=veto,

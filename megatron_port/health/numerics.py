@@ -60,7 +60,7 @@ class NumericsGuard:
         self.anomalies_total = 0
         self.left_out: list[LeftOut] = []
         self.first_loss = 0.0
-        """Of the first step of training that was applied; 0: none was."""
+        """Loss of the first training step that was applied; 0: none was."""
 
     def _limit(self, seen: deque[float], factor: float, floor: float) -> float:
         count = 2 * len(seen)
@@ -86,7 +86,7 @@ class NumericsGuard:
         )
 
     def position(self, first_sample: int) -> int:
-        """See :func:`position`."""
+        """Return :func:`position` of a sample."""
         return position(first_sample, self.left_out)
 
     def judge(self, result: StepResult, limits: StepLimits) -> str:

@@ -28,9 +28,9 @@ class Sampling:
     temperature: float = 1.0
     """0: always the likeliest."""
     top_k: int = 0
-    """Of the k likeliest only; 0: all."""
+    """Sample from the k likeliest tokens only; 0: all."""
     top_p: float = 1.0
-    """Of the smallest set of this mass (nucleus sampling, Holtzman et al., arXiv 1904.09751)."""
+    """Sample from the smallest set of this mass (nucleus sampling, Holtzman et al., arXiv 1904.09751)."""
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     """A token that ends the text; it is not part of it."""
@@ -92,7 +92,7 @@ class _Batch:
     """Prompts that are continued together."""
 
     indices: list[int]
-    """Of the prompts, in the order asked for."""
+    """Indices of the prompts, in the order asked for."""
     tokens: list[list[int]]
     """Prompt and what was drawn. A text that has ended no longer grows; its row of the batch repeats its last token."""
     prompts: list[int]
@@ -102,7 +102,7 @@ class _Batch:
     stopped: list[bool]
     cache: KeyValueCache | None = None
     drawn: torch.Tensor | None = None
-    """Of the last pass, not yet known to all stages."""
+    """Tokens drawn in the last pass, not yet known to all stages."""
 
     @property
     def finished(self) -> bool:

@@ -104,7 +104,7 @@ def adapter(questions: Questions) -> Any:
     from lm_eval.api.model import LM
 
     class Adapter(LM):  # type: ignore[misc]
-        """See :class:`Questions`."""
+        """``lm_eval`` model that answers through :class:`Questions`."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return questions.loglikelihood([r.args for r in requests])

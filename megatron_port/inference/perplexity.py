@@ -40,7 +40,7 @@ class Perplexity:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def bits_per_byte(self, size: int) -> float:
-        """Of a text of ``size`` bytes."""
+        """Return bits per byte for a text of ``size`` bytes."""
         return self.loss * self.tokens / math.log(2) / size
 
 

@@ -14,7 +14,7 @@ from megatron_port.inference.model import InferenceModel
 
 @dataclass(frozen=True)
 class Score:
-    """Of the scored tokens of one sequence."""
+    """Scores of one sequence's scored tokens."""
 
     log_probability: float
     """Natural logarithm, summed over the tokens."""

@@ -44,7 +44,7 @@ class Agreement:
     rounding: float
     """The same of our model in fp32 against fp64."""
     version: str
-    """Of transformers."""
+    """Version of transformers."""
 
     def line(self) -> str:
         """For the console."""

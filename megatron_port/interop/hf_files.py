@@ -74,7 +74,7 @@ class HFFolder:
         return list(self.mapping)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a parameter of ours: the widest of its tensors there."""
+        """Return the dtype of one of our parameters: the widest of its tensors in the folder."""
         found = [self._place(run.tensor).dtype for run in self.mapping[name].runs]
         out = found[0]
         for other in found[1:]:

@@ -85,12 +85,12 @@ class Mapped:
 
     @property
     def rows(self) -> int:
-        """Of ours, leading dimensions flattened."""
+        """Rows of our parameter, its leading dimensions flattened."""
         return _rows(self.name, self.shape)
 
     @property
     def columns(self) -> int | None:
-        """Of ours; None: a vector."""
+        """Columns of our parameter; None: a vector."""
         return None if _is_vector(self.name, self.shape) else self.shape[-1]
 
 

@@ -36,7 +36,7 @@ class Trained:
     """Empty: made before hashes were kept."""
     eod_id: int = -1
     prefixes: tuple[str, ...] = ()
-    """Of the corpora."""
+    """Path prefixes of the corpora."""
 
     @property
     def kind(self) -> str:

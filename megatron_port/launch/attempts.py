@@ -64,7 +64,7 @@ class NextAction:
     action: str
     """done | requeue | chain | stop; stop also where SLURM has queued the job again by itself"""
     exit_code: int
-    """Of the job, if it ends here."""
+    """Exit code of the job, if it ends here."""
     lines: tuple[str, ...]
     """For the end of the log; the first failure is in the last lines."""
 
@@ -173,7 +173,7 @@ def _told(entry: Attempt) -> str:
 
 
 def _silent_cause(run_folder: Path, lost: Attempt, nodes_down: Callable[[str], list[str]]) -> str:
-    """Of an attempt whose job script did not come to its end."""
+    """Return the cause of an attempt whose job script did not reach its end."""
     parts = []
     failure = read_failure(run_folder, lost.attempt)
     if failure is not None:

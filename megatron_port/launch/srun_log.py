@@ -19,7 +19,7 @@ PERMANENT = re.compile(
 PASSING = re.compile(
     r"task launch for|credential|job id|authenticat|protocol|connect|timed out|contact|busy|complet", re.IGNORECASE
 )
-"""Of the controller, a daemon or the network: another start may find them well."""
+"""Failures of the controller, a daemon or the network: another start may succeed."""
 
 
 @dataclass(frozen=True)

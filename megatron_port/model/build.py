@@ -26,14 +26,14 @@ class BuildContext:
     providers: Providers
     stream: DropoutStream
     dtype: torch.dtype
-    """Of parameters and activations."""
+    """Dtype of parameters and activations."""
     rotary: RotaryTables = field(default_factory=RotaryTables)
     cache: CacheSlot = field(default_factory=CacheSlot)
-    """Of generation; empty while training."""
+    """Cache of generation; empty while training."""
 
     @property
     def kernels(self) -> LinearKernels:
-        """Of the layers' linears; embedding, head and attention stay in the dtype."""
+        """Kernels of the layers' linears; embedding, head and attention stay in the compute dtype."""
         return make_linear_kernels(self.providers.fp8)
 
     @property
@@ -43,12 +43,12 @@ class BuildContext:
 
     @property
     def init(self) -> InitSpec:
-        """Of weights that do not write into the residual stream."""
+        """Initial values of weights that do not write into the residual stream."""
         return InitSpec("normal", self.model.init_std)
 
     @property
     def output_init(self) -> InitSpec:
-        """Of the two projections of each layer that write into the residual stream (GPT-2's 1/sqrt(2 L))."""
+        """Initial values of a layer's two projections that write into the residual stream (GPT-2's 1/sqrt(2 L))."""
         return InitSpec("normal", self.model.init_std / (2 * self.model.num_layers) ** 0.5)
 
     @property

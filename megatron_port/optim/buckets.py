@@ -22,7 +22,7 @@ class BucketEntry:
     """A parameter's place in a bucket."""
 
     index: int
-    """Of the parameter in the engine's list."""
+    """Index of the parameter in the engine's list."""
     start: int
     numel: int
 

@@ -53,7 +53,7 @@ class ParameterRecord:
     tied_key: str | None = None
     """Copies with the same key (and name) on several stages are one parameter."""
     tied_primary: bool = True
-    """Of tied copies, the one that is counted in norms and saved."""
+    """Whether this is the tied copy that is counted in norms and saved."""
 
     @property
     def is_split(self) -> bool:

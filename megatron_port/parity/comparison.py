@@ -56,8 +56,8 @@ ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 FIRST_STEP = {
     dtype: replace(FP32, name="first step", gradient=1e-2, key_bias=32 * u) for dtype, u in ROUNDOFF.items()
 }
-"""Of half precision, from one process that rounds in the same places: no free-running steps, so fp32's bounds, but for
-single elements of gradients, of which a sum's last bit may decide how they are rounded."""
+"""Tolerances of half precision against one process that emulates the rounding. There are no free-running steps, so they
+are fp32's bounds, except for single gradient elements, whose rounding the last bit of a sum may decide."""
 SPREAD_FACTOR = 2.0
 """Free-running steps of half precision: so many times what reordering the sums of one process changes."""
 
@@ -77,7 +77,7 @@ class Distance:
 
 
 DISTANCE = Distance(loss=0.2, grad_norm=1.25, gradient=12.0, scale=8.0)
-"""Of the process that rounds where a layout does, from the plain one and from fp32."""
+"""Largest distance of the process with emulated rounding from the plain one and from fp32."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _worst(found: Iterable[tuple[float, str]]) -> tuple[float, str]:
 
 
 def _norm_deviation(a: float | None, b: float | None) -> float:
-    """Of two gradient norms; None: not finite, the step was skipped."""
+    """Return the deviation of two gradient norms; None: not finite, the step was skipped."""
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
     return _relative(a, b)

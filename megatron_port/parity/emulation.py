@@ -51,8 +51,8 @@ class RoundingEmulation:
 
     @classmethod
     def of(cls, config: RunConfig, topology: Topology) -> RoundingEmulation | None:
-        """Of a run's layout and engine; None: nowhere, or the products are in 8 bits, of which ranks scale their pieces
-        by themselves."""
+        """Return where a run's layout and engine round; None: nowhere, or in 8-bit products, which each rank scales by
+        itself."""
         deepspeed = config.engine == "deepspeed"
         if config.precision.fp8 != "none" or (topology.tp == 1 and not deepspeed):
             return None
@@ -195,12 +195,12 @@ class SharedRowsLinearKernels:
     rank after the other, so a shared row has as many columns as ranks that hold it, each with its own gradient."""
 
     ranks: tuple[Pieces, ...]
-    """Of each rank the rows of its two weights."""
+    """Rows of each rank's two weights."""
     rounded: bool = False
     """As :class:`SplitSumLinearKernels`."""
 
     def _split(self, columns: Tensor) -> Iterator[list[tuple[slice, Tensor]]]:
-        """Of each rank (rows, its columns [tokens, rows]) of its two weights."""
+        """Yield for each rank (rows, its columns [tokens, rows]) of its two weights."""
         sizes = [p.stop - p.start for own in self.ranks for p in own]
         parts = iter(columns.split(sizes, dim=1))
         for own in self.ranks:
@@ -248,7 +248,6 @@ class _CutCrossEntropy:
     pieces: Pieces
 
     def statistics(self, logits: Tensor, labels: Tensor, *, offset: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``CrossEntropyOps``."""
         found = [
             self.ops.statistics(logits[..., p].contiguous(), labels, offset=offset + p.start, extent=p.stop - p.start)
             for p in self.pieces
@@ -260,7 +259,6 @@ class _CutCrossEntropy:
     def gradient_(
         self, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor, *, offset: int, extent: int
     ) -> None:
-        """See ``CrossEntropyOps``."""
         self.ops.gradient_(logits, labels, maximum, total, grad, offset=offset, extent=extent)
 
 
@@ -298,7 +296,7 @@ def _cut_norm(norm: Norm, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class _Rank(BuildContext):
-    """Of one rank's tokens."""
+    """Build context of one rank's tokens."""
 
     place: int = 0
 
@@ -314,12 +312,11 @@ class _CutBuild(BuildContext):
 
     @classmethod
     def of(cls, build: BuildContext, ranks: int) -> _CutBuild:
-        """Of what a layer was built with."""
+        """Return a copy of the context a layer was built with."""
         fields = {f.name: getattr(build, f.name) for f in dataclasses.fields(build)}
         return cls(**fields, ranks=tuple(_Rank(**fields, place=i) for i in range(ranks)))
 
     def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, op: str) -> Tensor:
-        """See ``BuildContext``."""
         out = []
         for rank, part, rest in zip(self.ranks, x.chunk(len(self.ranks)), residual.chunk(len(self.ranks))):
             own = None if bias is None else _share(bias, rank.place)

@@ -28,7 +28,7 @@ class Comparison:
     case: Case
     plan: StepPlan
     memory: StageMemory
-    """Of the first stage, where rank 0 is."""
+    """Memory of the first stage, where rank 0 is."""
     steps: int
     """Steps that were measured."""
     seconds: float | None

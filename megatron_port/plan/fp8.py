@@ -51,7 +51,7 @@ def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[flo
     weights = sum(c * k for _, c, k in products)
 
     def seconds(*made: tuple[tuple[float, int], float, float]) -> float:
-        """Of (cast, elements, share of them that a micro-batch pays for)."""
+        """Return the seconds of casts, each (cast, elements, share of them that a micro-batch pays for)."""
         return sum(part * rates.stream(cast[0] * elements, cast[1] * count) for cast, elements, part in made)
 
     if case.fp8 == "rowwise":
@@ -66,7 +66,7 @@ def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[flo
 
 
 def copy_bytes(case: Case, stage: int) -> float:
-    """Of the weights of a stage's linears in 8 bits, as they are and transposed, held while a step's passes run."""
+    """Bytes of the 8-bit copies of a stage's linear weights, plain and transposed, held while a step's passes run."""
     m = case.model
     qkv = m.head_size * (2 * m.num_attention_heads + 2 * m.kv_heads_held(case.tp))
     mlp = m.ffn_size * (3 if m.activation == "swiglu" else 2)

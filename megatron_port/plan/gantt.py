@@ -17,7 +17,7 @@ class Interval:
     stage: int
     kind: Kind
     chunk: int
-    """Of the stage."""
+    """Chunk of the stage."""
     micro_batch: int
     start: float
     end: float

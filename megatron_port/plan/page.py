@@ -22,7 +22,7 @@ from megatron_port.plan.verdict import Plan
 from megatron_port.runtime.permissions import file_mode
 
 SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 12
-"""Of the pipeline's picture: beyond, passes are too small to be seen."""
+"""Limits of the pipeline's picture: beyond them, passes are too small to be seen."""
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#23262e;--soft:#6a7080;--rule:#dfe3ea;--heat:#1f6f8b;--onheat:#fff;

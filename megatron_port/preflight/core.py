@@ -55,7 +55,7 @@ class Window:
 
     @property
     def share(self) -> float:
-        """Of the wall time, on the CPU."""
+        """Share of the wall time spent on the CPU."""
         return min(1.0, self.own_s / self.wall_s)
 
     @property
@@ -69,7 +69,7 @@ class CoreRate:
     """What :func:`measure_core` found."""
 
     gflops: float
-    """Of the best conclusive window, over wall time; of the best window at all if none was. Not to be judged unless
+    """Rate of the best conclusive window over wall time; if none was, of the best window. Not to be judged unless
     ``conclusive``."""
     cpu_gflops: float
     """The best window's rate over CPU time."""

@@ -42,7 +42,7 @@ class RankPlacement:
     members: list[list[int]]
     """Node → its ranks, rising; the position of a rank in it is its lane."""
     device: torch.device
-    """Of the messages."""
+    """Device of the messages."""
 
     @property
     def node(self) -> int:

@@ -24,7 +24,7 @@ class LoadedNetwork:
     provider: str = ""
     """libfabric's: cxi, efa, tcp …"""
     interfaces: tuple[str, ...] = ()
-    """Of IB or Socket."""
+    """Interfaces used by IB or Socket."""
     devices: int = 0
     """Network devices that the OFI plug-in found."""
     bootstrap: str = ""

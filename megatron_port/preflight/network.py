@@ -50,7 +50,7 @@ class Sizes:
 
     small: int
     large: int
-    """Of collectives."""
+    """Size of the collectives, bytes."""
     message: int
     """Between two ranks."""
 

@@ -116,7 +116,7 @@ def identify(rates: Mapping[Pair, float], *, share: float, floor: float = 0.0) -
 
 
 def _worst(slow: Counter[int], left: Counter[int]) -> int | None:
-    """Of the nodes with at least two slow pairs, and those most of their pairs, the one with most; or None."""
+    """Return the node with the most slow pairs, of those with at least two that are most of their pairs; or None."""
     blamed = [n for n in slow if slow[n] >= 2 and 2 * slow[n] > left[n]]
     return max(blamed, key=lambda n: (slow[n], slow[n] / left[n], -n), default=None)
 

@@ -212,7 +212,7 @@ def _vendor_device(device: Mapping[str, Any], verdict: NodeVerdict) -> None:
 
 
 def common_versions(versions: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Of each package the version that more than half of the nodes have; none where there is no such majority."""
+    """Return the version of each package that more than half of the nodes have, where there is such a majority."""
     out = {}
     for name in dict.fromkeys(n for v in versions for n in v):
         (value, count), *_ = Counter(v.get(name, "none") for v in versions).most_common(1)

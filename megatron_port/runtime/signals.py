@@ -49,7 +49,7 @@ class StopRequest:
 
     @property
     def signal_name(self) -> str | None:
-        """Of the signal with the highest level."""
+        """Name of the signal with the highest level; None: no signal came."""
         return name_of(self._level) or None
 
     @property

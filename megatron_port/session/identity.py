@@ -37,7 +37,7 @@ class Identity:
     id: str
     name: str = ""
     config_hash: str = ""
-    """Of the latest attempt that trained."""
+    """Configuration hash of the latest attempt that trained."""
     begun: float = 0.0
     """Seconds since 1970; for people."""
     origin: dict[str, Any] | None = None

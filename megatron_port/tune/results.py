@@ -47,7 +47,7 @@ class Trial:
     memory_bytes: int | None = None
     """As metrics.jsonl has it (rank 0; on a CPU the resident size of its process)."""
     model_tflops: float | None = None
-    """Of one device."""
+    """Model TFLOP/s of one device."""
     tokens_per_second: float | None = None
     error: str = ""
     command: str = ""

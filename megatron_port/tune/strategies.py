@@ -33,11 +33,9 @@ class ByModel:
         self.left = best_legal(space, count)
 
     def ask(self) -> Candidate | None:
-        """See :class:`Strategy`."""
         return self.left.pop(0) if self.left else None
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """See :class:`Strategy`."""
         self.left = [c for c in self.left if c.case != candidate.case]
 
 
@@ -50,7 +48,6 @@ class AtRandom:
         random.Random(seed).shuffle(self.left)
 
     def ask(self) -> Candidate | None:
-        """See :class:`Strategy`."""
         while self.left:
             candidate = self.left.pop()
             if self.space.legal(candidate):
@@ -58,7 +55,6 @@ class AtRandom:
         return None
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """See :class:`Strategy`."""
         self.left = [c for c in self.left if c.case != candidate.case]
 
 
@@ -87,7 +83,6 @@ class ByDeepHyper:
         return {name: _told(found[name]) for name in self.free}
 
     def ask(self) -> Candidate | None:
-        """See :class:`Strategy`."""
         if self.search is None:
             left = [c for c in self.space.fitting if c.case not in self.asked and self.space.legal(c)]
             self.asked |= {c.case for c in left[:1]}
@@ -106,7 +101,6 @@ class ByDeepHyper:
         return None
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """See :class:`Strategy`."""
         self.asked.add(candidate.case)
         if self.search is not None:
             good = trial.status == OK and trial.model_tflops is not None

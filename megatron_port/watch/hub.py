@@ -75,7 +75,7 @@ class Link:
 
 
 class Hub:
-    """See the module. ``out``, ``err``: where lines go."""
+    """Hub of the watch. ``out``, ``err``: where lines are written."""
 
     def __init__(self, setup: Mapping[str, Any], listener: socket.socket, *, out: Any = None, err: Any = None) -> None:
         self.secret = str(setup["secret"])

@@ -113,10 +113,10 @@ class Alarm:
     rank: int
     """The first; of a hang: any that made no progress."""
     deadline: float = 0.0
-    """Of a hang: the seconds without progress that are too long here."""
+    """Limit of a hang: the seconds without progress that are too long here."""
     mute: tuple[tuple[int, float], ...] = ()
-    """Of a hang: ranks without heartbeat and when they were last heard, the longest silent first. (Being asked for its
-    stack by a signal may wake one.)"""
+    """Silent ranks of a hang and when each was last heard, the longest silent first. (The signal that asks a rank for
+    its stack may wake it.)"""
 
 
 class Rules:

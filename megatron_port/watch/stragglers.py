@@ -73,7 +73,7 @@ class Stragglers:
         self._slow_for: dict[int, int] = {}
         self._named: set[int] = set()
         self._own: dict[int, tuple[float, int]] = {}
-        """Of the last window: rank → own seconds a step, steps done."""
+        """Own times of the last window: rank → own seconds per step, steps done."""
 
     def look(self, ranks: Iterable[Rank], now: float) -> list[StragglerEvent]:
         """What is new since the last call; most calls come within a window and cost next to nothing."""

@@ -13,7 +13,7 @@ MARK = 1
 HEAD = 4
 """The marker, then three bytes of length, big end first."""
 LARGEST = 1 << 20
-"""Of a message from a rank that has shown the secret, bytes."""
+"""Limit on a message from a rank that has shown the secret, bytes."""
 LARGEST_HELLO = 1 << 10
 LARGEST_WORDS = 1 << 14
 

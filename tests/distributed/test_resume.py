@@ -208,7 +208,7 @@ def load_save_step(config: RunConfig, topology: Topology, folder: Path, again: P
     return record.results[-1]
 
 
-CROSSINGS = [
+PAIRS = [
     ("deepspeed", Topology(tp=4, kv_copies=2), "native", Topology(tp=2), "fp32"),
     ("native", Topology(dp=4), "deepspeed", Topology(tp=2, dp=2), "fp32"),
     ("deepspeed", Topology(pp=2, dp=2), "native", Topology(tp=4, kv_copies=2), "fp32"),
@@ -226,10 +226,10 @@ def chunks_of(topology: Topology) -> dict[str, object]:
     return {"virtual_pipeline_size": topology.vp, "pipeline_schedule": "zb-v" if topology.folded else "1f1b"}
 
 
-@pytest.mark.parametrize("crossing", CROSSINGS, ids=lambda c: f"{c[0]} {c[1]} to {c[2]} {c[3]} {c[4]}")
-def test_any_layout_loads_any_other(ranks: RankPool, tmp_path: Path, crossing: tuple) -> None:
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda c: f"{c[0]} {c[1]} to {c[2]} {c[3]} {c[4]}")
+def test_any_layout_loads_any_other(ranks: RankPool, tmp_path: Path, pair: tuple) -> None:
     """The state that arrives is the state that was saved, to the bit; the next step agrees within rounding."""
-    from_engine, source, to_engine, target, dtype = crossing
+    from_engine, source, to_engine, target, dtype = pair
     first = config_of(from_engine, dtype, vocab_padding_multiple=8, **chunks_of(source))
     second = config_of(
         to_engine, dtype, vocab_padding_multiple=1, sequence_parallel=False, recompute="full", **chunks_of(target)
