@@ -95,7 +95,7 @@ def build_loaders(session: Session) -> Loaders:
     """Training, validation and test data of this rank's replica and stage.
 
     ``loaders.train.step(first_sample, global_batch)`` gives the micro-batches of a step: it is a function of the
-    sample number, so going on somewhere needs no state.
+    sample number, so continuing anywhere needs no state.
 
     Raises:
         DataError: a corpus that is missing, damaged, too small or of another tokenizer.

@@ -1,4 +1,4 @@
-"""Errors a user can mend, and the exit code of each.
+"""Errors that a user can fix, and the exit code of each.
 
 Every exception here carries one message that says what is wrong, the numbers,
 and what to change. The command line prints it once, on rank 0, without a

@@ -141,7 +141,7 @@ def mark(part: str, made: dict[str, str]) -> None:
 
 
 def run(part: str, seconds: float, extra: list[str]) -> int:
-    """Run one part, or go on with it. Its exit code; 0 if it is done already."""
+    """Run or resume one part. Return its exit code; 0 if it is done already."""
     program, arguments, _ = PARTS[part]
     if part in ("chaos", "corpus", "corruptions") and read(part) and not extra:
         return 0

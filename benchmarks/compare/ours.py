@@ -91,7 +91,7 @@ class Layers:
         return out, x.grad
 
     def gradient_norm(self) -> Tensor:
-        """See ``peer.LayerStep``; to be asked after the first step, since sums go on."""
+        """See ``peer.LayerStep``; to be asked after the first step, since sums accumulate."""
         found = [getattr(p, "main_grad", p.grad) for p in self.stack.parameters()]
         return torch.nn.utils.get_total_norm([g.float() for g in found if g is not None])
 

@@ -4,8 +4,8 @@ Ops that were built ahead of time still load. The guard is installed once, befor
 :func:`install_guard` returns a function that takes it off again, and ``backend.allow_jit = true`` leaves it off.
 
 Covered, in this process and in children that it forks (``train --nproc``, loader workers), whether the module is
-loaded before or after the guard (``jit_ways`` has the list): DeepSpeed's ``OpBuilder.jit_load`` and the same in
-ROCm's apex; ``torch.utils.cpp_extension``; ``torch.compile`` with inductor, and inductor's C++, CUTLASS and AOT
+loaded before or after the guard (``compile_entry_points`` has the list): DeepSpeed's ``OpBuilder.jit_load`` and the
+same in ROCm's apex; ``torch.utils.cpp_extension``; ``torch.compile`` with inductor, and inductor's C++, CUTLASS and AOT
 builders; Triton's compiler and the C stubs that it builds; CuTe's Python DSL; NVRTC through
 ``torch.cuda._compile_kernel`` and the jiterator. Taken out without an error, because torch has a compiled kernel for
 the same: TorchScript's fuser, and the Triton and CuTe overrides of torch 2.13's own ops.
@@ -88,7 +88,7 @@ class _ThenClose(Loader):
 
 
 class JitGuard(MetaPathFinder):
-    """Closes :data:`jit_ways.WAYS`, at once in loaded modules and at import in the others.
+    """Closes :data:`compile_entry_points.WAYS`, at once in loaded modules and at import in the others.
 
     It stands in ``sys.meta_path``, which also is where a second :func:`install_guard` finds it: one a process.
     """

@@ -1,7 +1,7 @@
 """Asynchronous saves: the step pays for a copy, a thread on every rank does the rest.
 
 1. At a step's end all ranks call :meth:`BackgroundSave.start`: each copies its pieces into its host buffer, and
-   training goes on. The first time rank 0 also removes what a killed run left and makes ``step-N.eE.tmp``, and one
+   training continues. The first time rank 0 also removes what a killed run left and makes ``step-N.eE.tmp``, and one
    all-reduce says whether it went well everywhere; later no rank waits for another's copy.
 2. Rank 0's thread makes ``step-N.eE.tmp``; the others' wait until they see it. Every rank's thread writes, hashes,
    fsyncs and reads back its file, then its list. Rank 0's waits until all lists are there, in the shared directory,

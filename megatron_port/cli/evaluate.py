@@ -105,10 +105,10 @@ def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) ->
         "perplexity": found.perplexity, "seq_length": config.model.seq_length,
         "stride": args.stride or config.model.seq_length,
     }
-    line = f"loss {found.loss:.6f} nats a token, perplexity {found.perplexity:.4f}, over {found.tokens:,} tokens"
+    line = f"loss {found.loss:.6f} nats per token, perplexity {found.perplexity:.4f}, over {found.tokens:,} tokens"
     if size:
         out["bits_per_byte"] = found.bits_per_byte(size)
-        line += f"; {out['bits_per_byte']:.4f} bits a byte"
+        line += f"; {out['bits_per_byte']:.4f} bits per byte"
     session.logger.log(line)
     return out
 

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_nodes(loaded: Loaded) -> tuple[RunConfig, str]:
-    """The run, on the fewest nodes that hold one replica where nothing says how many, and the line that says so.
+    """The run, on the fewest nodes that hold one replica where nothing says how many, and a line about it.
 
     A number of nodes or replicas that was given, 0 as well, is left as it is.
     """

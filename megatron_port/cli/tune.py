@@ -1,7 +1,7 @@
 """``tune``: plan every legal layout of a run, measure the best few for real, and say which to take.
 
 Trials run ``megatron-port train`` for a few steps: with ``--nproc`` on this machine, or by srun inside an allocation.
-A trial that fails or runs out of memory is kept like any other; a tuning that is stopped goes on where it was.
+A trial that fails or runs out of memory is kept like any other; a tuning that is stopped resumes where it was.
 """
 
 from __future__ import annotations

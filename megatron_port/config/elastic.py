@@ -1,7 +1,7 @@
 """A layout for another number of ranks than the run asks for. Pure; docs/elastic.md holds the rule in words.
 
 The global batch, the model and the order of the samples never change: what is
-chosen is only how the same run is split (law 1 of the design: a layout is not a
+chosen is only how the same run is split (first invariant of the design: a layout is not a
 hyperparameter).
 """
 
@@ -24,7 +24,7 @@ from megatron_port.errors import ConfigError
 
 @dataclass(frozen=True)
 class ElasticChoice:
-    """The layout to go on with."""
+    """The layout to continue with."""
 
     config: RunConfig
     """The run, split for the ranks that came."""
@@ -110,7 +110,7 @@ def _line(asked: RunConfig, found: RunConfig, world: int) -> str:
     split = "" if asked.layout.pipeline_split == found.layout.pipeline_split else ", layers balanced over the stages"
     return (
         f"elastic: {world} rank{'s' if world > 1 else ''} came, and the run asks for "
-        f"{sizes(asked, asked.layout.data_parallel_size or 'any')}; going on with "
+        f"{sizes(asked, asked.layout.data_parallel_size or 'any')}; continuing with "
         f"{sizes(found, found.layout.data_parallel_size)}{micro}{split}; global batch "
         f"{found.batch.global_batch_size} as before"
     )

@@ -151,7 +151,7 @@ def _tensor_problems(config: RunConfig, world_size: int | None) -> list[str]:
     if _many_nodes(config, world) and t > config.cluster.gpus_per_node:
         out.append(
             f"tensor_parallel_size {t} is larger than a node of {config.cluster.gpus_per_node} ranks; "
-            f"{use} (or mend cluster.gpus_per_node)"
+            f"{use} (or fix cluster.gpus_per_node)"
         )
     return out
 

@@ -148,7 +148,7 @@ class _Reader:
         key = path.resolve()
         if key in chain:
             loop = " -> ".join(p.name for p in (*chain[chain.index(key):], key))
-            self.problems.append(f"{origin}: extends goes in a circle: {loop}")
+            self.problems.append(f"{origin}: extends forms a cycle: {loop}")
             return
         self.read += 1
         if self.read > _MOST_FILES:  # files that name one another twice each double at every level

@@ -146,7 +146,7 @@ class LayoutConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """none | selective (attention core) | full (each layer from its input)"""
     elastic: bool = False
-    """With another number of ranks than this layout's, go on with the nearest legal one (docs/elastic.md) instead of
+    """With another number of ranks than this layout's, continue with the nearest legal one (docs/elastic.md) instead of
     stopping; the global batch stays."""
 
 
@@ -238,8 +238,8 @@ class DataConfig:
     """Folder for the sample index of order megatron; empty: output_dir/data_cache. It is built once for each folder
     that processes share (a node's own disk will do), or ahead of time by `data index`."""
     pinned: bool = True
-    """A run that goes on stops with exit 4 if its corpora or their tokenizer are not those of its checkpoint; false: a
-    line says so and it goes on."""
+    """Stop a resumed run (exit 4) if its corpora or their tokenizer are not those of its checkpoint; false: print a
+    line and continue."""
     mask_eod_loss: bool = False
     """Leave out of the loss the predictions made at an end-of-document token (Megatron-LM's convention)."""
 
@@ -277,7 +277,7 @@ class CheckpointConfig:
     """Saves in a row that may fail (disk full, no permission) before training stops with exit 5. 0: never stop."""
     resume: str = "auto"
     """auto (newest whole checkpoint of the run folder, if any) | never | a path (of a checkpoint, or of a folder of
-    them). Where a newer one turns out damaged, the one before it is taken, with a line that says so; not so for the
+    them). Where a newer one turns out damaged, the one before it is taken and a line is printed; not so for the
     path of one checkpoint."""
     lease_seconds: float = 60.0
     """A run folder is one attempt's at a time. The next may take it over from an attempt that ended without a word on a
@@ -330,7 +330,7 @@ class NumericsConfig:
     """What is done with a step whose loss or gradient cannot be trusted. Such a step is never applied."""
 
     on_anomaly: Literal["skip", "stop", "rewind"] = "skip"
-    """skip (go on with the next samples) | stop (exit 6) | rewind (back to the last checkpoint; samples that do it
+    """skip (continue with the next samples) | stop (exit 6) | rewind (back to the last checkpoint; samples that do it
     again are left out of the order)"""
     loss_spike: float = 3.0
     """A loss above this times the running median is an anomaly, and so is one above 1.25 times that of guessing

@@ -75,7 +75,7 @@ class CorpusMeta:
     left_out: int = 0
     """Records that were damaged and left out."""
     repaired: int = 0
-    """Records that were damaged and mended."""
+    """Records that were damaged and repaired."""
     bin_xxh3: str = ""
     """xxh3-128 of the .bin file."""
     bin_blocks: str = ""
@@ -158,7 +158,7 @@ class BlockHashes:
                 self._close_leaf()
 
     def hexdigest(self) -> str:
-        """The blocks' hashes one after the other, 16 digits each; the stream may go on afterwards."""
+        """The blocks' hashes one after the other, 16 digits each; the stream may be written further."""
         # What has not filled a block counts as one: the open leaf, too.
         rest = [*self._open, *([self._leaf.intdigest()] if self._filled else [])]
         return "".join(f"{h:016x}" for h in [*self._done, *([_joined(rest)] if rest else [])])

@@ -153,7 +153,7 @@ def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataE
 
 
 def unigram_entropy(data: IndexedDataset | str | Path) -> float:
-    """Entropy of the token frequencies, nats a token; one pass, memory grows with the vocabulary only.
+    """Entropy of the token frequencies, nats per token; one pass, memory grows with the vocabulary only.
 
     It is the loss of the best model that ignores context.
     """

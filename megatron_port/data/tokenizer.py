@@ -28,7 +28,7 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 NAMES = ("byte", "gpt2")
 """Names that are complete in themselves."""
 PREFIXES = ("tiktoken:", "hf:", "sentencepiece:")
-"""Names that go on: with an encoding, or a file."""
+"""Prefixes of names that are followed by an encoding or a file."""
 
 
 class Tokenizer(Protocol):

@@ -51,8 +51,8 @@ GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
 
 class _Gradients:
-    """Where gradients go, for autograd's hooks, which must not keep the parameters' holder alive: a circle through them
-    ends late, and with it the process groups and their threads."""
+    """Sink of gradients for autograd's hooks, which must not keep the parameters' holder alive: a reference cycle
+    through them is collected late, and so are the process groups and their threads."""
 
     def __init__(self, sharded: ShardedParameters) -> None:
         self._alive = weakref.ref(sharded)

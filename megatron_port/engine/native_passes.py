@@ -1,4 +1,4 @@
-"""The passes of one rank's chunks: what the native engine computes when a schedule says so."""
+"""The passes of one rank's chunks: what the native engine computes for each action of a schedule."""
 
 from __future__ import annotations
 

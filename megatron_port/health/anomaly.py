@@ -213,7 +213,7 @@ def _summary(
 
 
 def _write(folder: Path, report: dict[str, Any], session: Session) -> None:
-    """A full disk must not end a run that goes on."""
+    """Write the report; a full disk must not end a run that can continue."""
     path = folder / f"anomaly-{report['step']}.json"
     count = 1
     while path.exists():  # the same step after a rewind
@@ -222,4 +222,4 @@ def _write(folder: Path, report: dict[str, Any], session: Session) -> None:
     try:
         write_bytes(path, (json.dumps(_finite_or_text(report), indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
-        session.logger.log(f"{path}: {error}; the report is lost, training goes on")
+        session.logger.log(f"{path}: {error}; the report is lost, training continues")

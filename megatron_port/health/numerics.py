@@ -38,7 +38,7 @@ class LeftOut:
 def position(first_sample: int, left_out: Sequence[LeftOut]) -> int:
     """Where in the data's order the step begins that begins at ``first_sample`` of what is trained on.
 
-    ``left_out``: rising, each a whole step's samples. The counter of consumed samples goes on as if they had never
+    ``left_out``: rising, each a whole step's samples. The counter of consumed samples continues as if they had never
     been in the order, so schedules and checkpoints need not know of them.
     """
     at = first_sample

@@ -109,7 +109,7 @@ def import_transformers() -> Any:
     except ImportError as error:
         raise EnvironmentFault(
             f"the export is checked against transformers, which cannot be imported ({error}); pip install "
-            "transformers, or --skip-check (the model card then says so)"
+            "transformers, or --skip-check (the model card then notes it)"
         ) from None
     return transformers
 

@@ -1,4 +1,4 @@
-"""One import from start to end: which format it is, room for it, reading, and the commit."""
+"""One import from start to end: the format, space on disk, reading, and the commit."""
 
 from __future__ import annotations
 

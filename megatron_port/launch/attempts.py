@@ -34,7 +34,7 @@ from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
 HISTORY = "attempts.jsonl"
 FAILED = "failed"
 FIRST_FAILURE = "first failure: "
-FOLLOWS = "and goes on from the last checkpoint"
+FOLLOWS = "and resumes from the last checkpoint"
 HOPELESS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NUMERICS)
 """Exit codes of faults that another attempt would meet again."""
 
@@ -272,7 +272,7 @@ def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, c
 def _after_save(
     run_folder: Path, job: Job, launch: LaunchConfig, outcome: AttemptOutcome, at_limit: bool
 ) -> NextAction:
-    """A person who cancels a job wants it gone; a time limit wants it to go on."""
+    """Choose what follows a save: a cancelled job stops, one at its time limit is continued."""
     wanted = outcome.signal == "SIGUSR1" or at_limit  # a job cancelled after its SIGUSR1: ``_under``
     signal = outcome.signal or "a signal"
     line = f"saved at step {outcome.step} on {signal}" if outcome.step else f"stopped by {signal} before the first step"
@@ -291,7 +291,7 @@ def _ended(job: Job, status: str, step: int, cause: str, now: float) -> Attempt:
 
 def _next(action: str, wanted: bool) -> str:
     if action == "stop":
-        return "" if not wanted else "launch.when_stopped is stop: submit the job again to go on"
+        return "" if not wanted else "launch.when_stopped is stop: submit the job again to resume"
     who = "the job is queued again" if action == "requeue" else "a new job is submitted"
     return f"{who} {FOLLOWS}"
 

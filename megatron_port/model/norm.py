@@ -13,7 +13,7 @@ class Norm(nn.Module):
     """Over the last dimension of [seq(/tp), batch, hidden].
 
     Replicated over tp. Under sequence parallelism a rank sees only its tokens,
-    so the gradients are partial sums, and the records say so.
+    so the gradients are partial sums (``partial_grad_over_tp`` in the records).
     """
 
     def __init__(self, name: str, build: BuildContext) -> None:

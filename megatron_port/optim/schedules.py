@@ -1,7 +1,7 @@
 """Learning rate and global batch as pure functions of the step.
 
 Steps count from 0: step 0 is the first update. Nothing here has state, so a
-resumed run needs only its step to go on exactly.
+resumed run needs only its step to continue exactly.
 """
 
 from __future__ import annotations

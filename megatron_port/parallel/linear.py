@@ -263,7 +263,7 @@ class RowParallelLinear(nn.Module):
 
     The bias is whole on every rank and added once, after the sum. Under
     sequence parallelism each rank adds it to its own tokens, so its gradient is
-    partial and the record says so. ``skip_bias``: the caller adds it, with the residual.
+    partial (``partial_grad_over_tp`` in the record). ``skip_bias``: the caller adds it, with the residual.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ class StatePiece:
     The box (``offset``, ``shape``) is a slice of the parameter's logical global
     tensor; ``tensor`` is the 1-D range that starts at ``flat_start`` of the
     row-major flattening of that box. ``kind``: ``weight`` (fp32 master under the
-    halves), ``exp_avg`` or ``exp_avg_sq``.
+    half precision), ``exp_avg`` or ``exp_avg_sq``.
     """
 
     name: str

@@ -47,7 +47,7 @@ class RoundingEmulation:
     rounded_weight_gradients: bool = False
     """To the dtype, before they are added up: DeepSpeed takes every gradient from autograd."""
     tied_in_the_dtype: bool = False
-    """The two gradients of a tied table are added in the dtype, by autograd: DeepSpeed with one stage."""
+    """The two gradients of a tied table are added in the compute dtype, by autograd: DeepSpeed with one stage."""
 
     @classmethod
     def of(cls, config: RunConfig, topology: Topology) -> RoundingEmulation | None:

@@ -95,7 +95,7 @@ def compare_run(folder: Path, *, warm_up: int = 1) -> Comparison:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a metrics.jsonl; torn ones are passed over. (``telemetry`` stands below this room.)"""
+    """Whole lines of a metrics.jsonl; torn ones are passed over. (This package may not import ``telemetry``.)"""
     with open(path, encoding="utf-8", errors="replace") as stream:
         for line in stream:
             try:

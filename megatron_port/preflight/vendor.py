@@ -131,6 +131,6 @@ def parse_amd_ecc(text: str) -> dict[int, tuple[int | None, int | None]]:
     for entry in value if isinstance(value, list) else ():
         ecc = entry.get("ecc") if isinstance(entry, Mapping) else None
         if isinstance(ecc, Mapping) and isinstance(entry.get("gpu"), int):
-            bad, mended = (_whole(ecc.get(f"total_{kind}_count")) for kind in ("uncorrectable", "correctable"))
-            out[entry["gpu"]] = (bad, mended)
+            bad, corrected = (_whole(ecc.get(f"total_{kind}_count")) for kind in ("uncorrectable", "correctable"))
+            out[entry["gpu"]] = (bad, corrected)
     return out

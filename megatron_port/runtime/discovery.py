@@ -356,7 +356,7 @@ def _check(info: ProcessInfo, env: Mapping[str, str], resolve: Resolver) -> None
     # A host may map its own name to 127.0.1.1 (Debian does); from elsewhere the name must lead somewhere.
     if all(is_loopback(a) for a in addresses) and not slurm.same_host(master, info.hostname):
         raise EnvironmentFault(f"master {master} ({source}) resolves to {', '.join(addresses)} on {info.hostname}: "
-                               f"loopback, and the run has {info.num_nodes} nodes; mend /etc/hosts{example}")
+                               f"loopback, and the run has {info.num_nodes} nodes; fix /etc/hosts{example}")
 
 
 def discover(

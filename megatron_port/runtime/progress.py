@@ -17,7 +17,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 TRANSFER, REDUCE = "transfer", "reduce"
 """Waits for other ranks: neighbouring stages, collectives."""
 COMMUNICATOR = "communicator"
-"""First word of START's operation while the groups' communicators are made: no rank goes on before all have."""
+"""First word of START's operation while the groups' communicators are made: no rank continues before all have."""
 IDLE = "idle"
 PHASES = (DATA, FORWARD, BACKWARD, TRANSFER, REDUCE, OPTIMIZER)
 """Phases of a step whose seconds are summed."""

@@ -51,7 +51,7 @@ def check_batch(manifest: Manifest, config: RunConfig, dp: int, where: str) -> N
 
 
 def _growing(state: SavedState, config: RunConfig, saved: Mapping[str, Any], dp: int) -> str:
-    """The ramp-up by which a constant batch goes on as a larger one from this very step, where there is one."""
+    """The ramp-up by which a constant batch grows into a larger one from this very step, where there is one."""
     old, new = saved.get("global_batch_size"), config.batch.global_batch_size
     constant = not saved.get("rampup_start") or saved.get("rampup_start") == old
     if not (type(old) is int and constant and 0 < old < new and state.samples == old * state.step):

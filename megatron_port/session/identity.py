@@ -1,7 +1,7 @@
 """Which run a folder is of. ``run.json`` holds its id; every checkpoint, event and lease of the run carries it.
 
 A run begins where training begins: at step 0, or at a checkpoint of another run that ``checkpoint.resume = PATH``
-names. It goes on through every resume from its own checkpoints, whatever the layout, the number of ranks and the
+names. It is kept through every resume from its own checkpoints, whatever the layout, the number of ranks and the
 settings.
 All functions here are for rank 0, with the folder's lease held.
 """

@@ -127,7 +127,7 @@ def _derived(model: ModelConfig) -> ModelConfig:
 
 
 def load_initial(engine: Engine, session: Session) -> str:
-    """Load ``checkpoint.initial_weights`` into a fresh engine; a line that says so. Collective.
+    """Load ``checkpoint.initial_weights`` into a fresh engine; return a line about it. Collective.
 
     Each rank reads its own slices only; moments, counters and the loss scale stay fresh.
 

@@ -44,7 +44,7 @@ def _bytes(value: float) -> str:
 FACTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "step": ("steps", _whole),
     "tokens": ("tokens", lambda v: quantity(float(v))),
-    "loss": ("last training loss (nats a token)", lambda v: f"{v:.4f}"),
+    "loss": ("last training loss (nats per token)", lambda v: f"{v:.4f}"),
     "validation_loss": ("last validation loss", lambda v: f"{v:.4f}"),
     "best_validation_loss": ("best validation loss", lambda v: f"{v:.4f}"),
     "grad_norm": ("last gradient norm", lambda v: f"{v:.4g}"),
@@ -158,7 +158,7 @@ def _charts(runs: Sequence[RunData]) -> str:
             name = f"{r.name} hardware" if several else "hardware"
             rates.append(_line(r.series["hardware_tflops_per_device"], name, colour if several else 3, dashed=several))
     charts = [
-        chart("Loss (nats a token)", of("loss") + validation, marks=_marks(runs),
+        chart("Loss (nats per token)", of("loss") + validation, marks=_marks(runs),
               note=smooth + (f"{bad} values were not finite." if bad else "")),
         chart("Learning rate", of("learning_rate"), zero=True),
         chart("Gradient norm", of("grad_norm")),

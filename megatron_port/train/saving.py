@@ -1,7 +1,7 @@
-"""When to save, and what follows a save that fails: training goes on, the next interval tries again.
+"""When to save, and what follows a save that fails: training continues, the next interval tries again.
 
 A save that was begun is waited for in three places only: before the next one begins (saves then take longer than
-their interval, and a line says so), at the end of the run, and when a signal stops it. The save at the end is
+their interval, and a line is printed), at the end of the run, and when a signal stops it. The save at the end is
 synchronous, and its failure is the run's.
 """
 
@@ -135,10 +135,10 @@ class Saving:
                 f"checkpoint.max_failures allows; the last checkpoint is {safe}"
             )
         if self._committer.fence.lost:
-            return  # the loop says so, and ends, at the end of the step
+            return  # the loop reports it and stops at the end of the step
         allowed = f" of at most {checkpoint.max_failures}" if checkpoint.max_failures else ""
         self._session.logger.log(
             f"step {step} was not saved (failure {self._failures}{allowed} in a row): {why}\n"
-            f"training goes on, and the next save is tried in {checkpoint.save_interval} steps; the last checkpoint is "
-            f"{safe}"
+            f"training continues, and the next save is tried in {checkpoint.save_interval} steps; the last checkpoint "
+            f"is {safe}"
         )

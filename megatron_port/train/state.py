@@ -41,7 +41,7 @@ def find_checkpoints(session: Session) -> list[Path]:
     """The checkpoints to start from, as ``checkpoint.resume`` says, best first; empty: start afresh.
 
     Rank 0 looks, all use what it found. The newest commit comes first; those after it are what to fall back on if
-    its contents turn out damaged. The path of one checkpoint has no second choice. What can be said against going on
+    its contents turn out damaged. The path of one checkpoint has no second choice. What can be said against resuming
     from the newest is said here, before the model is built.
 
     Raises:

@@ -61,7 +61,7 @@ class Client:
     Args:
         address, port, secret: of the hub.
         coords: for messages; stage: pipeline stage.
-        note: takes a line when the watch itself fails; the run goes on.
+        note: takes a line when the watch itself fails; the run continues.
         hub: the hub's process, on the rank that started it and will start it again.
     """
 
@@ -124,7 +124,7 @@ class Client:
                     if self._closing or self._failing:
                         return
                     tries = tries + 1 if self._heard is None else 0
-                    self.spoken.set()  # no verdict will come: who lost a peer may say so
+                    self.spoken.set()  # no verdict will come: a rank that lost a peer may report it
                     if not self._reconnect(str(error), last=tries >= MOST_TRIES):
                         return
                     self.spoken.clear()
@@ -183,7 +183,7 @@ class Client:
             self._send(wire.HELLO, *self._hello)
         except OSError as error:
             if not self._closing:
-                self.note(f"the watch has ended ({error}); the run goes on without it")
+                self.note(f"the watch has ended ({error}); the run continues without it")
             return False
         return True
 
@@ -252,7 +252,7 @@ def watched(
             hub.start()
             where = hub.where
         except OSError as error:
-            note(f"the watch could not be started ({error}); the run goes on without it")
+            note(f"the watch could not be started ({error}); the run continues without it")
         if store is not None:
             try:
                 publish(store, where, info, folder)

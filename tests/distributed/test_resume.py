@@ -114,7 +114,7 @@ class Rank:
 
 
 def straight_and_resumed(config: RunConfig, topology: Topology, folder: Path) -> dict[str, object]:
-    """Train to STEPS, saving on the way; then go on from each save in a fresh engine. By save: what differs."""
+    """Train to STEPS, saving on the way; then resume from each save in a fresh engine. By save: what differs."""
     rank = Rank(config, topology, folder)
     straight, engine = Record(), rank.engine(initialise=True)
     for start, stop in zip((0, *SAVES), (*SAVES, STEPS)):
@@ -123,7 +123,7 @@ def straight_and_resumed(config: RunConfig, topology: Topology, folder: Path) ->
             rank.save(engine, stop)
     rank.finish(engine, straight)
     out: dict[str, object] = {}
-    # What goes on from the first save does not save again: it also shows that saving leaves no trace.
+    # What resumes from the first save does not save again: it also shows that saving leaves no trace.
     for k in SAVES:
         resumed, (engine, checkpoint) = Record(), rank.load(k)
         rank.train(engine, resumed, checkpoint.step, STEPS)

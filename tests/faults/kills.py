@@ -75,7 +75,7 @@ class KillResult:
     committed: int
     """The newest whole checkpoint when all was down; 0: none."""
     resumed: int = -1
-    """Where the next start went on; -1: not known yet."""
+    """Where the next start resumed; -1: not known yet."""
     down_s: float | None = None
     """From the signal until no process of the session was left."""
     exit_code: int = 0
@@ -280,7 +280,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0-99", help="first-last")
     parser.add_argument("--steps", type=int, default=STEPS, help="of one chain")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; go on later")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)

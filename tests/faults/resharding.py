@@ -162,7 +162,7 @@ def _save(engine: Engine, config: RunConfig, folder: Path) -> None:
 
 
 def train_and_save(side: Side, folder: Path) -> Numbers:
-    """Train from the start, save, and go on."""
+    """Train from the start, save, and continue."""
     ctx = ParallelContext.create(side.topology, "cpu")
     try:
         engine = build_engine(side.config, ctx, providers_of(side.config))
@@ -174,7 +174,7 @@ def train_and_save(side: Side, folder: Path) -> Numbers:
 
 
 def resume(side: Side, folder: Path, again: Path) -> Numbers:
-    """Load what another side saved, save it at once to ``again``, and go on."""
+    """Load what another side saved, save it at once to ``again``, and continue."""
     ctx = ParallelContext.create(side.topology, "cpu")
     try:
         engine = build_engine(side.config, ctx, providers_of(side.config), initialise=False)
@@ -191,7 +191,7 @@ def resume(side: Side, folder: Path, again: Path) -> Numbers:
 
 
 def reordered(config: RunConfig, folder: Path, reorderings: Sequence[Reordering | None]) -> list[Numbers]:
-    """One process goes on from the checkpoint, once for each reordering (None: as it is)."""
+    """One process resumes from the checkpoint, once for each reordering (None: as it is)."""
     out = []
     for reordering in reorderings:
         ctx = ParallelContext.create(Topology(), "cpu")
@@ -244,7 +244,7 @@ def _run(numbers: Numbers) -> Run:
 
 
 def loss_deviations(target: Side, source: Numbers | None, resumed: Numbers, singles: list[Numbers]) -> list[Deviation]:
-    """Against one process that went on from the same checkpoint, and against the source where the precision is its.
+    """Against one process that resumed from the same checkpoint, and against the source where the precision is its.
 
     ``singles``: the plain run first, then the reordered ones.
     """
@@ -297,7 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seeds", default="0-29", help="first-last")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; go on later")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     done = {json.loads(line)["seed"] for line in args.out.read_text().splitlines()} if args.out.exists() else set()

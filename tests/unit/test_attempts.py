@@ -91,7 +91,7 @@ def test_saved(tmp_path: Path, signal: str, asked: str, fate: Fate, action: str,
     assert (verdict.action, verdict.exit_code) == (action, code) and "step 5" in verdict.lines[0]
     said = " ".join(verdict.lines)
     assert ("cancelled" in said, "by itself" in said) == (fate == "cancelled", fate == "requeued"), said
-    assert ("goes on from" in said) is (action == "requeue"), said
+    assert ("resumes from" in said) is (action == "requeue"), said
     lines = before(tmp_path, AGAIN, LAUNCH, nodes_down=healthy)
     assert "saved step 5" in lines[0] and signal in lines[0]
 

@@ -62,9 +62,9 @@ def test_old_torch_is_wrong(monkeypatch: pytest.MonkeyPatch, version: str | None
 
 
 def test_rendering_marks_and_counts() -> None:
-    text = render([CheckResult("a", "x", "1"), CheckResult("b", "long", "2", "wrong", "mend it"),
+    text = render([CheckResult("a", "x", "1"), CheckResult("b", "long", "2", "wrong", "fix it"),
                           CheckResult("b", "y", "3", "note", "tune it")])
-    assert text.splitlines() == ["a", "  x     1", "", "b", "! long  2", "        → mend it", "~ y     3",
+    assert text.splitlines() == ["a", "  x     1", "", "b", "! long  2", "        → fix it", "~ y     3",
                                  "        → tune it", "", "1 wrong (!); 1 could be better (~)"]
 
 

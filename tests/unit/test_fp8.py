@@ -387,7 +387,7 @@ def test_only_with_bf16(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "says", "mended"),
+    ("parts", "says", "fixed"),
     [
         ({"model": {"hidden_size": 72, "num_attention_heads": 6, "head_dim": 16}},
          "attention.qkv and mlp.up have hidden_size 72 inputs, not a multiple of 16; use hidden_size 64 or 80",
@@ -405,11 +405,11 @@ def test_only_with_bf16(dtype: str) -> None:
          "micro_batch_size 4", {"seq_length": 32}),
     ],
 )
-def test_sizes_that_are_no_multiples_of_16(parts: dict, says: str, mended: dict) -> None:
+def test_sizes_that_are_no_multiples_of_16(parts: dict, says: str, fixed: dict) -> None:
     run = changed(config(), **parts)
     found = [p for p in problems(run) if "fp8" in p]
     assert len(found) == 1 and says in found[0]
-    assert not [p for p in problems(changed(run, model=mended)) if "fp8" in p]
+    assert not [p for p in problems(changed(run, model=fixed)) if "fp8" in p]
     assert not [p for p in problems(changed(run, precision={"fp8": "none"})) if "16" in p]
 
 

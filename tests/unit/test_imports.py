@@ -1,4 +1,4 @@
-"""The rooms of docs/architecture.md: who imports whom, who reads the environment, who has globals. Read with ast."""
+"""The packages of docs/architecture.md: who imports whom, who reads the environment, who has globals. Read with ast."""
 
 from __future__ import annotations
 

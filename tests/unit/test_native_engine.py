@@ -57,7 +57,7 @@ def batches(count: int = 3) -> list[MicroBatch]:
 
 
 def test_an_engine_ends_with_its_last_reference() -> None:
-    """A circle through autograd's hooks would keep process groups and their polling threads until some collection."""
+    """A reference cycle through autograd's hooks would keep process groups and polling threads until a collection."""
     make_engine()  # torch's first optimizer imports things that keep frames
     gc.collect()
     gc.disable()

@@ -340,7 +340,7 @@ def test_a_hub_that_goes_is_noted_and_nothing_else(tmp_path: Path) -> None:
     listener.close()  # with rank 0's process
     first.close()
     client._thread.join(10)
-    assert len(notes) == 1 and "the run goes on without it" in notes[0] and client.spoken.is_set()
+    assert len(notes) == 1 and "the run continues without it" in notes[0] and client.spoken.is_set()
     client.close()
 
 
