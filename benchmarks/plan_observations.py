@@ -43,7 +43,7 @@ def panels() -> list[str]:
                 )
     return [
         text(10, 18, shown[name].says, kind="strong") + chart(
-            found[name], x_label=shown[name].x_label, y_label="hardware TFLOP/s a GCD", label=shown[name].says,
+            found[name], x_label=shown[name].x_label, y_label="hardware TFLOP/s per GCD", label=shown[name].says,
             log_x=True,
         ).replace("<svg ", f'<svg x="0" y="{HEAD - 8}" width="{WIDTH - 20}" height="{HEIGHT - HEAD}" ', 1)
         for name in NAMES

@@ -188,7 +188,7 @@ def parts(folder: Path, gpus: int, device: str, *, short: bool, cluster: str, no
                          *layouts(2 if short else max(gpus, 4)), "--out", str(folder / "layouts"),
                          "--set", f"backend.share_devices={str(0 < gpus < 4).lower()}"],
              "losses and gradients of parallel layouts against one process", 1800, 300, "layouts/*/rank-*.json"),
-        part("compare", compare, "seconds a step of this project and of others, the same model", 4 * 3600, 600,
+        part("compare", compare, "seconds per step of this project and of others, the same model", 4 * 3600, 600,
              "compare.json"),
         part("profile", [python, "-m", "benchmarks.compare.profile", "--size", *size_of(gpus, short), "--device", kind,
                          "--out", str(folder / "profile.json")],

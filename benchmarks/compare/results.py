@@ -128,7 +128,7 @@ def summary(size: Size, outcomes: Sequence[PeerResult], rates: Sequence[dict[str
 
 def table(found: dict[str, Any]) -> str:
     """One size for people."""
-    head = f"{found['size']} ({found['dtype']}, {found['about']}): {found['tokens_per_step']} tokens a step"
+    head = f"{found['size']} ({found['dtype']}, {found['about']}): {found['tokens_per_step']} tokens per step"
     lines = [head]
     if "matmul_tflops" in found:
         lines[0] += f"; products reach {found['matmul_tflops']['median']:.4g} TFLOP/s in this run"

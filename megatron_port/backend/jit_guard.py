@@ -90,7 +90,7 @@ class _ThenClose(Loader):
 class JitGuard(MetaPathFinder):
     """Closes :data:`compile_entry_points.WAYS`, at once in loaded modules and at import in the others.
 
-    It stands in ``sys.meta_path``, which also is where a second :func:`install_guard` finds it: one a process.
+    It stands in ``sys.meta_path``, which also is where a second :func:`install_guard` finds it: one per process.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class ProductTime:
 
     @property
     def tflops(self) -> float:
-        """2 · rows · columns · inner operations a product, 10^12 a second."""
+        """2 · rows · columns · inner operations per product, 10^12 a second."""
         return 2.0 * self.rows * self.columns * self.inner / self.seconds / 1e12
 
 

@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     node = actions.add_parser(
         "node", help="check this node alone",
         description="Devices, matmul rates, memory, disk, versions and settings of this node, written to "
-        "DIR/node-NAME.json. Start one process a node. Exit 0 whatever is found: `preflight report` judges.",
+        "DIR/node-NAME.json. Start one process per node. Exit 0 whatever is found: `preflight report` judges.",
     )
     _common(node)
     node.add_argument("--expect-devices", type=int, metavar="N",

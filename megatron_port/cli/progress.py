@@ -17,7 +17,7 @@ EVERY_S = {True: 0.2, False: 60.0}
 
 
 class ProgressLine:
-    """Takes the progress of ``prepare``; redrawn at most five times a second."""
+    """Takes the progress of ``prepare``; redrawn at most five times per second."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = trusted(stream or sys.stderr)

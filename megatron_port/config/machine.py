@@ -13,7 +13,7 @@ class ClusterConfig:
     name: str = "local"
     """A label."""
     gpus_per_node: int = 8
-    """Ranks a node (GCDs on MI250X)."""
+    """Ranks per node (GCDs on MI250X)."""
     nodes: int = 0
     """Nodes of the run; 0: as many as the launcher gives."""
     peak_tflops: float = 0.0
@@ -93,7 +93,7 @@ class HardwareConfig:
     node_latency_us: float = 5.0
     """One hop of a collective within a node, microseconds."""
     nics: int = 0
-    """Network adapters a node; 0: one node only."""
+    """Network adapters per node; 0: one node only."""
     nic_gb: float = 0.0
     """One adapter, each way, 10^9 bytes/s."""
     network_efficiency: float = 0.8

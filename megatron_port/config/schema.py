@@ -53,7 +53,7 @@ class ModelConfig:
     vocab_size: int = 50257
     """Entries of the tokenizer, before any padding."""
     seq_length: int = 1024
-    """Tokens a sample, s; also the number of learned positions."""
+    """Tokens per sample, s; also the number of learned positions."""
     position_embedding: Literal["learned", "rope"] = "learned"
     """Positions: a learned table, or rotary embeddings of queries and keys (rope)."""
     rope_theta: float = 10000.0
@@ -134,7 +134,7 @@ class LayoutConfig:
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
     zero_stage: Literal[0, 1, 2] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
-    reduce-scatter a micro-batch instead of one a step (engine native, schedules other than zb)."""
+    reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb)."""
     reduce_bucket_size: int = 33_554_432
     """Elements that one collective of gradients or weights between replicas moves (engine native)."""
     pipeline_schedule: Literal["gpipe", "1f1b", "zb-h1", "zb-v"] = "1f1b"
@@ -367,7 +367,7 @@ class TelemetryConfig:
     replica_check_interval: int = 100
     """Steps between checks that replicated parameters are equal on all ranks; 0: never."""
     published_tflops: float = 0.0
-    """A published rate to print beside this run's, hardware TFLOP/s a device; 0: none."""
+    """A published rate to print beside this run's, hardware TFLOP/s per device; 0: none."""
     published_source: str = ""
     """Where that rate was published."""
 

@@ -4,7 +4,7 @@ Documents are repeated for as many epochs as the run needs and shuffled, cut int
 samples of s + 1 tokens at stride s, and the samples are shuffled again. The arrays are
 byte-equal to those of megatron-core 0.16.1 (``GPTDataset``, ``BlendedDataset``) with its
 defaults: the last partial sample dropped, one extra token for the labels. Unlike the
-stateless order they grow with the run: 4 bytes a document and epoch, 12 bytes a sample;
+stateless order they grow with the run: 4 bytes a document and epoch, 12 bytes per sample;
 they are made in files (``data.index_cache``), not in memory.
 "Document" means a sequence of the index, as it does there.
 """

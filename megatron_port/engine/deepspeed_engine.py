@@ -151,7 +151,7 @@ class DeepSpeedEngine:
             self.engine.optimizer.loss_scaler.cur_scale = self._divisor
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """DeepSpeed's loss function, called once a micro-batch, in order."""
+        """DeepSpeed's loss function, called once per micro-batch, in order."""
         index = len(self._losses)
         mask = self._batches[index].loss_mask
         loss = self.stage.loss_sum(logits, labels, to_device_async(mask, logits.device) if mask is not None else None)

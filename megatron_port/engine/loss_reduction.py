@@ -1,4 +1,4 @@
-"""Counts and sums that both engines need: once a step, over replicas, from the last stage to all."""
+"""Counts and sums that both engines need: once per step, over replicas, from the last stage to all."""
 
 from __future__ import annotations
 

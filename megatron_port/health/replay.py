@@ -154,7 +154,7 @@ def _first_difference(
 ) -> tuple[int, list[int]] | None:
     """(entry, replicas under suspicion) of the first result that two replicas disagree on; alike in a dp group.
 
-    Replica k's results are ``mine`` on k and ``again`` on k + 1. Sixteen bytes a replica are exchanged where all agree.
+    Replica k's results are ``mine`` on k and ``again`` on k + 1. Where all agree, 16 bytes per replica are exchanged.
     """
     if ctx.dp_group is None:
         differs = (mine != again).nonzero().flatten().tolist()

@@ -130,7 +130,7 @@ def _ranks(members: Sequence[int]) -> str:
 def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
     """Collective. Compare the copies of every replicated parameter over data, tensor, key/value copies and tied stages.
 
-    Costs one pass over this rank's weights, two all-reduces of 8 bytes a parameter for each kind of group, and one
+    Costs one pass over this rank's weights, two all-reduces of 8 bytes per parameter for each kind of group, and one
     synchronisation.
 
     Raises:

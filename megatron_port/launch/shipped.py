@@ -23,7 +23,7 @@ RUNS = {
 _MADE = "Made by `megatron-port launch sites` from {}; edit that."
 _USE = "sbatch [options] launch/{}.sh [--set a.b=value …]; options of sbatch win over the lines below."
 _ANY = (
-    "Any cluster with SLURM: one process a task, as many nodes and tasks as sbatch is asked for.",
+    "Any cluster with SLURM: one process per task, as many nodes and tasks as sbatch is asked for.",
     "sbatch -N 4 --ntasks-per-node=8 --gpus-per-node=8 launch/slurm.sh run.toml [--set a.b=value …]",
 )
 

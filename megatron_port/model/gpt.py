@@ -13,7 +13,7 @@ from megatron_port.model.layers import Embedding, Head, TransformerLayer
 
 
 def unit_costs(model: ModelConfig) -> list[float]:
-    """Forward matmul FLOPs a token of each unit, [embedding, layer 0, …, head], for balancing stages."""
+    """Forward matmul FLOPs per token of each unit, [embedding, layer 0, …, head], for balancing stages."""
     h, s, d = model.hidden_size, model.seq_length, model.head_size
     qkv = 2 * h * d * (model.num_attention_heads + 2 * model.kv_heads)
     out = 2 * h * d * model.num_attention_heads

@@ -79,7 +79,7 @@ class Bucket:
             self.grad_buffer = torch.empty(plan.numel, dtype=wide, device=first.device)
         own_weights = self.weights[self.own]
         self.masters = own_weights if first.dtype == wide else torch.zeros_like(own_weights, dtype=wide)
-        # The update's moments lie flat too, so that all of the state can be hashed with a few kernels a bucket.
+        # The update's moments lie flat too, so that all of the state can be hashed with a few kernels per bucket.
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.masters), torch.zeros_like(self.masters)
         self.reducing: dist.Work | None = None
         self.narrow: torch.Tensor | None = None

@@ -155,7 +155,7 @@ class SplitSumLinearKernels:
     """The ranks' rows of each of ``packed`` matrices, of a column-parallel linear: dx = dy W is a sum over ranks."""
     packed: int = 1
     rounded: bool = False
-    """The weight's gradient is rounded to the dtype before it is added to the sum."""
+    """The weight's gradient is rounded to the compute dtype before it is added to the sum."""
 
     def forward(
         self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None

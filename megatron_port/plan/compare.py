@@ -110,14 +110,15 @@ def render(found: Comparison) -> str:
     """The comparison in a few lines."""
     lines = [f"{found.name}: {found.case.label()}"]
     if found.seconds is None:
-        lines.append(f"time      planned {found.plan.seconds:.4g} s a step; no step was measured")
+        lines.append(f"time      planned {found.plan.seconds:.4g} s per step; no step was measured")
     else:
         lines.append(
-            f"time      planned {found.plan.seconds:.4g} s a step, measured {found.seconds:.4g} (median of "
+            f"time      planned {found.plan.seconds:.4g} s per step, measured {found.seconds:.4g} (median of "
             f"{found.steps}, quartiles {found.low:.4g} to {found.high:.4g}): {found.time_error:+.1%}"
         )
         lines.append(
-            f"rate      planned {found.plan.model_tflops:.4g} model TFLOP/s a device, measured {found.model_tflops:.4g}"
+            f"rate      planned {found.plan.model_tflops:.4g} model TFLOP/s per device, "
+            f"measured {found.model_tflops:.4g}"
         )
     if found.bytes:
         lines.append(

@@ -43,7 +43,7 @@ LinearKernels = Sequence[tuple[float, float, float]]
 def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[float, float]:
     """Seconds of a layer's casts in a forward and in a backward of one micro-batch.
 
-    The weights', made once a step, are shared among its micro-batches. Without the sum of ``WIDE_SUM``.
+    The weights', made once per step, are shared among its micro-batches. Without the sum of ``WIDE_SUM``.
     """
     casts = OWN if case.quantise == "own" else TORCH
     count, share = len(products), 1 / case.micro_batches

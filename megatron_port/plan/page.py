@@ -75,7 +75,7 @@ def study_picture(study: Study, found: Sequence[Planned], measured: Measured | N
     if measured is not None:
         series.append(Series("measured", [(x, share if scaling else rate) for x, rate, share in measured.points]))
     body = chart(
-        series, x_label=study.x_label, y_label="of the smallest" if scaling else "hardware TFLOP/s a device",
+        series, x_label=study.x_label, y_label="of the smallest" if scaling else "hardware TFLOP/s per device",
         label=study.title, log_x=True, percent=scaling, least=0.8 if scaling else 0.0,
     )
     return f"<div><h3>{escape(study.title)}</h3><p>{escape(study.says)}</p>{body}</div>"
@@ -90,8 +90,8 @@ def report_page(config: RunConfig, plan: Plan) -> str:
     head = [
         f"<h1>{escape(plan.name)}: {plan.parameters:,} parameters on {case.world} "
         f"{escape(machine.cluster.device_label)}s of {escape(machine.cluster.name)}</h1>",
-        f'<p><b class="{verdict[0]}">{verdict[1]}</b> · {escape(case.label())} · {plan.step.seconds:.4g} s a step · '
-        f"model {plan.step.model_tflops:.4g} TFLOP/s a device (MFU {plan.step.mfu:.1%}), hardware "
+        f'<p><b class="{verdict[0]}">{verdict[1]}</b> · {escape(case.label())} · {plan.step.seconds:.4g} s per step · '
+        f"model {plan.step.model_tflops:.4g} TFLOP/s per device (MFU {plan.step.mfu:.1%}), hardware "
         f"{plan.step.hardware_tflops:.4g} (HFU {plan.step.hfu:.1%}) · {plan.budget.days:.3g} days, "
         f"{plan.budget.node_hours:,.0f} node-hours for {plan.budget.tokens:.4g} tokens</p>",
     ]
@@ -117,7 +117,7 @@ def report_page(config: RunConfig, plan: Plan) -> str:
                     f"<div><h3>the layout</h3>{tornado(choice_bars(case, machine, found), label='the layout')}</div>",
                 ])),
         section("The paper's observations, by the planner", "Dash et al., arXiv 2312.12705, III.1 to III.4, for this "
-                f"model on this cluster (up to {devices:,} devices; the last with {RATIO} micro-batches a stage). "
+                f"model on this cluster (up to {devices:,} devices; the last with {RATIO} micro-batches per stage). "
                 "Hollow points do not fit.", _beside(observed)) if observed else "",
         section("In words", "As the command prints it.",
                 f"<pre>{escape(render(plan))}\n\n{escape(explain(plan))}</pre>"),

@@ -25,7 +25,7 @@ CACHE_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device of a cluster achieves, after calibration. Flops and bytes a second, seconds."""
+    """What one device of a cluster achieves, after calibration. Flops and bytes per second, seconds."""
 
     matmul: float
     fp8: float

@@ -16,7 +16,7 @@ from megatron_port.plan.layer import ends_at_product
 Key = tuple[str, str]
 """(axis: tp | kv | dp | pp | embedding, kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
 SUMS = 16
-"""Bytes of the loss and its tokens, shared once a step (two float64)."""
+"""Bytes of the loss and its tokens, shared once per step (two float64)."""
 NORM = 8
 """Bytes of the squared gradient norm (float64)."""
 

@@ -19,7 +19,7 @@ TOGETHER_S = 2.0
 
 @dataclass
 class GpuRate:
-    """One device. Memory in bytes, rates in TFLOP/s (bf16, dense, 2 n^3 operations a product)."""
+    """One device. Memory in bytes, rates in TFLOP/s (bf16, dense, 2 n^3 operations per product)."""
 
     index: int
     name: str = ""

@@ -236,7 +236,7 @@ def local_pairs(place: RankPlacement, message: int) -> list[dict[str, Any]]:
 def within_nodes(result: NetworkResult, limits: PreflightConfig) -> None:
     """All-reduce and all-gather over the ranks of each node; slow nodes once more, one after another."""
     place, own = result.place, result.place.members[result.place.node]
-    # Only the node's own ranks take part in making its group: one a rank, however many nodes. It ends with the
+    # Only the node's own ranks take part in making its group: one per rank, however many nodes. It ends with the
     # default group; torch would give its name, and the addresses of its ranks, to the next one over the same ranks.
     group = dist.new_group(own, use_local_synchronization=True)
 

@@ -4,7 +4,7 @@ What is wrong is found here, within a deadline, and said once: a master that doe
 two processes of one rank, ranks that are missing (with their hosts), ranks that run other versions or another
 configuration. Rank 0 writes the verdict into the store, all ranks raise it, and the is_rank_zero prints it.
 
-Cost: one connection, and five store operations a rank: an ``add`` and a ``compare_set`` of about 60 bytes, an
+Cost: one connection, and five store operations per rank: an ``add`` and a ``compare_set`` of about 60 bytes, an
 ``add``, a ``wait`` (on rank 0 a few checks), a ``check``. The first rank of each distinct fingerprint leaves 5 KB more.
 Nothing grows with the world, except that rank 0 reads all names once something is wrong. From the last connection
 to everyone's release, with all clients (threads) and the server on the same two cores: 1.5 s for 1,024 ranks,
@@ -319,7 +319,7 @@ def _prints(store: Store) -> dict[str, Fingerprint]:
 
 
 def _names(store: Store, world: int) -> tuple[dict[int, str], dict[str, list[int]]]:
-    """(rank → host, digest → ranks) of those that have reported. Two operations a rank: only when something is wrong.
+    """(rank → host, digest → ranks) of those that have reported. Two operations per rank: only when something is wrong.
 
     ``world``: the largest that any rank was told of.
     """

@@ -64,7 +64,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     Raises ConfigError naming the first parameter that is not covered (our bug, found before the job is submitted).
     """
     split = layers_by_chunk(config, topology)
-    config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once a rank
+    config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once per rank
     covered: dict[str, int] = {}
     out = []
     for stage in range(topology.pp):

@@ -156,7 +156,7 @@ def load_initial(engine: Engine, session: Session) -> str:
 
 
 def inference_config(weights: Weights, overrides: Sequence[str], world_size: int, *, micro_batch: int = 1) -> RunConfig:
-    """The run that wrote the weights (or defaults around their model), on one process a replica, without dropout.
+    """The run that wrote the weights (or defaults around their model), on one process per replica, without dropout.
 
     ``overrides``: ``a.b=value``, applied last, e.g. another layout.
 

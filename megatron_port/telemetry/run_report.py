@@ -48,10 +48,10 @@ FACTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "validation_loss": ("last validation loss", lambda v: f"{v:.4f}"),
     "best_validation_loss": ("best validation loss", lambda v: f"{v:.4f}"),
     "grad_norm": ("last gradient norm", lambda v: f"{v:.4g}"),
-    "seconds_per_step": ("seconds a step, median", lambda v: f"{v:.4g}"),
+    "seconds_per_step": ("seconds per step, median", lambda v: f"{v:.4g}"),
     "tokens_per_second": ("tokens/s, mean", lambda v: quantity(float(v))),
-    "model_tflops_per_device": ("model TFLOP/s a device, mean", lambda v: f"{v:.4g}"),
-    "hardware_tflops_per_device": ("hardware TFLOP/s a device, mean", lambda v: f"{v:.4g}"),
+    "model_tflops_per_device": ("model TFLOP/s per device, mean", lambda v: f"{v:.4g}"),
+    "hardware_tflops_per_device": ("hardware TFLOP/s per device, mean", lambda v: f"{v:.4g}"),
     "mfu": ("share of peak, model (MFU)", _percent),
     "hfu": ("share of peak, hardware (HFU)", _percent),
     "memory_bytes": ("largest memory of the reporting rank", _bytes),
@@ -163,9 +163,9 @@ def _charts(runs: Sequence[RunData]) -> str:
         chart("Learning rate", of("learning_rate"), zero=True),
         chart("Gradient norm", of("grad_norm")),
         chart("Tokens/s", of("tokens_per_second"), zero=True),
-        chart("TFLOP/s a device", rates, zero=True),
+        chart("TFLOP/s per device", rates, zero=True),
         chart("Share of peak, model (MFU, %)", of("mfu", factor=100.0), zero=True),
-        chart("Seconds a step", of("seconds"), zero=True),
+        chart("Seconds per step", of("seconds"), zero=True),
         chart("Memory of the reporting rank", of("memory_bytes"), form=_bytes, zero=True),
         chart("Loss scale", of("loss_scale")) if any(len({b.mean for b in r.series["loss_scale"].buckets}) > 1
                                                      for r in runs) else "",
@@ -182,22 +182,23 @@ def _marks(runs: Sequence[RunData]) -> list[Mark]:
 
 
 def _spread(run: RunData) -> str:
-    """Own seconds a step of all ranks, window by window."""
+    """Own seconds per step of all ranks, window by window."""
     def points(name: str) -> list[tuple[float, float]]:
         return [(float(w["step"]), float(w[name])) for w in run.spread if isinstance(w.get(name), (int, float))]
 
     band = [(float(w["step"]), float(w["least"]), float(w["most"])) for w in run.spread if "least" in w and "most" in w]
     lines = [Line("median", points("median"), 1, band), Line("slowest", points("most"), 2),
              Line("fastest", points("least"), 3)]
-    drawn = draw(lines, label="own seconds a step by rank", zero=True)
+    drawn = draw(lines, label="own seconds per step by rank", zero=True)
     last = run.spread[-1]
     named = last.get("own_seconds") or last.get("slowest") or {}
     rows: list[list[Cell]] = [[f"rank {rank}", (f"{seconds:.4g}", "n")]
                               for rank, seconds in sorted(named.items(), key=lambda kv: -float(kv[1]))[:16]]
-    listed = table(["last window", ("own seconds a step", "n")], rows)
+    listed = table(["last window", ("own seconds per step", "n")], rows)
     note = ("A rank's own work: reading samples, forward and backward passes; waits for other ranks are left out. "
             f"{last.get('ranks', '?')} ranks, {len(run.spread)} windows.")
-    return (card(f"{run.name}: own seconds a step, by rank", legend([(x.name, x.colour) for x in lines]) + drawn, note)
+    key = legend([(x.name, x.colour) for x in lines])
+    return (card(f"{run.name}: own seconds per step, by rank", key + drawn, note)
             + card(f"{run.name}: slowest ranks", listed))
 
 

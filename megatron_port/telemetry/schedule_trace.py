@@ -39,7 +39,7 @@ def chrome_trace(runs: dict[str, Stages]) -> str:
 
 
 def picture(rows: Sequence[tuple[str, Stages]], *, width: int = 1100, height: int = 18) -> str:
-    """An SVG of pipelines one below the other on one time axis, a line a stage; chunks after the first are darker.
+    """An SVG of pipelines one below the other on one time axis, one line per stage; chunks after the first are darker.
 
     ``rows``: (title, spans). Legible on light and dark pages.
     """

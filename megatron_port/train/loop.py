@@ -76,7 +76,7 @@ class TrainingResult:
 def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
     """The speed of this attempt, as hardware and as model FLOPs, beside what was published.
 
-    ``rates``: (hardware, model) TFLOP/s a device of each step. The median without the first step, which warms up.
+    ``rates``: (hardware, model) TFLOP/s per device of each step. The median without the first step, which warms up.
     """
     later = rates[1:] or rates
     hardware, model = statistics.median(r[0] for r in later), statistics.median(r[1] for r in later)
@@ -86,7 +86,7 @@ def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
         return f" ({name} {100 * rate / peak:.2f} %)" if peak else ""
 
     lines = [
-        f"TFLOP/s a {config.cluster.device_label}, median of {len(later)} step{'s' if len(later) > 1 else ''}: "
+        f"TFLOP/s per {config.cluster.device_label}, median of {len(later)} step{'s' if len(later) > 1 else ''}: "
         f"hardware {hardware:.4g}{share(hardware, 'HFU')}, model {model:.4g}{share(model, 'MFU')}"
     ]
     published = config.telemetry.published_tflops

@@ -118,7 +118,7 @@ class Results:
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def ranked(self) -> list[Trial]:
-        """Those that worked, by tokens a second and device, best first."""
+        """Those that worked, by tokens per second and device, best first."""
         good = [t for t in self.trials.values() if t.status == OK and t.model_tflops is not None]
         return sorted(good, key=lambda t: -(t.model_tflops or 0.0))
 

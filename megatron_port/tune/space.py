@@ -33,7 +33,7 @@ class Space:
     world: int
     """Devices of the run as it is."""
     candidates: tuple[Candidate, ...]
-    """All of them; those that fit first, by planned tokens a second and device."""
+    """All of them; those that fit first, by planned tokens per second and device."""
     _index: dict[tuple[Any, ...], Candidate] = field(default_factory=dict, repr=False)
 
     @property

@@ -63,8 +63,8 @@ def line_of(trial: Trial, label: str) -> str:
     if trial.seconds is None:
         return f"{label}: {trial.status}: {trial.error[:200]}"
     return (
-        f"{label}: {trial.seconds:.4g} s a step (planned {trial.planned_seconds:.4g}), "
-        f"{trial.model_tflops:.4g} model TFLOP/s a device"
+        f"{label}: {trial.seconds:.4g} s per step (planned {trial.planned_seconds:.4g}), "
+        f"{trial.model_tflops:.4g} model TFLOP/s per device"
     )
 
 

@@ -55,7 +55,7 @@ COLLECT_S = 3.0
 LEAVE_S = 3.0
 """For the ranks to end; then those of this host are killed."""
 SPARE_FILES = 256
-"""Descriptors beyond one a rank."""
+"""Descriptors beyond one per rank."""
 STACK_SIGNAL = signal.SIGUSR2
 """Makes ``faulthandler`` write a stack into the connection, even where the interpreter is stuck."""
 

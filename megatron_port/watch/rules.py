@@ -203,12 +203,12 @@ class Rules:
         return [r for r, s in self.ranks.items() if s.here and now - s.heard_at >= LAGS_S]
 
     def tick(self, now: float) -> Alarm | None:
-        """Judge. Call it several times a second.
+        """Judge. Call it several times per second.
 
         A hang: some rank made no progress for the longest limit of any rank's present scope, and no rank began or
         ended a step for as long. (A rank that saves or evaluates keeps the others waiting, so its limit is theirs.)
         In a scope with a limit of its own no rank at all may have made progress. Heartbeats that stay out while steps
-        go on are no trouble. A rank that cannot run is not given the long limits of evaluation, saving and making
+        continue are no trouble. A rank that cannot run is not given the long limits of evaluation, saving and making
         communicators: three times the usual one.
         """
         pause, self._ticked = now - self._ticked, now

@@ -1,8 +1,8 @@
-"""Slow ranks: each rank's own seconds a step against those of its stage's other ranks, window by window. Pure.
+"""Slow ranks: each rank's own seconds per step against those of its stage's other ranks, window by window. Pure.
 
 Own work is reading data, forward and backward passes; waits for neighbours and collectives are not. The ranks of a
 pipeline stage do equal work, so a rank's score is its own time over the median of the others'. Work done on the hub,
-once a window, from numbers that heartbeats carry anyway.
+once per window, from numbers that heartbeats carry anyway.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StragglerEvent:
     """A step."""
     peer_seconds: float
     phases: dict[str, float]
-    """Seconds a step by phase, in this window."""
+    """Seconds per step by phase, in this window."""
     windows: int
     slow: bool
 
@@ -92,7 +92,7 @@ class Stragglers:
         return found
 
     def spread(self) -> dict[str, object] | None:
-        """For ``ranks.jsonl``: the ranks' own seconds a step in the last window, once; None: nothing new.
+        """For ``ranks.jsonl``: the ranks' own seconds per step in the last window, once; None: nothing new.
 
         Lines come at every window at first and ever more rarely, so that a run of months leaves a few thousand.
         """

@@ -328,7 +328,7 @@ def fuzz(target: str, seeds: range) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Fuzz all readers with as many inputs each, appending a line a batch of 500 and a line each finding to a file."""
+    """Fuzz all readers with as many inputs each; append one line per batch of 500 and per finding to a file."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="inputs in total")
     parser.add_argument("--first", type=int, default=0, help="first seed")

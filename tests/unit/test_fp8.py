@@ -248,7 +248,7 @@ def test_every_way_to_the_gradient_is_the_same(recipe: str, product: ScaledMM) -
         other, _ = run_linear(recipe, product, how=how, keep=keep)
         assert torch.equal(first.weight, other.weight) and torch.equal(first.bias, other.bias), how
         assert all(torch.equal(a, b) for a, b in zip(first.outputs + first.inputs, other.outputs + other.inputs)), how
-    rounded, _ = run_linear(recipe, product, how="autograd")  # DeepSpeed's: a bf16 gradient a micro-batch
+    rounded, _ = run_linear(recipe, product, how="autograd")  # DeepSpeed's: a bf16 gradient per micro-batch
     assert 0 < relative(rounded.weight, first.weight) < 0.01
 
 

@@ -13,16 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_port"
 
 
-def rooms_in_order() -> list[str]:
+def packages_in_order() -> list[str]:
     """First column of the table in docs/architecture.md."""
-    rooms: list[str] = []
+    packages: list[str] = []
     for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
         if re.match(r"\| `\w+`", line):
-            rooms += re.findall(r"`(\w+)`", line.split("|")[1])
-    return rooms
+            packages += re.findall(r"`(\w+)`", line.split("|")[1])
+    return packages
 
 
-ORDER = rooms_in_order()
+ORDER = packages_in_order()
 FILES = sorted(p for p in PACKAGE.rglob("*.py"))
 
 
@@ -44,22 +44,22 @@ def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{whole}.{alias.name}"
 
 
-def room_of(module: str) -> str | None:
-    """The room of a module of the package; None for the package itself and for others' modules."""
+def package_of(module: str) -> str | None:
+    """The package of a module of the package; None for the package itself and for others' modules."""
     parts = module.split(".")
     return parts[1] if parts[0] == "megatron_port" and len(parts) > 1 and parts[1] in ORDER else None
 
 
 def upward_imports(source: str, module: str) -> list[str]:
-    """Imports of a room that stands below the importer's in the table."""
-    room = room_of(module)
-    if room is None:
+    """Imports of a package that stands below the importer's in the table."""
+    package = package_of(module)
+    if package is None:
         return []
     out = []
     for line, name in imported(source, module):
-        target = room_of(name)
-        if target and ORDER.index(target) > ORDER.index(room):
-            out.append(f"{module}:{line}: {room} imports {name}")
+        target = package_of(name)
+        if target and ORDER.index(target) > ORDER.index(package):
+            out.append(f"{module}:{line}: {package} imports {name}")
     return out
 
 
@@ -93,8 +93,8 @@ def test_a_room_imports_only_rooms_above(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_laws_of_the_house(path: Path) -> None:
-    source, room = path.read_text(), room_of(module_name(path))
-    if room != "runtime":
+    source, package = path.read_text(), package_of(module_name(path))
+    if package != "runtime":
         assert not environment_reads(source), "environment variables are read in runtime/ only"
     changed = [n.lineno for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Global)]
     assert not changed, f"no module globals, but `global` at lines {changed}"
@@ -102,10 +102,10 @@ def test_laws_of_the_house(path: Path) -> None:
     assert not pickles
 
 
-@pytest.mark.parametrize("room", ["errors", "config"])
-def test_the_first_rooms_need_no_torch(room: str) -> None:
+@pytest.mark.parametrize("package", ["errors", "config"])
+def test_the_first_packages_need_no_torch(package: str) -> None:
     for path in FILES:
-        if room_of(module_name(path)) == room:
+        if package_of(module_name(path)) == package:
             names = {name.split(".")[0] for _, name in imported(path.read_text(), module_name(path))}
             assert not names & {"torch", "numpy", "deepspeed"}, path
 

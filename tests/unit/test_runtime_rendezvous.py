@@ -1,4 +1,4 @@
-"""The meeting of the ranks, on a store in memory with a thread a rank; addresses and ports of this host."""
+"""The meeting of the ranks, on a store in memory with a thread per rank; addresses and ports of this host."""
 
 from __future__ import annotations
 

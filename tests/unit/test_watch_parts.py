@@ -140,7 +140,7 @@ def _seconds(progress: ProgressTracker, n: int) -> float:
 
 
 def slow_run(own: dict[int, float], *, windows: int, stages: dict[int, int] | None = None) -> list:
-    """Findings of a run whose ranks work ``own`` seconds a step of 2 s."""
+    """Findings of a run whose ranks work ``own`` seconds per step of 2 s."""
     config = WatchConfig(straggler_steps=10)
     ranks = {
         r: Rank(RankIdentity(r, f"n{r}", 1, 1, f"pp 0, dp {r}, tp 0", (stages or {}).get(r, 0)), 0.0, 0.0) for r in own
