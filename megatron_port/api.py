@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def load_config(file: str | Path | Sequence[str | Path] | None = None, *overrides: str) -> RunConfig:
-    """A run from TOML files and ``"a.b=VALUE"`` overrides, as ``megatron-port train`` reads them.
+    """Return a run's configuration from TOML files and ``"a.b=VALUE"`` overrides, as ``megatron-port train`` reads it.
 
     ``file``: a path, the name of a shipped file ("runs/quickstart", "models/gpt-22b"), several of them (later ones
     win), or None for the defaults alone. Cross-field checks come with :func:`open_session`, which knows the ranks.
@@ -66,7 +66,7 @@ def open_session(
 
 
 def build_model(session: Session) -> list[GPTStage]:
-    """This rank's part of the model: a ``torch.nn.Module`` for each of its chunks (one, unless the schedule is
+    """Return this rank's part of the model: a ``torch.nn.Module`` for each of its chunks (one, unless the schedule is
     interleaved) whose parameters are allocated and not yet set.
 
     Forward takes token ids [batch, seq] on the first stage, and gives logits [seq, batch, vocab / tp] on the last.
@@ -80,7 +80,7 @@ def build_model(session: Session) -> list[GPTStage]:
 
 
 def build_engine(session: Session, *, initialise: bool = True) -> Engine:
-    """Model and optimizer of this rank in the run's engine, with initial weights.
+    """Return this rank's model and optimizer in the run's engine, with initial weights.
 
     ``initialise``: False where ``engine.load_state`` or ``load_weights`` will set them.
     """
@@ -92,7 +92,7 @@ def build_engine(session: Session, *, initialise: bool = True) -> Engine:
 
 
 def build_loaders(session: Session) -> Loaders:
-    """Training, validation and test data of this rank's replica and stage.
+    """Return training, validation and test data of this rank's replica and stage.
 
     ``loaders.train.step(first_sample, global_batch)`` gives the micro-batches of a step: it is a function of the
     sample number, so continuing anywhere needs no state.
@@ -112,7 +112,7 @@ def build_loaders(session: Session) -> Loaders:
 
 
 def check_memory(config: RunConfig, world_size: int | None) -> str:
-    """What the planner says where the run cannot fit, and ``launch.memory_check`` only warns; else empty.
+    """Return the planner's message where the run cannot fit and ``launch.memory_check`` only warns; else empty.
 
     Raises:
         ConfigError: it cannot fit, and ``launch.memory_check`` is "stop".
@@ -127,7 +127,7 @@ def check_memory(config: RunConfig, world_size: int | None) -> str:
 
 
 def run_training(config: RunConfig, info: ProcessInfo | None = None) -> TrainingResult:
-    """One rank's part of a whole run: resume, train, evaluate, save, report; what ``megatron-port train`` calls.
+    """Run one rank's part of a run: resume, train, evaluate, save, report; what ``megatron-port train`` calls.
 
     Signals make it save and return early; ``outcome.exit_code`` says how it ended. On failure the run's folder gets
     the first rank's message for the job script.

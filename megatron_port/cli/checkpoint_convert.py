@@ -61,7 +61,7 @@ def add_actions(actions: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises CheckpointError, and ConfigError for the file of ``--model``."""
+    """Run the chosen action; return its exit code. Raises CheckpointError; ConfigError for the file of ``--model``."""
     return _export(args) if args.action == "export" else _import(args)
 
 

@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen action; 0, or ConfigError."""
+    """Run the chosen action; return 0. Raises ConfigError."""
     if args.action == "show":
         loaded = load_run(args)
         notes = loaded.origins if args.origin else field_texts() if args.help_fields else None
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(config: RunConfig, world_size: int | None) -> str:
-    """One paragraph on a legal configuration: its size, its split and its batch."""
+    """Return one paragraph on a legal configuration: its size, its split and its batch."""
     tp, pp, dp = topology_sizes(config, world_size)
     batch = config.batch
     count = parameter_count(config.model)
@@ -67,12 +67,12 @@ def summary(config: RunConfig, world_size: int | None) -> str:
 
 
 def field_texts() -> dict[str, str]:
-    """The help of every leaf, by dotted name."""
+    """Return the help of every leaf, by dotted name."""
     return {name: text for name, (_, text) in _described(RunConfig).items()}
 
 
 def reference() -> str:
-    """Markdown tables of every setting."""
+    """Return Markdown tables of every setting."""
     defaults = dict(leaves(RunConfig()))
     described = _described(RunConfig)
     lines: list[str] = []
@@ -92,7 +92,7 @@ def reference() -> str:
 
 
 def _described(cls: Any, prefix: str = "") -> dict[str, tuple[str, str]]:
-    """Type and help of every leaf, by dotted name."""
+    """Return type and help of every leaf, by dotted name."""
     hints, helps = typing.get_type_hints(cls), field_help(cls)
     out: dict[str, tuple[str, str]] = {}
     for f in dataclasses.fields(cls):

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report for the run file given, or for the defaults. 0, or 3 if something needed is broken."""
+    """Print the report for the run file given, or for the defaults; return 0, or 3 if something needed is broken."""
     from megatron_port.cli.main import load_run
 
     config = load_run(args).config
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(config: RunConfig, *, installed_only: bool = False) -> list[CheckResult]:
-    """All findings, in the order in which they are printed.
+    """Return the results of all checks, in the order in which they are printed.
 
     ``installed_only``: a GPU of the kind ``backend.device`` need not be visible.
     """

@@ -39,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def devices(
     config: RunConfig, *, installed_only: bool = False, gpus: Accelerators | None = None
 ) -> tuple[DeviceInfo | None, list[CheckResult]]:
-    """The GPUs that torch sees, the chosen device and its collective library.
+    """Return the chosen device, and results on the GPUs that torch sees, the device and its collective library.
 
     ``installed_only``: a torch built for ``backend.device`` is enough, no GPU need be visible.
     """
@@ -73,7 +73,7 @@ def devices(
 
 
 def _unused(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
-    """A GPU of this machine that ``auto`` passed over."""
+    """Yield a result for each GPU of this machine that ``auto`` passed over."""
     if device.is_gpu or config.backend.device != "auto":
         return
     for path, maker in DEVICE_FILES.items():
@@ -84,7 +84,7 @@ def _unused(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
 
 
 def needed_op(config: RunConfig, device: DeviceInfo) -> str:
-    """DeepSpeed's op that the run's optimizer asks for; empty if none."""
+    """Return the DeepSpeed op that the run's optimizer needs; empty: none."""
     if config.engine != "deepspeed" or config.precision.dtype == "fp64":
         return ""
     if config.backend.optimizer not in ("auto", "deepspeed"):
@@ -93,7 +93,7 @@ def needed_op(config: RunConfig, device: DeviceInfo) -> str:
 
 
 def version_problem(built: dict[str, str], torch_version: str, cuda: str | None, hip: str | None) -> str:
-    """Why DeepSpeed would refuse its own ops with this torch, or nothing. ``built``: its ``torch_info``."""
+    """Return why DeepSpeed would refuse its ops with this torch; empty: it would not. ``built``: its ``torch_info``."""
     def short(text: str | None) -> str:
         return ".".join((text or "0.0").split("+")[0].split(".")[:2])
 
@@ -106,7 +106,7 @@ def version_problem(built: dict[str, str], torch_version: str, cuda: str | None,
 
 
 def deepspeed(config: RunConfig, device: DeviceInfo | None) -> Iterator[CheckResult]:
-    """Whether it imports, for which accelerator, which ops are prebuilt, and whether the run's own is among them."""
+    """Check DeepSpeed: its import, its accelerator, its prebuilt ops, and whether the run's own op is among them."""
     if doctor_machine.version("deepspeed") is None:
         return
     try:
@@ -137,7 +137,7 @@ def deepspeed(config: RunConfig, device: DeviceInfo | None) -> Iterator[CheckRes
 
 
 def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
-    """One line an op: what serves it and why, or why what was asked for cannot. And the JIT guard."""
+    """Yield one line per op, with its provider and why, or why the chosen one cannot serve; and the JIT guard."""
     dtype = DTYPES.get(config.precision.dtype, torch.float32)
     model, tp = config.model, max(config.layout.tensor_parallel_size, 1)
     heads = (max(model.num_attention_heads // tp, 1), max(model.kv_heads // tp, 1), model.head_size)
@@ -173,7 +173,7 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
 
 
 def own_kernels(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
-    """Whether our kernels are built for the device."""
+    """Check whether our kernels are built for the device."""
     built, problem = kernels.kernels_status(device.kind)
     if config.backend.own_kernels == "off":
         yield CheckResult("kernels", "own", f"not used (backend.own_kernels is off); {built or problem}")
@@ -183,7 +183,7 @@ def own_kernels(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
 
 
 def _extension_problem(module_name: str, function: str) -> str:
-    """Why a compiled module cannot be used, or nothing. To be called under the guard: asking may start a build."""
+    """Return why a compiled module cannot be used, or nothing. Call it under the guard: it may start a build."""
     module, problem = optional_import(module_name)
     if problem:
         return problem
@@ -195,7 +195,7 @@ def _extension_problem(module_name: str, function: str) -> str:
 
 
 def extensions(device: DeviceInfo) -> Iterator[CheckResult]:
-    """Installed packages whose compiled modules this GPU run could use; one that does not load serves nothing."""
+    """Check the installed packages whose compiled modules this GPU run could use."""
     if not device.is_gpu:
         return
     for package, modules in EXTENSIONS.items():

@@ -38,7 +38,7 @@ SMALL_SHM = 64 << 20
 
 
 def gib(size: int) -> str:
-    """Bytes in words."""
+    """Return a number of bytes in GiB, as text."""
     return f"{size / 2**30:.1f} GiB"
 
 
@@ -51,7 +51,7 @@ def _cpu_model() -> str:
 
 
 def machine() -> Iterator[CheckResult]:
-    """Host, processor, memory, shared memory, Python."""
+    """Check host, processor, memory, shared memory and Python."""
     import psutil
 
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
@@ -84,7 +84,7 @@ def version(package: str) -> str | None:
 
 
 def packages(config: RunConfig) -> Iterator[CheckResult]:
-    """Versions; what is needed and missing is wrong, what is optional and missing is said."""
+    """Check versions; a missing package is wrong if it is needed, and noted if it is optional."""
     torch_version = version("torch")
     if torch_version is None:
         yield CheckResult("versions", "torch", "not installed", "wrong", "make setup (or pip install torch)")
@@ -111,7 +111,7 @@ def packages(config: RunConfig) -> Iterator[CheckResult]:
 
 
 def _first_line(command: list[str], match: str = "") -> str:
-    """The first line of a tool's output (that contains ``match``); empty where it cannot be run."""
+    """Return the first line of a tool's output (that contains ``match``); empty where it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):
@@ -121,7 +121,7 @@ def _first_line(command: list[str], match: str = "") -> str:
 
 
 def tools() -> Iterator[CheckResult]:
-    """Compilers, which only installation needs, and SLURM's commands."""
+    """Check the compilers, which only installation needs, and SLURM's commands."""
     for tool in COMPILERS:
         path = shutil.which(tool)
         said = _first_line([tool, "--version"], "release" if tool == "nvcc" else "") if path else ""
@@ -135,7 +135,7 @@ def tools() -> Iterator[CheckResult]:
 
 
 def launcher() -> Iterator[CheckResult]:
-    """What a run started here would take for its rank and master."""
+    """Check what a run started here would take for its rank and master."""
     from megatron_port.runtime.discovery import discover
 
     try:

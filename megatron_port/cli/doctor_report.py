@@ -21,12 +21,12 @@ class CheckResult:
 
 
 def strictly(findings: Sequence[CheckResult]) -> list[CheckResult]:
-    """The same, with what is slow called wrong."""
+    """Return the same results, with what is slow called wrong."""
     return [replace(f, status="wrong") if f.status == "slow" else f for f in findings]
 
 
 def render(findings: Sequence[CheckResult]) -> str:
-    """The report as text: a table by section, then what needs attention."""
+    """Return the report as text: a table by section, then what needs attention."""
     lines: list[str] = []
     width = max(len(f.name) for f in findings)
     marks = {"ok": " ", "note": "~", "slow": "~", "wrong": "!"}

@@ -34,7 +34,7 @@ LISTED = 200
 
 @dataclass(frozen=True)
 class Anomaly:
-    """What is known of it on every rank."""
+    """Anomaly of a step, as every rank knows it."""
 
     step: int
     """As in metrics.jsonl: 1 is the first."""
@@ -49,7 +49,7 @@ class Anomaly:
 
 
 def same_bits(a: StepResult, b: StepResult) -> bool:
-    """Loss and gradient norm are equal to the bit; all NaNs are."""
+    """Return whether loss and gradient norm are equal to the bit; all NaNs are."""
 
     def bits(x: float | None) -> bytes | None:
         return None if x is None else b"nan" if math.isnan(x) else struct.pack("<d", x)
@@ -58,7 +58,7 @@ def same_bits(a: StepResult, b: StepResult) -> bool:
 
 
 def _finite_or_text(value: Any) -> Any:
-    """JSON has no NaN: the strings that metrics.jsonl uses."""
+    """Return a finite number, or one of metrics.jsonl's strings for the others: JSON has no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -69,7 +69,7 @@ def _finite_or_text(value: Any) -> Any:
 
 
 def describe(found: StepDiagnostics, micro_batches: Sequence[MicroBatch], ctx: ParallelContext) -> dict[str, Any]:
-    """A rank's own finding, as it goes into the report. Which micro-batch: see :func:`chosen_micro_batch`."""
+    """Return a rank's own diagnostics for the report. Which micro-batch: see :func:`chosen_micro_batch`."""
     m = chosen_micro_batch(found)
     at = ctx.coords
     out: dict[str, Any] = {
@@ -85,14 +85,14 @@ def describe(found: StepDiagnostics, micro_batches: Sequence[MicroBatch], ctx: P
 
 
 def chosen_micro_batch(found: StepDiagnostics) -> int | None:
-    """The first that is not finite; of finite ones the one with the largest loss, where losses are known."""
+    """Return the first micro-batch that is not finite, else the one with the largest known loss."""
     if found.micro_batch is not None or found.phase == "sum":
         return found.micro_batch
     return max(range(len(found.losses)), key=lambda m: found.losses[m]) if found.losses else None
 
 
 def _least(value: float | int, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Any:
-    """The smallest value of any rank."""
+    """Return the smallest value of any rank."""
     packed = torch.tensor([value], dtype=dtype)
     if group is not None:
         dist.all_reduce(packed, op=dist.ReduceOp.MIN, group=group)
@@ -100,7 +100,7 @@ def _least(value: float | int, dtype: torch.dtype, group: dist.ProcessGroup | No
 
 
 def _culprit(found: StepDiagnostics, by: str, rank: int, group: dist.ProcessGroup | None) -> int | None:
-    """The lowest rank where it begins; None: no rank saw anything.
+    """Return the lowest rank where it begins; None: no rank saw anything.
 
     ``by``: finite (first number that is not) | loss (largest loss of a micro-batch) | norm (largest own gradient).
     """
@@ -121,7 +121,7 @@ def _culprit(found: StepDiagnostics, by: str, rank: int, group: dist.ProcessGrou
 
 
 def _tell(value: dict[str, Any], source: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """A small JSON object of one rank on all: its length, then its bytes."""
+    """Send a small JSON object of one rank to all: its length, then its bytes."""
     if group is None:
         return value
     data = json.dumps(_finite_or_text(value), allow_nan=False).encode() if dist.get_rank() == source else b""
@@ -136,7 +136,7 @@ def _tell(value: dict[str, Any], source: int, group: dist.ProcessGroup | None) -
 
 
 def _by(result: StepResult, limits: StepLimits) -> str:
-    """Which question finds the rank of an anomaly with these numbers."""
+    """Return the criterion that finds the rank of an anomaly with these numbers."""
     if not math.isfinite(result.loss) or result.grad_norm is None:
         return "finite"
     return "loss" if result.loss > limits.loss else "norm"
@@ -146,7 +146,7 @@ def investigate(
     engine: Engine, session: Session, micro_batches: Sequence[MicroBatch], result: StepResult, *, step: int, lr: float,
     limits: StepLimits, reason: str, first: int, count: int, run_folder: Path,
 ) -> Anomaly:
-    """Collective. Replay the step, find the rank, write ``anomaly-STEP.json`` (rank 0); no weight changes.
+    """Replay the step, find the rank, write ``anomaly-STEP.json`` (rank 0). Collective; no weight changes.
 
     Args:
         step: the schedule's, from 0; the report and its file say ``step + 1``.

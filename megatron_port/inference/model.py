@@ -26,7 +26,7 @@ from megatron_port.session.session import Session
 
 
 class InferenceModel:
-    """Collective: the ranks that hold a copy of the model (tp × pp) call the same methods with the same arguments.
+    """Model for inference. Collective: the ranks of one copy (tp × pp) call the same methods with the same arguments.
 
     Replicas (dp) are independent of one another.
 
@@ -65,7 +65,7 @@ class InferenceModel:
     def logits(
         self, tokens: torch.Tensor, *, cache: KeyValueCache | None = None, rows: Sequence[int] | None = None
     ) -> torch.Tensor | None:
-        """This rank's columns of the logits on the last stage, None elsewhere.
+        """Return this rank's columns of the logits on the last stage, None elsewhere.
 
         Args:
             tokens: int64 [batch, seq], the same on all ranks.
@@ -94,7 +94,7 @@ class InferenceModel:
         return out
 
     def gather_logits(self, local: torch.Tensor) -> torch.Tensor:
-        """Logits [..., vocab] in float32 (float64 stays) of all tensor-parallel ranks' columns; last stage only."""
+        """Return all tensor-parallel ranks' logits [..., vocab] in float32 (float64 stays); last stage only."""
         local = local if local.dtype == torch.float64 else local.float()
         if self.ctx.tp_group is not None:
             local = local.contiguous()
@@ -104,7 +104,7 @@ class InferenceModel:
         return local[..., : self.model.vocab_size]
 
     def from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
-        """The last stage's ``value`` on every stage; the others bring one of its shape and dtype."""
+        """Return the last stage's ``value`` on every stage; the others bring one of its shape and dtype."""
         group = self.ctx.pp_reverse_group or self.ctx.pp_group
         if group is None:
             return value

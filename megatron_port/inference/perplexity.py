@@ -27,7 +27,7 @@ MICRO_BATCHES = 16
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Over a whole stream."""
+    """Perplexity of a whole stream."""
 
     loss: float
     """Nats a token."""
@@ -36,7 +36,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """Return exp(loss)."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def bits_per_byte(self, size: int) -> float:
@@ -45,7 +45,7 @@ class Perplexity:
 
 
 def windows(tokens: int, seq_length: int, stride: int) -> int:
-    """Windows over a stream of ``tokens``."""
+    """Return the number of windows over a stream of ``tokens``."""
     return 1 + max(0, -(-(tokens - 1 - seq_length) // stride))
 
 
@@ -53,7 +53,7 @@ def perplexity(
     engine: Engine, ctx: ParallelContext, stream: Stream, tokens: int, *, seq_length: int, vocab_size: int,
     micro_batch_size: int, stride: int = 0,
 ) -> Perplexity:
-    """The mean loss over a stream of ``tokens`` tokens. Collective; the same on every rank. ``stride`` 0: seq_length.
+    """Return the mean loss over ``tokens`` of a stream. Collective, the same on all ranks. ``stride`` 0: seq_length.
 
     Raises:
         DataError: fewer than 2 tokens, a stride beyond the window, or an id that the model does not have.
@@ -84,7 +84,7 @@ class _Cut:
     vocab_size: int
 
     def row(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """(seq + 1 ids, seq counts); beyond the last window nothing counts."""
+        """Return (seq + 1 ids, seq counts); beyond the last window nothing counts."""
         ids, counts = np.zeros(self.seq_length + 1, np.int64), np.zeros(self.seq_length, np.float32)
         start = window * self.stride
         length = min(self.seq_length + 1, self.tokens - start)
@@ -102,7 +102,7 @@ class _Cut:
 
 
 def _steps(cut: _Cut, ctx: ParallelContext, size: int) -> Iterator[list[MicroBatch]]:
-    """Micro-batches of this replica, as many on each, :data:`MICRO_BATCHES` at a time."""
+    """Yield micro-batches of this replica, as many on each, :data:`MICRO_BATCHES` at a time."""
     replicas = ctx.topology.dp
     count = windows(cut.tokens, cut.seq_length, cut.stride)
     rounds = -(-count // (size * replicas))

@@ -41,7 +41,7 @@ HOPELESS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NUMERICS)
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run by a job."""
+    """Start of the run by a job, and its end."""
 
     attempt: str
     """JOB.RESTART"""
@@ -59,7 +59,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class NextAction:
-    """What the job script does now."""
+    """Action of the job script, chosen at the end of an attempt."""
 
     action: str
     """done | requeue | chain | stop; stop also where SLURM has queued the job again by itself"""
@@ -70,7 +70,7 @@ class NextAction:
 
 
 def steps_done(run_folder: Path) -> int:
-    """Steps that the run's metrics know of; 0 without any."""
+    """Return the steps that the run's metrics contain; 0 without any."""
     last = 0
     with contextlib.suppress(OSError):
         for record in read_metrics(run_folder / FILE_NAME):
@@ -79,7 +79,7 @@ def steps_done(run_folder: Path) -> int:
 
 
 def read_history(run_folder: Path) -> list[Attempt]:
-    """Every attempt, oldest first; the line of an end replaces that of its start. Torn lines are passed over."""
+    """Return every attempt, oldest first; the line of an end replaces that of its start. Torn lines are skipped."""
     known = {f.name for f in fields(Attempt)}
     found: dict[str, Attempt] = {}
     try:
@@ -102,7 +102,7 @@ def _append(run_folder: Path, entry: Attempt) -> None:
 
 
 def fruitless(history: Sequence[Attempt], series: str) -> list[Attempt]:
-    """The attempts at the end of a series that brought the run no further.
+    """Return the attempts at the end of a series that brought the run no further.
 
     The first of them may have got somewhere before it failed; the others did not pass that step. A save that
     is no further than the one before counts too: a signal that always comes too early must not repeat for ever.
@@ -127,7 +127,7 @@ def before(
     nodes_down: Callable[[str], list[str]],
     now: float | None = None,
 ) -> list[str]:
-    """Note that an attempt starts; lines for the log on what went before.
+    """Note that an attempt starts; return lines for the log on what went before.
 
     Args:
         nodes_down: SLURM node list → those of them that are down, described.
@@ -205,7 +205,7 @@ def after(
     not_started: str = "",
     now: float | None = None,
 ) -> NextAction:
-    """Note how this attempt ended, and say what follows.
+    """Note how this attempt ended; return what follows.
 
     Args:
         code: srun's exit code; only told, never trusted on its own.
@@ -240,7 +240,7 @@ FATES: dict[Fate, str] = {
 
 
 def _under(fate: Fate, verdict: NextAction) -> NextAction:
-    """The verdict on a job of which SLURM has disposed already."""
+    """Adapt the action to a job that SLURM has already disposed of."""
     if fate not in FATES or verdict.action == "done":
         return verdict
     lines = [line for line in verdict.lines if FOLLOWS not in line and "launch.when_" not in line]
@@ -259,7 +259,7 @@ NOT_STARTED = {
 
 
 def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, code: int, now: float) -> NextAction:
-    """Only other nodes can make a difference to a job that did not get as far as its ranks."""
+    """Choose what follows a job that did not get as far as its ranks: only other nodes can help."""
     step = steps_done(run_folder)
     cause = NOT_STARTED[why]
     _append(run_folder, _ended(job, FAILED, step, cause, now))
@@ -298,7 +298,7 @@ def _next(action: str, wanted: bool) -> str:
 
 @dataclass(frozen=True)
 class Cause:
-    """What ended an attempt."""
+    """Cause of an attempt's end."""
 
     text: str
     """One line."""
@@ -311,7 +311,7 @@ def _cause(
     run_folder: Path, job: Job, failure: Failure | None, code: int, srun_log: str, asked: str,
     nodes_down: Callable[[str], list[str]],
 ) -> Cause:
-    """What ended the attempt, and the exit code for it."""
+    """Return what ended the attempt, and the exit code for it."""
     if failure is not None:
         permanent = failure.permanent or failure.exit_code in HOPELESS
         return Cause(_failure_text(failure), failure.exit_code, permanent)
@@ -338,7 +338,7 @@ def _cause(
 def _after_failure(
     run_folder: Path, job: Job, launch: LaunchConfig, cause: Cause | None, step: int
 ) -> tuple[str, str]:
-    """(action, why) after an attempt that failed."""
+    """Return (action, why) after an attempt that failed."""
     if cause is not None and cause.permanent:
         return "stop", f"exit {cause.exit_code}: another attempt would meet the same fault"
     if launch.when_failed == "stop":

@@ -35,7 +35,7 @@ GONE = "is gone at"
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The end of an attempt that reached its end or saved before it."""
+    """End of an attempt that reached its last step, or saved before it."""
 
     attempt: str
     status: str
@@ -49,7 +49,7 @@ class AttemptOutcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended, from the rank that was first to fail."""
+    """Failure that ended an attempt, from the rank that failed first."""
 
     attempt: str
     rank: int
@@ -68,7 +68,7 @@ def write_outcome(run_folder: Path, outcome: AttemptOutcome) -> None:
 
 
 def read_outcome(run_folder: Path) -> AttemptOutcome | None:
-    """The last committed outcome, of whatever attempt; None if there is none that can be read."""
+    """Return the last committed outcome, of whatever attempt; None if there is none that can be read."""
     values = _read(run_folder / OUTCOME)
     try:
         return None if values is None else AttemptOutcome(**values)
@@ -108,7 +108,7 @@ def write_json(path: Path, values: dict) -> None:
 
 
 def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> Failure | None:
-    """The first failure of an attempt, if any rank could tell."""
+    """Return the first failure of an attempt, if any rank could record it."""
     values = _read(run_folder / FAILURES / f"{attempt}.{'lost' if lost_peer else 'json'}")
     try:
         return None if values is None else Failure(**values)

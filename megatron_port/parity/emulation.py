@@ -39,7 +39,7 @@ Pieces = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class RoundingEmulation:
-    """Where a layout rounds and one process does not."""
+    """Rounding of a layout that one process, engine native, can emulate."""
 
     tensor_parallel_size: int = 1
     vocab_padding_multiple: int = 1
@@ -63,7 +63,7 @@ class RoundingEmulation:
         )
 
     def emulate_rounding(self, stage: nn.Module) -> None:
-        """Let the model of a single process, engine native, round in these places."""
+        """Make the model of a single process, engine native, round in these places."""
         tp = self.tensor_parallel_size
         for module in list(stage.modules()):
             if isinstance(module, SelfAttention) and tp > module.build.model.kv_heads:
@@ -123,13 +123,13 @@ def _equal(size: int, pieces: int) -> Pieces:
 
 
 def ring_chunk(elements: int, element_size: int, ranks: int) -> int:
-    """Elements of a chunk of gloo's ring, one chunk a rank: two segments of whole elements."""
+    """Return the elements of a chunk of gloo's ring, one chunk per rank: two segments of whole elements."""
     segment_bytes = -(-elements * element_size // (2 * ranks))
     return 2 * -(-segment_bytes // element_size)
 
 
 def ring_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the ranks' parts as gloo's ring makes it, rounded after every addition.
+    """Return the sum of the ranks' parts as gloo's ring computes it, rounded after every addition.
 
     Chunk c starts on the rank before c, goes down the ranks, and ends on c.
     """
@@ -263,7 +263,7 @@ class _CutCrossEntropy:
 
 
 class _Shared(torch.autograd.Function):
-    """A parameter as one rank's tokens use it: its gradient goes to the wide sum by itself, as the dtype has it."""
+    """Use of a parameter by one rank's tokens: its gradient goes to the fp32 sum by itself, in the compute dtype."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class _Shared(torch.autograd.Function):
 
 
 def _share(parameter: Tensor, place: int) -> Tensor:
-    """The parameter as the rank at a place uses it. The first one's gradient arrives as every gradient does."""
+    """Return the parameter as the rank at a place uses it. The first one's gradient arrives as every gradient does."""
     return parameter if place == 0 else _Shared.apply(parameter)  # type: ignore[no-any-return]
 
 
@@ -306,7 +306,7 @@ class _Rank(BuildContext):
 
 @dataclass(frozen=True)
 class _CutBuild(BuildContext):
-    """Adds biases to each rank's tokens by themselves."""
+    """Build context that adds biases to each rank's tokens by themselves."""
 
     ranks: tuple[_Rank, ...] = ()
 

@@ -32,7 +32,7 @@ COLLECTIVE_BUDGET_S = 1.0
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where each rank is."""
+    """Placement of the ranks on nodes, as one rank sees it."""
 
     rank: int
     hosts: list[str]
@@ -46,7 +46,7 @@ class RankPlacement:
 
     @property
     def node(self) -> int:
-        """This rank's."""
+        """Index of this rank's node."""
         return self.node_of[self.rank]
 
     @property
@@ -67,19 +67,19 @@ def synchronize(device: torch.device) -> None:
 
 
 def meet() -> None:
-    """All ranks, on the CPU: an all-reduce of one number over gloo."""
+    """Meet all ranks on the CPU: an all-reduce of one number over gloo."""
     dist.all_reduce(torch.zeros(1))
 
 
 def largest(values: list[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Elementwise maximum over the ranks of ``group`` (None: all)."""
+    """Return the elementwise maximum over the ranks of ``group`` (None: all)."""
     t = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(t, op=dist.ReduceOp.MAX, group=group)
     return [float(v) for v in t.tolist()]
 
 
 def gather_place(host: str, device: torch.device) -> RankPlacement:
-    """Collective: every rank's host name (cut at 128 bytes) → the :class:`RankPlacement` of this rank."""
+    """Return this rank's :class:`RankPlacement` from every rank's host name (cut at 128 bytes). Collective."""
     packet = torch.zeros(128, dtype=torch.uint8)
     data = host.encode()[:128]
     packet[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -94,7 +94,7 @@ def gather_place(host: str, device: torch.device) -> RankPlacement:
 
 
 def open_group(device: torch.device) -> None:
-    """Collective: make the default group's communicator for this device, over all ranks."""
+    """Make the default group's communicator for this device, over all ranks. Collective."""
     dist.all_reduce(torch.zeros(1, device=device))
     synchronize(device)
 
@@ -146,7 +146,7 @@ def one_way(peer: int, buffer: torch.Tensor, *, send: bool, patient: bool = Fals
 
 
 def both_ways(peer: int, rank: int, buffer: torch.Tensor, *, patient: bool = False) -> float:
-    """GB/s towards ``peer``; the lower rank sends first, then the other, not at the same time.
+    """Return GB/s towards ``peer``; the lower rank sends first, then the other, not at the same time.
 
     The median sample counts, or with ``patient`` the fastest of more samples.
     """
@@ -160,7 +160,7 @@ def both_ways(peer: int, rank: int, buffer: torch.Tensor, *, patient: bool = Fal
 def collective_seconds(
     operation: str, size: int, place: RankPlacement, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Median time of a collective of ``size`` bytes over ``group`` (None: all), the slowest rank's each time.
+    """Return the median time of a collective of ``size`` bytes over ``group`` (None: all), on the slowest rank.
 
     As many samples as fit into a second, at most 20, after one that warms up. What ``size`` counts:
     :mod:`preflight.bandwidth`.

@@ -20,7 +20,7 @@ GOOD, BAD, SELECTED = "good.txt", "bad.txt", "selected.txt"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Temporary name, fsync, rename. Raises EnvironmentFault if the file system refuses."""
+    """Write under a temporary name, fsync, rename. Raises EnvironmentFault if the file system refuses."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -41,12 +41,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """As :func:`write_text`, without secrets."""
+    """Write JSON as :func:`write_text` does, without secrets."""
     write_text(path, json.dumps(redacted(value), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object of this format. Raises EnvironmentFault for any other file; the message says which and why."""
+    """Return an object of this format. Raises EnvironmentFault for any other file; the message has which and why."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -57,12 +57,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_hosts(path: Path, hosts: Sequence[str]) -> None:
-    """One line for ``srun --nodelist=`` or ``--exclude=``; an empty file for no host."""
+    """Write one line for ``srun --nodelist=`` or ``--exclude=``; an empty file for no host."""
     write_text(path, compress_hosts(hosts) + "\n" if hosts else "")
 
 
 def read_hosts(path: Path) -> list[str]:
-    """Hosts of a list that :func:`write_hosts` wrote; none if it is not there."""
+    """Return the hosts of a list that :func:`write_hosts` wrote; none if it is not there."""
     try:
         return expand_hosts(path.read_text(encoding="utf-8").strip())
     except OSError:
@@ -70,7 +70,7 @@ def read_hosts(path: Path) -> list[str]:
 
 
 def read_reasons(path: Path) -> dict[str, str]:
-    """Node → reason, of lines with a tab between them; none if it is not there."""
+    """Return node → reason, from lines with a tab between them; none if it is not there."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

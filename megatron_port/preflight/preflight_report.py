@@ -23,7 +23,7 @@ SHOWN_GOOD = 16
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict on all nodes, in allocation order."""
+    """Report of the verdicts on all nodes, in allocation order."""
 
     nodes: list[NodeVerdict]
     middle: Medians
@@ -32,12 +32,12 @@ class Report:
 
     @property
     def good(self) -> list[str]:
-        """Names."""
+        """Names of the good nodes."""
         return [n.node for n in self.nodes if n.good]
 
     @property
     def bad(self) -> list[str]:
-        """Names."""
+        """Names of the bad nodes."""
         return [n.node for n in self.nodes if not n.good]
 
 

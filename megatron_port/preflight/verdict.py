@@ -42,7 +42,7 @@ class NodeIssue:
 
 @dataclass
 class NodeVerdict:
-    """What is held against one node."""
+    """Judgement of one node."""
 
     node: str
     reasons: list[NodeIssue] = field(default_factory=list)
@@ -50,11 +50,11 @@ class NodeVerdict:
 
     @property
     def good(self) -> bool:
-        """Nothing but notes."""
+        """Whether the node has nothing but notes."""
         return not self.reasons
 
     def as_json(self) -> dict[str, Any]:
-        """For preflight.json."""
+        """Return the verdict for preflight.json."""
         return {"good": self.good, **asdict(self)}
 
 
@@ -72,13 +72,13 @@ class Medians:
 
 
 def upper_median(values: Iterable[float]) -> float:
-    """0 of nothing."""
+    """Return the upper median; 0 of nothing."""
     found = sorted(values)
     return statistics.median_high(found) if found else 0.0
 
 
 def medians(nodes: Iterable[Mapping[str, Any]]) -> Medians:
-    """Over the contents of the nodes' files."""
+    """Return the medians over the contents of the nodes' files."""
     found = list(nodes)
     gpus = [g for n in found for g in n["gpus"]]
     return Medians(
@@ -93,7 +93,7 @@ def medians(nodes: Iterable[Mapping[str, Any]]) -> Medians:
 
 
 def judge(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightConfig) -> tuple[list[NodeVerdict], Medians]:
-    """A verdict for every node, in the order given.
+    """Return a verdict for every node, in the order given.
 
     Args:
         nodes: name → contents of its file, or why there are none.
@@ -123,7 +123,7 @@ def judge(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightConfig)
 
 def _below(what: str, value: float, absolute: float, middle: float, limits: PreflightConfig, unit: str,
            fix: str, scale: float = 1.0) -> list[NodeIssue]:
-    """A finding if ``value`` is under the threshold, or under its share of the median."""
+    """Return an issue if ``value`` is under the threshold, or under its share of the median."""
     wanted = max(absolute, limits.share_of_median * middle)
     if value >= wanted:
         return []

@@ -54,7 +54,7 @@ DAMAGED = FENCED + 1
 
 @dataclass
 class Progress:
-    """The counters of a run; the only ones."""
+    """Counters of a run; the only ones."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -66,7 +66,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended."""
+    """Result of a run: its counters, its exit code, its last validation loss."""
 
     progress: Progress
     exit_code: int
@@ -74,7 +74,7 @@ class TrainingResult:
 
 
 def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
-    """The speed of this attempt, as hardware and as model FLOPs, beside what was published.
+    """Return the speed of this attempt, as hardware and as model FLOPs, beside what was published.
 
     ``rates``: (hardware, model) TFLOP/s per device of each step. The median without the first step, which warms up.
     """
@@ -100,7 +100,7 @@ def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
 
 
 class Trainer:
-    """A run on one rank."""
+    """Training loop of one rank."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.config, self.ctx = session, session.config, session.ctx
@@ -130,7 +130,7 @@ class Trainer:
         self._announce(time.perf_counter() - started, loaded)
 
     def _resume(self, loaded: Checkpoint) -> None:
-        """Counters of a checkpoint that the engine holds already, and lines on what differs."""
+        """Take the counters of a checkpoint that the engine has loaded; print lines on what differs."""
         state, log = loaded.manifest.state, self.session.logger.log
         self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
         self.numerics.load(state.extra.get("numerics", {}))
@@ -265,7 +265,7 @@ class Trainer:
         return interval > 0 and self.progress.step % interval == 0
 
     def _agreed(self, level: int) -> int:
-        """The highest wish of any rank: a signal may reach one rank and not another.
+        """Return the highest stop level of any rank: a signal may reach one rank and not another.
 
         Raises:
             LeaseLost: on every rank: another attempt holds the run's folder by now.
@@ -289,13 +289,13 @@ class Trainer:
         return level
 
     def _check_lease(self) -> None:
-        """All ranks stop with LeaseLost if the folder is another attempt's now; each step's lines see to that else."""
+        """Stop all ranks with LeaseLost if another attempt holds the folder now. Each step's lines check it as well."""
         with suppress(LeaseLost, OSError):
             self.session.fence.check()
         self._agreed(0)
 
     def _stop_if_damaged(self) -> None:
-        """Collective. NumericsError on every rank if the state of one was changed by anything but an update."""
+        """Raise NumericsError on every rank if anything but an update changed the state of one. Collective."""
         error = None if self._damage is None else NumericsError(
             f"{self._damage} changed between two updates, though no update did it (found at step {self.progress.step})"
             ": a bit flipped in this device's memory, or a stray write. Leave the host out, check the device's error "
@@ -359,7 +359,7 @@ class Trainer:
         return anomaly
 
     def _rewind(self, anomaly: Anomaly) -> None:
-        """Back to the newest checkpoint of this run; samples that do it again are left out from then on."""
+        """Return to the newest checkpoint of this run; samples that do it again are left out from then on."""
         p, session = self.progress, self.session
         checkpoint_config = replace(self.config.checkpoint, resume="auto")
         found = find_checkpoints(replace(session, config=replace(self.config, checkpoint=checkpoint_config)))

@@ -24,7 +24,7 @@ _NOTICEABLE = 0.5
 
 
 class Saving:
-    """The saves of a run. All methods but ``leave`` are collective; the ranks decide alike.
+    """Saves of a run. All methods but ``leave`` are collective; the ranks decide alike.
 
     Args:
         saved_step: the step that is safe already (the one resumed from, or 0).
@@ -49,7 +49,7 @@ class Saving:
             )
 
     def save(self, at: Position) -> None:
-        """An interval is over: begin a save (or make it, if not asynchronous). A failure is announced.
+        """Begin the save of an interval (or make it, if not asynchronous). A failure is announced.
 
         Raises:
             CheckpointError: the last ``checkpoint.max_failures`` saves have all failed.
@@ -70,7 +70,7 @@ class Saving:
             self._failed(at.step, str(error))
 
     def poll(self) -> None:
-        """At each step's end: take note of a save that has ended meanwhile. Raises as :meth:`save` does."""
+        """Take note, at each step's end, of a save that has ended. Raises as :meth:`save` does."""
         if self._background is not None:
             self._settle(self._background.poll())
 
@@ -80,7 +80,7 @@ class Saving:
             self._settle(self._background.finish())
 
     def final(self, at: Position) -> None:
-        """The last save, synchronous; nothing to do if ``at.step`` is safe already.
+        """Make the last save, synchronously; nothing to do if ``at.step`` is safe already.
 
         Raises:
             CheckpointError: it failed. Earlier checkpoints are untouched.
@@ -92,7 +92,7 @@ class Saving:
             self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
 
     def leave(self, seconds: float = 5.0) -> None:
-        """Not collective: an error ends the run; a save that is nearly done gets this long to end."""
+        """Give a save that is nearly done this long to end when an error ends the run. Not collective."""
         if self._background is not None:
             self._background.abandon(seconds)
 

@@ -17,17 +17,17 @@ MOST_QUESTIONS = 200
 
 
 class Strategy(Protocol):
-    """Chooses layouts."""
+    """Strategy that chooses layouts."""
 
     def ask(self) -> Candidate | None:
-        """The next layout to measure, each at most once; None: there is none left."""
+        """Return the next layout to measure, each at most once; None: there is none left."""
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """What came of it; also of trials that an earlier start has made."""
+        """Take the result of a trial; also of trials that an earlier start has made."""
 
 
 class ByModel:
-    """The best by the planner, best first."""
+    """Strategy: the best by the planner, best first."""
 
     def __init__(self, space: Space, count: int) -> None:
         self.left = best_legal(space, count)
@@ -40,7 +40,7 @@ class ByModel:
 
 
 class AtRandom:
-    """Any that fits, drawn without regard to the planner's times: what the others have to beat."""
+    """Strategy: any that fits, drawn without regard to the planner's times, as the baseline for the others."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self.space = space
@@ -111,19 +111,19 @@ _WORDS = ("recompute", "schedule")
 
 
 def _told(value: Any) -> Any:
-    """A value as DeepHyper takes it: its spaces have no booleans."""
+    """Return a value as DeepHyper takes it: its spaces have no booleans."""
     return int(value) if isinstance(value, bool) else value
 
 
 def _taken(value: Any) -> Any:
-    """The inverse; numpy's numbers become Python's."""
+    """Return the inverse of :func:`_told`; numpy's numbers become Python's."""
     return str(value) if isinstance(value, str) else int(value)
 
 
 def _deephyper(
     values: dict[str, list[Any]], free: list[str], seed: int, folder: str, first: list[dict[str, Any]]
 ) -> Any:
-    """A search object. Raises EnvironmentFault, with what to install, where DeepHyper is not there."""
+    """Return a search object. Raises EnvironmentFault, with what to install, where DeepHyper is not there."""
     try:
         from deephyper.hpo import CBO, HpProblem
     except ImportError as error:
@@ -142,7 +142,7 @@ def _deephyper(
 
 
 def make_strategy(name: str, space: Space, *, count: int, seed: int, folder: str) -> Strategy:
-    """A strategy by its name."""
+    """Return a strategy by its name."""
     if name == "deephyper":
         return ByDeepHyper(space, seed, folder)
     return AtRandom(space, seed) if name == "random" else ByModel(space, count)

@@ -43,7 +43,7 @@ HOLD_S = 8.0
 
 
 def python_stacks() -> list[Stack]:
-    """Every Python thread but this one, the main thread first. No file is read: a hung file system must not matter."""
+    """Return the stacks of all Python threads but this one, main thread first. Reads no file: disks may hang."""
     me, main = threading.get_ident(), threading.main_thread().ident
     names = {t.ident: t.name for t in threading.enumerate()}
     found: list[tuple[bool, Stack]] = []
@@ -56,7 +56,7 @@ def python_stacks() -> list[Stack]:
 
 
 class Client:
-    """Heartbeats of this process.
+    """Sender of this process's heartbeats.
 
     Args:
         address, port, secret: of the hub.
@@ -89,7 +89,7 @@ class Client:
         self._thread.start()
 
     def _catch_signals(self) -> None:
-        """A fatal signal's stack, and one asked for by the hub's signal, go into the connection as plain text."""
+        """Send the stack of a fatal signal, and of the signal by which the hub asks for it, as plain text."""
         faulthandler.register(STACK_SIGNAL, file=self.sock.fileno(), all_threads=True)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=self.sock.fileno(), all_threads=False)
@@ -100,7 +100,7 @@ class Client:
             self.sock.sendall(wire.pack(kind, *values))
 
     def beat(self) -> None:
-        """One heartbeat. Raises OSError."""
+        """Send one heartbeat. Raises OSError."""
         p = self.progress
         totals = [round(p.totals[phase], 4) for phase in PHASES]
         self._send(
@@ -114,7 +114,7 @@ class Client:
         return sock
 
     def _run(self) -> None:
-        """Serve one connection after the other, until the run ends or no hub can be had."""
+        """Serve one connection after another, until the run ends or no hub can be had."""
         tries, patience = 0, HUB_STARTS_S
         try:
             while not self._closing:
@@ -133,7 +133,7 @@ class Client:
             self.spoken.set()
 
     def _serve(self, first: float) -> None:
-        """Beat, and do what the hub says. Raises OSError, EOFError or WireError when it is gone or silent.
+        """Send heartbeats and do what the hub asks. Raises OSError, EOFError or WireError when it is gone or silent.
 
         ``first``: seconds until its first word; a new hub may still have to start.
         """
@@ -162,7 +162,7 @@ class Client:
                 self._obey(message)
 
     def _reconnect(self, why: str, *, last: bool) -> bool:
-        """Have a hub again; on the rank that started it, start another first. False: there will be none."""
+        """Connect to a hub again; the rank that started it starts another first. Return whether there is one."""
         with contextlib.suppress(OSError):  # should it live and only be slow, this rank is not lost
             self.sock.settimeout(0.0)
             self._send(wire.BYE)
@@ -203,7 +203,7 @@ class Client:
             os._exit(code)
 
     def failing(self, error: BaseException, *, victim: bool, told: bool) -> None:
-        """Tell the hub of the error that ends this rank. A victim waits for the hub's verdict and mostly ends here."""
+        """Tell the hub the error that ends this rank. A victim waits for the hub's verdict and mostly ends here."""
         self._failing = True
         code = error.exit_code if isinstance(error, PortError) else 1
         text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}; see its traceback"
@@ -214,7 +214,7 @@ class Client:
                 self.spoken.wait(HOLD_S)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave. ``failed``: without a goodbye, :meth:`failing` has told."""
+        """Leave the watch. ``failed``: without a goodbye, :meth:`failing` has told."""
         with contextlib.suppress(OSError):
             self.progress.scope = END
             if not failed:

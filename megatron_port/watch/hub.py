@@ -61,7 +61,7 @@ STACK_SIGNAL = signal.SIGUSR2
 
 
 class Link:
-    """A connection."""
+    """Connection to one rank."""
 
     def __init__(self, sock: socket.socket, now: float) -> None:
         self.sock, self.since = sock, now
@@ -69,7 +69,7 @@ class Link:
         self.rank: int | None = None
 
     def send(self, message: bytes) -> None:
-        """A few dozen bytes into a socket buffer; a rank that takes nothing is not waited for."""
+        """Send a few dozen bytes into a socket buffer; a rank that takes nothing is not waited for."""
         with contextlib.suppress(OSError):
             self.sock.send(message)
 
@@ -110,7 +110,7 @@ class Hub:
         self.memory_kills = out_of_memory_kills()
 
     def serve(self, parent: int | None = None) -> None:
-        """Until the last rank has left. ``parent``: descriptor whose end means that rank 0 is gone."""
+        """Serve until the last rank has left. ``parent``: descriptor whose end means that rank 0 is gone."""
         if parent is not None:
             self.selector.register(parent, selectors.EVENT_READ)
         next_tick = 0.0
@@ -189,7 +189,7 @@ class Hub:
             self.rules.goodbye(link.rank)
 
     def _greet(self, link: Link, kind: str, values: list[Any], now: float) -> None:
-        """The first message must show the secret. Raises WireError."""
+        """Take the first message, which must show the secret. Raises WireError."""
         if kind != wire.HELLO or not hmac.compare_digest(str(values[0]).encode(), self.secret.encode()):
             raise wire.WireError("no secret")
         place = RankIdentity(*values[1:])
@@ -240,7 +240,7 @@ class Hub:
                 self._say(f"watch: {ranks_text(missing)} did not connect within {MISSING_S:g} s; not watched")
 
     def _tell(self, now: float) -> None:
-        """A word to every rank, and to rank 0 who the others are."""
+        """Send a sign of life to every rank, and to rank 0 the identities of the others."""
         if now - self.alive_at >= ALIVE_S:
             self.alive_at = now
             self._order(wire.ALIVE)
@@ -269,7 +269,7 @@ class Hub:
             self.alarm = None
 
     def _all_stacks(self, now: float) -> bool:
-        """Every rank that can answer has; those that cannot had half a second to write from a signal handler."""
+        """Return whether every rank that can answer has; the others had half a second to write in a signal handler."""
         able = [r for r, s in self.rules.ranks.items() if s.here and now - s.heard_at < LAGS_S]
         mute = any(s.here and now - s.heard_at >= LAGS_S for s in self.rules.ranks.values())
         waited = now - (self.collect_until - COLLECT_S)
@@ -289,7 +289,7 @@ class Hub:
         self._act(verdict, HangError, now)
 
     def _act(self, verdict: judge.Diagnosis, kind: type[PortError], now: float) -> None:
-        """Say it once, leave it for the job script, tell the ranks to end."""
+        """Print the verdict once, leave it for the job script, and tell the ranks to end."""
         if not verdict.told:
             text = "\n  ".join((f"error: {verdict.headline}", *verdict.details))
             with contextlib.suppress(OSError):
@@ -317,7 +317,7 @@ class Hub:
             link.send(wire.pack(kind))
 
     def _hearing(self, now: float) -> bool:
-        """A rank that hears us has not ended yet."""
+        """Return whether a rank that hears us has not ended yet."""
         return any(now - self.rules.ranks[r].heard_at < LAGS_S for r in self.links)
 
     def _finish(self) -> None:

@@ -30,7 +30,7 @@ class Diagnosis:
 
 
 def doing(state: Rank) -> str:
-    """``step 12, evaluate: forward, micro-batch 3``."""
+    """Return ``step 12, evaluate: forward, micro-batch 3``."""
     b = state.beat
     scope = "" if b.scope in ("step", b.phase) else f"{b.scope}: "
     return f"step {b.step}, {scope}{describe(b.phase, b.operation, b.number)}"
@@ -75,7 +75,7 @@ def hang(rules: Rules, alarm: Alarm, stacks: Mapping[int, Sequence[Stack]], now:
 
 
 def _wait(state: Rank, stacks: Sequence[Stack]) -> str:
-    """What a rank that answers waits for; empty: for no other rank, as far as can be seen."""
+    """Return what a rank that answers waits for; empty: for no other rank, as far as can be seen."""
     seen = waits_in(stacks)
     if seen:
         return describe(state.beat.phase, state.beat.operation, -1) if state.beat.connects else seen
@@ -90,7 +90,7 @@ def _odd_ones(waits: Mapping[int, str], here: Mapping[int, Rank]) -> list[int]:
 
 
 def _others(waits: Mapping[int, str], named: set[int]) -> list[str]:
-    """``ranks 0, 2-3 wait in all_reduce (…)``, the most frequent first."""
+    """Return lines ``ranks 0, 2-3 wait in all_reduce (…)``, the most frequent first."""
     kinds: dict[str, list[int]] = {}
     for rank, wait in waits.items():
         if rank not in named:
@@ -106,7 +106,7 @@ def _others(waits: Mapping[int, str], named: set[int]) -> list[str]:
 
 
 def lost(rules: Rules, rank: int, *, words: str = "", hint: str = "") -> Diagnosis:
-    """A rank ended without a word: a signal, the kernel's out-of-memory killer, ``os._exit``."""
+    """Diagnose a rank that ended without a word: a signal, the kernel's out-of-memory killer, ``os._exit``."""
     state = rules.ranks[rank]
     gone = [r for r, s in rules.ranks.items() if s.closed_at is not None and not s.left and s.fault is None]
     last = words.strip().splitlines()
@@ -125,7 +125,7 @@ def lost(rules: Rules, rank: int, *, words: str = "", hint: str = "") -> Diagnos
 
 
 def failed(rules: Rules, rank: int) -> Diagnosis:
-    """A rank met an error that it could not share with the others; they would wait for it."""
+    """Diagnose a rank that met an error it could not share with the others; they would wait for it."""
     state = rules.ranks[rank]
     assert state.fault is not None
     told = state.fault.told or any(

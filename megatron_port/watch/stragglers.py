@@ -41,7 +41,7 @@ class StragglerEvent:
     slow: bool
 
     def line(self) -> str:
-        """For the console."""
+        """Return the line for the console."""
         if not self.slow:
             return f"straggler: {self.place} is as fast as the others again at step {self.step}"
         worst = max(OWN, key=lambda p: self.phases[p])
@@ -52,7 +52,7 @@ class StragglerEvent:
         )
 
     def record(self) -> dict[str, object]:
-        """For events.jsonl."""
+        """Return the record for events.jsonl."""
         return {
             "event": "straggler" if self.slow else "straggler_over", "step": self.step, "rank": self.place.rank,
             "host": self.place.host, "coords": self.place.coords, "score": round(self.score, 4),
@@ -62,7 +62,7 @@ class StragglerEvent:
 
 
 class Stragglers:
-    """Compares the ranks at the end of each window."""
+    """Comparison of the ranks at the end of each window."""
 
     def __init__(self, config: WatchConfig, now: float) -> None:
         self.config = config
@@ -76,7 +76,7 @@ class Stragglers:
         """Own times of the last window: rank → own seconds per step, steps done."""
 
     def look(self, ranks: Iterable[Rank], now: float) -> list[StragglerEvent]:
-        """What is new since the last call; most calls come within a window and cost next to nothing."""
+        """Return what is new since the last call; most calls fall within a window and cost next to nothing."""
         if not self.config.straggler_percent or now - self._began < WINDOW_S:
             return []
         states = [s for s in ranks if s.here and s.beat.steps_done > 1]
@@ -92,7 +92,7 @@ class Stragglers:
         return found
 
     def spread(self) -> dict[str, object] | None:
-        """For ``ranks.jsonl``: the ranks' own seconds per step in the last window, once; None: nothing new.
+        """Return the ranks' own seconds per step in the last window, for ``ranks.jsonl``; None: nothing new.
 
         Lines come at every window at first and ever more rarely, so that a run of months leaves a few thousand.
         """
@@ -139,7 +139,7 @@ class Stragglers:
         return sorted(out, key=lambda f: -f.score)
 
     def _judge(self, state: Rank, phases: list[float], own: list[tuple[float, int]]) -> StragglerEvent | None:
-        """Score one rank; a finding when it becomes slow, or no longer is. ``own``: sorted, all ranks of its stage."""
+        """Score one rank; return an event when it becomes slow or fast again. ``own``: its stage's ranks, sorted."""
         rank = state.place.rank
         mine = sum(phases[i] for i in _OWN)
         peers = _median_without(own, (mine, rank))

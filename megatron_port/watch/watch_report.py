@@ -62,7 +62,7 @@ def _state(state: Rank, now: float) -> str:
 
 
 def _commit(target: Path, text: str) -> None:
-    """Temporary name, fsync, rename; without secrets."""
+    """Write under a temporary name, fsync, rename; without secrets."""
     text = redact(text)
     part = target.with_name(f".{target.name}.part")
     try:
