@@ -1,6 +1,6 @@
-"""Loading: any box of any tensor, whatever layout wrote it, with nothing trusted unverified.
+"""Loading: any slice of any tensor, whatever layout wrote it, with nothing trusted unverified.
 
-A read fetches only the byte ranges that overlap the box, straight into where the caller wants them, and returns after
+A read fetches only the byte ranges that overlap the slice, straight into where the caller wants them, and returns after
 the blocks around them were verified (``ranged``). What is damaged is named: the file, the block, and the tensors in it.
 """
 
@@ -18,12 +18,12 @@ import xxhash
 from megatron_port.checkpoint.disk import kind_of, open_regular
 from megatron_port.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
 from megatron_port.checkpoint.ranged import RangedFile, Scratch
-from megatron_port.checkpoint.slices import Box, strides
+from megatron_port.checkpoint.slices import Slice, strides
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 _OPEN_FILES = 32
 _SPAN = 1 << 24
-"""Bytes fetched at a time where a box is not contiguous in the file."""
+"""Bytes fetched at a time where a slice is not contiguous in the file."""
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -156,7 +156,7 @@ class Checkpoint:
 
         Raises:
             DamagedCheckpoint: a file is damaged or cannot be read; file, block and tensors are named.
-            CheckpointError: no such tensor, or the box does not fit its shape (both are named).
+            CheckpointError: no such tensor, or the slice does not fit its shape (both are named).
         """
         pieces = self._find(name, kind)
         whole = pieces[0].global_shape
@@ -169,7 +169,7 @@ class Checkpoint:
                 f"{self.path}: {kind} of {name} has shape {whole}; the model asks for {shape} at {offset}: "
                 "the checkpoint is of another model"
             )
-        wanted = Box(offset, tuple(o + n for o, n in zip(offset, shape)))
+        wanted = Slice(offset, tuple(o + n for o, n in zip(offset, shape)))
         dtype = getattr(torch, pieces[0].dtype)
         if out is None or not (
             out.device.type == "cpu" and out.dtype == dtype and tuple(out.shape) == shape and out.is_contiguous()
@@ -252,13 +252,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no {kind} of {name}: {hint}; the checkpoint is of another model")
         return pieces
 
-    def _copy(self, piece: PieceEntry, wanted: Box, out: torch.Tensor) -> None:
+    def _copy(self, piece: PieceEntry, wanted: Slice, out: torch.Tensor) -> None:
         """Copy what ``piece`` has of ``wanted`` into ``out`` (of wanted's shape)."""
         if not all(o < z and a < o + n for o, n, a, z in zip(piece.offset, piece.shape, wanted.low, wanted.high)):
             return
         steps = strides(piece.shape)
-        for box in piece.flat_range().boxes():
-            common = box.intersect(wanted)
+        for part in piece.flat_range().slices():
+            common = part.intersect(wanted)
             if common is not None:
                 target = out[tuple(slice(a - w, b - w) for a, b, w in zip(common.low, common.high, wanted.low))]
                 first = sum((lo - o) * s for lo, o, s in zip(common.low, piece.offset, steps))

@@ -47,6 +47,7 @@ WORDS = (
     Refused(r"\b([Ss]econds|[Bb]ytes|[Tt]okens|[GM]B) a (step|rank|device|token|replica|layer)\b", "per step"),
     Refused(r"\b(once|twice) a (step|rank|device|replica|layer|micro-batch)\b", "once per step"),
     Refused(r"\bcrossings\b", "resharding round trips"),
+    Refused(r"\b[Bb]oxes\b", "slices"),
 )
 """Phrases, in sentences and in messages."""
 
@@ -93,7 +94,8 @@ def test_what_was_renamed_does_not_come_back(refused: Refused) -> None:
 OLD = (
     "A run goes on.", "Errors a user can mend", "a circle of waiting", "Masters are fp32 for the halves.",
     "they stay in the dtype", "between rooms", "law 1", "nats a token", "1.5 TFLOP/s a device", "4 bytes a rank",
-    "once a step", "a line says so", "the whole of it", "make soak ARGS='--part crossings'", "class Finding:",
+    "once a step", "a line says so", "the whole of it", "make soak ARGS='--part crossings'", "comparing boxes",
+    "class Finding:",
     "def input_gradient(self)", "weight.weight_gradients = x", "gradients.holding = []", "class Piece:",
     "copies = WeightCopies()", "scratch.of((2, 2))", "def gate(inner):", "self.speaker",
     "import megatron_port.train.places",
