@@ -75,7 +75,7 @@ def sweep(
 
 
 def _studies(space: Space, names: Sequence[str], devices: int) -> list[Study]:
-    """Those asked for, with the points that training takes."""
+    """Return those asked for, with the points that training takes."""
     first = space.fitting[0].case if space.fitting else space.candidates[0].case
     config = space.config
     try:

@@ -93,7 +93,7 @@ class FlatRange:
 
 
 def range_fault(piece: FlatRange, global_shape: Shape) -> str | None:
-    """What is wrong with one piece by itself, or None."""
+    """Return what is wrong with one piece by itself, or None."""
     if not len(piece.offset) == len(piece.shape) == len(global_shape):
         return f"slice {piece.offset} + {piece.shape} has other dimensions than the tensor {global_shape}"
     if min((*piece.offset, *piece.shape, piece.flat_start, piece.numel)) < 0:

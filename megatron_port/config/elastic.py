@@ -79,7 +79,7 @@ def _micro_batches(config: RunConfig) -> list[int]:
 
 
 def _splits(config: RunConfig, world: int) -> Iterator[tuple[int, int]]:
-    """(tp, pp) in order of preference."""
+    """Yield (tp, pp) in order of preference."""
     layout = config.layout
     most = config.model.num_layers // layout.virtual_pipeline_size
     tensor_sizes = [t for t in legal_tensor_sizes(config, world) if world % t == 0]
@@ -99,7 +99,7 @@ def _candidate(config: RunConfig, world: int, tp: int, pp: int, micro: int) -> R
 
 
 def _line(asked: RunConfig, found: RunConfig, world: int) -> str:
-    """What changed, in one line."""
+    """Return what changed, in one line."""
 
     def sizes(config: RunConfig, dp: int | str) -> str:
         layout = config.layout

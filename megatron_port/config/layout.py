@@ -28,7 +28,7 @@ def nearest(value: int, legal: list[int]) -> list[int]:
 
 
 def either(values: list[int]) -> str:
-    """``4 or 6``."""
+    """Return ``4 or 6``."""
     return " or ".join(str(v) for v in values)
 
 
@@ -52,7 +52,7 @@ def asked_world(config: RunConfig, world_size: int | None) -> int | None:
 
 
 def topology_sizes(config: RunConfig, world_size: int | None) -> tuple[int, int, int]:
-    """``(tp, pp, dp)``; dp is derived from the world where the configuration leaves it 0.
+    """Return ``(tp, pp, dp)``; dp is derived from the world where the configuration leaves it 0.
 
     ``world_size`` None: cluster.nodes × gpus_per_node, or where that is 0 too, whatever
     the layout asks (dp 0 counts as 1).

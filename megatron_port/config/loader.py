@@ -110,7 +110,7 @@ def shipped_names() -> list[str]:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """``; did you mean 'x'?`` or an empty string."""
+    """Return ``; did you mean 'x'?`` or an empty string."""
     import difflib  # imported only when something is wrong
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -252,7 +252,7 @@ def _run_folder(name: str) -> Path | None:
 
 
 def _runs_near(folder: Path) -> str:
-    """``, e.g. runs/lap``: a run's folder in this one or around it; empty: none."""
+    """Return ``, e.g. runs/lap``: a run's folder in this one or around it; empty: none."""
     found = [folder, *folder.parents][:3] + sorted(p for p in folder.iterdir() if p.is_dir())[:_MOST_FILES]
     return next((f", e.g. {p}" for p in found if (p / RUN_CONFIG).is_file()), "")
 

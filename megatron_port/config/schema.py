@@ -120,7 +120,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """How the run is split over processes. Changing it changes no number beyond rounding."""
+    """Split of the run over processes. Changing it changes no number beyond rounding."""
 
     tensor_parallel_size: int = 1
     """Ranks that share each layer, t. Keep it within a node."""
@@ -152,7 +152,7 @@ class LayoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """What one optimizer step consumes."""
+    """Samples that one optimizer step consumes."""
 
     micro_batch_size: int = 1
     """Samples in one forward pass of one replica."""
@@ -220,7 +220,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from."""
+    """Source of the tokens."""
 
     train: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs; empty with synthetic = false is an error."""
@@ -354,7 +354,7 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """What is written down."""
+    """Outputs that describe a run."""
 
     tensorboard: bool = False
     """Also write TensorBoard events (optional dependency)."""

@@ -33,7 +33,7 @@ class TokenDataset(Protocol):
 
 
 def split_positions(data: IndexedDataset, fractions: Sequence[float], seq_length: int) -> list[tuple[int, int]]:
-    """[start, stop) of the token stream for each split, cut at the document boundary nearest to its share.
+    """Return [start, stop) of the token stream for each split, cut at the document boundary nearest to its share.
 
     Where that would leave a split without one sample although its share holds one
     (few, long documents), all cuts are made at the exact token instead.
@@ -211,7 +211,7 @@ class BlendedDataset:
         return self._order() if self._order else None
 
     def locate(self, k: int) -> tuple[int, int]:
-        """(dataset, how many samples it served before) for sample k. O(1)."""
+        """Return (dataset, how many samples it served before) for sample k. O(1)."""
         if self._given is not None:
             if k >= len(self._given[0]):
                 raise DataError(f"sample {k} of a Megatron blend that was built for {len(self._given[0])} samples")

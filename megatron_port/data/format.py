@@ -40,17 +40,17 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """``<prefix>.bin``."""
+    """Return ``<prefix>.bin``."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """``<prefix>.idx``."""
+    """Return ``<prefix>.idx``."""
     return Path(f"{prefix}.idx")
 
 
 def meta_path(prefix: str | Path) -> Path:
-    """``<prefix>.meta.json``."""
+    """Return ``<prefix>.meta.json``."""
     return Path(f"{prefix}.meta.json")
 
 

@@ -37,7 +37,7 @@ class MegatronIndices:
 
 
 def split_ranges(fractions: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """[first, end) of the documents of each split, by Megatron's rounding."""
+    """Return [first, end) of the documents of each split, by Megatron's rounding."""
     weights = np.asarray(fractions, dtype=np.float64)
     edges = [0.0]
     for share in (weights / np.sum(weights)).tolist():
@@ -123,7 +123,7 @@ def blend_sizes(weights: Sequence[float], size: int) -> list[int]:
 
 
 def build_blend(weights: Sequence[float], size: int, make: Make = in_memory) -> tuple[np.ndarray, np.ndarray]:
-    """(corpus i16 [size], its sample i64 [size]): each sample goes to the corpus that lags its weight most."""
+    """Return (corpus i16 [size], its sample i64 [size]): each sample goes to the corpus that lags its weight most."""
     share = np.asarray(normalized(weights), dtype=np.float64)
     counts = np.zeros(len(share))
     error = np.empty_like(share)

@@ -82,7 +82,7 @@ def texts_of(block: Block, recipe: Recipe) -> Iterator[str]:
 
 
 def _usable(block: Block, recipe: Recipe, out: Encoded) -> Iterator[tuple[str, str]]:
-    """(where, text); what is left out or repaired is noted in ``out``."""
+    """Yield (where, text); what is left out or repaired is noted in ``out``."""
     for where, raw in _lines(block) if block.kind == LINES else _texts(block):
         try:
             text = _json_text(raw, recipe) if block.kind == LINES else _decoded(raw)

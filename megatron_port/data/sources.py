@@ -84,7 +84,7 @@ class ReadOptions:
 
 
 def classify(path: Path, suffixes: Sequence[str] = (".txt",)) -> Source | None:
-    """What a file is by its name; None: not an input."""
+    """Return what a file is by its name; None: not an input."""
     packed = path.suffix if path.suffix in PACKED_SUFFIXES else ""
     inner = Path(path.stem).suffix if packed else path.suffix
     if inner in JSON_SUFFIXES:

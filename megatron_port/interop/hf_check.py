@@ -36,7 +36,7 @@ SAMPLES, LENGTH = 2, 48
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the check measured: ``deviation`` is max|Δ| ÷ max|logit|."""
+    """Result of the check: ``deviation`` is max|Δ| ÷ max|logit|."""
 
     deviation: float
     tolerance: float

@@ -57,7 +57,7 @@ class _Fields:
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` as a dictionary. Raises CheckpointError."""
+    """Return ``config.json`` as a dictionary. Raises CheckpointError."""
     path = folder / CONFIG
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -73,7 +73,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def family_of(config: Mapping[str, Any], where: str) -> str:
-    """``gpt2``, ``gpt_neox`` or ``llama``. Raises CheckpointError for another ``model_type``."""
+    """Return ``gpt2``, ``gpt_neox`` or ``llama``. Raises CheckpointError for another ``model_type``."""
     found = config.get("model_type")
     if found not in FAMILIES:
         raise CheckpointError(f"{where}: model_type {found!r:.80}; only {', '.join(FAMILIES)} can be imported")
@@ -265,7 +265,7 @@ def hf_config(model: ModelConfig, *, dtype: str, eos: int | None) -> dict[str, A
 
 
 def _scaling(model: ModelConfig) -> dict[str, Any]:
-    """``rope_scaling`` as versions 4 and 5 both read it."""
+    """Return ``rope_scaling`` as versions 4 and 5 both read it."""
     if model.rope_scaling == "none":
         return {"rope_scaling": None}
     table: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}

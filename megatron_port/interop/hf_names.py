@@ -159,7 +159,7 @@ def _qkv(model: ModelConfig, family: str, prefix: str, kind: str) -> Iterator[Ru
 
 
 def _place(family: str, prefix: str, kind: str, part: str, head: int, heads: int, d: int) -> tuple[str, int]:
-    """(tensor, first row) of one head there."""
+    """Return (tensor, first row) of one head there."""
     if family == LLAMA:
         return f"{prefix}self_attn.{part}_proj.{kind}", head * d
     if family == NEOX:
@@ -168,7 +168,7 @@ def _place(family: str, prefix: str, kind: str, part: str, head: int, heads: int
 
 
 def _head_rows(d: int, rotated: int, partial: bool) -> Iterator[tuple[int, int, int]]:
-    """(first row of ours, of theirs, count) within a head."""
+    """Yield (first row of ours, of theirs, count) within a head."""
     if not partial or rotated == d:
         yield 0, 0, d
         return

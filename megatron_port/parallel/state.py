@@ -12,10 +12,9 @@ import torch
 class StatePiece:
     """A contiguous range of one tensor of the training state that this rank owns.
 
-    The box (``offset``, ``shape``) is a slice of the parameter's logical global
-    tensor; ``tensor`` is the 1-D range that starts at ``flat_start`` of the
-    row-major flattening of that box. ``kind``: ``weight`` (fp32 master under the
-    half precision), ``exp_avg`` or ``exp_avg_sq``.
+    (``offset``, ``shape``) is a slice of the parameter's logical global tensor;
+    ``tensor`` is the 1-D range that starts at ``flat_start`` of the row-major
+    flattening of that slice. ``kind``: ``weight`` (fp32 master under half precision), ``exp_avg`` or ``exp_avg_sq``.
     """
 
     name: str
@@ -28,14 +27,14 @@ class StatePiece:
 
 
 class StateReader(Protocol):
-    """Where an engine's state comes from: a checkpoint, an initialisation, a folder of another system."""
+    """Source of an engine's state: a checkpoint, an initialisation, a folder of another system."""
 
     def __call__(
         self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The box ``offset + shape`` of a tensor, as a tensor of that shape.
+        """Return the slice ``offset + shape`` of a tensor, as a tensor of that shape.
 
-        ``out`` is an offer: a reader that can puts the box there and returns ``out`` itself, which saves memory and a
+        ``out`` is an offer: a reader that can puts the slice there and returns ``out`` itself, which saves memory and a
         copy; else it leaves it alone and returns a tensor of its own. After an error its content is undefined.
         """

@@ -112,7 +112,7 @@ def memory_bars(stages: Sequence[StageMemory], limit: float) -> str:
 
 
 def waterfall(step: StepPlan) -> str:
-    """Where the seconds of a step go, one after the other."""
+    """Return where the seconds of a step go, one after the other."""
     parts = [(n, s) for n, s in step.split.parts().items()] + [("step", step.seconds)]
     width, each, left = 900.0, 30.0, 92.0
     right = width - 150

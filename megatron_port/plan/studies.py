@@ -39,7 +39,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the planner says of a point."""
+    """Plan of a point."""
 
     x: float
     tflops: float
@@ -75,7 +75,7 @@ def studies(case: Case, *, devices: int, tensor: tuple[int, ...]) -> list[Study]
 
 
 def _made(case: Case, *, tp: int, pp: int, dp: int, count: int) -> Case:
-    """``case`` with this split and ``count`` micro-batches per replica."""
+    """Return ``case`` with this split and ``count`` micro-batches per replica."""
     sequence = case.sequence_parallel and tp > 1 and case.model.seq_length % tp == 0
     return replace(
         case, tp=tp, pp=pp, dp=dp, micro_batches=count, global_batch=count * dp * case.micro_batch,

@@ -19,7 +19,7 @@ from megatron_port.plan.verdict import Plan
 
 
 def render(plan: Plan) -> str:
-    """What ``megatron-port plan`` prints."""
+    """Return what ``megatron-port plan`` prints."""
     return "\n".join([*_head(plan), *_memory(plan), *_time(plan), *_neighbours(plan)])
 
 

@@ -235,7 +235,7 @@ def _single(env: Mapping[str, str], hostname: str) -> ProcessInfo:
 
 
 def _started_by(env: Mapping[str, str], hostname: str, addr: str | None) -> ProcessInfo:
-    """What the environment says, before flags; every claim that is not used is among the conflicts."""
+    """Return what the environment says, before flags; every claim that is not used is among the conflicts."""
     if env.get("TORCHELASTIC_RUN_ID"):
         return _beside_torchrun(_torchrun(env, hostname), env)
     if slurm.in_step(env):

@@ -84,7 +84,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Claim:
-    """What one launcher's variables say of this process."""
+    """Claim of one launcher's variables about this process."""
 
     launcher: Launcher
     rank: int
@@ -126,7 +126,7 @@ def _number(env: Mapping[str, str], names: Sequence[str], sources: dict[str, str
 
 
 def claims(env: Mapping[str, str]) -> list[Claim]:
-    """What every launcher but torchrun and SLURM says, in order of precedence.
+    """Return what every launcher but torchrun and SLURM says, in order of precedence.
 
     Raises:
         LauncherFault: a variable is not a number, or ``WORLD_SIZE`` is above one and nobody says which rank this is.
@@ -224,7 +224,7 @@ def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bo
 
 
 def _port(claim: Claim, env: Mapping[str, str], sources: dict[str, str]) -> int:
-    """``MASTER_PORT``; else a number that the job's name gives; else torch's default."""
+    """Return ``MASTER_PORT``; else a number that the job's name gives; else torch's default."""
     given = _number(env, ("MASTER_PORT",), sources, "master_port")
     if given is not None:
         return given

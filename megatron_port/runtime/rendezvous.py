@@ -75,7 +75,7 @@ def listen(info: ProcessInfo) -> socket.socket:
 
 
 def _own_addresses(info: ProcessInfo) -> list[str]:
-    """Which of the master's addresses are this host's. EnvironmentFault: none."""
+    """Return which of the master's addresses are this host's. EnvironmentFault: none."""
     source = info.sources.get("master_addr", "default")
     try:
         addresses = resolve_host(info.master_addr)
@@ -177,7 +177,7 @@ def _await_master(host: str, port: int, deadline: float) -> str:
 
 
 def _reason(error: OSError, host: str) -> str:
-    """What a failed connection means for a user."""
+    """Return what a failed connection means for a user."""
     if isinstance(error, socket.gaierror):
         return f"{host} cannot be resolved ({error.strerror})"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
@@ -272,8 +272,8 @@ def _raise_alarm(store: Store) -> None:
 
 
 def _verdict(info: ProcessInfo, store: Store, timeout_s: float, number: int | None) -> EnvironmentFault:
-    """What all ranks raise. Rank 0 writes it; if it is not there (torchrun serves the store), the first to ask does,
-    and prints it. ``number``: what ``_report`` returned.
+    """Return the error that all ranks raise. Rank 0 writes it; if it is absent (torchrun serves the store), the first
+    rank to ask writes and prints it. ``number``: what ``_report`` returned.
     """
     wrote = False
     if not store.check(["verdict"]):
@@ -334,7 +334,7 @@ def _names(store: Store, world: int) -> tuple[dict[int, str], dict[str, list[int
 
 
 def _missing(info: ProcessInfo, store: Store, timeout_s: float) -> str:
-    """Which ranks have not reported, and where they should be."""
+    """Return which ranks have not reported, and where they should be."""
     hosts, _ = _names(store, info.world_size)
     missing = [r for r in range(info.world_size) if r not in hosts]
     store.set("closed", str(len(hosts)))
@@ -347,7 +347,7 @@ def _missing(info: ProcessInfo, store: Store, timeout_s: float) -> str:
 
 
 def places(info: ProcessInfo, ranks: list[int], known: dict[int, str]) -> str:
-    """``all of n2, n3 (ranks 8-23); ranks 25-26 (n4)``: whole nodes by name, the rest by rank.
+    """Return ``all of n2, n3 (ranks 8-23); ranks 25-26 (n4)``: whole nodes by name, the rest by rank.
 
     Args:
         ranks: sorted.
@@ -384,7 +384,7 @@ def _some_hosts(info: ProcessInfo, ranks: list[int], known: dict[int, str], show
 
 
 def ranges(ranks: list[int]) -> str:
-    """``ranks 1, 4-7`` of sorted numbers, cut after some."""
+    """Return ``ranks 1, 4-7`` of sorted numbers, cut after some."""
     pieces: list[list[int]] = []
     for rank in ranks:
         if pieces and rank == pieces[-1][1] + 1:

@@ -27,7 +27,7 @@ EXIT_CODES = (EXIT_OK, EXIT_REQUEUE, EXIT_OK, EXIT_INTERRUPTED)
 
 
 def name_of(level: int) -> str:
-    """``SIGUSR1`` of 1; empty of 0."""
+    """Return the name of a level's signal: ``SIGUSR1`` for 1; empty for 0."""
     return next((number.name for number, own in LEVELS.items() if own == level), "")
 
 

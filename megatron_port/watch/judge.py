@@ -18,7 +18,7 @@ WORDS_SHOWN = 40
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What happened, for a person and for the exit code."""
+    """Diagnosis of a failure, for a person and for the exit code."""
 
     code: int
     ranks: tuple[int, ...]
