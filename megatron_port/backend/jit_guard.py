@@ -27,7 +27,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatron_port.backend.compile_entry_points import WAYS, prebuild_command
+from megatron_port.backend.compile_entry_points import ENTRY_POINTS, prebuild_command
 from megatron_port.errors import EnvironmentFault
 
 __all__ = ["JitGuard", "Undo", "install_guard", "prebuild_command", "prebuilt_deepspeed_ops", "prepare_deepspeed"]
@@ -58,7 +58,7 @@ def prepare_deepspeed() -> None:
 
 
 def prebuilt_deepspeed_ops() -> dict[str, bool]:
-    """Op → built ahead of time for the accelerator that DeepSpeed uses here. Imports deepspeed."""
+    """Return op → built ahead of time, for the accelerator that DeepSpeed uses here. Imports deepspeed."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
@@ -88,7 +88,7 @@ class _ThenClose(Loader):
 
 
 class JitGuard(MetaPathFinder):
-    """Closes :data:`compile_entry_points.WAYS`, at once in loaded modules and at import in the others.
+    """Guard that closes ``compile_entry_points.ENTRY_POINTS``, at once in loaded modules, at import in the others.
 
     It stands in ``sys.meta_path``, which also is where a second :func:`install_guard` finds it: one per process.
     """
@@ -102,7 +102,7 @@ class JitGuard(MetaPathFinder):
         """Close the loaded modules and watch for the others."""
         self.on = True
         sys.meta_path.insert(0, self)
-        for name, close in WAYS.items():
+        for name, close in ENTRY_POINTS.items():
             module = sys.modules.get(name)
             if module is not None:
                 close(self, module)
@@ -119,7 +119,7 @@ class JitGuard(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Let the others find one of our modules, and close it once it has run."""
-        close = WAYS.get(fullname)
+        close = ENTRY_POINTS.get(fullname)
         if close is None:
             return None
         for finder in sys.meta_path:
@@ -154,7 +154,7 @@ class JitGuard(MetaPathFinder):
 
 
 def install_guard(allow_jit: bool) -> Undo:
-    """From now on, attempts to compile an op raise EnvironmentFault with the op's name and the remedy.
+    """Raise EnvironmentFault, with the op's name and the remedy, on attempts to compile an op from now on.
 
     Args:
         allow_jit: ``backend.allow_jit``; true: nothing is guarded.
