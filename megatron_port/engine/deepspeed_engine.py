@@ -143,7 +143,7 @@ class DeepSpeedEngine:
 
     @property
     def _divisor(self) -> float:
-        """What DeepSpeed multiplies the loss by and divides the gradient by."""
+        """Factor by which DeepSpeed multiplies the loss and divides the gradient."""
         return self.scaler.scale if self.dtype == torch.float16 else 1.0
 
     def _push_scale(self) -> None:
@@ -199,7 +199,7 @@ class DeepSpeedEngine:
         return iter([(b.tokens, b.labels) for b in micro_batches])
 
     def _may_not_update(self) -> bool:
-        """Asked once norm and loss are known, and finite as far as DeepSpeed looks; alike on all ranks."""
+        """Return whether the update is refused, once norm and loss are known; alike on all ranks."""
         largest_loss, largest_norm = self._limits.largest
         fits = self._mean_loss <= largest_loss and float(self.engine.optimizer._global_grad_norm) <= largest_norm
         self._refused = self._probe is not None or not fits
@@ -213,7 +213,7 @@ class DeepSpeedEngine:
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
         probe: Probe | None = None,
     ) -> StepResult:
-        """One optimizer step; see ``engine.api.Engine``."""
+        """Take one optimizer step (``engine.api.Engine``)."""
         count, dp = len(micro_batches), self.ctx.topology.dp
         if count != self.engine.micro_batches:
             self.engine.set_train_batch_size(count * self.config.batch.micro_batch_size * dp)
@@ -258,7 +258,7 @@ class DeepSpeedEngine:
         return self._losses
 
     def nonfinite_gradients(self) -> list[str]:
-        """None: DeepSpeed clears them with the step."""
+        """Return nothing: DeepSpeed clears gradients with the step."""
         return []
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
@@ -280,7 +280,7 @@ class DeepSpeedEngine:
         yield from self.parameters
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """The shard_ranges of masters and moments that ZeRO-1 gave this rank."""
+        """Yield the ranges of masters and moments that ZeRO-1 gave this rank."""
         yield from self._state.state_pieces(self.engine.optimizer, self.ctx)
 
     def scalar_state(self) -> dict[str, float | int]:

@@ -75,7 +75,7 @@ class SingleStagePipelineModule(PipelineModule):
 
 
 class _ModuleHolder(nn.Module):
-    """LayerSpec builds modules by class; this one holds the stage that exists already."""
+    """Holder of an existing stage: LayerSpec builds modules by class."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ PHASES: dict[type, tuple[str, str]] = {
 
 
 def _in_phase(phase: str, operation: str, execute: Callable[..., None]) -> Callable[..., None]:
-    """An instruction that says first that it begins."""
+    """Wrap an instruction so that it first reports its phase."""
 
     def instruction(self: RecordedPipelineEngine, *args: Any, **kwargs: Any) -> None:
         self.progress.at(phase, operation, kwargs.get("buffer_id", -1))
@@ -111,7 +111,7 @@ def _in_phase(phase: str, operation: str, execute: Callable[..., None]) -> Calla
 
 
 class RecordedPipelineEngine(PipelineEngine):
-    """Calls back around each pass, around gradient reduction and before the update."""
+    """PipelineEngine that calls back around each pass, around gradient reduction and before the update."""
 
     progress: ProgressTracker
     around_forward: Callable[[int], AbstractContextManager[None]]
@@ -122,7 +122,7 @@ class RecordedPipelineEngine(PipelineEngine):
     in_backward = False
 
     def held_gradients(self) -> list[torch.Tensor | None]:
-        """What each parameter has accumulated so far, where that is known."""
+        """Return what each parameter has accumulated so far, where that is known."""
         if isinstance(self.optimizer, BF16_Optimizer):
             return [getattr(p, "_hp_grad", None) for p in self.module.parameters()]
         return [self.optimizer.get_param_gradient_attribute(p) for p in self.module.parameters()]
@@ -171,7 +171,7 @@ class RecordedPipelineEngine(PipelineEngine):
         super()._exec_schedule(pipe_schedule)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
-        """Nothing: the loss is summed once, over tokens, by the engine that owns this one."""
+        """Do nothing: the loss is summed once, over tokens, by the engine that owns this one."""
         return torch.zeros((), device=self.device)
 
     _INSTRUCTION_MAP = {  # noqa: RUF012

@@ -12,7 +12,7 @@ from megatron_port.parallel.context import ParallelContext
 
 
 def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, seq_length: int) -> float:
-    """Loss tokens of a step over all replicas.
+    """Return the loss tokens of a step over all replicas.
 
     Where nothing is masked the count is known. Masks live on the last stage only, which sums them over its replicas
     before the first backward pass (the loss is divided by the result); other stages do not use the number.
@@ -40,7 +40,7 @@ def loss_weight(tokens: float) -> float:
 
 
 def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> torch.Tensor:
-    """Sums over replicas of values that the last stage knows, on every rank: float64 [n] on the device.
+    """Sum over replicas the values that the last stage knows; float64 [n] on the device of every rank.
 
     The tensor-parallel ranks computed them each for itself; all take the first's, so that no fault in one of them
     makes them decide differently on a step.
@@ -60,10 +60,10 @@ def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) ->
 
 
 def shared_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> list[float]:
-    """The same, read back: a host synchronisation."""
+    """Return :func:`device_sums` as floats: a host synchronisation."""
     return [float(v) for v in device_sums(values, ctx).tolist()]
 
 
 def refused_loss(sums: torch.Tensor, limit: float) -> torch.Tensor:
-    """1 where the mean of (loss sum, tokens) is not finite or above a finite ``limit``, else 0: float32 scalar."""
+    """Return 1 if the mean of (loss sum, tokens) is not finite or above a finite ``limit``, else 0: float32 scalar."""
     return (~(sums[0] / sums[1].clamp(min=1.0) <= limit)).float()

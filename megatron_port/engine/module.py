@@ -28,7 +28,7 @@ class StageModule(Protocol):
 
 
 def recorded_parameters(stage: nn.Module) -> list[tuple[ParameterRecord, nn.Parameter]]:
-    """(record, parameter) of a stage, each parameter once, in module order.
+    """Return (record, parameter) of a stage, each parameter once, in module order.
 
     Raises AttributeError when a parameter has no record, ValueError when two are the same slice of the same name.
     """
@@ -88,7 +88,7 @@ def read_range(
 def logical_pieces(
     record: ParameterRecord, kind: str, flat: torch.Tensor, start: int
 ) -> Iterator[StatePiece]:
-    """Pieces for elements [start, start + len(flat)) of this rank's flattened local tensor, padding cut off.
+    """Yield pieces for elements [start, start + len(flat)) of this rank's flattened local tensor, padding cut off.
 
     Padding lies at the end of the split dimension. Where that is dimension 0 the
     logical elements are a prefix of the flat tensor; an inner dimension is never padded.
@@ -110,7 +110,7 @@ def logical_pieces(
 
 
 def zero_moments(read: StateReader) -> StateReader:
-    """A reader whose moments are zero: weights from a checkpoint, optimizer fresh."""
+    """Return a reader whose moments are zero: weights from a checkpoint, optimizer fresh."""
 
     def wrapped(
         name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None

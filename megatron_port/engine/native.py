@@ -76,7 +76,7 @@ class _Gradients:
 
 
 def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], bucket: Bucket) -> None:
-    """A bucket's weights have come from the other replicas."""
+    """Record a bucket's weights for the state check, once they have come from the other replicas."""
     alive = sharded()
     if check.recording and alive is not None:
         check.record([alive.weight_tensor(bucket)])
@@ -124,7 +124,7 @@ class NativeEngine:
         self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
 
     def _by_chunk(self) -> list[list[tuple[ParameterRecord, nn.Parameter]]]:
-        """Each parameter once, with the first chunk that has it (a folded pipeline's last shares the table)."""
+        """Return each parameter once, with the first chunk that has it (a folded pipeline's last shares the table)."""
         seen: set[int] = set()
         out = []
         for chunk in self.chunks:
@@ -160,7 +160,7 @@ class NativeEngine:
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
         probe: Probe | None = None,
     ) -> StepResult:
-        """One optimizer step; see ``engine.api.Engine``."""
+        """Take one optimizer step (``engine.api.Engine``)."""
         self.stage.train()
         self.stream.enabled = True
         # A replay wants to see this rank's own gradients before any sum.
@@ -296,7 +296,7 @@ class NativeEngine:
         self._record_state(gathering=False)
 
     def _load_place(self, p: torch.Tensor, mine: Sequence[Shard], scratch: ScratchBuffer) -> torch.Tensor:
-        """Where to read a parameter to, in the masters' dtype: a place where it stays, if there is one."""
+        """Return a tensor in the masters' dtype to read a parameter into: its permanent one where there is one."""
         if p.dtype == self.sharded.wide:
             return p.detach()
         if mine and mine[0].master.numel() == p.numel():

@@ -19,7 +19,8 @@ SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
 
 
 class Update(Protocol):
-    """``state`` maps a master (``Shard.master``) to {"step", "exp_avg", "exp_avg_sq"}; setting an entry loads it."""
+    """Update of the masters. ``state`` maps a master (``Shard.master``) to {"step", "exp_avg", "exp_avg_sq"};
+    setting an entry loads it."""
 
     state: Any
     square_norm: SquareNorm
@@ -44,7 +45,7 @@ def _by_decay(pieces: Sequence[Shard]) -> list[list[Shard]]:
 
 
 class TorchUpdate:
-    """torch.optim.AdamW."""
+    """Update by torch.optim.AdamW."""
 
     square_norm: SquareNorm = None
 
@@ -90,7 +91,7 @@ class TorchUpdate:
 
 
 class OwnUpdate:
-    """The kernel of ``backend.ops.optimizer``."""
+    """Update by the kernel of ``backend.ops.optimizer``."""
 
     def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
         from megatron_port.backend.ops.optimizer import square_norm
@@ -128,6 +129,6 @@ class OwnUpdate:
 
 
 def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig) -> Update:
-    """The update of a provider, ``own`` or ``torch``."""
+    """Return the update of a provider, ``own`` or ``torch``."""
     kind: type[OwnUpdate] | type[TorchUpdate] = OwnUpdate if provider == "own" else TorchUpdate
     return kind(sharded, config)

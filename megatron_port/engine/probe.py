@@ -25,7 +25,7 @@ _STAGES, _MODULES = 1 << 12, 1 << 20
 
 @dataclass
 class StepDiagnostics:
-    """What one rank saw of a step."""
+    """Diagnostics of a step, as one rank saw it."""
 
     micro_batch: int | None = None
     """Index on this replica of the first micro-batch with a number that is not finite; None: there is none."""
@@ -56,7 +56,7 @@ def _finite(value: Any) -> torch.Tensor | None:
 
 
 class Probe:
-    """Collects on one rank; an engine calls it around each pass of each micro-batch.
+    """Collector on one rank; an engine calls it around each pass of each micro-batch.
 
     Args:
         stage: pipeline coordinate of this rank, ``stages`` of them; a rank that holds several chunks of the model
@@ -101,7 +101,7 @@ class Probe:
 
     @contextmanager
     def forward(self, micro_batch: int, virtual: int | None = None) -> Iterator[None]:
-        """The forward pass of a micro-batch runs inside."""
+        """Watch the forward pass of a micro-batch, which runs in the body."""
         self._current, self._seen = (micro_batch, self.stage if virtual is None else virtual), 0
         try:
             yield
@@ -109,14 +109,14 @@ class Probe:
             self._current = None
 
     def loss(self, micro_batch: int, loss_sum: torch.Tensor) -> None:
-        """The sum of token losses of a micro-batch (last stage)."""
+        """Take the sum of token losses of a micro-batch (last stage)."""
         self._losses[micro_batch] = loss_sum.detach()
 
     @torch.no_grad()
     def after_backward(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None], virtual: int | None = None
     ) -> None:
-        """``gradients``: the sums that parameters hold after this micro-batch, and what goes to the stage before."""
+        """Take the sums that parameters hold after this micro-batch, and what goes to the stage before."""
         held = [g for g in gradients if g is not None]
         if held:
             place = self.stage if virtual is None else virtual
@@ -124,14 +124,14 @@ class Probe:
 
     @torch.no_grad()
     def own_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
-        """This rank's gradients over all micro-batches, before any sum over ranks."""
+        """Take this rank's gradients over all micro-batches, before any sum over ranks."""
         self._gradients = [(r.name, torch.isfinite(g).all(), g.float().norm()) for r, g in gradients]
 
     def _order(self, micro_batch: int, phase: int, place: int, inside: int) -> int:
         return ((micro_batch * 2 + phase) * _STAGES + place) * _MODULES + min(inside, _MODULES - 1)
 
     def diagnostics(self, micro_batches: int) -> StepDiagnostics:
-        """What was collected, read back from the device."""
+        """Return what was collected, read back from the device."""
         found = StepDiagnostics(losses=[float(self._losses[m]) for m in range(micro_batches) if m in self._losses])
         self._find_first(found)
         norms = [(name, float(norm)) for name, _, norm in self._gradients]
@@ -163,7 +163,7 @@ class Probe:
 def trace_diagnostics(
     losses: Sequence[torch.Tensor], nonfinite_gradients: Sequence[str], *, stage: int
 ) -> StepDiagnostics:
-    """What a step leaves behind that was not looked at: its micro-batches' losses, and gradients summed already.
+    """Return diagnostics of a step that no probe watched: its micro-batches' losses, and gradients summed already.
 
     A loss that is not finite says more than a gradient, which all replicas share.
     """

@@ -19,7 +19,7 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """A parameter's place in a bucket."""
+    """Place of a parameter in a bucket."""
 
     index: int
     """Index of the parameter in the engine's list."""
@@ -49,7 +49,7 @@ def _kind(record: ParameterRecord) -> str:
 def plan_buckets(
     chunks: Sequence[Sequence[tuple[int, ParameterRecord, int]]], *, shards: int, capacity: int
 ) -> list[BucketPlan]:
-    """Buckets of at most ``capacity`` elements (a larger parameter has its own).
+    """Return buckets of at most ``capacity`` elements (a larger parameter has its own).
 
     Args:
         chunks: (index, record, elements of the local tensor) of the parameters of each chunk, in forward order.
@@ -86,7 +86,7 @@ class ShardRange:
 
 
 def shard_ranges(plan: BucketPlan, *, shard: int, shards: int) -> list[ShardRange]:
-    """What shard ``shard`` of ``shards`` of a bucket holds, in order."""
+    """Return the parameter ranges of shard ``shard`` of a bucket's ``shards``, in order."""
     size = plan.numel // shards
     first, last = shard * size, (shard + 1) * size
     out = []

@@ -61,7 +61,7 @@ def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelCont
 
 
 def counts_in_norm(record: ParameterRecord, ctx: ParallelContext) -> bool:
-    """This rank's copy is the one that the global norm counts and that is saved."""
+    """Return whether this rank's copy is the one that the global norm counts and that is saved."""
     first = ctx.coords.tp % record.tp_copies == 0 if record.is_split else ctx.coords.tp == 0
     return record.tied_primary and first
 
@@ -73,7 +73,7 @@ def global_square_norm(
     *,
     sharded: bool = False,
 ) -> torch.Tensor:
-    """Sum of squares over the whole model of gradients already summed over dp: a scalar on the device.
+    """Return the sum of squares over the whole model of gradients already summed over dp: a scalar on the device.
 
     ``sharded``: each replica gives its own pieces of them.
 

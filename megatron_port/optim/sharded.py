@@ -34,7 +34,7 @@ Recorded = tuple[ParameterRecord, nn.Parameter]
 
 @dataclass(frozen=True)
 class Shard:
-    """A range of one parameter that this rank owns; the tensors are views, 1-D, of the same length."""
+    """Range of one parameter that this rank owns; the tensors are views, 1-D, of the same length."""
 
     record: ParameterRecord
     start: int
@@ -52,7 +52,7 @@ class Shard:
 
 
 class Bucket:
-    """The memory of one bucket and what is under way on it.
+    """Memory of one bucket and the collectives in flight on it.
 
     ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
     else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
@@ -92,7 +92,7 @@ class Bucket:
 
 
 class ShardedParameters:
-    """The parameters of one rank, in buckets.
+    """Parameters of one rank, in buckets.
 
     Args:
         chunks: the recorded parameters of each chunk, in forward order, each parameter once.
@@ -186,7 +186,7 @@ class ShardedParameters:
             part.begin(passes, early=early and self.ctx.dp_group is not None)
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Where a gradient is to be added, in the parameter's shape; say :meth:`added` when it has been."""
+        """Return the view to add a gradient to, in the parameter's shape; call :meth:`added` when it has been added."""
         number, slot = self._slot_of[self._index[id(parameter)]]
         bucket = self.buckets[number]
         while bucket.reducing is not None and not bucket.lasting:
@@ -201,13 +201,13 @@ class ShardedParameters:
         return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
 
     def added(self, parameter: torch.Tensor) -> None:
-        """A gradient has been added to :meth:`gradient_of`."""
+        """Note that a gradient has been added to :meth:`gradient_of`."""
         index = self._index[id(parameter)]
         for number in self._round_of[index].added(index):
             self._start(self.buckets[number])
 
     def end_pass(self, chunk: int) -> None:
-        """A backward pass of a chunk has ended: under stage 2 its gradients are reduced."""
+        """End a backward pass of a chunk: under stage 2 its gradients are reduced."""
         part = self._rounds.get(chunk) if self.shard_gradients and not self._hold else None
         if part is not None:
             for number in part.rest():
@@ -242,7 +242,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def _settle(self) -> bool:
-        """End the oldest reduction under way; false: there is none."""
+        """End the oldest reduction under way; return whether there was one."""
         if not self._reducing:
             return False
         bucket = self._reducing.popleft()
@@ -280,7 +280,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """The summed gradient of each parameter on every rank (for comparisons: moves and copies all). Collective."""
+        """Return the summed gradient of each parameter on every rank (for comparisons: moves all). Collective."""
         out: dict[int, torch.Tensor] = {}
         for bucket in self.buckets:
             flat = bucket.sums
@@ -293,7 +293,7 @@ class ShardedParameters:
         return [(record, out[i]) for i, (record, _) in enumerate(self.parameters)]
 
     def local_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """What this rank has added up itself, whole; only before ``finish``, and after ``begin(early=False)``."""
+        """Return this rank's own sums, unsharded; only before ``finish``, and after ``begin(early=False)``."""
         return [(record, self.gradient_of(p)) for record, p in self.parameters]
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class ShardedParameters:
                 )
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Until the weights of these buckets (default: all) are there."""
+        """Wait until the weights of these buckets (default: all) are there."""
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
