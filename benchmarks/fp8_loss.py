@@ -3,7 +3,7 @@
 The quick start's corpus (``make quickstart`` or ``megatron-port data fetch`` makes it), a small GPT, real runs of
 ``megatron-port train``: bf16 with three seeds, each recipe of precision.fp8 with two of them, and bf16 once more with
 other micro-batches, which changes nothing but the order of sums. A run that is finished is not done again, one that
-was interrupted goes on from its last checkpoint.
+was interrupted resumes from its last checkpoint.
 
 Compared are the loss on held-out text after the last step and the mean of the last 50 training losses. An 8-bit run
 passes if it ends no farther from the bf16 run of its own seed than bf16 runs of different seeds end from one another.

@@ -84,7 +84,7 @@ def main() -> None:
     state = 2 * seconds(lambda: (engine.state_check.verify(), engine.state_check.differing.item()), device, 3)
     interval = config.telemetry.replica_check_interval
     count = sum(p.numel() for p in weights)
-    print(f"{count / 1e6:.1f} M parameters, {a.dtype}, {a.batch * a.seq} tokens a step, {device}")
+    print(f"{count / 1e6:.1f} M parameters, {a.dtype}, {a.batch * a.seq} tokens per step, {device}")
     print(f"step                {step:.4f} s")
     print(f"guard, a step       {added * 1e6:.0f} us = {100 * added / step:.4f} % of it")
     print(f"state check, a step {state:.4f} s = {100 * state / step:.2f} % of it (contained in it)")

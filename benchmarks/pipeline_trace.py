@@ -107,10 +107,10 @@ class _Sleeping(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         time.sleep(ctx.cost)
-        if ctx.gradients.holding is None:
+        if ctx.gradients.deferred is None:
             time.sleep(ctx.cost)
         else:
-            ctx.gradients.holding.append(lambda: time.sleep(ctx.cost))
+            ctx.gradients.deferred.append(lambda: time.sleep(ctx.cost))
         return grad, None, None, None
 
 

@@ -229,9 +229,9 @@ def report(found: list[Row]) -> str:
         "Written by `python benchmarks/plan_accuracy.py` from `configs/published/points.csv`; docs/planner.md says how",
         "a step is planned. No constant was fitted to these rows. The A100 and H100 clusters have no calibration (all",
         "scales 1); Frontier's matmul_scale was taken from line 2 alone.", "",
-        *summary_lines(found), "", "## Frontier (hardware TFLOP/s a GCD)", "", *frontier_lines(found), "",
+        *summary_lines(found), "", "## Frontier (hardware TFLOP/s per GCD)", "", *frontier_lines(found), "",
         "The strong-scaling baseline is one replica (64 and 512 GCDs), stated before the comparison. 8000 / 6 is not",
-        "whole: planned with ceil(8000 / 6) = 1334 micro-batches a replica.", "", "## Rows", "",
+        "whole: planned with ceil(8000 / 6) = 1334 micro-batches per replica.", "", "## Rows", "",
         "| line | source | model | layout | devices | batch | measured s | planned s | error | note |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]

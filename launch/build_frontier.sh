@@ -1,6 +1,6 @@
 #!/bin/bash
 # Build the environment on Frontier: launch/build_frontier.sh, on a login node or in a job (docs/frontier.md, section 1).
-# The modules are those of configs/clusters/frontier.toml. The same command goes on where it stopped.
+# The modules are those of configs/clusters/frontier.toml. The same command resumes where it stopped.
 # Environment: PYTHON, TORCH_VERSION, TORCH_INDEX (URL or folder), MAX_JOBS, SKIP="apex flash".
 set -euo pipefail
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # shellcheck disable=SC2034
-# Any cluster with SLURM: one process a task, as many nodes and tasks as sbatch is asked for.
+# Any cluster with SLURM: one process per task, as many nodes and tasks as sbatch is asked for.
 # sbatch -N 4 --ntasks-per-node=8 --gpus-per-node=8 launch/slurm.sh run.toml [--set a.b=value …]
 # Made by `megatron-port launch sites` from configs/clusters; edit that.
 #SBATCH --job-name=megatron-port

@@ -1,6 +1,6 @@
 #!/bin/bash
 # One node without SLURM: launch/torchrun.sh run.toml [--nproc N] [--set a.b=value …]
-# One process a GPU (or --nproc of them), started by torchrun; everything else goes to `megatron-port train`.
+# One process per GPU (or --nproc of them), started by torchrun; everything else goes to `megatron-port train`.
 set -euo pipefail
 
 root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

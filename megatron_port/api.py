@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from megatron_port.model.gpt import GPTStage
     from megatron_port.runtime.discovery import ProcessInfo
     from megatron_port.session.session import Session
-    from megatron_port.train.loop import Outcome
+    from megatron_port.train.loop import TrainingResult
 
 
 def load_config(file: str | Path | Sequence[str | Path] | None = None, *overrides: str) -> RunConfig:
-    """A run from TOML files and ``"a.b=VALUE"`` overrides, as ``megatron-port train`` reads them.
+    """Return a run's configuration from TOML files and ``"a.b=VALUE"`` overrides, as ``megatron-port train`` reads it.
 
     ``file``: a path, the name of a shipped file ("runs/quickstart", "models/gpt-22b"), several of them (later ones
     win), or None for the defaults alone. Cross-field checks come with :func:`open_session`, which knows the ranks.
@@ -66,7 +66,7 @@ def open_session(
 
 
 def build_model(session: Session) -> list[GPTStage]:
-    """This rank's part of the model: a ``torch.nn.Module`` for each of its chunks (one, unless the schedule is
+    """Return this rank's part of the model: a ``torch.nn.Module`` for each of its chunks (one, unless the schedule is
     interleaved) whose parameters are allocated and not yet set.
 
     Forward takes token ids [batch, seq] on the first stage, and gives logits [seq, batch, vocab / tp] on the last.
@@ -80,7 +80,7 @@ def build_model(session: Session) -> list[GPTStage]:
 
 
 def build_engine(session: Session, *, initialise: bool = True) -> Engine:
-    """Model and optimizer of this rank in the run's engine, with initial weights.
+    """Return this rank's model and optimizer in the run's engine, with initial weights.
 
     ``initialise``: False where ``engine.load_state`` or ``load_weights`` will set them.
     """
@@ -92,10 +92,10 @@ def build_engine(session: Session, *, initialise: bool = True) -> Engine:
 
 
 def build_loaders(session: Session) -> Loaders:
-    """Training, validation and test data of this rank's replica and stage.
+    """Return training, validation and test data of this rank's replica and stage.
 
     ``loaders.train.step(first_sample, global_batch)`` gives the micro-batches of a step: it is a function of the
-    sample number, so going on somewhere needs no state.
+    sample number, so continuing anywhere needs no state.
 
     Raises:
         DataError: a corpus that is missing, damaged, too small or of another tokenizer.
@@ -114,7 +114,7 @@ def build_loaders(session: Session) -> Loaders:
 
 
 def check_memory(config: RunConfig, world_size: int | None) -> str:
-    """What the planner says where the run cannot fit, and ``launch.memory_check`` only warns; else empty.
+    """Return the planner's message where the run cannot fit and ``launch.memory_check`` only warns; else empty.
 
     Raises:
         ConfigError: it cannot fit, and ``launch.memory_check`` is "stop".
@@ -128,8 +128,8 @@ def check_memory(config: RunConfig, world_size: int | None) -> str:
     return found
 
 
-def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
-    """One rank's part of a whole run: resume, train, evaluate, save, report; what ``megatron-port train`` calls.
+def run_training(config: RunConfig, info: ProcessInfo | None = None) -> TrainingResult:
+    """Run one rank's part of a run: resume, train, evaluate, save, report; what ``megatron-port train`` calls.
 
     Signals make it save and return early; ``outcome.exit_code`` says how it ended. On failure the run's folder gets
     the first rank's message for the job script.
@@ -137,9 +137,9 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Outcome:
     Raises:
         PortError: see ``megatron_port.errors``; the same on every rank where it concerns all.
     """
-    from megatron_port.runtime.signals import hold
+    from megatron_port.runtime.signals import block_signals
 
-    hold()
+    block_signals()
     from megatron_port.errors import PeerLost
     from megatron_port.launch.outcome import record_failure
     from megatron_port.runtime.discovery import discover

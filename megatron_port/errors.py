@@ -1,4 +1,4 @@
-"""Errors a user can mend, and the exit code of each.
+"""Errors that a user can fix, and the exit code of each.
 
 Every exception here carries one message that says what is wrong, the numbers,
 and what to change. The command line prints it once, on rank 0, without a
@@ -32,7 +32,7 @@ EXIT_INTERRUPTED = 130
 
 
 def shortened(text: str, characters: int) -> str:
-    """``text``, its middle left out where it is longer: what a file brought must not flood the log."""
+    """Return ``text``, its middle left out where it is longer: what a file brought must not flood the log."""
     if len(text) <= characters:
         return text
     return f"{text[:characters * 2 // 3]} … {text[-(characters // 3):]}"
@@ -73,7 +73,7 @@ class EnvironmentFault(PortError):
 
 
 class LauncherFault(EnvironmentFault):
-    """What started the processes says too little, or contradicts itself; starting the job again changes nothing."""
+    """Launcher that gives too little, or contradicts itself; starting the job again changes nothing."""
 
     permanent = True
 

@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--build-arg", action="append", default=[], metavar="A=VALUE", help="replace an ARG's default")
     parser.add_argument("--env", action="append", default=[], metavar="A=VALUE", help="of this host, for every RUN")
     parser.add_argument("--bind", action="append", default=[], metavar="HERE:INSIDE", help="mount it for every RUN")
-    parser.add_argument("--start", type=int, default=0, metavar="LINE", help="go on from this line, after a failure")
+    parser.add_argument("--start", type=int, default=0, metavar="LINE", help="resume at this line, after a failure")
     chosen = parser.parse_args(arguments)
     try:
         steps = instructions(chosen.dockerfile.read_text())

@@ -98,7 +98,7 @@ def main() -> int:
     linters = None if own.no_lint else subprocess.Popen(
         [sys.executable, __file__, "--lint-only"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    # One thread a rank: eight ranks with a pool each would fight over the cores.
+    # One thread per rank: eight ranks with a pool each would fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     report = Report()
     # The summary of skips by place is pytest's -rs; by reason it is ours.

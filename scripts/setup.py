@@ -3,7 +3,7 @@
 
 Runs with the system's Python and nothing but its standard library. The work is done in phases; each
 leaves a stamp keyed by everything that it depends on, so a second run does only what is missing and
-an interrupted one goes on where it stopped. The DeepSpeed wheel, the slow part, is kept in
+an interrupted one resumes where it stopped. The DeepSpeed wheel, the slow part, is kept in
 .cache/wheels and survives the removal of .venv. Output of pip and of the compilers goes to
 .cache/setup/PHASE.log.
 
@@ -388,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
         with only_one(setup.cache / "setup" / "lock"):
             setup.all(chosen.until)
     except KeyboardInterrupt:
-        print("\nsetup: interrupted; the same command goes on from this phase", file=sys.stderr)
+        print("\nsetup: interrupted; the same command resumes at this phase", file=sys.stderr)
         return 130
     return 0
 

@@ -9,7 +9,7 @@ from typing import Any
 OPS = ("CPU_ADAM", "FUSED_ADAM")
 # Those with GPU code in them, on a GPU.
 DEVICE_OPS = ("FUSED_ADAM",)
-# kind, version, head size, size, compressed size, options, minor, major, architecture; the head goes on after that.
+# kind, version, head size, size, compressed size, options, minor, major, architecture; more of the head follows.
 FATBIN_ENTRY = struct.Struct("<HHIQIIHHI")
 FATBIN_MAGIC, FATBIN_ELF = struct.pack("<I", 0xBA55ED50), 2
 
@@ -103,7 +103,7 @@ def op_problems(
         name = fact["name"]
         if not fact["installed"]:
             problems.append(f"{name} was asked for (DS_BUILD_{op}=1) and left out: DeepSpeed found this machine "
-                            f"unfit to build it and went on. {log} says why (look for {name}); mend that and make "
+                            f"unfit to build it and continued. {log} says why (look for {name}); fix that and make "
                             "setup again")
         elif fact["error"]:
             problems.append(f"{name} is in the wheel and does not load: {fact['error']}; see {log}")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Done(Protocol):
-    """Of a part; see ``site_report.Outcome``."""
+    """Of a part; see ``site_report.PartResult``."""
 
     name: str
     seconds: float
@@ -74,7 +74,7 @@ def _predictions(compared: dict[str, Any], predicted: dict[str, Any]) -> list[st
 def _compared(size: dict[str, Any]) -> list[str]:
     rate = f"; products reach {size['matmul_tflops']['median']:.4g} TFLOP/s" if "matmul_tflops" in size else ""
     lines = [f"{size['size']} ({size['about']}), {size['dtype']}, {size['model']['num_layers']} layers, "
-             f"{size['tokens_per_step']} tokens a step{rate}:", "",
+             f"{size['tokens_per_step']} tokens per step{rate}:", "",
              "| peer | state | step, ms (quartiles) | processor time, ms | tokens/s | MFU | of products | peak memory, "
              "MB |",
              "|---|---|---|---|---|---|---|---|"]

@@ -78,7 +78,7 @@ class Part:
 
 
 @dataclass
-class Outcome:
+class PartResult:
     """Of a part."""
 
     name: str
@@ -188,7 +188,7 @@ def parts(folder: Path, gpus: int, device: str, *, short: bool, cluster: str, no
                          *layouts(2 if short else max(gpus, 4)), "--out", str(folder / "layouts"),
                          "--set", f"backend.share_devices={str(0 < gpus < 4).lower()}"],
              "losses and gradients of parallel layouts against one process", 1800, 300, "layouts/*/rank-*.json"),
-        part("compare", compare, "seconds a step of this project and of others, the same model", 4 * 3600, 600,
+        part("compare", compare, "seconds per step of this project and of others, the same model", 4 * 3600, 600,
              "compare.json"),
         part("profile", [python, "-m", "benchmarks.compare.profile", "--size", *size_of(gpus, short), "--device", kind,
                          "--out", str(folder / "profile.json")],
@@ -209,7 +209,7 @@ def allowance(part: Part, later: Sequence[Part], left_s: float | None) -> float:
     return min(part.limit_s, left, max(spare, part.least_s))
 
 
-def run(part: Part, folder: Path, limit_s: float | None = None) -> Outcome:
+def run(part: Part, folder: Path, limit_s: float | None = None) -> PartResult:
     """Run a part and what it starts; both streams into its file."""
     limit = part.limit_s if limit_s is None else limit_s
     started = time.monotonic()
@@ -230,7 +230,7 @@ def run(part: Part, folder: Path, limit_s: float | None = None) -> Outcome:
                 end(process)
                 out.write(f"\n[site report] stopped: {why}\n".encode())
     seconds = round(time.monotonic() - started, 1)
-    return Outcome(part.name, " ".join(part.command), code, seconds, limit, part.says, part.files)
+    return PartResult(part.name, " ".join(part.command), code, seconds, limit, part.says, part.files)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -274,9 +274,9 @@ def told_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_all(wanted: Sequence[Part], folder: Path, ends: float | None) -> list[Outcome]:
+def run_all(wanted: Sequence[Part], folder: Path, ends: float | None) -> list[PartResult]:
     """Every part in turn, until ``ends`` (of time.monotonic)."""
-    outcomes: list[Outcome] = []
+    outcomes: list[PartResult] = []
     with told_by_signals():
         for index, part in enumerate(wanted):
             try:
@@ -284,7 +284,7 @@ def run_all(wanted: Sequence[Part], folder: Path, ends: float | None) -> list[Ou
                 told = any(o.exit == ENDED for o in outcomes)
                 outcomes.append(run(part, folder, 0.0 if told else allowance(part, wanted[index + 1 :], left)))
             except Told:  # between two parts
-                outcomes.append(Outcome(part.name, " ".join(part.command), ENDED, 0.0, 0.0, part.says, part.files))
+                outcomes.append(PartResult(part.name, " ".join(part.command), ENDED, 0.0, 0.0, part.says, part.files))
             print(f"{part.name:<18} {outcomes[-1].seconds:5.0f} s  {outcomes[-1].state}", flush=True)
     return outcomes
 

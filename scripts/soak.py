@@ -47,7 +47,7 @@ def kills(rows: Rows) -> str:
             f"unbroken run's losses; all down after {down:.1f} s at most")
 
 
-def crossings(rows: Rows) -> str:
+def resharding(rows: Rows) -> str:
     """30 pairs of layouts."""
     engines = Counter(f"{r['from'].split()[0]} to {r['to'].split()[0]}" for r in rows)
     worst = max((d["value"] / d["bound"] for r in rows for d in r["deviations"] if d["bound"]), default=0.0)
@@ -90,14 +90,14 @@ def corpus(rows: Rows) -> str:
 
 PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
     "kills": ("kills.py", ["--seeds", "0-99"], kills),
-    "crossings": ("crossings.py", ["--seeds", "0-29"], crossings),
+    "resharding": ("resharding.py", ["--seeds", "0-29"], resharding),
     "corruptions": ("corruption.py", ["--count", "300"], corruptions),
     "readers": ("readers.py", ["--count", "10000"], readers),
     "chaos": ("chaos.py", ["--seconds", "600", "--mean", "20"], chaos),
     "corpus": ("big_corpus.py", ["--gigabytes", "10"], corpus),
 }
 """Name → (program in tests/faults, its arguments, the line of the table)."""
-WHOLE = {"kills": 100, "crossings": 30, "corruptions": 300, "readers": 10_000, "chaos": 1, "corpus": 1}
+WHOLE = {"kills": 100, "resharding": 30, "corruptions": 300, "readers": 10_000, "chaos": 1, "corpus": 1}
 """What a part must have done to be complete."""
 
 
@@ -141,11 +141,11 @@ def mark(part: str, made: dict[str, str]) -> None:
 
 
 def run(part: str, seconds: float, extra: list[str]) -> int:
-    """Run one part, or go on with it. Its exit code; 0 if it is done already."""
+    """Run or resume one part. Return its exit code; 0 if it is done already."""
     program, arguments, _ = PARTS[part]
     if part in ("chaos", "corpus", "corruptions") and read(part) and not extra:
         return 0
-    limit = ["--seconds", f"{seconds:g}"] if part in ("kills", "crossings") and seconds != float("inf") else []
+    limit = ["--seconds", f"{seconds:g}"] if part in ("kills", "resharding") and seconds != float("inf") else []
     RESULTS.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FAULTS / program), *arguments, *limit, "--out", str(results_file(part)), *extra]
     made = made_with(command)
@@ -171,7 +171,7 @@ def table(parts: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=list(PARTS), action="append", help="only this one (repeatable)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="of kills and crossings; go on later")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of kills and resharding; more later")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     args, extra = parser.parse_known_args()
     parts = args.part or list(PARTS)

@@ -56,7 +56,7 @@ def limits(size: Size) -> dict[str, Limit]:
     passes = size.global_batch // size.micro_batch
     matrices = layer_matmul_parameters(m) * m.num_layers
     # A product reads two matrices and writes one; forward, input gradient and weight gradient. The sum of weight
-    # gradients is fp32, read and written once a micro-batch.
+    # gradients is fp32, read and written once per micro-batch.
     edges = [(h, d * (a + 2 * g)), (d * a, h), (h, wide), (f, h)] * m.num_layers
     if not size.layers_only:
         edges.append((h, m.vocab_size))

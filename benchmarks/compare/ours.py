@@ -77,7 +77,7 @@ class Layers:
             p.data.copy_(weights.read(record_of(p).name))
             if p.dim() > 1 and not record_of(p).name.endswith(".bias"):
                 p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
-                p.weight_gradients = self.gradients  # type: ignore[attr-defined]
+                p.wgrad_accumulator = self.gradients  # type: ignore[attr-defined]
                 p.quantized_weight_cache = self.copies  # type: ignore[attr-defined]
             else:
                 self.others.append(p)
@@ -87,13 +87,13 @@ class Layers:
         for p in self.others:
             p.grad = None
         x = inputs.detach().requires_grad_()
-        with self.copies.kept():
+        with self.copies.active():
             out = self.stack(x)
             out.backward(targets)
         return out, x.grad
 
     def gradient_norm(self) -> Tensor:
-        """See ``peer.LayerStep``; to be asked after the first step, since sums go on."""
+        """See ``peer.LayerStep``; to be asked after the first step, since sums accumulate."""
         found = [getattr(p, "main_grad", p.grad) for p in self.stack.parameters()]
         return torch.nn.utils.get_total_norm([g.float() for g in found if g is not None])
 

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     for row in rows:
-        print(f"{row['size']}: planned {row['predicted_seconds'] * 1e3:.4g} ms a step, measured "
+        print(f"{row['size']}: planned {row['predicted_seconds'] * 1e3:.4g} ms per step, measured "
               f"{row['measured_seconds'] * 1e3:.4g} ({row['time_error']:+.0%}); memory planned "
               f"{row['predicted_bytes'] / 1e6:.4g} MB, measured {row['measured_bytes'] / 1e6:.4g}")
     if args.out:

@@ -158,7 +158,7 @@ def table(found: dict[str, Any]) -> str:
     """For people."""
     total = sum(g["seconds"] for g in found["groups"])
     lines = [
-        f"{found['peer']} on {found['size']}: {found['seconds'] * 1e3:.2f} ms a step "
+        f"{found['peer']} on {found['size']}: {found['seconds'] * 1e3:.2f} ms per step "
         f"({found['seconds_profiled'] * 1e3:.2f} ms under the profiler, {total * 1e3:.2f} ms of it in operations)",
         f"  {'group':<30}{'ms':>9}{'share':>8}{'by FLOPs':>10}{'by bytes':>10}{'of limit':>10}",
     ]

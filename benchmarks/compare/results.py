@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.compare.peer import PEERS
-from benchmarks.compare.run import LAYER_TOLERANCE, TOLERANCE, Outcome, Plan, ours
+from benchmarks.compare.run import LAYER_TOLERANCE, TOLERANCE, PeerResult, Plan, ours
 from benchmarks.compare.sizes import Size
 from megatron_port.model.flops import parameter_count
 from megatron_port.runtime.atomic import write_text
@@ -62,7 +62,7 @@ def peak_of(device_name: str) -> float | None:
     return next((PEAKS[name] for name in names if name in device_name), None)
 
 
-def row(outcome: Outcome, size: Size, peak: float | None, matmul: float | None) -> dict[str, Any]:
+def row(outcome: PeerResult, size: Size, peak: float | None, matmul: float | None) -> dict[str, Any]:
     """A peer's part of the JSON; what was not measured has no entry."""
     made: dict[str, Any] = {"peer": outcome.peer, "state": outcome.state, "settings": outcome.settings}
     if outcome.reason:
@@ -83,7 +83,7 @@ def row(outcome: Outcome, size: Size, peak: float | None, matmul: float | None) 
     return made
 
 
-def summary(size: Size, outcomes: Sequence[Outcome], rates: Sequence[dict[str, Any]], peak: float | None,
+def summary(size: Size, outcomes: Sequence[PeerResult], rates: Sequence[dict[str, Any]], peak: float | None,
             plan: Plan) -> dict[str, Any]:
     """One size's part of the JSON."""
     matmul = quartiles([r["flops"] / 1e12 for r in rates]) if rates else None
@@ -129,7 +129,7 @@ def summary(size: Size, outcomes: Sequence[Outcome], rates: Sequence[dict[str, A
 
 def table(found: dict[str, Any]) -> str:
     """One size for people."""
-    head = f"{found['size']} ({found['dtype']}, {found['about']}): {found['tokens_per_step']} tokens a step"
+    head = f"{found['size']} ({found['dtype']}, {found['about']}): {found['tokens_per_step']} tokens per step"
     lines = [head]
     if "matmul_tflops" in found:
         lines[0] += f"; products reach {found['matmul_tflops']['median']:.4g} TFLOP/s in this run"

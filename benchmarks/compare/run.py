@@ -19,7 +19,7 @@ LAYER_TOLERANCE = {"fp32": 1e-5, "bf16": 8e-2, "fp8": 0.5}
 
 
 @dataclass
-class Outcome:
+class PeerResult:
     """A peer on a size."""
 
     peer: str
@@ -89,16 +89,16 @@ def differences(
 
 def compare(
     size: Size, names: Sequence[str], plan: Plan, say: Callable[[str], None]
-) -> tuple[list[Outcome], list[dict[str, Any]]]:
+) -> tuple[list[PeerResult], list[dict[str, Any]]]:
     """(outcome of each peer, rates of products and copies measured between the repetitions)."""
-    outcomes = [Outcome(name) for name in ([REFERENCE] if REFERENCE not in names else []) + list(names)]
+    outcomes = [PeerResult(name) for name in ([REFERENCE] if REFERENCE not in names else []) + list(names)]
     children: dict[str, Child] = {}
     products = Child(plan.device, plan.threads, plan.timeout_s)
     if plan.keep:  # all start at once: importing takes longer than a small size does
         children = {o.peer: Child(plan.device, plan.threads, plan.timeout_s) for o in outcomes}
     rates: list[dict[str, Any]] = []
 
-    def start(outcome: Outcome) -> Child:
+    def start(outcome: PeerResult) -> Child:
         child = children.get(outcome.peer) or Child(plan.device, plan.threads, plan.timeout_s)
         answer = child.ask("build", peer=outcome.peer, size=size.name, changes=plan.changes)
         if not outcome.fail(answer):
@@ -151,7 +151,7 @@ def compare(
     return [o for o in outcomes if o.peer in names], rates
 
 
-def judge(size: Size, outcomes: Sequence[Outcome]) -> None:
+def judge(size: Size, outcomes: Sequence[PeerResult]) -> None:
     """Refuse what does not compute what the reference computes; all of it, where there is no reference."""
     reference = next((o for o in outcomes if o.peer == REFERENCE and o.numbers), None)
     for outcome in outcomes:

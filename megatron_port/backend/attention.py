@@ -23,7 +23,7 @@ ProbsHook = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Attention(Protocol):
-    """See the module's docstring."""
+    """Attention of one layer; shapes as in the module's docstring."""
 
     def __call__(
         self,

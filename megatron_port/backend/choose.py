@@ -135,7 +135,7 @@ class Chooser:
         return self.pick("dropout", [self.own(_own_dropout), Candidate("torch", "", lambda: None)])
 
     def softmax(self) -> tuple[fused.CausalSoftmax, ProviderRow]:
-        """Of math attention."""
+        """Return the causal softmax for math attention, and its row of the table."""
         return self.pick("softmax", [
             self.own(_own_softmax), Candidate("torch", "", lambda: fused.torch_causal_softmax)
         ])

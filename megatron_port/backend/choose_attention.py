@@ -18,7 +18,7 @@ from megatron_port.errors import EnvironmentFault
 _CHOICES = ("auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4")
 _PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 _LARGEST_HEAD = 256
-"""Of flash-attn, on CUDA and in its Composable Kernel build."""
+"""Largest head size of flash-attn, on CUDA and in its Composable Kernel build."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class AttentionNeeds:
 
     dtype: torch.dtype
     dropout: float = 0.0
-    """Of probabilities; above 0 only ``math`` serves, because its masks do not depend on the layout."""
+    """Dropout of probabilities; above 0 only ``math`` serves, because its masks do not depend on the layout."""
     heads: tuple[int, int, int] | None = None
     """(query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel."""
 

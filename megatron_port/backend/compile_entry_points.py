@@ -1,7 +1,7 @@
 """The ways into a compiler that a training process has, module by module; ``jit_guard`` closes them.
 
-:data:`WAYS` maps a module to the function that closes its ways once the module is there. Names inside
-other libraries are feature-tested: torch 2.11 to 2.13 and Triton 3.x do not have all of them.
+:data:`ENTRY_POINTS` maps a module to the function that closes its entry points once the module is there.
+Names inside other libraries are feature-tested: torch 2.11 to 2.13 and Triton 3.x do not have all of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _DEVICE_BINARIES = {"cuda": "TORCH_CUDA_ARCH_LIST", "rocm": "PYTORCH_ROCM_ARCH"}
 
 
 class Guard(Protocol):
-    """What :class:`megatron_port.backend.jit_guard.JitGuard` gives to the functions here."""
+    """Guard interface: what the functions here use of :class:`megatron_port.backend.jit_guard.JitGuard`."""
 
     on: bool
 
     def refuse_in(self, owner: Any, name: str, refusing: Callable[..., Any]) -> None:
-        """While the guard is on, calling ``owner.name`` calls ``refusing``; nothing if there is no such name."""
+        """Make ``owner.name`` call ``refusing`` while the guard is on; nothing if there is no such name."""
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute until the guard comes off."""
@@ -36,7 +36,7 @@ class Guard(Protocol):
 
 
 def refuse(what: str, command: str) -> NoReturn:
-    """EnvironmentFault: ``what`` would be compiled, ``command`` builds it ahead of time, and the switch."""
+    """Raise EnvironmentFault: ``what`` would be compiled, ``command`` builds it ahead of time, and the switch."""
     raise EnvironmentFault(
         f"{what} would be compiled at run time, which is not allowed. Build it ahead of time: {command}; {_PERMIT}"
     )
@@ -46,7 +46,7 @@ def refuse(what: str, command: str) -> NoReturn:
 
 
 def _built_switches() -> list[str]:
-    """Variables of the ops that the installed wheel has: a new build without them would lose them."""
+    """Return the variables of the ops that the installed wheel has: a new build without them would lose them."""
     version = sys.modules.get("deepspeed.git_version_info")
     if version is None:
         return []
@@ -57,7 +57,7 @@ def _built_switches() -> list[str]:
 
 
 def device_binaries(accelerator: str) -> str:
-    """``VARIABLE="archs" `` for the build of a GPU's ops: of the visible GPUs, else of A100, H100 and MI250X."""
+    """Return ``VARIABLE="archs" `` for the build of a GPU's ops: of the visible GPUs, else of A100, H100 and MI250X."""
     if accelerator != "cuda":
         return ""
     import torch
@@ -73,7 +73,7 @@ def device_binaries(accelerator: str) -> str:
 
 
 def prebuild_command(op: str, accelerator: str = "cpu", *, switch: str = "") -> str:
-    """The command that builds a DeepSpeed op ahead of time, with the ops that are there already.
+    """Return the command that builds a DeepSpeed op ahead of time, with the ops that are there already.
 
     Args:
         accelerator: DeepSpeed's name: cpu | cuda (for ROCm too).
@@ -90,7 +90,7 @@ def prebuild_command(op: str, accelerator: str = "cpu", *, switch: str = "") -> 
 
 
 def close_deepspeed(guard: Guard, module: ModuleType) -> None:
-    """``OpBuilder.jit_load``, on the base class and on the builders that have their own."""
+    """Close ``OpBuilder.jit_load``, on the base class and on the builders that have their own."""
 
     def refusing(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         from deepspeed.accelerator import get_accelerator
@@ -107,7 +107,7 @@ def close_deepspeed(guard: Guard, module: ModuleType) -> None:
 
 
 def close_rocm_apex(guard: Guard, module: ModuleType) -> None:
-    """ROCm's apex has DeepSpeed's builder in it: ``import amp_C`` always succeeds, the first use may compile."""
+    """Close ROCm's apex, which has DeepSpeed's builder: ``import amp_C`` always succeeds, the first use may compile."""
 
     def refusing(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         refuse(f"the apex op '{self.name}'", f"{getattr(self, 'BUILD_VAR', 'APEX_BUILD_CUDA_OPS')}=1 pip install "
@@ -120,7 +120,7 @@ def close_rocm_apex(guard: Guard, module: ModuleType) -> None:
 
 
 def _calling_package() -> str:
-    """Top-level package of the nearest frame that is neither torch's nor ours; empty for a script."""
+    """Return the top-level package of the nearest frame that is neither torch's nor ours; empty for a script."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", "")).split(".")[0]
@@ -131,7 +131,7 @@ def _calling_package() -> str:
 
 
 def _install_command(package: str) -> str:
-    """How to install the package that wanted an extension, with its extensions built."""
+    """Return how to install the package that wanted an extension, with its extensions built."""
     from importlib.metadata import packages_distributions
 
     name = (packages_distributions().get(package) or ["PACKAGE"])[0] if package else "PACKAGE"
@@ -139,7 +139,7 @@ def _install_command(package: str) -> str:
 
 
 def close_cpp_extension(guard: Guard, module: ModuleType) -> None:
-    """``load``, ``load_inline`` and what they end in, which a module may have imported by name before."""
+    """Close ``load``, ``load_inline`` and what they call, which a module may have imported by name before."""
 
     def refusing(name: str = "an extension", *args: Any, **kwargs: Any) -> NoReturn:
         package = _calling_package()
@@ -159,7 +159,7 @@ def close_cpp_extension(guard: Guard, module: ModuleType) -> None:
 
 
 def close_torch(guard: Guard, module: ModuleType) -> None:
-    """``torch.compile`` with inductor: decorating is harmless, calling is refused.
+    """Close ``torch.compile`` with inductor: decorating is harmless, calling is refused.
 
     Libraries decorate functions at import that are never called. What was wrapped before the guard fails
     inside dynamo, as BackendCompilerFailed with the same text. TorchScript stays, without its fuser, which
@@ -198,13 +198,13 @@ def _refusing_graph(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def close_compile_fx(guard: Guard, module: ModuleType) -> None:
-    """Inductor's entrance, for callers that go around ``torch.compile`` (dynamo by name, AOTInductor)."""
+    """Close inductor's entrance, for callers that go around ``torch.compile`` (dynamo by name, AOTInductor)."""
     for function in ("compile_fx", "compile_fx_aot"):
         guard.refuse_in(module, function, _refusing_graph)
 
 
 def close_cpp_builder(guard: Guard, module: ModuleType) -> None:
-    """Where inductor starts the C++ compiler."""
+    """Close the place where inductor starts the C++ compiler."""
 
     def refusing(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         refuse(f"the C++ kernel {getattr(self, '_name', '?')} (torch inductor)", _OWN_OPS)
@@ -213,7 +213,7 @@ def close_cpp_builder(guard: Guard, module: ModuleType) -> None:
 
 
 def close_codecache(guard: Guard, module: ModuleType) -> None:
-    """Where inductor starts nvcc, hipcc and the like for templates (CUTLASS, Composable Kernel)."""
+    """Close the place where inductor starts nvcc, hipcc and the like for templates (CUTLASS, Composable Kernel)."""
     for name in ("CUTLASSCodeCache", "CUDACodeCache", "XPUCodeCache", "ROCmCodeCache", "AotCodeCompiler"):
         owner = getattr(module, name, None)
         if owner is not None and "compile" in vars(owner):
@@ -225,7 +225,7 @@ def _refusing_template(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def close_cuda_utils(guard: Guard, module: ModuleType) -> None:
-    """``torch.cuda._compile_kernel`` (NVRTC, hipRTC)."""
+    """Close ``torch.cuda._compile_kernel`` (NVRTC, hipRTC)."""
 
     def refusing(source: str = "", kernel: str = "?", *args: Any, **kwargs: Any) -> NoReturn:
         refuse(f"the kernel '{kernel}' (torch.cuda, NVRTC)", _OWN_OPS)
@@ -234,7 +234,7 @@ def close_cuda_utils(guard: Guard, module: ModuleType) -> None:
 
 
 def close_jiterator(guard: Guard, module: ModuleType) -> None:
-    """Element-wise kernels given as text."""
+    """Close the jiterator: element-wise kernels given as text."""
 
     def refusing(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         refuse(f"the kernel '{getattr(self, 'kernel_name', '?')}' (torch.cuda.jiterator)", _OWN_OPS)
@@ -245,7 +245,7 @@ def close_jiterator(guard: Guard, module: ModuleType) -> None:
 
 
 def close_native_overrides(guard: Guard, module: ModuleType) -> None:
-    """torch 2.13 lets Triton and CuTe kernels, compiled at first use, stand in for some of its own CUDA ops.
+    """Close the Triton and CuTe kernels, compiled at first use, that replace some of torch 2.13's own CUDA ops.
 
     (``bmm`` of outer products; RMSNorm, top-k and scatter where nvidia-cutlass-dsl is installed.) They are taken out
     of the dispatcher, so that torch's compiled kernels serve; an ordinary op of a model is nothing to refuse.
@@ -262,7 +262,7 @@ def close_native_overrides(guard: Guard, module: ModuleType) -> None:
 
 
 def close_triton_compiler(guard: Guard, module: ModuleType) -> None:
-    """Triton's compiler. Kernels in its cache on disk count as not built: no other node has that cache."""
+    """Close Triton's compiler. Kernels in its cache on disk count as not built: no other node has that cache."""
 
     def refusing(source: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
         kernel = getattr(getattr(source, "fn", None), "__name__", "?")
@@ -273,7 +273,7 @@ def close_triton_compiler(guard: Guard, module: ModuleType) -> None:
 
 
 def close_triton_jit(guard: Guard, module: ModuleType) -> None:
-    """A kernel that was launched before keeps the compiler that it found then; its own step is closed as well."""
+    """Close Triton's JIT: a kernel launched before keeps the compiler it found then, so its step is closed too."""
 
     def refusing(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         refuse(f"the Triton kernel '{getattr(self, '__name__', '?')}'", _OWN_OPS)
@@ -285,7 +285,7 @@ def close_triton_jit(guard: Guard, module: ModuleType) -> None:
 
 
 def close_triton_build(guard: Guard, module: ModuleType) -> None:
-    """The C compiler, which Triton starts for its driver and for each kernel's launcher."""
+    """Close the C compiler, which Triton starts for its driver and for each kernel's launcher."""
 
     def refusing(name: str = "?", *args: Any, **kwargs: Any) -> NoReturn:
         refuse(f"Triton's C module '{name}'", _OWN_OPS)
@@ -294,7 +294,7 @@ def close_triton_build(guard: Guard, module: ModuleType) -> None:
 
 
 def close_cute(guard: Guard, module: ModuleType) -> None:
-    """CuTe's Python DSL (nvidia-cutlass-dsl), in which FlashAttention-4 and Quack are written."""
+    """Close CuTe's Python DSL (nvidia-cutlass-dsl), in which FlashAttention-4 and Quack are written."""
 
     def refusing(*args: Any, **kwargs: Any) -> NoReturn:
         package = _calling_package()
@@ -304,7 +304,7 @@ def close_cute(guard: Guard, module: ModuleType) -> None:
         guard.refuse_in(module.Compiler, "compile", refusing)
 
 
-WAYS: dict[str, Callable[[Guard, ModuleType], None]] = {
+ENTRY_POINTS: dict[str, Callable[[Guard, ModuleType], None]] = {
     "apex.op_builder.builder": close_rocm_apex,
     "cutlass.base_dsl.compiler": close_cute,
     "deepspeed.ops.op_builder.builder": close_deepspeed,

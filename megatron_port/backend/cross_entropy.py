@@ -43,13 +43,11 @@ class OwnCrossEntropy:
     def statistics(
         self, logits: Tensor, labels: Tensor, *, offset: int, extent: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See CrossEntropyOps."""
         return own.statistics(logits, labels, offset=offset, extent=extent)
 
     def gradient_(
         self, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor, *, offset: int, extent: int
     ) -> None:
-        """See CrossEntropyOps."""
         own.gradient_(logits, labels, maximum, total, grad, offset=offset, extent=extent)
 
 
@@ -59,7 +57,6 @@ class TorchCrossEntropy:
     def statistics(
         self, logits: Tensor, labels: Tensor, *, offset: int, extent: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See CrossEntropyOps."""
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         maximum = torch.full(labels.shape, float("-inf"), dtype=wide, device=logits.device)
         total, target = torch.zeros_like(maximum), torch.zeros_like(maximum)
@@ -80,7 +77,6 @@ class TorchCrossEntropy:
     def gradient_(
         self, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor, *, offset: int, extent: int
     ) -> None:
-        """See CrossEntropyOps."""
         rows, flat = _rows(logits), labels.reshape(-1)
         rows[:, extent:] = 0.0
         if extent == 0:

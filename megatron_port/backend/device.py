@@ -23,7 +23,7 @@ class DeviceInfo:
     """nccl | gloo: of the groups that move tensors of this device."""
     name: str
     memory_bytes: int
-    """Of the device; of the host for the CPU."""
+    """Memory of the device; for the CPU, of the host."""
     why: str
     """What led to this choice."""
     identity: str = ""

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from megatron_port.backend.ops import quantise as own
 
 _EXPONENT_BITS = 0x7F80_0000
-"""Of a float32."""
+"""Exponent bits of a float32."""
 _SMALLEST = 2.0**-100
 """Stands for the largest element of a tensor of zeros; the scale stays finite."""
 
@@ -56,7 +56,7 @@ class Quantised:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return self.values.shape
 
     def transposed(self) -> Quantised:
@@ -129,24 +129,19 @@ class TorchQuantiser:
     """By torch's ops, one pass over memory each. See :class:`Quantiser`."""
 
     def tensor(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
-        """See :class:`Quantiser`."""
         return quantise(x, dtype, scale=None if inverse is None else inverse.reciprocal())
 
     def transposed(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
-        """See :class:`Quantiser`."""
         return self.tensor(x, dtype, inverse).transposed()
 
     def both(self, x: Tensor, dtype: torch.dtype) -> tuple[Quantised, Quantised]:
-        """See :class:`Quantiser`."""
         found = self.tensor(x, dtype)
         return found, found.transposed()
 
     def rows(self, x: Tensor, dtype: torch.dtype) -> Quantised:
-        """See :class:`Quantiser`."""
         return quantise(x, dtype, rowwise=True)
 
     def columns(self, x: Tensor, dtype: torch.dtype) -> Quantised:
-        """See :class:`Quantiser`."""
         return quantise_columns(x, dtype)
 
 
@@ -154,26 +149,21 @@ class OwnQuantiser:
     """By ``backend.ops``, both copies from one read; ``kernels.load`` must have run. See :class:`Quantiser`."""
 
     def tensor(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
-        """See :class:`Quantiser`."""
         values, _, found = own.tensor(x.contiguous(), dtype, known=inverse)
         return Quantised(values, found if inverse is None else inverse, False)
 
     def transposed(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
-        """See :class:`Quantiser`."""
         _, turned, found = own.tensor(x.contiguous(), dtype, known=inverse, values=False, transposed=True)
         return Quantised(turned, found if inverse is None else inverse, False)
 
     def both(self, x: Tensor, dtype: torch.dtype) -> tuple[Quantised, Quantised]:
-        """See :class:`Quantiser`."""
         values, turned, inverse = own.tensor(x.contiguous(), dtype, transposed=True)
         return Quantised(values, inverse, False), Quantised(turned, inverse, False)
 
     def rows(self, x: Tensor, dtype: torch.dtype) -> Quantised:
-        """See :class:`Quantiser`."""
         return Quantised(*own.rows(x.contiguous(), dtype), True)
 
     def columns(self, x: Tensor, dtype: torch.dtype) -> Quantised:
-        """See :class:`Quantiser`."""
         return Quantised(*own.columns(x.contiguous(), dtype), True)
 
 

@@ -65,7 +65,7 @@ class CausalSoftmax(Protocol):
 def torch_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See :class:`Norm`; statistics in fp32 or wider."""
+    """Layer normalization in torch ops (:class:`Norm`); statistics in fp32 or wider."""
     total = x if residual is None else x + residual
     return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
@@ -73,18 +73,18 @@ def torch_layer_norm(
 def torch_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See :class:`Norm`: x / sqrt(mean(x²) + eps) · weight; there is no bias."""
+    """RMS normalization in torch ops (:class:`Norm`): x / sqrt(mean(x²) + eps) · weight; there is no bias."""
     total = x if residual is None else x + residual
     return F.rms_norm(total, weight.shape, weight, eps), total
 
 
 def torch_bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: bool) -> Tensor:
-    """See :class:`BiasGelu`."""
+    """Bias and GeLU in torch ops (:class:`BiasGelu`)."""
     return F.gelu(x if bias is None else x + bias, approximate="tanh" if approximate else "none")
 
 
 def torch_swiglu(x: Tensor) -> Tensor:
-    """See :data:`SwiGLU`."""
+    """SwiGLU in torch ops (:data:`SwiGLU`)."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -102,7 +102,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def torch_split_rotary(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, *, offset: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :class:`SplitRotary`."""
+    """Split of the packed projection and rotation in torch ops (:class:`SplitRotary`)."""
     seq, batch, groups, rows, size = qkv.shape
     q, k, v = qkv.split((rows - 2, 1, 1), dim=3)
     q, k, v = q.reshape(seq, batch, groups * (rows - 2), size), k.squeeze(3), v.squeeze(3)
@@ -113,7 +113,7 @@ def torch_split_rotary(
 
 
 def torch_causal_softmax(scores: Tensor, *, scale: float) -> Tensor:
-    """See :class:`CausalSoftmax`; in fp32 (fp64 for fp64), the result in the dtype of the scores."""
+    """Causal softmax in torch ops, in fp32 (fp64 for fp64); the result has the dtype of the scores."""
     rows, cols = scores.shape[-2:]
     later = torch.ones(rows, cols, dtype=torch.bool, device=scores.device).triu_(1 + cols - rows)
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32

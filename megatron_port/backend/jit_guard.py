@@ -4,8 +4,8 @@ Ops that were built ahead of time still load. The guard is installed once, befor
 :func:`install_guard` returns a function that takes it off again, and ``backend.allow_jit = true`` leaves it off.
 
 Covered, in this process and in children that it forks (``train --nproc``, loader workers), whether the module is
-loaded before or after the guard (``jit_ways`` has the list): DeepSpeed's ``OpBuilder.jit_load`` and the same in
-ROCm's apex; ``torch.utils.cpp_extension``; ``torch.compile`` with inductor, and inductor's C++, CUTLASS and AOT
+loaded before or after the guard (``compile_entry_points`` has the list): DeepSpeed's ``OpBuilder.jit_load`` and the
+same in ROCm's apex; ``torch.utils.cpp_extension``; ``torch.compile`` with inductor, and inductor's C++, CUTLASS and AOT
 builders; Triton's compiler and the C stubs that it builds; CuTe's Python DSL; NVRTC through
 ``torch.cuda._compile_kernel`` and the jiterator. Taken out without an error, because torch has a compiled kernel for
 the same: TorchScript's fuser, and the Triton and CuTe overrides of torch 2.13's own ops.
@@ -27,7 +27,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatron_port.backend.compile_entry_points import WAYS, prebuild_command
+from megatron_port.backend.compile_entry_points import ENTRY_POINTS, prebuild_command
 from megatron_port.errors import EnvironmentFault
 
 __all__ = ["JitGuard", "Undo", "install_guard", "prebuild_command", "prebuilt_deepspeed_ops", "prepare_deepspeed"]
@@ -58,7 +58,7 @@ def prepare_deepspeed() -> None:
 
 
 def prebuilt_deepspeed_ops() -> dict[str, bool]:
-    """Op → built ahead of time for the accelerator that DeepSpeed uses here. Imports deepspeed."""
+    """Return op → built ahead of time, for the accelerator that DeepSpeed uses here. Imports deepspeed."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
@@ -88,9 +88,9 @@ class _ThenClose(Loader):
 
 
 class JitGuard(MetaPathFinder):
-    """Closes :data:`jit_ways.WAYS`, at once in loaded modules and at import in the others.
+    """Guard that closes ``compile_entry_points.ENTRY_POINTS``, at once in loaded modules, at import in the others.
 
-    It stands in ``sys.meta_path``, which also is where a second :func:`install_guard` finds it: one a process.
+    It stands in ``sys.meta_path``, which also is where a second :func:`install_guard` finds it: one per process.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class JitGuard(MetaPathFinder):
         """Close the loaded modules and watch for the others."""
         self.on = True
         sys.meta_path.insert(0, self)
-        for name, close in WAYS.items():
+        for name, close in ENTRY_POINTS.items():
             module = sys.modules.get(name)
             if module is not None:
                 close(self, module)
@@ -119,7 +119,7 @@ class JitGuard(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Let the others find one of our modules, and close it once it has run."""
-        close = WAYS.get(fullname)
+        close = ENTRY_POINTS.get(fullname)
         if close is None:
             return None
         for finder in sys.meta_path:
@@ -133,7 +133,6 @@ class JitGuard(MetaPathFinder):
         return None
 
     def refuse_in(self, owner: Any, name: str, refusing: Callable[..., Any]) -> None:
-        """See ``jit_ways.Guard``."""
         before = getattr(owner, name, None)
         if before is None:
             return
@@ -146,18 +145,16 @@ class JitGuard(MetaPathFinder):
         self.replace(owner, name, staticmethod(guarded) if bound else guarded)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """See ``jit_ways.Guard``."""
         before = inspect.getattr_static(owner, name)
         setattr(owner, name, value)
         self.on_removal(lambda: setattr(owner, name, before))
 
     def on_removal(self, action: Undo) -> None:
-        """See ``jit_ways.Guard``."""
         self._undo.append(action)
 
 
 def install_guard(allow_jit: bool) -> Undo:
-    """From now on, attempts to compile an op raise EnvironmentFault with the op's name and the remedy.
+    """Raise EnvironmentFault, with the op's name and the remedy, on attempts to compile an op from now on.
 
     Args:
         allow_jit: ``backend.allow_jit``; true: nothing is guarded.

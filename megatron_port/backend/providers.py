@@ -40,7 +40,7 @@ class Providers:
     packed_attention: fused.PackedAttention | None = None
     """The same attention of a projection that is not split, where the provider has it."""
     fp8: Fp8 | None = None
-    """LinearKernels of the layers' linears in 8 bits; None: in the dtype."""
+    """Kernels of the layers' linears in 8 bits; None: in the compute dtype."""
 
     def describe(self) -> str:
         """The table as text."""

@@ -45,7 +45,7 @@ def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def ring_fit(times: list[CollectiveTime], ranks: int) -> tuple[float, float]:
-    """(bytes a second and direction of a rank, seconds of a hop) of a ring through all-reduce times.
+    """Return (bytes per second and direction of a rank, seconds of a hop) of a ring through all-reduce times.
 
     time = 2(r−1)/r · size / bandwidth + 2(r−1) · hop, as ``plan.links`` has it: the bandwidth from the largest buffer,
     the hop from the smallest.

@@ -41,7 +41,7 @@ class ProductTime:
 
     @property
     def tflops(self) -> float:
-        """2 · rows · columns · inner operations a product, 10^12 a second."""
+        """2 · rows · columns · inner operations per product, 10^12 a second."""
         return 2.0 * self.rows * self.columns * self.inner / self.seconds / 1e12
 
 
@@ -74,7 +74,7 @@ class Measured:
     """Fused causal attention, forward and backward, operations of the causal half a second; None: not measured."""
     collectives: list[CollectiveTime] = field(default_factory=list)
     memory_bytes: int = 0
-    """Of a rank's device; of the host over the ranks on a CPU."""
+    """Memory of a rank's device; on a CPU, the host's divided by its ranks."""
     reserved_bytes: int = 0
     """Held before anything is allocated: the process on a CPU, the driver on a GPU."""
     jitter: float = 0.0

@@ -66,8 +66,8 @@ def sweep(
             rate = _rate(point.case, trial.seconds)
             rates.append((point.x, rate))
             say(
-                f"  {study.x_label} {point.x:g}: {trial.seconds:.4g} s a step, {rate:.4g} TFLOP/s a device; planned "
-                f"{plan.seconds:.4g} s ({plan.seconds / trial.seconds - 1:+.0%}); {point.case.label()}"
+                f"  {study.x_label} {point.x:g}: {trial.seconds:.4g} s per step, {rate:.4g} TFLOP/s per device; "
+                f"planned {plan.seconds:.4g} s ({plan.seconds / trial.seconds - 1:+.0%}); {point.case.label()}"
             )
         measured[study.name] = [(x, r, r / rates[0][1]) for x, r in rates]
     path = folder / "sweep.html"
@@ -77,7 +77,7 @@ def sweep(
 
 
 def _studies(space: Space, names: Sequence[str], devices: int) -> list[Study]:
-    """Those asked for, with the points that training takes."""
+    """Return those asked for, with the points that training takes."""
     first = space.fitting[0].case if space.fitting else space.candidates[0].case
     config = space.config
     try:

@@ -1,7 +1,7 @@
 """Asynchronous saves: the step pays for a copy, a thread on every rank does the rest.
 
 1. At a step's end all ranks call :meth:`BackgroundSave.start`: each copies its pieces into its host buffer, and
-   training goes on. The first time rank 0 also removes what a killed run left and makes ``step-N.eE.tmp``, and one
+   training continues. The first time rank 0 also removes what a killed run left and makes ``step-N.eE.tmp``, and one
    all-reduce says whether it went well everywhere; later no rank waits for another's copy.
 2. Rank 0's thread makes ``step-N.eE.tmp``; the others' wait until they see it. Every rank's thread writes, hashes,
    fsyncs and reads back its file, then its list. Rank 0's waits until all lists are there, in the shared directory,
@@ -50,7 +50,7 @@ _NICE = 10
 
 @dataclass(frozen=True)
 class Finished:
-    """A save that has ended; the same on every rank but for the seconds."""
+    """Result of a save that has ended; the same on every rank but for the seconds."""
 
     step: int
     path: Path
@@ -64,7 +64,7 @@ class Finished:
 
 
 class _Cancelled(Exception):
-    """Another rank failed; this one's part is of no use."""
+    """Signal that another rank failed, so that this one's part is of no use."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class _Job:
 
 
 class BackgroundSave:
-    """The saves of a run, on one rank. All methods but ``in_flight`` and ``abandon`` are collective over ``peers``.
+    """Background saves on one rank. All methods but ``in_flight`` and ``abandon`` are collective over ``peers``.
 
     Args:
         peers: the ranks that save; used in the caller's thread only.
@@ -127,7 +127,7 @@ class BackgroundSave:
 
     @property
     def in_flight(self) -> int | None:
-        """The step that is being saved; None: nothing is."""
+        """Step that is being saved; None: nothing is."""
         return None if self._job is None else self._job.state.step
 
     @property
@@ -177,7 +177,7 @@ class BackgroundSave:
         job.plan, job.image = plan, self._buffer.take(plan)
 
     def _begin_together(self, job: _Job, pieces: Iterable[StatePiece]) -> None:
-        """Without what an earlier run left: a rank must not take that run's directory for this save's."""
+        """Begin without what an earlier run left: a rank must not take that run's directory for this save's."""
 
         def begin() -> None:
             self._copy(job, pieces)
@@ -196,7 +196,7 @@ class BackgroundSave:
         job.message, job.failed = failure_text(self._peers, error), True
 
     def poll(self) -> Finished | None:
-        """Meet the others if a save is in flight; what became of it once it has ended on every rank, else None."""
+        """Meet the others if a save is in flight; return its result once it has ended on every rank, else None."""
         job = self._job
         if job is None or job.thread is None:
             return None
@@ -231,12 +231,12 @@ class BackgroundSave:
         return None
 
     def abandon(self, seconds: float) -> None:
-        """Not collective: on the way out after an error, give this rank's thread a moment to end."""
+        """Give this rank's thread a moment to end, on the way out after an error. Not collective."""
         if self._job is not None and self._job.thread is not None:
             self._job.thread.join(seconds)
 
     def _run(self, job: _Job) -> None:
-        """A rank's thread."""
+        """Save this rank's part, in its thread."""
         _yield_to_training()
         if job.plan is None or job.failed:
             return
@@ -257,7 +257,7 @@ class BackgroundSave:
             self._give_up(job, error)
 
     def _open_work(self, job: _Job) -> None:
-        """Rank 0 makes the directory, the others wait until they see it."""
+        """Make the directory on rank 0; wait until it is visible on the others."""
         if self._peers.rank == 0:
             prepare(self._directory, job.work, job.state, self._committer)
             return
@@ -276,7 +276,7 @@ class BackgroundSave:
             nap = min(2 * nap, _LONGEST_NAP)
 
     def _await_parts(self, job: _Job) -> None:
-        """Until every rank's list is in the directory."""
+        """Wait until every rank's list is in the directory."""
         missing = {listing_name(rank) for rank in range(self._peers.world_size)}
         nap, deadline = 0.01, float("inf")
         while True:
@@ -298,7 +298,7 @@ class BackgroundSave:
 
 
 def _yield_to_training() -> None:
-    """Give the calling thread a lower priority than those that train. Linux has one a thread; else nothing happens."""
+    """Give the calling thread a lower priority than training. Linux has one per thread; else nothing happens."""
     if sys.platform == "linux":
         with suppress(OSError):
             thread = threading.get_native_id()

@@ -16,7 +16,7 @@ GRAIN = 1 << 16
 
 
 def block_bytes(size: int) -> int:
-    """Bytes of a block of a file of ``size`` bytes: at most 128 of 1 to 64 MiB, so manifests stay small."""
+    """Return the block size for a file of ``size`` bytes: at most 128 of 1 to 64 MiB, so manifests stay small."""
     width = MIN_BLOCK
     while width < MAX_BLOCK and size > _BLOCKS * width:
         width *= 2
@@ -24,7 +24,7 @@ def block_bytes(size: int) -> int:
 
 
 class SpanHashes:
-    """Hashes of ranges of a stream that lie in it one after the other. ``spans``: their ends, rising.
+    """Hashes of consecutive ranges of a stream. ``spans``: their ends, rising.
 
     Ranges of ``limit`` bytes or more get no hash (an empty text): blocks tell those apart.
     """
@@ -36,7 +36,7 @@ class SpanHashes:
         self.hashes: list[str] = []
 
     def update(self, data: memoryview) -> None:
-        """The next bytes of the stream."""
+        """Hash the next bytes of the stream."""
         while len(data) and len(self.hashes) < len(self._spans):
             start, stop = self._spans[len(self.hashes)]
             part, data = data[: stop - self._at], data[stop - self._at :]
@@ -49,7 +49,7 @@ class SpanHashes:
 
 
 class GrainHashes:
-    """xxh3-128 of each ``grain`` bytes of a stream, one after the other; the last may be shorter."""
+    """Hashes (xxh3-128) of each ``grain`` bytes of a stream, one after the other; the last may be shorter."""
 
     WIDTH = 16
     """Bytes of a hash."""
@@ -61,7 +61,7 @@ class GrainHashes:
         self._done = bytearray()
 
     def update(self, data: memoryview, *, skip: bool = False) -> None:
-        """The next bytes of the stream. ``skip``: whole grains in them are not hashed, but entered as ``UNKNOWN``."""
+        """Hash the next bytes of the stream. ``skip``: enter whole grains in them as ``UNKNOWN`` instead."""
         at, size, grain = 0, len(data), self._grain
         while at < size:
             if self._room == grain and size - at >= grain:  # a whole one at once
@@ -76,7 +76,7 @@ class GrainHashes:
                 self._close()
 
     def digests(self) -> bytes:
-        """The hashes of all that has passed, ``WIDTH`` bytes each."""
+        """Return the hashes of all that has passed, ``WIDTH`` bytes each."""
         if self._room != self._grain:
             self._close()
         return bytes(self._done)
@@ -88,7 +88,7 @@ class GrainHashes:
 
 
 class Digest:
-    """Hashes a stream. ``block_bytes``: size of a block."""
+    """Hashes of a stream. ``block_bytes``: size of a block."""
 
     def __init__(self, block_bytes: int) -> None:
         self._width = block_bytes
@@ -98,7 +98,7 @@ class Digest:
         self._size = 0
 
     def update(self, data: memoryview | bytes) -> None:
-        """The next bytes."""
+        """Hash the next bytes."""
         view = memoryview(data).cast("B")
         at = 0
         while at < len(view):
@@ -113,6 +113,6 @@ class Digest:
                 self._block.reset()
 
     def entry(self) -> FileEntry:
-        """Size and hashes of what has passed."""
+        """Return size and hashes of what has passed."""
         last = [self._block.hexdigest()] if self._size % self._width else []
         return FileEntry(self._size, self._whole.hexdigest(), self._width, (*self._blocks, *last))

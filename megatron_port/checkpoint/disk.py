@@ -17,7 +17,7 @@ _RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes free on the file system of ``path`` or of its nearest existing parent; None if it cannot be asked."""
+    """Return the bytes free on the file system of ``path`` or its nearest existing parent; None if unknown."""
     for place in (path, *path.parents):
         try:
             return shutil.disk_usage(place).free
@@ -27,7 +27,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def disk_error(error: OSError, path: Path, needed: int | None = None) -> CheckpointError:
-    """A message with the path, what was needed and what is free."""
+    """Return an error with the path, what was needed and what is free."""
     free = free_bytes(path)
     numbers = [f"needed {needed} bytes"] if needed is not None else []
     if free is not None:
@@ -45,7 +45,7 @@ def disk_error(error: OSError, path: Path, needed: int | None = None) -> Checkpo
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading; the descriptor. Nothing else is opened: a pipe would wait for a writer for ever.
+    """Open a regular file for reading; return the descriptor. Nothing else is opened: a pipe would wait for ever.
 
     A symbolic link is refused too: no save makes one, and where it leads may change.
 

@@ -20,7 +20,7 @@ _TEXT, _COUNT = 256, 1 << 63
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The checkpoint that the training from which a checkpoint comes had begun at, or last saved."""
+    """Checkpoint that a checkpoint's training had begun at, or last saved."""
 
     run: str = ""
     commit: int = 0
@@ -29,7 +29,7 @@ class Parent:
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """Where a checkpoint comes from. All is empty in those of versions that did not say."""
+    """Origin of a checkpoint. All is empty in those of versions that did not record it."""
 
     run: str = ""
     """Id of the run."""
@@ -41,7 +41,7 @@ class Lineage:
     parent: Parent | None = None
 
     def body(self) -> dict[str, Any]:
-        """As the manifest has it."""
+        """Return the lineage as the manifest has it."""
         out: dict[str, Any] = {
             "run": self.run, "commit": self.commit, "epoch": self.epoch, "attempt": self.attempt,
         }
@@ -49,7 +49,7 @@ class Lineage:
 
 
 def parse_lineage(value: Any) -> Lineage:
-    """The ``lineage`` of a manifest; absent in older ones. Raises ValueError."""
+    """Parse the ``lineage`` of a manifest; absent in older ones. Raises ValueError."""
     if value is None:
         return Lineage()
     texts, counts = ("run", "attempt"), ("commit", "epoch")
@@ -73,19 +73,19 @@ def _typed(value: Any, texts: tuple[str, ...], counts: tuple[str, ...]) -> dict[
 
 
 def temporary_name(name: str, epoch: int) -> str:
-    """``step-00000120.e7.tmp``: what attempt 7 of a folder has not finished; ``step-00000120.tmp`` without a lease."""
+    """Return ``step-00000120.e7.tmp``, an unfinished save of attempt 7; ``step-00000120.tmp`` without a lease."""
     return f"{name}.e{epoch}.tmp" if epoch else f"{name}.tmp"
 
 
 def epoch_of_temporary(name: str) -> int | None:
-    """Whose temporary it is (0: of nobody with a lease); None: it is none."""
+    """Return the epoch of a temporary name (0: it was made without a lease); None: the name is no temporary's."""
     found = _TEMPORARY.fullmatch(name)
     return int(found.group(1) or 0) if found else None
 
 
 @dataclass
 class Committer:
-    """Who commits: the attempt's fence, and the last commit that it made or began at.
+    """Committer of an attempt: its fence, and the last commit that it made or began at.
 
     The default is a process alone with the folder, without a lease and without a run.
     """
@@ -95,7 +95,7 @@ class Committer:
     _last: int = 0
 
     def lineage(self, directory_commits: int) -> Lineage:
-        """Lineage of the next commit. ``directory_commits``: the folder's highest number, where it was looked up."""
+        """Return the next commit's lineage. ``directory_commits``: the folder's highest number, if looked up."""
         return Lineage(
             run=self.fence.run, commit=max(self._last, directory_commits) + 1, epoch=self.fence.epoch,
             attempt=self.fence.attempt, parent=self.parent,
@@ -103,7 +103,7 @@ class Committer:
 
     @property
     def counting(self) -> bool:
-        """It has committed: nobody else has since, so the folder need not be looked through again."""
+        """Whether it has committed: nobody else has since, so the folder need not be searched again."""
         return self._last > 0 and self.fence.epoch > 0
 
     def committed(self, lineage: Lineage, step: int) -> None:
@@ -116,11 +116,11 @@ class Committer:
         self.parent = Parent(run=lineage.run, commit=lineage.commit, step=step)
 
     def owns(self, lineage: Lineage) -> bool:
-        """The checkpoint is this run's, or of nobody known: retention may remove it."""
+        """Return whether the checkpoint is this run's, or of no known run: retention may remove it."""
         return not self.fence.run or lineage.run in ("", self.fence.run)
 
 
 def order(lineage: Lineage, step: int) -> tuple[int, int, int]:
-    """Sort key: what was committed later is larger. Those without a number come before all others, by step."""
+    """Return a sort key: what was committed later is larger. Those without a number come before all others, by step."""
     return lineage.commit, lineage.epoch, step
 

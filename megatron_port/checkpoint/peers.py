@@ -21,40 +21,40 @@ _TEXT_BYTES = 4096
 
 
 class Peers(Protocol):
-    """A set of ranks with one operation."""
+    """Set of ranks with one operation."""
 
     @property
     def rank(self) -> int:
-        """This one's number, 0 to world_size - 1."""
+        """Number of this rank, 0 to world_size - 1."""
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     def first_failure(self, message: str | None) -> str | None:
-        """Meet the others. ``message``: what failed here, or None. Returns the lowest failing rank's, or None."""
+        """Meet the others. ``message``: what failed here, or None. Return the lowest failing rank's, or None."""
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Meet the others; element-wise maximum of as many integers from each."""
+        """Return the element-wise maximum of every rank's integers, as many from each."""
 
 
 class Alone:
-    """A single process."""
+    """Peers of a single process."""
 
     rank = 0
     world_size = 1
 
     def first_failure(self, message: str | None) -> str | None:
-        """Its own."""
+        """Return its own message."""
         return message
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Its own."""
+        """Return its own values."""
         return list(values)
 
 
 class GroupPeers:
-    """The ranks of a process group whose backend takes CPU tensors (gloo, or cpu:gloo,cuda:nccl)."""
+    """Peers of a process group whose backend takes CPU tensors (gloo, or cpu:gloo,cuda:nccl)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -62,7 +62,7 @@ class GroupPeers:
         self.world_size = dist.get_world_size(group)
 
     def first_failure(self, message: str | None) -> str | None:
-        """One all-reduce of an integer; on failure also one broadcast of a short text."""
+        """Return the first failure by one all-reduce of an integer; on failure also one broadcast of a short text."""
         flag = self.maximum([self.world_size - self.rank if message is not None else 0])[0]
         if flag == 0:
             return None
@@ -75,14 +75,14 @@ class GroupPeers:
         return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """One all-reduce."""
+        """Return the maximum by one all-reduce."""
         flags = torch.tensor(list(values), dtype=torch.int64)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return [int(v) for v in flags.tolist()]
 
 
 def failure_text(peers: Peers, error: Exception) -> str:
-    """What went wrong on this rank, for all to read."""
+    """Return what went wrong on this rank, for all to read."""
     text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
     return f"rank {peers.rank} on {socket.gethostname()}: {text}" if peers.world_size > 1 else text
 

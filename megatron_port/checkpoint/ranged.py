@@ -26,7 +26,7 @@ from megatron_port.errors import DamagedCheckpoint
 
 
 class Scratch:
-    """A block's worth of memory, and whose bytes are in it."""
+    """Memory of one block, and whose bytes are in it."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -36,18 +36,18 @@ class Scratch:
         """Bytes that a second read fetches before and after those that are wanted."""
 
     def space(self, size: int) -> memoryview:
-        """``size`` bytes to fill; what was there is gone."""
+        """Return ``size`` bytes to fill; what was there is gone."""
         self._holds = None
         if len(self._buffer) < size:
             self._buffer = bytearray(size)
         return memoryview(self._buffer)[:size]
 
     def keep(self, path: Path, index: int, hole: tuple[int, int]) -> None:
-        """It was filled with verified bytes of that block, all but those from ``hole[0]`` up to ``hole[1]``."""
+        """Note verified bytes of that block, all but those from ``hole[0]`` up to ``hole[1]``."""
         self._holds, self._hole = (path, index), hole
 
     def part(self, path: Path, index: int, start: int, stop: int) -> memoryview | None:
-        """Bytes of a block, if they are all here."""
+        """Return bytes of a block, if they are all here."""
         if self._holds != (path, index) or (start < self._hole[1] and self._hole[0] < stop):
             return None
         return memoryview(self._buffer)[start:stop]
@@ -58,7 +58,7 @@ class Scratch:
 
 
 class RangedFile:
-    """A data file of a checkpoint.
+    """Reader of a data file of a checkpoint.
 
     Args:
         path: the file.
@@ -80,13 +80,13 @@ class RangedFile:
         self._header: dict[str, tuple[str, int, int]] | None = None
 
     def close(self) -> None:
-        """Let go of the file descriptor; the hashes of what was verified stay known."""
+        """Close the file descriptor; the hashes of what was verified stay known."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
     def place(self, key: str) -> tuple[str, int, int] | None:
-        """(dtype code, first byte, last byte + 1) of a stored tensor, from the file's own header; None: not there."""
+        """Return (dtype code, first byte, last byte + 1) of a stored tensor, from the file's header; None: absent."""
         if self._header is None:
             size = self._entry.size
             prefix = bytearray(8)
@@ -132,7 +132,7 @@ class RangedFile:
                 self._scratch.keep(self.path, index, (a - low, z - low))
 
     def faults(self) -> Iterator[str]:
-        """Read and hash everything anew; yields what is wrong, one text a block."""
+        """Read and hash everything anew; yield what is wrong, one text per block."""
         entry = self._entry
         self._known.clear()
         self._header = None
@@ -158,7 +158,7 @@ class RangedFile:
             yield f"{self.path}: every block matches its hash, the whole file does not: the manifest contradicts itself"
 
     def _read_whole(self) -> None:
-        """Version 1: verify the file as one block, in constant memory."""
+        """Verify a file of version 1 as one block, in constant memory."""
         size = self._entry.size
         buffer = memoryview(bytearray(min(size, CHUNK)))
         digest, grains = xxhash.xxh3_128(), GrainHashes(GRAIN)
@@ -201,7 +201,7 @@ class RangedFile:
             )
 
     def _read_again(self, index: int, start: int, out: memoryview) -> bool:
-        """Fill ``out`` from byte ``start`` of a block, comparing whole grains; False: the hash of one is not known."""
+        """Fill ``out`` from byte ``start`` of a block, comparing whole grains; return whether every hash was known."""
         low = index * self._width
         high = min(low + self._width, self._entry.size)
         stop = start + len(out)

@@ -1,6 +1,6 @@
-"""Loading: any box of any tensor, whatever layout wrote it, with nothing trusted unverified.
+"""Loading: any slice of any tensor, whatever layout wrote it, with nothing trusted unverified.
 
-A read fetches only the byte ranges that overlap the box, straight into where the caller wants them, and returns after
+A read fetches only the byte ranges that overlap the slice, straight into where the caller wants them, and returns after
 the blocks around them were verified (``ranged``). What is damaged is named: the file, the block, and the tensors in it.
 """
 
@@ -18,12 +18,12 @@ import xxhash
 from megatron_port.checkpoint.disk import kind_of, open_regular
 from megatron_port.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
 from megatron_port.checkpoint.ranged import RangedFile, Scratch
-from megatron_port.checkpoint.slices import Box, strides
+from megatron_port.checkpoint.slices import Slice, strides
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 _OPEN_FILES = 32
 _SPAN = 1 << 24
-"""Bytes fetched at a time where a box is not contiguous in the file."""
+"""Bytes fetched at a time where a slice is not contiguous in the file."""
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -65,7 +65,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 def checkpoints_in(
     directory: Path | str, note: Callable[[str], None] | None = None
 ) -> list[tuple[Path, Manifest]]:
-    """Whole checkpoints of a folder, newest commit first (``Manifest.order``). Broken ones are passed over with a note.
+    """Return a folder's complete checkpoints, newest first (``Manifest.order``). Broken ones are noted and skipped.
 
     Manifests and file sizes are checked, contents are not (see :meth:`Checkpoint.verify`).
     """
@@ -91,13 +91,13 @@ def checkpoints_in(
 
 
 def find_latest(directory: Path | str, note: Callable[[str], None] | None = None) -> Path | None:
-    """The checkpoint committed last that is whole, or None. ``latest`` is not read: it is only a hint for people."""
+    """Return the complete checkpoint committed last, or None. ``latest`` is not read: it is only a hint for people."""
     found = checkpoints_in(directory, note)
     return found[0][0] if found else None
 
 
 def some_of(names: list[str], shown: int = 4) -> str:
-    """The first few of a list, and how many more."""
+    """Return the first few of a list, and how many more."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more if names else "no tensor"
 
@@ -134,29 +134,29 @@ class Checkpoint:
         return dict(self.manifest.state.extra)
 
     def names(self, kind: str = "weight") -> Iterator[str]:
-        """Parameters that have this kind, in the order of the manifest."""
+        """Yield the parameters that have this kind, in the order of the manifest."""
         return (name for name, k in self._pieces if k == kind)
 
     def kinds(self) -> tuple[str, ...]:
-        """All kinds in the checkpoint, sorted."""
+        """Return all kinds in the checkpoint, sorted."""
         return tuple(sorted({kind for _, kind in self._pieces}))
 
     def shape(self, name: str, kind: str = "weight") -> tuple[int, ...]:
-        """Global logical shape. Raises CheckpointError if it is not in the checkpoint."""
+        """Return the global logical shape. Raises CheckpointError if it is not in the checkpoint."""
         return self._find(name, kind)[0].global_shape
 
     def read(
         self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The box ``offset + shape`` of a tensor, on the CPU, of shape ``shape`` and the dtype that was saved.
+        """Return the slice ``offset + shape`` of a tensor, on the CPU, of shape ``shape`` and the dtype that was saved.
 
         ``out``: a contiguous CPU tensor of that shape and dtype is filled and returned, without a copy in between;
         any other is left alone. After an error its content is undefined: some of it may be what was damaged.
 
         Raises:
             DamagedCheckpoint: a file is damaged or cannot be read; file, block and tensors are named.
-            CheckpointError: no such tensor, or the box does not fit its shape (both are named).
+            CheckpointError: no such tensor, or the slice does not fit its shape (both are named).
         """
         pieces = self._find(name, kind)
         whole = pieces[0].global_shape
@@ -169,7 +169,7 @@ class Checkpoint:
                 f"{self.path}: {kind} of {name} has shape {whole}; the model asks for {shape} at {offset}: "
                 "the checkpoint is of another model"
             )
-        wanted = Box(offset, tuple(o + n for o, n in zip(offset, shape)))
+        wanted = Slice(offset, tuple(o + n for o, n in zip(offset, shape)))
         dtype = getattr(torch, pieces[0].dtype)
         if out is None or not (
             out.device.type == "cpu" and out.dtype == dtype and tuple(out.shape) == shape and out.is_contiguous()
@@ -188,7 +188,7 @@ class Checkpoint:
         return out
 
     def faults(self) -> Iterator[str]:
-        """Read every byte of every file; yields a text for each block that is not what was saved."""
+        """Read every byte of every file; yield a text for each block that is not what was saved."""
         for name in self.manifest.files:
             file = self._file(name)
             clean = True
@@ -213,11 +213,11 @@ class Checkpoint:
         self._open.clear()
 
     def contents(self, file: str, start: int = 0, stop: int | None = None) -> str:
-        """Names of the tensors in a byte range of a file, for messages: the first few, and how many more."""
+        """Return the tensors in a byte range of a file, for messages: the first few, and how many more."""
         return some_of([name for name, _, _, _ in self._layout(file, start, stop)])
 
     def suspects(self, file: str, start: int, stop: int) -> str:
-        """Which tensors of a damaged byte range of a file are damaged, as far as can be told; for messages."""
+        """Return which tensors of a damaged byte range are damaged, as far as can be told; for messages."""
         inside = self._layout(file, start, stop)
         found = []
         try:
@@ -233,7 +233,7 @@ class Checkpoint:
         return some_of(found or [name for name, _, _, digest in inside if not digest])
 
     def _layout(self, file: str, start: int = 0, stop: int | None = None) -> list[tuple[str, int, int, str]]:
-        """(name, first byte, last byte + 1, hash) of the header and the pieces in a byte range, by the manifest."""
+        """Return (name, first byte, last byte + 1, hash) of the header and pieces in a byte range, by the manifest."""
         mine = self._by_file.get(file, [])
         # The writer's order without holes; after the header, whose length is what remains.
         at = max(self.manifest.files[file].size - sum(p.numel * DTYPES[p.dtype][1] for p in mine), 0)
@@ -252,20 +252,20 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no {kind} of {name}: {hint}; the checkpoint is of another model")
         return pieces
 
-    def _copy(self, piece: PieceEntry, wanted: Box, out: torch.Tensor) -> None:
+    def _copy(self, piece: PieceEntry, wanted: Slice, out: torch.Tensor) -> None:
         """Copy what ``piece`` has of ``wanted`` into ``out`` (of wanted's shape)."""
         if not all(o < z and a < o + n for o, n, a, z in zip(piece.offset, piece.shape, wanted.low, wanted.high)):
             return
         steps = strides(piece.shape)
-        for box in piece.flat_range().boxes():
-            common = box.intersect(wanted)
+        for part in piece.flat_range().slices():
+            common = part.intersect(wanted)
             if common is not None:
                 target = out[tuple(slice(a - w, b - w) for a, b, w in zip(common.low, common.high, wanted.low))]
                 first = sum((lo - o) * s for lo, o, s in zip(common.low, piece.offset, steps))
                 self._fill(piece, first - piece.flat_start, steps, target)
 
     def _fill(self, piece: PieceEntry, first: int, steps: tuple[int, ...], target: torch.Tensor) -> None:
-        """``target`` from the elements of a stored tensor at ``first + i · steps``, in pieces of bounded size."""
+        """Fill ``target`` from a stored tensor's elements at ``first + i · steps``, in parts of bounded size."""
         extent = tuple(target.shape)
         span = 1 + sum((n - 1) * s for n, s in zip(extent, steps))
         if span == target.numel() and target.is_contiguous():
@@ -282,13 +282,13 @@ class Checkpoint:
             self._fill(piece, first + row * steps[d], steps, target.narrow(d, row, min(rows, extent[d] - row)))
 
     def _fetch(self, piece: PieceEntry, first: int, target: torch.Tensor) -> None:
-        """Elements of a stored tensor from ``first`` on into a contiguous ``target``."""
+        """Read elements of a stored tensor from ``first`` on into a contiguous ``target``."""
         start = self._place(piece) + first * target.element_size()
         view = target.view(-1).as_strided((target.numel(),), (1,)).view(torch.uint8)
         self._file(piece.file).read_into(start, view.numpy().data)
 
     def _place(self, piece: PieceEntry) -> int:
-        """First byte of a piece, from the file's header, which must agree with the manifest."""
+        """Return the first byte of a piece, from the file's header, which must agree with the manifest."""
         place = self._file(piece.file).place(piece.key)
         code, width = DTYPES[piece.dtype]
         if place is None or place[0] != code or place[2] - place[1] != piece.numel * width:
@@ -299,7 +299,7 @@ class Checkpoint:
         return place[1]
 
     def _file(self, name: str) -> RangedFile:
-        """The file, with at most _OPEN_FILES descriptors in use."""
+        """Return the file, with at most _OPEN_FILES descriptors in use."""
         if name not in self._files:
             self._files[name] = RangedFile(
                 self.path / name, self.manifest.files[name], self._scratch,

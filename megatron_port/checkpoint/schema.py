@@ -14,7 +14,7 @@ MAX_COUNT = 1 << 63
 MAX_TEXT = 4096
 MAX_DEPTH = 32
 _LAST_SECOND = 1e11
-"""Of the year 5138: a clock's time in seconds, and still a date for every C library."""
+"""Clock time in the year 5138, in seconds: still a date for every C library."""
 
 _Type = tuple[Callable[[Any], bool], str]
 

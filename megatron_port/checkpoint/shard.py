@@ -28,7 +28,7 @@ _WIDTHS = dict(DTYPES.values())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` → ``float32``. Raises CheckpointError for a dtype that the format does not hold."""
+    """Return ``float32`` for ``torch.float32``. Raises CheckpointError for a dtype that the format does not hold."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(f"a tensor of dtype {dtype} cannot be saved; the format holds {', '.join(DTYPES)}")

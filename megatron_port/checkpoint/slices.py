@@ -1,9 +1,9 @@
-"""Geometry of pieces: flat ranges of boxes, their intersection, and the proof that they tile a tensor.
+"""Geometry of pieces: flat ranges of slices, their intersection, and the proof that they tile a tensor.
 
 A *piece* is the range ``[flat_start, flat_start + numel)`` of the row-major
-flattening of a box (``offset``, ``shape``) of a global tensor. Any such range is
-the union of at most ``2 * dims - 1`` axis-aligned boxes, which makes reading and
-checking plain box arithmetic. Pure; no torch.
+flattening of a slice (``offset``, ``shape``) of a global tensor. Any such range is
+the union of at most ``2 * dims - 1`` axis-aligned slices, which makes reading and
+checking plain slice arithmetic. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Box:
+class Slice:
     """Elements ``low[d] <= i[d] < high[d]`` along each dimension."""
 
     low: Shape
@@ -33,18 +33,18 @@ class Box:
         """Number of elements."""
         return prod(self.shape)
 
-    def shifted(self, offset: Sequence[int]) -> Box:
-        """The same box, moved by ``offset``."""
-        return Box(
+    def shifted(self, offset: Sequence[int]) -> Slice:
+        """The same slice, moved by ``offset``."""
+        return Slice(
             tuple(lo + o for lo, o in zip(self.low, offset)),
             tuple(h + o for h, o in zip(self.high, offset)),
         )
 
-    def intersect(self, other: Box) -> Box | None:
-        """The common box; None if there is none."""
+    def intersect(self, other: Slice) -> Slice | None:
+        """The common slice; None if there is none."""
         low = tuple(max(a, b) for a, b in zip(self.low, other.low))
         high = tuple(min(a, b) for a, b in zip(self.high, other.high))
-        return Box(low, high) if all(lo < h for lo, h in zip(low, high)) else None
+        return Slice(low, high) if all(lo < h for lo, h in zip(low, high)) else None
 
 
 def strides(shape: Sequence[int]) -> Shape:
@@ -52,12 +52,12 @@ def strides(shape: Sequence[int]) -> Shape:
     return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """The flat range ``[start, stop)`` of a tensor of ``shape`` as disjoint boxes, in flat order."""
+def range_slices(shape: Shape, start: int, stop: int) -> Iterator[Slice]:
+    """The flat range ``[start, stop)`` of a tensor of ``shape`` as disjoint slices, in flat order."""
     if start >= stop:
         return
     if not shape:
-        yield Box((), ())
+        yield Slice((), ())
         return
     inner = prod(shape[1:])
     first, last = start // inner, (stop - 1) // inner
@@ -66,19 +66,19 @@ def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     if first < full_from:
         yield from _in_row(shape, first, start - first * inner, min(stop - first * inner, inner))
     if full_from < full_to:
-        yield Box((full_from,) + (0,) * (len(shape) - 1), (full_to, *shape[1:]))
+        yield Slice((full_from,) + (0,) * (len(shape) - 1), (full_to, *shape[1:]))
     if full_to <= last and (last > first or first == full_from):
         yield from _in_row(shape, last, max(start - last * inner, 0), stop - last * inner)
 
 
-def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
-    for box in range_boxes(shape[1:], start, stop):
-        yield Box((row, *box.low), (row + 1, *box.high))
+def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Slice]:
+    for part in range_slices(shape[1:], start, stop):
+        yield Slice((row, *part.low), (row + 1, *part.high))
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A piece without its data: a flat range of a box of a tensor. ``label`` names it in messages."""
+    """A piece without its data: a flat range of a slice of a tensor. ``label`` names it in messages."""
 
     offset: Shape
     shape: Shape
@@ -86,30 +86,30 @@ class FlatRange:
     numel: int
     label: str = ""
 
-    def boxes(self) -> Iterator[Box]:
-        """Disjoint boxes, in coordinates of the global tensor."""
-        for box in range_boxes(self.shape, self.flat_start, self.flat_start + self.numel):
-            yield box.shifted(self.offset)
+    def slices(self) -> Iterator[Slice]:
+        """Disjoint slices, in coordinates of the global tensor."""
+        for part in range_slices(self.shape, self.flat_start, self.flat_start + self.numel):
+            yield part.shifted(self.offset)
 
 
 def range_fault(piece: FlatRange, global_shape: Shape) -> str | None:
-    """What is wrong with one piece by itself, or None."""
+    """Return what is wrong with one piece by itself, or None."""
     if not len(piece.offset) == len(piece.shape) == len(global_shape):
-        return f"box {piece.offset} + {piece.shape} has other dimensions than the tensor {global_shape}"
+        return f"slice {piece.offset} + {piece.shape} has other dimensions than the tensor {global_shape}"
     if min((*piece.offset, *piece.shape, piece.flat_start, piece.numel)) < 0:
-        return f"box {piece.offset} + {piece.shape}, range {piece.flat_start} + {piece.numel}: negative numbers"
+        return f"slice {piece.offset} + {piece.shape}, range {piece.flat_start} + {piece.numel}: negative numbers"
     for o, n, g in zip(piece.offset, piece.shape, global_shape):
         if o + n > g:
-            return f"box {piece.offset} + {piece.shape} leaves the tensor {global_shape}"
+            return f"slice {piece.offset} + {piece.shape} leaves the tensor {global_shape}"
     if piece.flat_start + piece.numel > prod(piece.shape):
         return (
-            f"range {piece.flat_start} + {piece.numel} leaves its box {piece.shape} of {prod(piece.shape)} elements"
+            f"range {piece.flat_start} + {piece.numel} leaves its slice {piece.shape} of {prod(piece.shape)} elements"
         )
     return None
 
 
 class Ranged(Protocol):
-    """A flat range of a box: FlatRange, or what has one."""
+    """A flat range of a slice: FlatRange, or what has one."""
 
     @property
     def offset(self) -> Shape: ...
@@ -122,7 +122,7 @@ class Ranged(Protocol):
 
 
 def stacked(pieces: Sequence[Ranged], global_shape: Shape) -> bool:
-    """Are they whole boxes one behind the other along the first dimension, in order, and the tensor together?
+    """Are they whole slices one behind the other along the first dimension, in order, and the tensor together?
 
     Most tensors of most layouts are saved so, and it costs a tenth of :func:`cover_fault`, which such pieces pass.
     """
@@ -147,8 +147,8 @@ def cover_fault(pieces: Sequence[FlatRange], global_shape: Shape) -> str | None:
     """Why the pieces do not cover the tensor exactly once; None if they do. Linear in the pieces, but for a sort.
 
     How often each element is covered is a function whose mixed difference along all dimensions is zero but at the
-    boxes' corners, +1 or -1 at each, and which that difference determines. So the cover is exact if and only if the
-    corners of all boxes cancel, but for those of the tensor itself. Where they do not, the first corner in
+    slices' corners, +1 or -1 at each, and which that difference determines. So the cover is exact if and only if the
+    corners of all slices cancel, but for those of the tensor itself. Where they do not, the first corner in
     lexicographic order is an element that is covered too often or not at all.
     """
     for piece in pieces:
@@ -156,7 +156,7 @@ def cover_fault(pieces: Sequence[FlatRange], global_shape: Shape) -> str | None:
         if fault:
             return f"{fault} ({piece.label})" if piece.label else fault
     solids = list(_solids(pieces))
-    corners = _corners([(box, 1) for box in solids] + [(Box((0,) * len(global_shape), global_shape), -1)])
+    corners = _corners([(part, 1) for part in solids] + [(Slice((0,) * len(global_shape), global_shape), -1)])
     if not corners:
         return None
     element = min(corners)
@@ -166,13 +166,13 @@ def cover_fault(pieces: Sequence[FlatRange], global_shape: Shape) -> str | None:
     owners = [p for p in pieces if _holds(p, element)]
     a, b = owners[0], owners[1]
     return (
-        f"range {a.flat_start} + {a.numel} of box {a.offset} + {a.shape} ({a.label}) and range {b.flat_start} + "
-        f"{b.numel} of box {b.offset} + {b.shape} ({b.label}) overlap at element {element}"
+        f"range {a.flat_start} + {a.numel} of slice {a.offset} + {a.shape} ({a.label}) and range {b.flat_start} + "
+        f"{b.numel} of slice {b.offset} + {b.shape} ({b.label}) overlap at element {element}"
     )
 
 
-def _solids(pieces: Sequence[FlatRange]) -> Iterator[Box]:
-    """The pieces as boxes; ranges of one box that follow one another are taken together."""
+def _solids(pieces: Sequence[FlatRange]) -> Iterator[Slice]:
+    """The pieces as slices; ranges of one slice that follow one another are taken together."""
     by_box: dict[tuple[Shape, Shape], list[tuple[int, int]]] = {}
     for piece in pieces:
         if piece.numel:
@@ -185,21 +185,21 @@ def _solids(pieces: Sequence[FlatRange]) -> Iterator[Box]:
             if a == stop:
                 stop = z
                 continue
-            for box in range_boxes(shape, start, stop):
-                yield box.shifted(offset)
+            for part in range_slices(shape, start, stop):
+                yield part.shifted(offset)
             start, stop = a, z
 
 
-def _corners(boxes: Sequence[tuple[Box, int]]) -> dict[Shape, int]:
-    """Sum over weighted boxes of ±weight at each corner, zeros left out: a corner of k upper bounds counts (-1)^k.
+def _corners(slices: Sequence[tuple[Slice, int]]) -> dict[Shape, int]:
+    """Sum over weighted slices of ±weight at each corner, zeros left out: a corner of k upper bounds counts (-1)^k.
 
     Dimension by dimension, so that corners of neighbours cancel before they are multiplied by the next dimension.
     """
     sums: dict[tuple[Shape, Shape, Shape], int] = {}  # (corner so far, low and high of the dimensions to come)
-    for box, weight in boxes:
-        if all(lo < hi for lo, hi in zip(box.low, box.high)):
-            _add(sums, ((), box.low, box.high), weight)
-    for _ in range(len(boxes[0][0].low)):
+    for part, weight in slices:
+        if all(lo < hi for lo, hi in zip(part.low, part.high)):
+            _add(sums, ((), part.low, part.high), weight)
+    for _ in range(len(slices[0][0].low)):
         following: dict[tuple[Shape, Shape, Shape], int] = {}
         for (corner, low, high), weight in sums.items():
             _add(following, ((*corner, low[0]), low[1:], high[1:]), weight)

@@ -56,12 +56,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The chosen action."""
+    """Run the chosen action; return its exit code."""
     return run_calibrate(args) if args.action == "calibrate" else run_sweep(args)
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
-    """This rank's part of the measurement. Raises ConfigError, EnvironmentFault."""
+    """Measure on this rank; return the exit code. Raises ConfigError, EnvironmentFault."""
     from megatron_port.config.loader import load
 
     if args.seconds <= 0:
@@ -89,7 +89,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    """Run the studies. Raises ConfigError, EnvironmentFault."""
+    """Run the studies; return the exit code. Raises ConfigError, EnvironmentFault."""
     from megatron_port.bench.sweep import NAMES, sweep
     from megatron_port.cli.main import load_run
     from megatron_port.tune.trial import choose_launcher

@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code; CheckpointError where there is nothing to look at."""
+    """Run the chosen action; return its exit code. Raises CheckpointError where there is nothing to look at."""
     if args.action in checkpoint_convert.ACTIONS:
         return checkpoint_convert.run(args)
     if args.action == "ls":
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _directories(directory: Path) -> list[Path]:
-    """Checkpoint directories, whole or not, by name."""
+    """Return the checkpoint directories, complete or not, by name."""
     from megatron_port.checkpoint.format import MANIFEST, step_of
 
     if directory.is_dir() and ((directory / MANIFEST).exists() or step_of(directory.resolve().name) is not None):
@@ -105,7 +105,7 @@ def _ls(directory: Path) -> int:
 
 
 def _age(seconds: float) -> str:
-    """``3.4 h``; the largest unit that leaves at least one."""
+    """Return an age as ``3.4 h``, in the largest unit that leaves at least one."""
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
@@ -113,7 +113,7 @@ def _age(seconds: float) -> str:
 
 
 def _layout(manifest: Manifest) -> str:
-    """``tp 2 pp 4 dp 8 zero 1 deepspeed bf16``, as far as the manifest says."""
+    """Return ``tp 2 pp 4 dp 8 zero 1 deepspeed bf16``, as far as the manifest records it."""
     layout = manifest.state.layout if isinstance(manifest.state.layout, dict) else {}
     config = manifest.state.config if isinstance(manifest.state.config, dict) else {}
     short = {
@@ -173,7 +173,7 @@ def _newest(path: Path) -> Checkpoint:
 
 @dataclass
 class _Difference:
-    """Over the elements seen so far. ``worst`` is infinite where one side is not a number and the other is."""
+    """Differences over the elements seen so far. ``worst`` is infinite where only one side is not a number."""
 
     worst: float = 0.0
     elements: int = 0
@@ -189,7 +189,7 @@ class _Difference:
 
 
 def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes of whole rows, about _SLAB elements each: constant memory for any parameter."""
+    """Yield slices of complete rows, about _SLAB elements each: constant memory for any parameter."""
     if not shape:
         yield (), ()
         return
@@ -227,7 +227,7 @@ def _diff(path_a: Path, path_b: Path, *, kind: str, tolerance: float, every: boo
 
 
 def _settings(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Settings, engine scalars, tokenizer and versions that differ. They do not make the tensors differ."""
+    """Yield the settings, engine scalars, tokenizer and versions that differ; no tensor differs by them."""
     for what in ("config", "layout", "scalars", "tokenizer"):
         if what == "layout" and isinstance(a.manifest.state.config, dict) and a.manifest.state.config:
             continue  # the configuration has it

@@ -41,11 +41,11 @@ def add_actions(actions: Any) -> None:
         help="hf: folder with the files of the tokenizer trained with, if not where the run had it; another is refused",
     )
     out.add_argument("--no-tokenizer", action="store_true", help="hf: write no tokenizer")
-    out.add_argument("--skip-check", action="store_true", help="hf: do not run transformers' model; the card says so")
+    out.add_argument("--skip-check", action="store_true", help="hf: do not run transformers' model; the card notes it")
     into = actions.add_parser(
         "import", help="read another system's checkpoint into this format",
         description="Read a DCP or Universal export of ours, a Megatron-DeepSpeed checkpoint, or a Hugging Face folder "
-        "(safetensors of a GPT-2, GPT-NeoX or Llama), and commit it as OUT/step-N, from which `train` goes on "
+        "(safetensors of a GPT-2, GPT-NeoX or Llama), and commit it as OUT/step-N, from which `train` resumes "
         "(checkpoint.resume) or starts (checkpoint.initial_weights).",
     )
     into.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint's folder")
@@ -61,7 +61,7 @@ def add_actions(actions: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises CheckpointError, and ConfigError for the file of ``--model``."""
+    """Run the chosen action; return its exit code. Raises CheckpointError; ConfigError for the file of ``--model``."""
     return _export(args) if args.action == "export" else _import(args)
 
 

@@ -8,7 +8,8 @@ import typing
 from typing import Any
 
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.config.checks import CHOICES, check, topology_sizes
+from megatron_port.config.checks import check, topology_sizes
+from megatron_port.config.choices import CHOICES, plain_type
 from megatron_port.config.dump import leaves, to_toml, toml_value
 from megatron_port.config.loader import field_help
 from megatron_port.config.schema import RunConfig
@@ -34,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen action; 0, or ConfigError."""
+    """Run the chosen action; return 0. Raises ConfigError."""
     if args.action == "show":
         loaded = load_run(args)
         notes = loaded.origins if args.origin else field_texts() if args.help_fields else None
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(config: RunConfig, world_size: int | None) -> str:
-    """One paragraph on a legal configuration: its size, its split and its batch."""
+    """Return one paragraph on a legal configuration: its size, its split and its batch."""
     tp, pp, dp = topology_sizes(config, world_size)
     batch = config.batch
     count = parameter_count(config.model)
@@ -61,17 +62,17 @@ def summary(config: RunConfig, world_size: int | None) -> str:
         f"ZeRO-{config.layout.zero_stage}, {config.precision.dtype}, recompute {config.layout.recompute}\n"
         f"  batch   {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} x "
         f"{batch.global_batch_size // (batch.micro_batch_size * dp)} accumulated x dp {dp}; "
-        f"{batch.global_batch_size * config.model.seq_length:,} tokens, {step:.3e} model FLOPs a step"
+        f"{batch.global_batch_size * config.model.seq_length:,} tokens, {step:.3e} model FLOPs per step"
     )
 
 
 def field_texts() -> dict[str, str]:
-    """The help of every leaf, by dotted name."""
+    """Return the help of every leaf, by dotted name."""
     return {name: text for name, (_, text) in _described(RunConfig).items()}
 
 
 def reference() -> str:
-    """Markdown tables of every setting."""
+    """Return Markdown tables of every setting."""
     defaults = dict(leaves(RunConfig()))
     described = _described(RunConfig)
     lines: list[str] = []
@@ -91,7 +92,7 @@ def reference() -> str:
 
 
 def _described(cls: Any, prefix: str = "") -> dict[str, tuple[str, str]]:
-    """Type and help of every leaf, by dotted name."""
+    """Return type and help of every leaf, by dotted name."""
     hints, helps = typing.get_type_hints(cls), field_help(cls)
     out: dict[str, tuple[str, str]] = {}
     for f in dataclasses.fields(cls):
@@ -101,5 +102,5 @@ def _described(cls: Any, prefix: str = "") -> dict[str, tuple[str, str]]:
         elif typing.get_origin(kind) is tuple:
             out[prefix + f.name] = (f"array of {typing.get_args(kind)[0].__name__}", helps.get(f.name, ""))
         else:
-            out[prefix + f.name] = (kind.__name__, helps.get(f.name, ""))
+            out[prefix + f.name] = (plain_type(kind).__name__, helps.get(f.name, ""))
     return out

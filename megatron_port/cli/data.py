@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
 
     prepare = actions.add_parser(
         "prepare", help="tokenize text into PREFIX.bin, PREFIX.idx, PREFIX.meta.json",
-        description="Interrupted, the same command goes on. Nothing appears under PREFIX until all is done.")
+        description="After an interruption, the same command resumes. Nothing appears under PREFIX until all is done.")
     prepare.add_argument("prefix", type=Path, help="name of the corpus, without a suffix")
     _add_input(prepare)
     prepare.add_argument("--tokenizer", default="byte", help="byte (default), gpt2, tiktoken:ENCODING, "
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     prepare.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document id")
     prepare.add_argument("--workers", type=int, default=0, metavar="N",
                          help="processes that tokenize (default: a core each)")
-    prepare.add_argument("--fresh", action="store_true", help="do not go on with an interrupted call")
+    prepare.add_argument("--fresh", action="store_true", help="do not resume an interrupted call")
 
     index = actions.add_parser(
         "index", help="make the sample index of a run ahead of time, off the compute nodes",
@@ -83,13 +83,13 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blank-lines", type=int, default=0, metavar="N",
                         help="start a document at N or more blank lines (default 0: a file is a document)")
     parser.add_argument("--bad-input", choices=("stop", "skip", "repair"), default="stop",
-                        help="a damaged record: stop (default), leave it out, or mend it where possible")
+                        help="a damaged record: stop (default), leave it out, or repair it where possible")
     parser.add_argument("--largest-record", type=float, default=64.0, metavar="MB",
                         help="of a JSON line or a text in a column (default 64)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked; DataError for what the user can mend."""
+    """Run the subcommand. Raises DataError for what the user can fix."""
     return {"fetch": _fetch, "tokenizer": _tokenizer, "prepare": _prepare, "index": _index, "inspect": _inspect,
             "verify": _verify, "blend": _blend}[args.action](args)
 
@@ -180,7 +180,7 @@ def _inspect(args: argparse.Namespace) -> int:
                      "source files": meta.source_files, "source xxh3": meta.source_xxh3})
         if meta.left_out or meta.repaired:
             rows["damaged"] = f"{meta.left_out} left out, {meta.repaired} repaired"
-    rows["unigram entropy"] = f"{unigram_entropy(corpus):.4f} nats a token"
+    rows["unigram entropy"] = f"{unigram_entropy(corpus):.4f} nats per token"
     for key, value in rows.items():
         print(f"{key:16} {value}")
     if args.characters and meta and corpus.num_documents:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_port.cli.doctor_report import Finding, render, strictly
+from megatron_port.cli.doctor_report import CheckResult, render, strictly
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EXIT_ENVIRONMENT, EXIT_OK
 
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report for the run file given, or for the defaults. 0, or 3 if something needed is broken."""
+    """Print the report for the run file given, or for the defaults; return 0, or 3 if something needed is broken."""
     from megatron_port.cli.main import load_run
 
     config = load_run(args).config
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_ENVIRONMENT if wrong else EXIT_OK
 
 
-def examine(config: RunConfig, *, installed_only: bool = False) -> list[Finding]:
-    """All findings, in the order in which they are printed.
+def examine(config: RunConfig, *, installed_only: bool = False) -> list[CheckResult]:
+    """Return the results of all checks, in the order in which they are printed.
 
     ``installed_only``: a GPU of the kind ``backend.device`` need not be visible.
     """

@@ -21,7 +21,7 @@ from megatron_port.backend.jit_guard import (
 )
 from megatron_port.backend.providers import ProviderRow, optional_import
 from megatron_port.cli import doctor_machine
-from megatron_port.cli.doctor_report import Finding
+from megatron_port.cli.doctor_report import CheckResult
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import PortError
 from megatron_port.runtime.variables import variables
@@ -38,8 +38,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 def devices(
     config: RunConfig, *, installed_only: bool = False, gpus: Accelerators | None = None
-) -> tuple[DeviceInfo | None, list[Finding]]:
-    """The GPUs that torch sees, the chosen device and its collective library.
+) -> tuple[DeviceInfo | None, list[CheckResult]]:
+    """Return the chosen device, and results on the GPUs that torch sees, the device and its collective library.
 
     ``installed_only``: a torch built for ``backend.device`` is enough, no GPU need be visible.
     """
@@ -47,10 +47,10 @@ def devices(
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     if torch.version.hip:
         build = f"HIP {torch.version.hip}"
-    findings = [Finding("devices", "torch build", build)]
+    findings = [CheckResult("devices", "torch build", build)]
     for i in range(gpus.count):
         name, memory, _ = gpus.describe(i)
-        findings.append(Finding("devices", f"gpu {i}", f"{name}, {doctor_machine.gib(memory)}"))
+        findings.append(CheckResult("devices", f"gpu {i}", f"{name}, {doctor_machine.gib(memory)}"))
     kind = config.backend.device
     if installed_only and not gpus.count and kind == gpus.kind:
         why = "none visible; what is installed for it is checked"
@@ -61,29 +61,30 @@ def devices(
         try:
             device = choose_device(kind, gpus=gpus)
         except PortError as error:
-            return None, [*findings, Finding("devices", "chosen", "none", "wrong", str(error))]
-    findings.append(Finding("devices", "chosen", f"{device.kind} ({device.why}), {device.comm_backend}"))
+            return None, [*findings, CheckResult("devices", "chosen", "none", "wrong", str(error))]
+    findings.append(CheckResult("devices", "chosen", f"{device.kind} ({device.why}), {device.comm_backend}"))
     findings += _unused(config, device)
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        findings.append(Finding("devices", "gloo", "not in this torch", "wrong", "install a torch built with gloo"))
+        findings.append(CheckResult("devices", "gloo", "not in this torch", "wrong", "install a torch built with gloo"))
     if device.comm_backend == "nccl" and not torch.distributed.is_nccl_available():
-        findings.append(Finding("devices", "nccl", "not in this torch", "wrong", "install a torch with NCCL or RCCL"))
+        remedy = "install a torch with NCCL or RCCL"
+        findings.append(CheckResult("devices", "nccl", "not in this torch", "wrong", remedy))
     return device, findings
 
 
-def _unused(config: RunConfig, device: DeviceInfo) -> Iterator[Finding]:
-    """A GPU of this machine that ``auto`` passed over."""
+def _unused(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
+    """Yield a result for each GPU of this machine that ``auto`` passed over."""
     if device.is_gpu or config.backend.device != "auto":
         return
     for path, maker in DEVICE_FILES.items():
         if Path(path).exists():
-            yield Finding("devices", path, f"{maker} GPU is here and not used ({device.why})", "slow",
+            yield CheckResult("devices", path, f"{maker} GPU is here and not used ({device.why})", "slow",
                           "install torch and this program for it (make setup DEVICE=cuda or rocm), or set "
                           "backend.device = \"cpu\"")
 
 
 def needed_op(config: RunConfig, device: DeviceInfo) -> str:
-    """DeepSpeed's op that the run's optimizer asks for; empty if none."""
+    """Return the DeepSpeed op that the run's optimizer needs; empty: none."""
     if config.engine != "deepspeed" or config.precision.dtype == "fp64":
         return ""
     if config.backend.optimizer not in ("auto", "deepspeed"):
@@ -92,7 +93,7 @@ def needed_op(config: RunConfig, device: DeviceInfo) -> str:
 
 
 def version_problem(built: dict[str, str], torch_version: str, cuda: str | None, hip: str | None) -> str:
-    """Why DeepSpeed would refuse its own ops with this torch, or nothing. ``built``: its ``torch_info``."""
+    """Return why DeepSpeed would refuse its ops with this torch; empty: it would not. ``built``: its ``torch_info``."""
     def short(text: str | None) -> str:
         return ".".join((text or "0.0").split("+")[0].split(".")[:2])
 
@@ -104,38 +105,39 @@ def version_problem(built: dict[str, str], torch_version: str, cuda: str | None,
                      if was != short(now))
 
 
-def deepspeed(config: RunConfig, device: DeviceInfo | None) -> Iterator[Finding]:
-    """Whether it imports, for which accelerator, which ops are prebuilt, and whether the run's own is among them."""
+def deepspeed(config: RunConfig, device: DeviceInfo | None) -> Iterator[CheckResult]:
+    """Check DeepSpeed: its import, its accelerator, its prebuilt ops, and whether the run's own op is among them."""
     if doctor_machine.version("deepspeed") is None:
         return
     try:
         prepare_deepspeed()
     except PortError as error:
-        yield Finding("deepspeed", "import", "fails", "wrong", str(error))
+        yield CheckResult("deepspeed", "import", "fails", "wrong", str(error))
         return
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, torch_info
 
     ops = prebuilt_deepspeed_ops()
-    yield Finding("deepspeed", "accelerator", f"{get_accelerator()._name}; installed for {accelerator_name or 'none'}")
+    installed = f"{get_accelerator()._name}; installed for {accelerator_name or 'none'}"
+    yield CheckResult("deepspeed", "accelerator", installed)
     built = [op for op, done in ops.items() if done]
-    yield Finding("deepspeed", "prebuilt ops", ", ".join(built) or "none")
-    yield Finding("deepspeed", "not built", ", ".join(op for op in ops if op not in built) or "none")
+    yield CheckResult("deepspeed", "prebuilt ops", ", ".join(built) or "none")
+    yield CheckResult("deepspeed", "not built", ", ".join(op for op in ops if op not in built) or "none")
     op = needed_op(config, device) if device is not None else ""
     if not op or device is None:
         return
     command = prebuild_command(op, "cuda" if device.is_gpu else "cpu")
     if op not in built:
-        yield Finding("deepspeed", op, "this run asks for it, and it is not built ahead of time", "slow", command)
+        yield CheckResult("deepspeed", op, "this run asks for it, and it is not built ahead of time", "slow", command)
         return
     problem = version_problem(torch_info, torch.__version__, torch.version.cuda, torch.version.hip)
     if not problem:
         problem = optional_import(f"deepspeed.ops.adam.{op}_op")[1]
-    yield Finding("deepspeed", op, problem or "loads", "wrong" if problem else "ok", command if problem else "")
+    yield CheckResult("deepspeed", op, problem or "loads", "wrong" if problem else "ok", command if problem else "")
 
 
-def providers(config: RunConfig, device: DeviceInfo) -> Iterator[Finding]:
-    """One line an op: what serves it and why, or why what was asked for cannot. And the JIT guard."""
+def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
+    """Yield one line per op, with its provider and why, or why the chosen one cannot serve; and the JIT guard."""
     dtype = DTYPES.get(config.precision.dtype, torch.float32)
     model, tp = config.model, max(config.layout.tensor_parallel_size, 1)
     heads = (max(model.num_attention_heads // tp, 1), max(model.kv_heads // tp, 1), model.head_size)
@@ -159,29 +161,29 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[Finding]:
         try:
             row = pick()
         except PortError as error:
-            yield Finding("providers", op, "none", "wrong", str(error))
+            yield CheckResult("providers", op, "none", "wrong", str(error))
             continue
         why, _, remedy = row.why.partition("; build it: ")
-        yield Finding("providers", op, f"{row.provider} ({why})", "note" if remedy else "ok", remedy)
+        yield CheckResult("providers", op, f"{row.provider} ({why})", "note" if remedy else "ok", remedy)
     if config.backend.allow_jit:
-        yield Finding("providers", "jit guard", "off: ops may be compiled while training", "slow",
+        yield CheckResult("providers", "jit guard", "off: ops may be compiled while training", "slow",
                       "backend.allow_jit = false")
     else:
-        yield Finding("providers", "jit guard", "on: an op that is not built ahead of time is an error")
+        yield CheckResult("providers", "jit guard", "on: an op that is not built ahead of time is an error")
 
 
-def own_kernels(config: RunConfig, device: DeviceInfo) -> Iterator[Finding]:
-    """Whether our kernels are built for the device."""
+def own_kernels(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
+    """Check whether our kernels are built for the device."""
     built, problem = kernels.kernels_status(device.kind)
     if config.backend.own_kernels == "off":
-        yield Finding("kernels", "own", f"not used (backend.own_kernels is off); {built or problem}")
+        yield CheckResult("kernels", "own", f"not used (backend.own_kernels is off); {built or problem}")
     else:
-        yield Finding("kernels", "own", built or problem, "slow" if problem else "ok",
+        yield CheckResult("kernels", "own", built or problem, "slow" if problem else "ok",
                       kernels.BUILD_COMMAND if problem else "")
 
 
 def _extension_problem(module_name: str, function: str) -> str:
-    """Why a compiled module cannot be used, or nothing. To be called under the guard: asking may start a build."""
+    """Return why a compiled module cannot be used, or nothing. Call it under the guard: it may start a build."""
     module, problem = optional_import(module_name)
     if problem:
         return problem
@@ -192,8 +194,8 @@ def _extension_problem(module_name: str, function: str) -> str:
     return ""
 
 
-def extensions(device: DeviceInfo) -> Iterator[Finding]:
-    """Installed packages whose compiled modules this GPU run could use; one that does not load serves nothing."""
+def extensions(device: DeviceInfo) -> Iterator[CheckResult]:
+    """Check the installed packages whose compiled modules this GPU run could use."""
     if not device.is_gpu:
         return
     for package, modules in EXTENSIONS.items():
@@ -205,7 +207,7 @@ def extensions(device: DeviceInfo) -> Iterator[Finding]:
             problems = [problem for pair in modules.items() if (problem := _extension_problem(*pair))]
         finally:
             undo()
-        yield Finding(
+        yield CheckResult(
             "extensions", package, f"{installed}: " + ("; ".join(problems) or ", ".join(modules) + " load"),
             "slow" if problems else "ok",
             f"build it for this torch, as docker/{device.kind}.Dockerfile does, or pip uninstall {package}"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_port.cli.doctor_report import Finding
+from megatron_port.cli.doctor_report import CheckResult
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import PortError
 
@@ -37,7 +37,7 @@ SMALL_SHM = 64 << 20
 
 
 def gib(size: int) -> str:
-    """Bytes in words."""
+    """Return a number of bytes in GiB, as text."""
     return f"{size / 2**30:.1f} GiB"
 
 
@@ -49,44 +49,44 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def machine() -> Iterator[Finding]:
-    """Host, processor, memory, shared memory, Python."""
+def machine() -> Iterator[CheckResult]:
+    """Check host, processor, memory, shared memory and Python."""
     import psutil
 
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    yield Finding("machine", "host", f"{platform.node()}, {system}")
+    yield CheckResult("machine", "host", f"{platform.node()}, {system}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("machine", "cpu", f"{_cpu_model()}, {cores} of {os.cpu_count()} hardware threads usable")
+    yield CheckResult("machine", "cpu", f"{_cpu_model()}, {cores} of {os.cpu_count()} hardware threads usable")
     memory = psutil.virtual_memory()
-    yield Finding("machine", "memory", f"{gib(memory.total)}, {gib(memory.available)} available")
+    yield CheckResult("machine", "memory", f"{gib(memory.total)}, {gib(memory.available)} available")
     with contextlib.suppress(OSError):
         shm = shutil.disk_usage("/dev/shm")
         small = shm.free < SMALL_SHM
-        yield Finding(
+        yield CheckResult(
             "machine", "/dev/shm", f"{gib(shm.total)}, {gib(shm.free)} free", "note" if small else "ok",
             "NCCL and RCCL want more; in a container: --shm-size=8g or --ipc=host" if small else "",
         )
     running = sys.version_info[:2]
     good = PYTHONS[0] <= running <= PYTHONS[1]
-    yield Finding(
+    yield CheckResult(
         "versions", "python", f"{platform.python_version()} at {sys.executable}", "ok" if good else "wrong",
         "" if good else f"use Python {PYTHONS[0][0]}.{PYTHONS[0][1]} to {PYTHONS[1][0]}.{PYTHONS[1][1]}",
     )
 
 
 def version(package: str) -> str | None:
-    """Of an installed distribution; None if it is not there."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def packages(config: RunConfig) -> Iterator[Finding]:
-    """Versions; what is needed and missing is wrong, what is optional and missing is said."""
+def packages(config: RunConfig) -> Iterator[CheckResult]:
+    """Check versions; a missing package is wrong if it is needed, and noted if it is optional."""
     torch_version = version("torch")
     if torch_version is None:
-        yield Finding("versions", "torch", "not installed", "wrong", "make setup (or pip install torch)")
+        yield CheckResult("versions", "torch", "not installed", "wrong", "make setup (or pip install torch)")
     else:
         numbers = tuple(int(n) for n in torch_version.split("+")[0].split(".")[:2] if n.isdigit())
         problem, remedy = "", ""
@@ -96,21 +96,21 @@ def packages(config: RunConfig) -> Iterator[Finding]:
             problem, remedy = f"; import fails: {error}", "install torch again; look for a mix of CPU and GPU builds"
         if not problem and numbers < OLDEST_TORCH:
             problem, remedy = "; too old", f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer"
-        yield Finding("versions", "torch", torch_version + problem, "wrong" if problem else "ok", remedy)
+        yield CheckResult("versions", "torch", torch_version + problem, "wrong" if problem else "ok", remedy)
     for package in ("numpy", "psutil", "deepspeed"):
         found = version(package)
         needed = package != "deepspeed" or config.engine == "deepspeed"
         if found is None and needed:
             other = ", or set engine = \"native\"" if package == "deepspeed" else ""
-            yield Finding("versions", package, "not installed", "wrong", f"make setup{other}")
+            yield CheckResult("versions", package, "not installed", "wrong", f"make setup{other}")
         else:
-            yield Finding("versions", package, found or "not installed (engine native does not need it)")
+            yield CheckResult("versions", package, found or "not installed (engine native does not need it)")
     for package, use in OPTIONAL.items():
-        yield Finding("versions", package, version(package) or f"not installed (optional: {use})")
+        yield CheckResult("versions", package, version(package) or f"not installed (optional: {use})")
 
 
 def _first_line(command: list[str], match: str = "") -> str:
-    """The first line of a tool's output (that contains ``match``); empty where it cannot be run."""
+    """Return the first line of a tool's output (that contains ``match``); empty where it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):
@@ -119,30 +119,30 @@ def _first_line(command: list[str], match: str = "") -> str:
     return lines[0] if lines else ""
 
 
-def tools() -> Iterator[Finding]:
-    """Compilers, which only installation needs, and SLURM's commands."""
+def tools() -> Iterator[CheckResult]:
+    """Check the compilers, which only installation needs, and SLURM's commands."""
     for tool in COMPILERS:
         path = shutil.which(tool)
         said = _first_line([tool, "--version"], "release" if tool == "nvcc" else "") if path else ""
         text = f"{said} ({path})" if path else "not found (only needed to build ops ahead of time)"
-        yield Finding("tools", tool, text)
+        yield CheckResult("tools", tool, text)
     missing = [tool for tool in SLURM_TOOLS if shutil.which(tool) is None]
     if missing:
-        yield Finding("tools", "slurm", f"{', '.join(missing)} not found (only needed on a cluster)")
+        yield CheckResult("tools", "slurm", f"{', '.join(missing)} not found (only needed on a cluster)")
     else:
-        yield Finding("tools", "slurm", _first_line(["srun", "--version"]) or "srun does not answer")
+        yield CheckResult("tools", "slurm", _first_line(["srun", "--version"]) or "srun does not answer")
 
 
-def launcher() -> Iterator[Finding]:
-    """What a run started here would take for its rank and master."""
+def launcher() -> Iterator[CheckResult]:
+    """Check what a run started here would take for its rank and master."""
     from megatron_port.runtime.discovery import discover
 
     try:
         info = discover()
     except PortError as error:
-        yield Finding("launcher", "discovery", "refused", "wrong", str(error))
+        yield CheckResult("launcher", "discovery", "refused", "wrong", str(error))
         return
-    yield Finding("launcher", info.launcher, f"rank {info.rank} of {info.world_size}, node {info.node_rank} of "
+    yield CheckResult("launcher", info.launcher, f"rank {info.rank} of {info.world_size}, node {info.node_rank} of "
                   f"{info.num_nodes}, master {info.master_addr}:{info.master_port or '(any free port)'}")
     for conflict in info.conflicts:
-        yield Finding("launcher", "conflict", conflict, "note")
+        yield CheckResult("launcher", "conflict", conflict, "note")

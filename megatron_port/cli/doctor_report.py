@@ -9,7 +9,7 @@ from megatron_port.runtime.redact import redact
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of the report."""
 
     section: str
@@ -20,13 +20,13 @@ class Finding:
     remedy: str = ""
 
 
-def strictly(findings: Sequence[Finding]) -> list[Finding]:
-    """The same, with what is slow called wrong."""
+def strictly(findings: Sequence[CheckResult]) -> list[CheckResult]:
+    """Return the same results, with what is slow called wrong."""
     return [replace(f, status="wrong") if f.status == "slow" else f for f in findings]
 
 
-def render(findings: Sequence[Finding]) -> str:
-    """The report as text: a table by section, then what needs attention."""
+def render(findings: Sequence[CheckResult]) -> str:
+    """Return the report as text: a table by section, then what needs attention."""
     lines: list[str] = []
     width = max(len(f.name) for f in findings)
     marks = {"ok": " ", "note": "~", "slow": "~", "wrong": "!"}

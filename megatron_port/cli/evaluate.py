@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate; 0."""
+    """Evaluate; return 0."""
     if args.micro_batch_size < 1 or args.stride < 0 or args.max_tokens < 0:
         raise ConfigError(
             f"--micro-batch-size {args.micro_batch_size}, --stride {args.stride}, --max-tokens {args.max_tokens}: the "
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
-    """One rank's part."""
+    """Evaluate on one rank; return the exit code."""
     from megatron_port.session.session import open_session
     from megatron_port.session.weights import inference_config, open_weights
 
@@ -105,10 +105,10 @@ def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) ->
         "perplexity": found.perplexity, "seq_length": config.model.seq_length,
         "stride": args.stride or config.model.seq_length,
     }
-    line = f"loss {found.loss:.6f} nats a token, perplexity {found.perplexity:.4f}, over {found.tokens:,} tokens"
+    line = f"loss {found.loss:.6f} nats per token, perplexity {found.perplexity:.4f}, over {found.tokens:,} tokens"
     if size:
         out["bits_per_byte"] = found.bits_per_byte(size)
-        line += f"; {out['bits_per_byte']:.4f} bits a byte"
+        line += f"; {out['bits_per_byte']:.4f} bits per byte"
     session.logger.log(line)
     return out
 
@@ -116,7 +116,7 @@ def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) ->
 def _stream(
     args: argparse.Namespace, weights: Weights, config: RunConfig
 ) -> tuple[Callable[[int, int], np.ndarray], int, int]:
-    """(reader of tokens, how many, bytes of text that they are or 0)."""
+    """Return (reader of tokens, their number, bytes of the text that they encode or 0)."""
     if args.data:
         from megatron_port.data.indexed import IndexedDataset
 

@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate; 0."""
+    """Generate; return 0."""
     from megatron_port.inference.generation import Sampling
 
     sampling = Sampling(
@@ -73,7 +73,7 @@ def _lines(path: str | None) -> list[str]:
 
 
 def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, info: ProcessInfo) -> int:
-    """One rank's part."""
+    """Generate on one rank; return the exit code."""
     from dataclasses import replace
 
     from megatron_port.inference.generation import Generator

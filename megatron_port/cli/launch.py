@@ -14,10 +14,10 @@ from megatron_port.runtime.atomic import write_output
 
 
 class ParserWithRest(Parser):
-    """What follows ``--`` is kept apart in ``args.rest``: argparse would mix it with the positional arguments."""
+    """Parser that keeps what follows ``--`` in ``args.rest``: argparse would mix it with the positional arguments."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse."""
+        """Parse as argparse does, up to ``--``."""
         words = list(args or ())
         at = words.index("--") if "--" in words else len(words)
         namespace, unknown = super().parse_known_args(words[:at], namespace)
@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen action; its exit code."""
+    """Run the chosen action; return its exit code."""
     if args.rest and args.action not in ("submit", "after"):
         raise ConfigError(f"launch {args.action} takes nothing after --, but there is {submit.shown(args.rest)}")
     return int(args.act(args))

@@ -64,7 +64,7 @@ def run_before(args: argparse.Namespace) -> int:
 
 
 def run_after(args: argparse.Namespace) -> int:
-    """Act on the end of an attempt; the job's exit code."""
+    """Act on the end of an attempt; return the job's exit code."""
     job, config = _job(), load_run(args).config
     log = ""
     if args.srun_log is not None and args.srun_log.is_file():

@@ -47,10 +47,10 @@ EXIT_PIPE = 141
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that speaks once: under a launcher only rank 0 prints the usage."""
+    """Argument parser that prints its usage once: under a launcher, on rank 0 only."""
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message on the speaking rank, and exit with 2."""
+        """Print usage and message on rank 0, and exit with 2."""
         if is_rank_zero():
             self.print_usage(sys.stderr)
             print(f"error: {message}", file=sys.stderr)
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Corpus(argparse.Action):
-    """``--data A --data B`` as the ``--set`` that it stands for."""
+    """Action that turns ``--data A --data B`` into the ``--set`` it stands for."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         from megatron_port.config.dump import toml_value
@@ -73,7 +73,7 @@ class _Corpus(argparse.Action):
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """The run file, ``--set`` and ``--data`` of every command that takes a run; ``load_run`` reads them."""
+    """Add the run file, ``--set`` and ``--data`` of every command that takes a run; ``load_run`` reads them."""
     parser.add_argument(
         "run_file", metavar="run.toml", nargs="?" if optional else None,
         help="run file, the name of a shipped one, e.g. runs/quickstart, or a run's folder (its config.toml)",
@@ -89,7 +89,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) 
 
 
 def load_run(args: argparse.Namespace) -> Loaded:
-    """The configuration that ``add_run_options``' arguments name. Raises ConfigError.
+    """Return the configuration that ``add_run_options``' arguments name. Raises ConfigError.
 
     What a run's folder says beyond the file in it joins ``args.overrides``: job scripts and trials name that file.
     """
@@ -103,7 +103,7 @@ def load_run(args: argparse.Namespace) -> Loaded:
 
 
 def available_commands() -> dict[str, tuple[str, str]]:
-    """Rows of COMMANDS whose module is installed."""
+    """Return the rows of COMMANDS whose module is installed."""
     here = Path(__file__).parent
     return {
         name: row for name, row in COMMANDS.items()
@@ -112,7 +112,7 @@ def available_commands() -> dict[str, tuple[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the process's exit code (``errors`` lists them, 130: interrupted).
+    """Run one command; return the process's exit code (``errors`` lists them, 130: interrupted).
 
     Whatever it prints passes through ``runtime.printable``: names in files are not commands to a terminal.
     """
@@ -148,7 +148,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """``--debug`` may stand anywhere before ``--``; it is taken out."""
+    """Take out ``--debug``, which may stand anywhere before ``--``."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return [a for i, a in enumerate(arguments) if i >= end or a != "--debug"], "--debug" in arguments[:end]
 

@@ -57,7 +57,7 @@ def world_of(layout: LayoutConfig) -> int:
 
 
 def config_for(config: RunConfig, layout: str) -> RunConfig:
-    """The run with another layout and, where its replicas ask for it, a smaller micro-batch; the batch stays."""
+    """Return the run with another layout and, where its replicas need it, a smaller micro-batch; the batch stays."""
     changed = parse_layout(layout, config.layout)
     replicas, batch = changed.data_parallel_size, config.batch
     micro = batch.micro_batch_size
@@ -70,7 +70,7 @@ def config_for(config: RunConfig, layout: str) -> RunConfig:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record every layout, compare, print; 0 or 6."""
+    """Record every layout, compare, print; return 0 or 6."""
     if len(args.layouts) < 2 and not (args.record or args.single):
         raise ConfigError("--layouts needs two or more layouts; the first is the reference")
     if args.steps < 1:
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _spawn(args: argparse.Namespace, message: str, *what: str) -> None:
-    """Record in a process of its own (DeepSpeed keeps module globals, so one layout a process)."""
+    """Record in a process of its own (DeepSpeed keeps module globals, so each layout has one)."""
     sets = [x for text in args.overrides for x in ("--set", text)]
     command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "megatron_port", "parity", args.run_file, *sets,
                "--steps", str(args.steps), *what]
@@ -121,8 +121,8 @@ def _places(config: RunConfig) -> RoundingEmulation | None:
 
 
 def _stand_in(config: RunConfig, layout: str) -> str:
-    """Folder of the one process that a layout is compared with in half precision. Where the layout rounds nowhere else,
-    in the same micro-batches, that is the plain one."""
+    """Return the folder of the single process that a layout is compared with in half precision: the plain one where
+    the layout rounds nowhere else and has the same micro-batches."""
     changed = config_for(config, layout)
     plain = _places(changed) is None and changed.batch == config_for(config, "tp1pp1dp1").batch
     return PLAIN if plain else f"{PLACES}{layout}"
@@ -181,7 +181,7 @@ def _record(config: RunConfig, info: ProcessInfo, out: Path, steps: int) -> int:
 
 
 def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessInfo) -> int:
-    """Every layout on the ranks that srun or torchrun started, one after the other."""
+    """Record every layout on the ranks that srun or torchrun started, one after the other."""
     if config.precision.dtype in ("bf16", "fp16"):
         raise ConfigError(
             f'precision.dtype "{config.precision.dtype}" is compared with one process that rounds where layouts do, '
@@ -203,7 +203,7 @@ def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessIn
 
 
 def _report(config: RunConfig, layouts: list[str], out: Path) -> int:
-    """fp64 and fp32: every layout against the first."""
+    """Report on fp64 and fp32: every layout against the first."""
     from megatron_port.parity.comparison import FP32, FP64, compare
     from megatron_port.parity.recording import read_recorded
 
@@ -253,7 +253,7 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
 
 
 def _verdict(layout: str, deviations: list[Deviation]) -> int:
-    """Print a layout's deviations, by rule; 0 or 6."""
+    """Print a layout's deviations, by rule; return 0 or 6."""
     bad = [d for d in deviations if not d.ok]
     print(f"\n{layout}: {'EQUAL within tolerance' if not bad else 'DIFFERS'}")
     for rule, members in itertools.groupby(deviations, lambda d: d.rule):

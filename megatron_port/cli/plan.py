@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. 0: fits; 2: does not. Raises ConfigError for what cannot be planned."""
+    """Print the plan; return 0 if the run fits, 2 if not. Raises ConfigError for what cannot be planned."""
     from megatron_port.cli.main import load_run
     from megatron_port.errors import ConfigError
     from megatron_port.plan.text import as_json, explain, render
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_nodes(loaded: Loaded) -> tuple[RunConfig, str]:
-    """The run, on the fewest nodes that hold one replica where nothing says how many, and the line that says so.
+    """Return the run, on the fewest nodes that hold one replica where their number is open, and a line about it.
 
     A number of nodes or replicas that was given, 0 as well, is left as it is.
     """

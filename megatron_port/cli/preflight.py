@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     node = actions.add_parser(
         "node", help="check this node alone",
         description="Devices, matmul rates, memory, disk, versions and settings of this node, written to "
-        "DIR/node-NAME.json. Start one process a node. Exit 0 whatever is found: `preflight report` judges.",
+        "DIR/node-NAME.json. Start one process per node. Exit 0 whatever is found: `preflight report` judges.",
     )
     _common(node)
     node.add_argument("--expect-devices", type=int, metavar="N",
@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The chosen action."""
+    """Run the chosen action; return its exit code."""
     code: int = {"node": run_node, "report": run_report, "network": run_network}[args.action](args)
     return code
 
@@ -85,7 +85,7 @@ def run_node(args: argparse.Namespace) -> int:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Judge all nodes; the lists and the table."""
+    """Judge all nodes; write the lists and print the table."""
     from megatron_port.preflight import files
     from megatron_port.preflight.preflight_report import (
         make_report,
@@ -124,7 +124,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_network(args: argparse.Namespace) -> int:
-    """This rank's part of the network check."""
+    """Check the network on this rank."""
     config = load_run(args).config
     if args.message_kib < 0:
         raise ConfigError(f"--message-kib {args.message_kib}: at least 0")

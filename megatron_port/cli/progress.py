@@ -18,7 +18,7 @@ EVERY_S = {True: 0.2, False: 60.0}
 
 
 class ProgressLine:
-    """Takes the progress of ``prepare``; redrawn at most five times a second."""
+    """Progress bar of ``prepare``; redrawn at most five times per second."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = trusted(stream or sys.stderr)
@@ -44,6 +44,6 @@ class ProgressLine:
             print(text, file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Leave the line."""
+        """End the line."""
         if self.live and self.drawn:
             print("\r" + " " * self.drawn + "\r", end="", file=self.stream, flush=True)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def predictions(runs: Sequence[RunData]) -> Mapping[str, Sequence[Comparison]]:
-    """What the planner says of each run beside what was measured, by run name. A run that it cannot plan has none."""
+    """Return the planner's predictions beside what was measured, by run name, for the runs that it can plan."""
     from megatron_port.errors import PortError
     from megatron_port.plan.compare import compare_run
     from megatron_port.telemetry.run_report import Comparison

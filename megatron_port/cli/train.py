@@ -36,14 +36,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
-    """``--master-addr``, ``--master-port`` and ``--nproc``, as every command that runs on several ranks has them."""
+    """Add ``--master-addr``, ``--master-port`` and ``--nproc``, which every command on several ranks has."""
     parser.add_argument("--master-addr", help="host of rank 0; wins over the launcher's")
     parser.add_argument("--master-port", type=int, help="its port; wins over the launcher's")
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine (instead of torchrun)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; the run's exit code."""
+    """Train; return the run's exit code."""
     from megatron_port.config.checks import check
 
     loaded = load_run(args)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _discover(config: RunConfig, args: argparse.Namespace) -> ProcessInfo:
-    """Who this rank is. What is wrong with the launcher is left for the job script too: it must not try that again."""
+    """Return this rank's process info. Launcher faults are recorded for the job script too: it must not try again."""
     from megatron_port.launch.outcome import record_failure
     from megatron_port.runtime.discovery import discover
     from megatron_port.runtime.job import attempt_name
@@ -83,7 +83,7 @@ def _discover(config: RunConfig, args: argparse.Namespace) -> ProcessInfo:
 
 
 def _modules(config: RunConfig) -> list[str]:
-    """What the ranks will import, to be imported once before they are forked."""
+    """Return the modules that the ranks will need, to be imported once before they are forked."""
     from megatron_port.backend.kernels import kernels_status
 
     modules = ["torch", "megatron_port.train.loop"]
@@ -97,7 +97,7 @@ def _modules(config: RunConfig) -> list[str]:
 
 
 def train(config: RunConfig, info: ProcessInfo) -> int:
-    """One rank's part of the run; its exit code."""
+    """Train on one rank; return its exit code."""
     from megatron_port.api import run_training
 
     outcome = run_training(config, info)

@@ -1,7 +1,7 @@
 """``tune``: plan every legal layout of a run, measure the best few for real, and say which to take.
 
 Trials run ``megatron-port train`` for a few steps: with ``--nproc`` on this machine, or by srun inside an allocation.
-A trial that fails or runs out of memory is kept like any other; a tuning that is stopped goes on where it was.
+A trial that fails or runs out of memory is kept like any other; a tuning that is stopped resumes where it was.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _refuse(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune; 0 when a layout was found (with --plan-only: planned). Raises ConfigError, EnvironmentFault."""
+    """Tune; return 0 when a layout was found (with --plan-only: planned). Raises ConfigError, EnvironmentFault."""
     from megatron_port.cli.main import load_run
     from megatron_port.tune.space import best_legal, make_space
 
@@ -109,7 +109,7 @@ def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
 
 
 def _say_winner(args: argparse.Namespace, loaded: Any, best: Any, folder: Path) -> str:
-    """The winner's run file, and the job script that runs it."""
+    """Write the winner's run file; return a text with the job script that runs it."""
     from megatron_port.config.loader import load
     from megatron_port.launch.submit import checked_script, order_of
     from megatron_port.tune.tuner import label_of, write_winner

@@ -226,7 +226,7 @@ def check(config: RunConfig, *, world_size: int | None = None) -> None:
 
 
 def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
-    """What ``check`` would raise, as a list."""
+    """Return what ``check`` would raise, as a list."""
     sizes = _out_of_range(config, _SIZES)
     layout = [] if sizes else layout_problems(config, world_size)
     found = [*_unknown_choices(config), *sizes, *_out_of_range(config, _RANGES), *layout]
@@ -393,7 +393,7 @@ def _precision_problems(config: RunConfig) -> list[str]:
 
 
 def _engine_problems(config: RunConfig) -> list[str]:
-    """What the chosen engine cannot do right."""
+    """Return what the chosen engine cannot do right."""
     layout, dtype, zero = config.layout, config.precision.dtype, config.layout.zero_stage
     out = []
     v, schedule = layout.virtual_pipeline_size, layout.pipeline_schedule

@@ -25,7 +25,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``(dotted name, value)`` of every leaf, in the order of the schema."""
+    """Yield ``(dotted name, value)`` of every leaf, in the order of the schema."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):

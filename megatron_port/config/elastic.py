@@ -1,7 +1,7 @@
 """A layout for another number of ranks than the run asks for. Pure; docs/elastic.md holds the rule in words.
 
 The global batch, the model and the order of the samples never change: what is
-chosen is only how the same run is split (law 1 of the design: a layout is not a
+chosen is only how the same run is split (first invariant of the design: a layout is not a
 hyperparameter).
 """
 
@@ -24,7 +24,7 @@ from megatron_port.errors import ConfigError
 
 @dataclass(frozen=True)
 class ElasticChoice:
-    """The layout to go on with."""
+    """The layout to continue with."""
 
     config: RunConfig
     """The run, split for the ranks that came."""
@@ -79,7 +79,7 @@ def _micro_batches(config: RunConfig) -> list[int]:
 
 
 def _splits(config: RunConfig, world: int) -> Iterator[tuple[int, int]]:
-    """(tp, pp) in order of preference."""
+    """Yield (tp, pp) in order of preference."""
     layout = config.layout
     most = config.model.num_layers // layout.virtual_pipeline_size
     tensor_sizes = [t for t in legal_tensor_sizes(config, world) if world % t == 0]
@@ -99,7 +99,7 @@ def _candidate(config: RunConfig, world: int, tp: int, pp: int, micro: int) -> R
 
 
 def _line(asked: RunConfig, found: RunConfig, world: int) -> str:
-    """What changed, in one line."""
+    """Return what changed, in one line."""
 
     def sizes(config: RunConfig, dp: int | str) -> str:
         layout = config.layout
@@ -110,7 +110,7 @@ def _line(asked: RunConfig, found: RunConfig, world: int) -> str:
     split = "" if asked.layout.pipeline_split == found.layout.pipeline_split else ", layers balanced over the stages"
     return (
         f"elastic: {world} rank{'s' if world > 1 else ''} came, and the run asks for "
-        f"{sizes(asked, asked.layout.data_parallel_size or 'any')}; going on with "
+        f"{sizes(asked, asked.layout.data_parallel_size or 'any')}; continuing with "
         f"{sizes(found, found.layout.data_parallel_size)}{micro}{split}; global batch "
         f"{found.batch.global_batch_size} as before"
     )

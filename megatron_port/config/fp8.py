@@ -55,7 +55,7 @@ def _size_problems(config: RunConfig) -> list[str]:
         near = either(multiples(m.hidden_size, unit))
         say("attention.qkv and mlp.up have", f"hidden_size {m.hidden_size} inputs", f"use hidden_size {near}")
     rows, columns = shapes["attention.qkv"][1], shapes["attention.output"][0]
-    # Where the head size follows from the hidden size, mending that mends both.
+    # Where the head size follows from the hidden size, fixing that fixes both.
     if (off(rows) or off(columns)) and (m.head_dim or not off(m.hidden_size)):
         heads, each = m.num_attention_heads, f"heads of {m.head_size} / tensor_parallel_size {t}"
         fix = f"use head_dim {either(multiples(m.head_size, ALIGN))}"

@@ -33,7 +33,7 @@ def wall_seconds(text: str) -> int | None:
 
 
 def wall_text(seconds: float) -> str:
-    """``HH:MM:SS``, rounded down."""
+    """Return ``HH:MM:SS``, rounded down."""
     whole = int(seconds)
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
@@ -90,7 +90,7 @@ def _placeholder_problems(name: str, value: str, known: Sequence[str]) -> list[s
 
 
 def _class_problems(cluster: ClusterConfig) -> list[str]:
-    """What is wrong with the queue's description itself."""
+    """Return what is wrong with the queue's description itself."""
     nodes, hours = cluster.queue_nodes, cluster.queue_hours
     if len(nodes) != len(hours):
         return [f"cluster.queue_nodes has {len(nodes)} classes and queue_hours {len(hours)}; each class needs both"]

@@ -28,7 +28,7 @@ def nearest(value: int, legal: list[int]) -> list[int]:
 
 
 def either(values: list[int]) -> str:
-    """``4 or 6``."""
+    """Return ``4 or 6``."""
     return " or ".join(str(v) for v in values)
 
 
@@ -52,7 +52,7 @@ def asked_world(config: RunConfig, world_size: int | None) -> int | None:
 
 
 def topology_sizes(config: RunConfig, world_size: int | None) -> tuple[int, int, int]:
-    """``(tp, pp, dp)``; dp is derived from the world where the configuration leaves it 0.
+    """Return ``(tp, pp, dp)``; dp is derived from the world where the configuration leaves it 0.
 
     ``world_size`` None: cluster.nodes × gpus_per_node, or where that is 0 too, whatever
     the layout asks (dp 0 counts as 1).
@@ -152,7 +152,7 @@ def _tensor_problems(config: RunConfig, world_size: int | None) -> list[str]:
     if _many_nodes(config, world) and t > config.cluster.gpus_per_node:
         out.append(
             f"tensor_parallel_size {t} is larger than a node of {config.cluster.gpus_per_node} ranks; "
-            f"{use} (or mend cluster.gpus_per_node)"
+            f"{use} (or fix cluster.gpus_per_node)"
         )
     return out
 

@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron_port.config.choices import plain_type
 from megatron_port.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
 from megatron_port.config.plugins import plugin_problems
 from megatron_port.config.schema import RunConfig
@@ -115,7 +116,7 @@ def shipped_names() -> list[str]:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """``; did you mean 'x'?`` or an empty string."""
+    """Return ``; did you mean 'x'?`` or an empty string."""
     import difflib  # imported only when something is wrong
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -153,7 +154,7 @@ class _Reader:
         key = path.resolve()
         if key in chain:
             loop = " -> ".join(p.name for p in (*chain[chain.index(key):], key))
-            self.problems.append(f"{origin}: extends goes in a circle: {loop}")
+            self.problems.append(f"{origin}: extends forms a cycle: {loop}")
             return
         self.read += 1
         if self.read > _MOST_FILES:  # files that name one another twice each double at every level
@@ -257,7 +258,7 @@ def _run_folder(name: str) -> Path | None:
 
 
 def _runs_near(folder: Path) -> str:
-    """``, e.g. runs/lap``: a run's folder in this one or around it; empty: none."""
+    """Return ``, e.g. runs/lap``: a run's folder in this one or around it; empty: none."""
     found = [folder, *folder.parents][:3] + sorted(p for p in folder.iterdir() if p.is_dir())[:_MOST_FILES]
     return next((f", e.g. {p}" for p in found if (p / RUN_CONFIG).is_file()), "")
 
@@ -294,7 +295,11 @@ def _key_lines(text: str) -> dict[str, int]:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """``value`` as ``kind``. Raises TypeError with the end of a sentence that starts with the key."""
+    """Return ``value`` as ``kind``. Raises TypeError with the end of a sentence that starts with the key.
+
+    A ``Literal`` takes any value of its values' type here: ``config.checks`` refuses the unknown ones, all at once.
+    """
+    kind = plain_type(kind)
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         if not isinstance(value, list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +13,7 @@ class ClusterConfig:
     name: str = "local"
     """A label."""
     gpus_per_node: int = 8
-    """Ranks a node (GCDs on MI250X)."""
+    """Ranks per node (GCDs on MI250X)."""
     nodes: int = 0
     """Nodes of the run; 0: as many as the launcher gives."""
     peak_tflops: float = 0.0
@@ -92,7 +93,7 @@ class HardwareConfig:
     node_latency_us: float = 5.0
     """One hop of a collective within a node, microseconds."""
     nics: int = 0
-    """Network adapters a node; 0: one node only."""
+    """Network adapters per node; 0: one node only."""
     nic_gb: float = 0.0
     """One adapter, each way, 10^9 bytes/s."""
     network_efficiency: float = 0.8
@@ -137,13 +138,13 @@ class LaunchConfig:
     """Interpreter on the nodes; empty: .venv of the checkout if there is one, else the modules' python3."""
     stage: str = ""
     """Archive (.tar) of a Python environment that is copied to each node's own disk first; empty: none."""
-    when_stopped: str = "requeue"
+    when_stopped: Literal["requeue", "chain", "stop"] = "requeue"
     """What follows a job that saved before its end: requeue (scontrol) | chain (a new job) | stop"""
-    when_failed: str = "requeue"
+    when_failed: Literal["requeue", "chain", "stop"] = "requeue"
     """What follows a node failure, a lost rank or a hang: requeue | chain | stop. Other faults always stop."""
     max_attempts: int = 3
     """Failed attempts in a row at the same step after which the run stops."""
-    memory_check: str = "stop"
+    memory_check: Literal["stop", "warn", "off"] = "stop"
     """stop (exit 2 before any process meets) | warn | off: what follows where the planner says that a run cannot fit
     its devices (cluster.memory_gb; only clusters with a [hardware] section)."""
     signal_seconds: int = 300

@@ -51,7 +51,7 @@ class Neighbour:
     """Further leaves that have to change, by dotted name (heads, layers, nodes, ramp-up, split)."""
 
     def apply(self, config: RunConfig) -> RunConfig:
-        """``config`` with this layout."""
+        """Return ``config`` with this layout."""
         split = (self.tp, self.pp, self.dp, self.micro_batch, self.global_batch)
         return with_values(config, {**dict(self.other), **dict(zip(_SPLIT, split))})
 
@@ -148,7 +148,7 @@ def _grids(config: RunConfig, world: int | None) -> Iterator[tuple[int, int, int
 
 
 def _near_batch(micro: int, whole: int, dp: int) -> tuple[int, int, float]:
-    """(micro-batch, global batch, cost) that fit ``dp`` replicas, near the ones asked for."""
+    """Return (micro-batch, global batch, cost) that fit ``dp`` replicas, near the ones asked for."""
     unit = micro * dp
     if whole % unit == 0:
         return micro, whole, 0.0

@@ -2,7 +2,9 @@
 
 A run is described once, by :class:`RunConfig`, loaded from TOML by
 ``config.loader`` and checked by ``config.checks``. The string under a field is
-its help: ``config show`` and the reference in docs/ print it. Sizes are counts,
+its help: ``config show`` and the reference in docs/ print it. A field with a
+fixed list of values is a ``Literal``; ``config.choices`` reads the list from
+the type for checks, errors and the reference. Sizes are counts,
 times are seconds and memory is bytes unless the name says otherwise. 0 in a
 field marked "derived" means: take the value that the property computes.
 
@@ -13,6 +15,7 @@ milliseconds on a login node.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_port.config.machine import (
     CalibrationConfig,
@@ -50,14 +53,14 @@ class ModelConfig:
     vocab_size: int = 50257
     """Entries of the tokenizer, before any padding."""
     seq_length: int = 1024
-    """Tokens a sample, s; also the number of learned positions."""
-    position_embedding: str = "learned"
-    """learned | rope"""
+    """Tokens per sample, s; also the number of learned positions."""
+    position_embedding: Literal["learned", "rope"] = "learned"
+    """Positions: a learned table, or rotary embeddings of queries and keys (rope)."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
     """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest knows no position."""
-    rope_scaling: str = "none"
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
     """none | linear (all frequencies divided by rope_factor) | llama3 (Llama 3.1: only the low ones)"""
     rope_factor: float = 1.0
     """linear, llama3: what low frequencies are divided by."""
@@ -67,15 +70,15 @@ class ModelConfig:
     """llama3: frequencies with fewer turns than this in the original context are divided."""
     rope_high_freq_factor: float = 4.0
     """llama3: frequencies with more turns than this stay; between the two they blend."""
-    normalization: str = "layernorm"
-    """layernorm | rmsnorm"""
+    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalization before attention, before the MLP and before the head."""
     parallel_residual: bool = False
     """Attention and MLP both read the layer's input (GPT-J, GPT-NeoX), instead of one after the other."""
     qk_norm: bool = False
     """RMSNorm of each query and each key head, before rotation (Qwen3); one weight of a head's size for all heads."""
     norm_epsilon: float = 1e-5
     """Added to the variance."""
-    activation: str = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     """gelu (erf) | gelu_tanh | swiglu"""
     add_bias: bool = True
     """Biases in all linears and (with layernorm) norms."""
@@ -119,7 +122,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """How the run is split over processes. Changing it changes no number beyond rounding."""
+    """Split of the run over processes. Changing it changes no number beyond rounding."""
 
     tensor_parallel_size: int = 1
     """Ranks that share each layer, t. Keep it within a node."""
@@ -138,9 +141,9 @@ class LayoutConfig:
     """Ranks that share the experts of a layer, e. Not built yet: only 1."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
-    zero_stage: int = 1
+    zero_stage: Literal[0, 1, 2] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
-    reduce-scatter a micro-batch instead of one a step (engine native, schedules other than zb)."""
+    reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb)."""
     reduce_bucket_size: int = 33_554_432
     """Elements that one collective of gradients or weights between replicas moves (engine native)."""
     pipeline_schedule: str = "1f1b"
@@ -150,16 +153,16 @@ class LayoutConfig:
     """Transformer layers on each virtual stage, in order; empty: balanced by cost, embedding and head counted."""
     vocab_padding_multiple: int = 128
     """The vocabulary is padded to a multiple of this times t; padded logits are masked."""
-    recompute: str = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     """none | selective (attention core) | full (each layer from its input)"""
     elastic: bool = False
-    """With another number of ranks than this layout's, go on with the nearest legal one (docs/elastic.md) instead of
+    """With another number of ranks than this layout's, continue with the nearest legal one (docs/elastic.md) instead of
     stopping; the global batch stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """What one optimizer step consumes."""
+    """Samples that one optimizer step consumes."""
 
     micro_batch_size: int = 1
     """Samples in one forward pass of one replica."""
@@ -177,13 +180,13 @@ class BatchConfig:
 class PrecisionConfig:
     """Number formats."""
 
-    dtype: str = "bf16"
-    """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). Masters and sums are fp32 for the halves."""
-    fp8: str = "none"
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). bf16 and fp16 have fp32 masters and sums."""
+    fp8: Literal["none", "tensorwise", "rowwise"] = "none"
     """none | tensorwise | rowwise: products of the layers' linears in 8 bits, a scale for each tensor, or for each row;
     dtype bf16 (docs/performance.md)"""
-    grad_reduce_dtype: str = "fp32"
-    """Of gradients on their way between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of gradients sent between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
     fp32). fp32 means the full width, fp64 in an fp64 run."""
     initial_loss_scale: float = 65536.0
     """fp16: first loss scale."""
@@ -217,8 +220,8 @@ class OptimizerConfig:
     """On matrices and embeddings; never on biases and norms."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    decay: str = "cosine"
-    """cosine | linear | constant"""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate's decay after the warmup."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     decay_steps: int = 0
@@ -227,7 +230,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from."""
+    """Source of the tokens."""
 
     source: str = "corpus"
     """corpus (the files of train, or synthetic tokens), or a source that a plugin registers, which needs neither"""
@@ -241,14 +244,14 @@ class DataConfig:
     """Draw reproducible random tokens instead of reading a corpus."""
     tokenizer: str = "auto"
     """auto (what the corpus' sidecar names) | byte | gpt2 | tiktoken:ENCODING | hf:FILE | sentencepiece:FILE"""
-    order: str = "stateless"
+    order: Literal["stateless", "megatron"] = "stateless"
     """stateless (a permutation an epoch) | megatron (Megatron-LM's document order)"""
     index_cache: str = ""
     """Folder for the sample index of order megatron; empty: output_dir/data_cache. It is built once for each folder
     that processes share (a node's own disk will do), or ahead of time by `data index`."""
     pinned: bool = True
-    """A run that goes on stops with exit 4 if its corpora or their tokenizer are not those of its checkpoint; false: a
-    line says so and it goes on."""
+    """Stop a resumed run (exit 4) if its corpora or their tokenizer are not those of its checkpoint; false: print a
+    line and continue."""
     mask_eod_loss: bool = False
     """Leave out of the loss the predictions made at an end-of-document token (Megatron-LM's convention)."""
 
@@ -289,7 +292,7 @@ class CheckpointConfig:
     """Saves in a row that may fail (disk full, no permission) before training stops with exit 5. 0: never stop."""
     resume: str = "auto"
     """auto (newest whole checkpoint of the run folder, if any) | never | a path (of a checkpoint, or of a folder of
-    them). Where a newer one turns out damaged, the one before it is taken, with a line that says so; not so for the
+    them). Where a newer one turns out damaged, the one before it is taken and a line is printed; not so for the
     path of one checkpoint."""
     lease_seconds: float = 60.0
     """A run folder is one attempt's at a time. The next may take it over from an attempt that ended without a word on a
@@ -304,32 +307,32 @@ class CheckpointConfig:
 class BackendConfig:
     """Device and providers, chosen once at start."""
 
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda", "rocm"] = "auto"
     """auto | cpu | cuda | rocm"""
     share_devices: bool = False
     """Let several ranks compute on one GPU. Their collectives then go over gloo, through host memory: slow, for trying
     layouts. false: ranks that find themselves on one GPU stop."""
-    own_kernels: str = "auto"
+    own_kernels: Literal["auto", "on", "off"] = "auto"
     """auto (where they are built and serve) | on (or stop) | off: what ``auto`` means for the ops below."""
-    attention: str = "auto"
+    attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"] = "auto"
     """auto | own (CPUs) | math | sdpa | flash_attn | fa3 | fa4 (torch's flash attention replaced by that package's)"""
     norm: str = "auto"
     """auto | own | apex | torch; here and for the next five also a provider that a plugin registers for the op"""
     activation: str = "auto"
     """auto | own | torch: bias + GeLU, SwiGLU"""
-    rotary: str = "auto"
+    rotary: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: splitting the packed projection and rotating queries and keys"""
-    dropout: str = "auto"
+    dropout: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: bias + dropout + residual; both drop the same elements"""
-    softmax: str = "auto"
+    softmax: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: the causal softmax of ``math`` attention"""
-    cross_entropy: str = "auto"
+    cross_entropy: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch"""
-    quantise: str = "auto"
+    quantise: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: casts to 8 bits under precision.fp8; both give the same bits"""
-    scaled_mm: str = "auto"
+    scaled_mm: Literal["auto", "torch", "reference"] = "auto"
     """auto | torch | reference (of 8-bit values in fp32, for tests): products under precision.fp8"""
-    optimizer: str = "auto"
+    optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
     allow_jit: bool = False
     """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile); false: that is an error."""
@@ -341,8 +344,8 @@ class BackendConfig:
 class NumericsConfig:
     """What is done with a step whose loss or gradient cannot be trusted. Such a step is never applied."""
 
-    on_anomaly: str = "skip"
-    """skip (go on with the next samples) | stop (exit 6) | rewind (back to the last checkpoint; samples that do it
+    on_anomaly: Literal["skip", "stop", "rewind"] = "skip"
+    """skip (continue with the next samples) | stop (exit 6) | rewind (back to the last checkpoint; samples that do it
     again are left out of the order)"""
     loss_spike: float = 3.0
     """A loss above this times the running median is an anomaly, and so is one above 1.25 times that of guessing
@@ -366,20 +369,20 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """What is written down."""
+    """Outputs that describe a run."""
 
     tensorboard: bool = False
     """Also write TensorBoard events (optional dependency)."""
-    wandb: str = "off"
+    wandb: Literal["off", "offline", "online"] = "off"
     """off | offline (files below the run's folder) | online: Weights & Biases (optional dependency)"""
-    mlflow: str = "off"
+    mlflow: Literal["off", "offline", "online"] = "off"
     """off | offline (files below the run's folder) | online (the server that MLFLOW_TRACKING_URI names)"""
     project: str = "megatron_port"
     """Project (Weights & Biases) or experiment (MLflow) that the run is filed under."""
     replica_check_interval: int = 100
     """Steps between checks that replicated parameters are equal on all ranks; 0: never."""
     published_tflops: float = 0.0
-    """A published rate to print beside this run's, hardware TFLOP/s a device; 0: none."""
+    """A published rate to print beside this run's, hardware TFLOP/s per device; 0: none."""
     published_source: str = ""
     """Where that rate was published."""
 

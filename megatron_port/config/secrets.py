@@ -37,7 +37,7 @@ def secret_name(name: str) -> bool:
 
 
 def shaped(text: str) -> str:
-    """``text`` without passwords in URLs and without keys that their form gives away."""
+    """Return ``text`` without passwords in URLs and without keys that their form gives away."""
     text = _URL.sub(rf"\g<scheme>{HIDDEN}@", text) if "://" in text else text
     return _SHAPES.sub(HIDDEN, text)
 

@@ -23,7 +23,7 @@ class Share:
     """All add up to 1."""
 
     def epochs(self, drawn: int) -> float:
-        """How often the corpus is gone through when the blend gives ``drawn`` tokens in all."""
+        """Return how often the corpus is gone through when the blend gives ``drawn`` tokens in all."""
         return drawn * self.weight / max(self.tokens, 1)
 
 

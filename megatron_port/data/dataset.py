@@ -33,7 +33,7 @@ class TokenDataset(Protocol):
 
 
 def split_positions(data: IndexedDataset, fractions: Sequence[float], seq_length: int) -> list[tuple[int, int]]:
-    """[start, stop) of the token stream for each split, cut at the document boundary nearest to its share.
+    """Return [start, stop) of the token stream for each split, cut at the document boundary nearest to its share.
 
     Where that would leave a split without one sample although its share holds one
     (few, long documents), all cuts are made at the exact token instead.
@@ -198,7 +198,7 @@ class BlendedDataset:
 
     @cached_property
     def _used(self) -> list[int]:
-        """Of each corpus so many are among the mixed ones."""
+        """Samples of each corpus among the mixed ones."""
         turns, rest = divmod(self._mixed, self.period)
         served = np.bincount(self._owner[:rest], minlength=len(self.counts))
         return [turns * c + int(n) for c, n in zip(self.counts, served)]
@@ -212,7 +212,7 @@ class BlendedDataset:
         return self._order() if self._order else None
 
     def locate(self, k: int) -> tuple[int, int]:
-        """(dataset, how many samples it served before) for sample k. O(1)."""
+        """Return (dataset, how many samples it served before) for sample k. O(1)."""
         if self._given is not None:
             if k >= len(self._given[0]):
                 raise DataError(f"sample {k} of a Megatron blend that was built for {len(self._given[0])} samples")

@@ -97,7 +97,7 @@ def _run(command: Sequence[str], directory: Path) -> None:
 
 
 def safe_texts(archive: tarfile.TarFile, wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[str, bytes]]:
-    """(base name, content) of the regular files that ``wanted`` accepts; nothing is unpacked to disk.
+    """Yield (base name, content) of the regular files that ``wanted`` accepts; nothing is unpacked to disk.
 
     Raises:
         DataError: a wanted member has an absolute or climbing name, is not a plain file, or is too large.

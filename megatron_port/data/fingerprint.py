@@ -13,7 +13,7 @@ from megatron_port.data.tokenizer_files import content_hash, read_file
 from megatron_port.errors import DataError
 
 
-def pins(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
+def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
     """One entry a corpus, of JSON's types. Hashes are the sidecar's; nothing is read for them."""
     out = []
     for corpus in corpora:
@@ -30,13 +30,13 @@ def changes(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]
     """Corpora that both lists name and that are not the same; a line each. What only one list knows is not compared."""
     before = {str(p.get("prefix")): p for p in saved if isinstance(p, Mapping)}
     out = []
-    for pin in mine:
-        old = before.get(str(pin["prefix"]), {})
-        different = [f"{key} was {old[key]}, is {pin[key]}" for key in pin
+    for corpus in mine:
+        old = before.get(str(corpus["prefix"]), {})
+        different = [f"{key} was {old[key]}, is {corpus[key]}" for key in corpus
                      if key in ("tokens", "documents", "tokenizer_hash", "bin_xxh3") and old.get(key) not in (None, "")
-                     and pin[key] not in ("", old[key])]
+                     and corpus[key] not in ("", old[key])]
         if different:
-            out.append(f"{pin['prefix']}: " + ", ".join(different))
+            out.append(f"{corpus['prefix']}: " + ", ".join(different))
     return out
 
 

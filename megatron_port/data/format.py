@@ -27,7 +27,7 @@ CHUNK = 1 << 20
 META_BYTES = 1 << 16
 """More than any sidecar has; nothing larger is read."""
 NAME_CHARACTERS = 1024
-"""Of a tokenizer's name or hash: more than a path component has."""
+"""Limit on a tokenizer's name or hash: more than a path component has."""
 LEAF_BYTES = 1 << 20
 """The smallest block of a .bin file that has a hash of its own."""
 MOST_BLOCKS = 1024
@@ -40,17 +40,17 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """``<prefix>.bin``."""
+    """Return ``<prefix>.bin``."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """``<prefix>.idx``."""
+    """Return ``<prefix>.idx``."""
     return Path(f"{prefix}.idx")
 
 
 def meta_path(prefix: str | Path) -> Path:
-    """``<prefix>.meta.json``."""
+    """Return ``<prefix>.meta.json``."""
     return Path(f"{prefix}.meta.json")
 
 
@@ -75,7 +75,7 @@ class CorpusMeta:
     left_out: int = 0
     """Records that were damaged and left out."""
     repaired: int = 0
-    """Records that were damaged and mended."""
+    """Records that were damaged and repaired."""
     bin_xxh3: str = ""
     """xxh3-128 of the .bin file."""
     bin_blocks: str = ""
@@ -158,7 +158,7 @@ class BlockHashes:
                 self._close_leaf()
 
     def hexdigest(self) -> str:
-        """The blocks' hashes one after the other, 16 digits each; the stream may go on afterwards."""
+        """The blocks' hashes one after the other, 16 digits each; the stream may be written further."""
         # What has not filled a block counts as one: the open leaf, too.
         rest = [*self._open, *([self._leaf.intdigest()] if self._filled else [])]
         return "".join(f"{h:016x}" for h in [*self._done, *([_joined(rest)] if rest else [])])

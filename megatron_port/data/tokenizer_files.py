@@ -23,7 +23,7 @@ END_PIECES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>",
 
 
 def load(kind: str, rest: str, *, directory: str | Path | None = None, eod: str = "") -> Tokenizer:
-    """``kind``: hf | sentencepiece | tiktoken; ``rest`` may end in ``#PIECE``, the end-of-document piece.
+    """Load a tokenizer. ``kind``: hf | sentencepiece | tiktoken; ``rest`` may end in ``#PIECE`` (end of document).
 
     Raises DataError.
     """
@@ -36,12 +36,12 @@ def load(kind: str, rest: str, *, directory: str | Path | None = None, eod: str 
 
 
 def content_hash(data: bytes, eod_id: int) -> str:
-    """Of a tokenizer that is one file: sha256 over its bytes and the end-of-document id."""
+    """Return the hash of a one-file tokenizer: sha256 over its bytes and the end-of-document id."""
     return hashlib.sha256(data + f"\0{eod_id}".encode()).hexdigest()
 
 
 def read_file(path: Path) -> tuple[Path, bytes]:
-    """(path, content). DataError: it cannot be read, or is larger than any tokenizer."""
+    """Return (path, content). DataError: it cannot be read, or is larger than any tokenizer."""
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise DataError(f"{path}: {path.stat().st_size} bytes; a tokenizer has at most {LARGEST_FILE}")

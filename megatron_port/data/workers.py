@@ -22,7 +22,7 @@ Work = Callable[[Block], Encoded]
 
 
 def ordered(blocks: Iterator[Block], work: Work, workers: int) -> Generator[tuple[Block, Encoded], None, None]:
-    """``(block, its documents)`` in order; ``workers`` 1: here, without another process.
+    """Yield ``(block, its documents)`` in order; ``workers`` 1: here, without another process.
 
     The blocks that come back have no payload. Raises what ``work`` raises, for the first block in order that fails.
 

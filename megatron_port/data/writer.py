@@ -194,7 +194,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def outside(ids: np.ndarray, vocab_size: int) -> str:
-    """Where ``ids`` leaves [0, vocab_size), in words; empty where it does not."""
+    """Return where ``ids`` leaves [0, vocab_size), in words; empty where it does not."""
     if not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return ""
     at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])

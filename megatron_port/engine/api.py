@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same values on every rank."""
+    """Result of one optimizer step; the same values on every rank."""
 
     loss: float
     """Mean over all loss tokens of the global batch, before the update (nats); 0 where ``tokens`` is 0."""
@@ -43,7 +43,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest loss and gradient norm with which an update is applied; what is not finite never is."""
+    """Limits of loss and gradient norm with which an update is applied; what is not finite never is."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -74,13 +74,13 @@ class Engine(Protocol):
     """A model, split as the layout says, that can take optimizer steps."""
 
     state_check: StateCheck
-    """See :meth:`state_damage`."""
+    """Hashes that :meth:`state_damage` compares."""
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
         probe: Probe | None = None,
     ) -> StepResult:
-        """One optimizer step over this replica's micro-batches. ``step`` keys dropout.
+        """Take one optimizer step over this replica's micro-batches. ``step`` keys dropout.
 
         Where every label of the global batch is masked, the gradient is zero and the update is applied to it: moments
         and weights decay.
@@ -105,7 +105,7 @@ class Engine(Protocol):
         """Parameters whose gradient, summed over replicas by the last step, is not finite; empty where it is gone."""
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """Forward only, dropout off; sums over all replicas."""
+        """Evaluate: forward only, dropout off; sums over all replicas."""
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, torch.nn.Parameter]]:
         """This rank's parameters, tied copies included."""

@@ -39,7 +39,7 @@ GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
 
 class DeepSpeedEngine:
-    """See ``engine.api.Engine``.
+    """Engine (``engine.api.Engine``) that runs our stage in DeepSpeed's pipeline engine.
 
     The loss given to DeepSpeed is divided by the step's global token count, and gradients are summed over
     micro-batches and replicas, so the backward pass starts from the same factor as on one process. Its own division
@@ -92,7 +92,7 @@ class DeepSpeedEngine:
         self.parameters = recorded_parameters(self.stage)
         self.quantized_weight_cache = QuantizedWeightCache()
         for _, p in self.parameters:
-            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.products
+            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.linear_kernels
         self.engine.progress = self.progress
         self.engine.around_forward = self._around_forward
         self.engine.after_backward = self._after_backward
@@ -100,7 +100,7 @@ class DeepSpeedEngine:
         self.engine.before_update = self._before_update
         # Our LossScaler changes the scale, after the step; see deepspeed_pipeline.
         self.engine.optimizer._update_scale = lambda overflow=False: None
-        deepspeed_pipeline.gate(self.engine.optimizer.optimizer, self._may_not_update)
+        deepspeed_pipeline.skip_step_when(self.engine.optimizer.optimizer, self._may_not_update)
         self._push_scale()
 
     def _initialize(self, pipeline: Any, settings: dict[str, Any], optimizer_provider: str) -> Any:
@@ -157,7 +157,7 @@ class DeepSpeedEngine:
 
     @property
     def _divisor(self) -> float:
-        """What DeepSpeed multiplies the loss by and divides the gradient by."""
+        """Factor by which DeepSpeed multiplies the loss and divides the gradient."""
         return self.scaler.scale if self.dtype == torch.float16 else 1.0
 
     def _push_scale(self) -> None:
@@ -165,7 +165,7 @@ class DeepSpeedEngine:
             self.engine.optimizer.loss_scaler.cur_scale = self._divisor
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """DeepSpeed's loss function, called once a micro-batch, in order."""
+        """DeepSpeed's loss function, called once per micro-batch, in order."""
         index = len(self._losses)
         mask = self._batches[index].loss_mask
         loss = self.stage.loss_sum(logits, labels, to_device_async(mask, logits.device) if mask is not None else None)
@@ -226,7 +226,7 @@ class DeepSpeedEngine:
         return iter([(b.tokens, b.labels) for b in micro_batches])
 
     def _may_not_update(self) -> bool:
-        """Asked once norm and loss are known, and finite as far as DeepSpeed looks; alike on all ranks."""
+        """Return whether the update is refused, once norm and loss are known; alike on all ranks."""
         largest_loss, largest_norm = self._limits.largest
         fits = self._mean_loss <= largest_loss and float(self.engine.optimizer._global_grad_norm) <= largest_norm
         self._refused = self._probe is not None or not fits
@@ -240,7 +240,7 @@ class DeepSpeedEngine:
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
         probe: Probe | None = None,
     ) -> StepResult:
-        """One optimizer step; see ``engine.api.Engine``."""
+        """Take one optimizer step (``engine.api.Engine``)."""
         count, dp = len(micro_batches), self.ctx.topology.dp
         if count != self.engine.micro_batches:
             self.engine.set_train_batch_size(count * self.config.batch.micro_batch_size * dp)
@@ -253,7 +253,8 @@ class DeepSpeedEngine:
         self._tokens, self._limits, self._probe, self._refused = tokens, limits, probe, False
         used_scale = self.scaler.scale
         # Weights change at the batch's very end, after its passes.
-        with self.quantized_weight_cache.kept(), contextlib.nullcontext() if probe is None else probe.watch(self.stage):
+        watching = contextlib.nullcontext() if probe is None else probe.watch(self.stage)
+        with self.quantized_weight_cache.active(), watching:
             self.engine.train_batch(self._begin(micro_batches, step))
         self._probe = None
         self.record_state()
@@ -284,7 +285,7 @@ class DeepSpeedEngine:
         return self._losses
 
     def nonfinite_gradients(self) -> list[str]:
-        """None: DeepSpeed clears them with the step."""
+        """Return nothing: DeepSpeed clears gradients with the step."""
         return []
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
@@ -292,7 +293,7 @@ class DeepSpeedEngine:
         self.stream.enabled = False
         self._loss_factor = 1.0
         self._tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        with self.quantized_weight_cache.kept(backward=False):
+        with self.quantized_weight_cache.active(backward=False):
             self.engine.eval_batch(
                 self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False,
                 num_micro_batches=len(micro_batches),
@@ -306,7 +307,7 @@ class DeepSpeedEngine:
         yield from self.parameters
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """The shard_ranges of masters and moments that ZeRO-1 gave this rank."""
+        """Yield the ranges of masters and moments that ZeRO-1 gave this rank."""
         yield from self._state.state_pieces(self.engine.optimizer, self.ctx)
 
     def scalar_state(self) -> dict[str, float | int]:

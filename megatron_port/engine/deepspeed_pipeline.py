@@ -15,7 +15,7 @@ touches its insides is here and in ``deepspeed_state``.
 * The loss is not divided by the number of micro-batches: the engine that owns this one divides by tokens.
 * Its optimizers know one reason to skip an update, a norm that is not finite.
   The torch optimizer inside, which they call once norm and clipping are done,
-  is asked by ``gate`` whether it may.
+  is asked by ``skip_step_when`` whether it may.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.runtime.progress import BACKWARD, DATA, FORWARD, OPTIMIZER, REDUCE, TRANSFER, ProgressTracker
 
 
-def gate(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:
+def skip_step_when(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:
     """Let ``inner.step`` do nothing where ``refused()``. Its owner then publishes and gathers weights that are as
     they were, and clears gradients as after any step."""
     real = inner.step
@@ -76,7 +76,7 @@ class SingleStagePipelineModule(PipelineModule):  # type: ignore[misc] # DeepSpe
 
 
 class _ModuleHolder(nn.Module):
-    """LayerSpec builds modules by class; this one holds the stage that exists already."""
+    """Holder of an existing stage: LayerSpec builds modules by class."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ PHASES: dict[type, tuple[str, str]] = {
 
 
 def _in_phase(phase: str, operation: str, execute: Callable[..., None]) -> Callable[..., None]:
-    """An instruction that says first that it begins."""
+    """Wrap an instruction so that it first reports its phase."""
 
     def instruction(self: RecordedPipelineEngine, *args: Any, **kwargs: Any) -> None:
         self.progress.at(phase, operation, kwargs.get("buffer_id", -1))
@@ -124,7 +124,7 @@ class RecordedPipelineEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed 
     in_backward = False
 
     def held_gradients(self) -> list[torch.Tensor | None]:
-        """What each parameter has accumulated so far, where that is known."""
+        """Return what each parameter has accumulated so far, where that is known."""
         if isinstance(self.optimizer, BF16_Optimizer):
             return [getattr(p, "_hp_grad", None) for p in self.module.parameters()]
         return [self.optimizer.get_param_gradient_attribute(p) for p in self.module.parameters()]
@@ -173,7 +173,7 @@ class RecordedPipelineEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed 
         super()._exec_schedule(pipe_schedule)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
-        """Nothing: the loss is summed once, over tokens, by the engine that owns this one."""
+        """Do nothing: the loss is summed once, over tokens, by the engine that owns this one."""
         return torch.zeros((), device=self.device)
 
     _INSTRUCTION_MAP = {  # noqa: RUF012

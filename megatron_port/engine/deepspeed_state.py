@@ -113,7 +113,7 @@ def load_state(zero: Any, read: StateReader, steps: int) -> None:
         for p in parameters:
             record, mapping = record_of(p), p._hp_mapping  # type: ignore[attr-defined]
             if mapping is None:
-                whole = scratch.of(p.shape, p.device)
+                whole = scratch.get(p.shape, p.device)
                 read_local(read, record, "weight", whole)
                 p.copy_(whole)
                 continue
@@ -121,7 +121,7 @@ def load_state(zero: Any, read: StateReader, steps: int) -> None:
             inside, local = mapping.hp_fragment_address, mapping.lp_fragment_address
             master = flat.narrow(0, inside.start, inside.numel)
             # Where this rank has all of it, a parameter is read to where it stays.
-            whole = master.view(p.shape) if inside.numel == p.numel() else scratch.of(p.shape, p.device)
+            whole = master.view(p.shape) if inside.numel == p.numel() else scratch.get(p.shape, p.device)
             read_local(read, record, "weight", whole)
             p.copy_(whole)
             if inside.numel != p.numel():

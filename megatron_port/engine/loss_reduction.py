@@ -46,7 +46,7 @@ def loss_weight(tokens: float) -> float:
 
 
 def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> torch.Tensor:
-    """Sums over replicas of values that the last stage knows, on every rank: float64 [n] on the device.
+    """Sum over replicas the values that the last stage knows; float64 [n] on the device of every rank.
 
     The tensor-parallel ranks computed them each for itself; all take the first's, so that no fault in one of them
     makes them decide differently on a step.
@@ -66,7 +66,7 @@ def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) ->
 
 
 def shared_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> list[float]:
-    """The same, read back: a host synchronisation."""
+    """Return :func:`device_sums` as floats: a host synchronisation."""
     return [float(v) for v in device_sums(values, ctx).tolist()]
 
 
@@ -87,5 +87,5 @@ def reduced_auxiliary(sums: AuxiliarySums, ctx: ParallelContext) -> torch.Tensor
 
 
 def refused_loss(sums: torch.Tensor, limit: float) -> torch.Tensor:
-    """1 where the mean of (loss sum, tokens) is not finite or above a finite ``limit``, else 0: float32 scalar."""
+    """Return 1 if the mean of (loss sum, tokens) is not finite or above a finite ``limit``, else 0: float32 scalar."""
     return (~(sums[0] / sums[1].clamp(min=1.0) <= limit)).float()

@@ -31,7 +31,7 @@ class StageModule(Protocol):
 
 
 def recorded_parameters(stage: nn.Module) -> list[tuple[ParameterRecord, nn.Parameter]]:
-    """(record, parameter) of a stage, each parameter once, in module order.
+    """Return (record, parameter) of a stage, each parameter once, in module order.
 
     Raises AttributeError when a parameter has no record, ValueError when two are the same slice of the same name.
     """
@@ -65,8 +65,8 @@ class ScratchBuffer:
         self._dtype = dtype
         self._flat = torch.empty(0, dtype=dtype)
 
-    def of(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Of that shape, on that device, filled with anything; what was handed out before is lost."""
+    def get(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return an uninitialized tensor of that shape and device; the one returned before is overwritten."""
         size = math.prod(shape)
         if self._flat.numel() < size or self._flat.device != device:
             self._flat = torch.empty(0, dtype=self._dtype)  # first let go, so that two never exist
@@ -82,7 +82,7 @@ def read_range(
     if out.numel() == size:
         read_local(read, record, kind, out.view(record.local_shape))
     else:
-        whole = scratch.of(record.local_shape, out.device)
+        whole = scratch.get(record.local_shape, out.device)
         read_local(read, record, kind, whole)
         with torch.no_grad():
             out.copy_(whole.view(-1)[start : start + out.numel()])
@@ -91,7 +91,7 @@ def read_range(
 def logical_pieces(
     record: ParameterRecord, kind: str, flat: torch.Tensor, start: int
 ) -> Iterator[StatePiece]:
-    """Pieces for elements [start, start + len(flat)) of this rank's flattened local tensor, padding cut off.
+    """Yield pieces for elements [start, start + len(flat)) of this rank's flattened local tensor, padding cut off.
 
     Padding lies at the end of the split dimension. Where that is dimension 0 the
     logical elements are a prefix of the flat tensor; an inner dimension is never padded.

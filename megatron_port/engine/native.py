@@ -41,7 +41,7 @@ from megatron_port.errors import ConfigError
 from megatron_port.optim.gradients import global_square_norm
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.rules import rule_of
-from megatron_port.optim.sharded import Bucket, Piece, ShardedParameters
+from megatron_port.optim.sharded import Bucket, ShardedParameters, StateShard
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
@@ -58,13 +58,13 @@ from megatron_port.pipeline.transfer import StageLink
 from megatron_port.runtime.progress import OPTIMIZER, REDUCE, ProgressTracker
 
 REDUCE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of gradients between replicas; None: that of their sums (fp32, in fp64 runs fp64)."""
+"""Dtypes of gradients between replicas; None: that of their sums (fp32; fp64 in fp64 runs)."""
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
 
 class _Gradients:
-    """Where gradients go, for autograd's hooks, which must not keep the parameters' holder alive: a circle through them
-    ends late, and with it the process groups and their threads."""
+    """Sink of gradients for autograd's hooks, which must not keep the parameters' holder alive: a reference cycle
+    through them is collected late, and so are the process groups and their threads."""
 
     def __init__(self, sharded: ShardedParameters) -> None:
         self._alive = weakref.ref(sharded)
@@ -88,14 +88,14 @@ class _Gradients:
 
 
 def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], bucket: Bucket) -> None:
-    """A bucket's weights have come from the other replicas."""
+    """Record a bucket's weights for the state check, once they have come from the other replicas."""
     alive = sharded()
     if check.recording and alive is not None:
         check.record([alive.weight_tensor(bucket)])
 
 
 class NativeEngine:
-    """See ``engine.api.Engine``. ``chunks``: this rank's, one a virtual stage (``engine.module.StageModule``).
+    """Engine (``engine.api.Engine``) without DeepSpeed. ``chunks``: this rank's stage modules, one per virtual stage.
 
     ``on_gradients`` sees every final gradient (summed over dp, unclipped, unscaled); costs a gather of all of them.
     """
@@ -117,11 +117,11 @@ class NativeEngine:
             shard_gradients=config.layout.zero_stage == 2, rule=rule_of(config.optimizer),
         )
         gradients = _Gradients(self.sharded)
-        self.weight_gradients = WgradAccumulator(gradients.added, gradients.total)
+        self.wgrad_accumulator = WgradAccumulator(gradients.added, gradients.total)
         self.quantized_weight_cache = QuantizedWeightCache()
         for _, p in self.parameters:
-            p.weight_gradients = self.weight_gradients  # type: ignore[attr-defined]  # see parallel.linear
-            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.products
+            p.wgrad_accumulator = self.wgrad_accumulator  # type: ignore[attr-defined]  # see parallel.linear
+            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.linear_kernels
             p.register_post_accumulate_grad_hook(gradients.accumulate)
         for chunk in self.chunks:
             for unit in chunk.units:
@@ -152,7 +152,7 @@ class NativeEngine:
             )
 
     def _by_chunk(self) -> list[list[tuple[ParameterRecord, nn.Parameter]]]:
-        """Each parameter once, with the first chunk that has it (a folded pipeline's last shares the table)."""
+        """Return each parameter once, with the first chunk that has it (a folded pipeline's last shares the table)."""
         seen: set[int] = set()
         out = []
         for chunk in self.chunks:
@@ -173,14 +173,14 @@ class NativeEngine:
         else:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
-            self.chunks, self.ctx, self.stream, self.progress, self.weight_gradients, micro_batches=micro_batches,
+            self.chunks, self.ctx, self.stream, self.progress, self.wgrad_accumulator, micro_batches=micro_batches,
             step=step, loss_factor=self.scaler.scale * loss_weight(tokens), global_tokens=tokens,
             auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
         )
         sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
         boundaries = {size: Boundary.of(self.chunks[0].boundary(size, length)) for size in set(sizes)}
-        with self.quantized_weight_cache.kept():
+        with self.quantized_weight_cache.active():
             self.runner.run(schedule, passes, lambda m: boundaries[sizes[m]])
         return passes
 
@@ -188,7 +188,7 @@ class NativeEngine:
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
         probe: Probe | None = None,
     ) -> StepResult:
-        """One optimizer step; see ``engine.api.Engine``."""
+        """Take one optimizer step (``engine.api.Engine``)."""
         self.stage.train()
         self.stream.enabled = True
         # A replay wants to see this rank's own gradients before any sum.
@@ -241,7 +241,6 @@ class NativeEngine:
                 self.state_check.record(self.sharded.weight_tensor(b) for b in self.sharded.buckets)
 
     def record_state(self) -> None:
-        """See ``engine.api.Engine``."""
         self.sharded.wait()
         self._record_state(gathering=False)
 
@@ -258,7 +257,7 @@ class NativeEngine:
         return self._losses
 
     def nonfinite_gradients(self) -> list[str]:
-        """Of this rank's pieces; see ``engine.api.Engine``."""
+        """Names of this rank's shards whose gradient is not finite (``engine.api.Engine``)."""
         bad = [p.record.name for p in self.sharded.pieces if not bool(torch.isfinite(p.gradient).all())]
         return list(dict.fromkeys(bad))
 
@@ -299,7 +298,7 @@ class NativeEngine:
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
         """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
         self.sharded.wait()
-        pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = {}
+        pieces: dict[tuple[str, tuple[int, ...]], list[StateShard]] = {}
         for piece in self.sharded.pieces:
             pieces.setdefault(piece.record.place, []).append(piece)
         scratch = ScratchBuffer(self.sharded.wide)
@@ -322,13 +321,13 @@ class NativeEngine:
         self.scaler.load(scalars)
         self._record_state(gathering=False)
 
-    def _load_place(self, p: torch.Tensor, mine: Sequence[Piece], scratch: ScratchBuffer) -> torch.Tensor:
-        """Where to read a parameter to, in the masters' dtype: a place where it stays, if there is one."""
+    def _load_place(self, p: torch.Tensor, mine: Sequence[StateShard], scratch: ScratchBuffer) -> torch.Tensor:
+        """Return a tensor in the masters' dtype to read a parameter into: its permanent one where there is one."""
         if p.dtype == self.sharded.wide:
             return p.detach()
         if mine and mine[0].master.numel() == p.numel():
             return mine[0].master.view(p.shape)
-        return scratch.of(p.shape, p.device)
+        return scratch.get(p.shape, p.device)
 
     def load_weights(self, read: StateReader) -> None:
         """Set weights and buffers; optimizer state and counters start afresh."""

@@ -1,4 +1,4 @@
-"""The passes of one rank's chunks: what the native engine computes when a schedule says so."""
+"""The passes of one rank's chunks: what the native engine computes for each action of a schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_port.pipeline.boundary import Payload
 from megatron_port.pipeline.schedules import Action, Kind
 from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
 
-Place = tuple[int, int]
+PassKey = tuple[int, int]
 """(chunk, micro-batch)"""
 
 
@@ -62,8 +62,8 @@ class Passes:
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
         """The same by micro-batch."""
-        self._held: dict[Place, tuple[Payload | None, Payload]] = {}
-        self._weights: dict[Place, list[Callable[[], None]]] = {}
+        self._held: dict[PassKey, tuple[Payload | None, Payload]] = {}
+        self._weights: dict[PassKey, list[Callable[[], None]]] = {}
 
     def run(self, action: Action, received: Payload | None) -> Payload | None:
         """See ``pipeline.runner.Worker``."""
@@ -71,7 +71,7 @@ class Passes:
             return self._forward(action, received)
         self.progress.at(BACKWARD, "micro-batch", action.micro_batch)
         if action.kind is Kind.WEIGHT:
-            self.gradients.run(self._weights.pop((action.chunk, action.micro_batch)))
+            self.gradients.flush(self._weights.pop((action.chunk, action.micro_batch)))
             return None
         return self._backward(action, received)
 
@@ -121,14 +121,14 @@ class Passes:
         place = (action.chunk, action.micro_batch)
         inputs, outputs = self._held.pop(place)
         if action.kind is Kind.INPUT:
-            self.gradients.holding = self._weights[place] = []
+            self.gradients.deferred = self._weights[place] = []
         try:
             if received is None:
                 (outputs[0] * self.loss_factor).backward()
             else:
                 torch.autograd.backward(_floating(outputs), received)
         finally:
-            self.gradients.holding = None
+            self.gradients.deferred = None
         gradients = () if inputs is None else _gradients_of(inputs)
         if self.probe is not None:
             virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)

@@ -16,7 +16,7 @@ import torch
 from megatron_port.config.schema import OptimizerConfig
 from megatron_port.errors import ConfigError
 from megatron_port.optim.rules import AdamW, ElementwiseRule, UpdateSettings
-from megatron_port.optim.sharded import Piece, ShardedParameters
+from megatron_port.optim.sharded import ShardedParameters, StateShard
 
 SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
 
@@ -46,7 +46,7 @@ class Update(Protocol):
         """
 
 
-def _by_decay(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _by_decay(pieces: Sequence[StateShard]) -> list[list[StateShard]]:
     return [[p for p in pieces if p.record.decay is decay] for decay in (True, False)]
 
 
@@ -70,7 +70,6 @@ class HostUpdate:
     def step(
         self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Update`."""
         norm = square.sqrt() / scale
         size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
         if vetoed or not size <= limit:
@@ -143,7 +142,7 @@ class RuleUpdate(HostUpdate):
 
 
 class OwnUpdate:
-    """The kernel of ``backend.ops.optimizer``."""
+    """Update by the kernel of ``backend.ops.optimizer``."""
 
     def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
         from megatron_port.backend.ops.optimizer import square_norm
@@ -173,7 +172,6 @@ class OwnUpdate:
     def step(
         self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Update`."""
         return self.optimizer.clipped_step(
             [[p.gradient for p in pieces] for pieces in self.groups], lr=lr, square_norm=square,
             max_norm=self.config.clip_grad, inv_scale=1.0 / scale, limit=limit, veto=veto,

@@ -24,8 +24,8 @@ _STAGES, _MODULES = 1 << 12, 1 << 20
 
 
 @dataclass
-class Finding:
-    """What one rank saw of a step."""
+class StepDiagnostics:
+    """Diagnostics of a step, as one rank saw it."""
 
     micro_batch: int | None = None
     """Index on this replica of the first micro-batch with a number that is not finite; None: there is none."""
@@ -56,7 +56,7 @@ def _finite(value: Any) -> torch.Tensor | None:
 
 
 class Probe:
-    """Collects on one rank; an engine calls it around each pass of each micro-batch.
+    """Collector on one rank; an engine calls it around each pass of each micro-batch.
 
     Args:
         stage: pipeline coordinate of this rank, ``stages`` of them; a rank that holds several chunks of the model
@@ -101,7 +101,7 @@ class Probe:
 
     @contextmanager
     def forward(self, micro_batch: int, virtual: int | None = None) -> Iterator[None]:
-        """The forward pass of a micro-batch runs inside."""
+        """Watch the forward pass of a micro-batch, which runs in the body."""
         self._current, self._seen = (micro_batch, self.stage if virtual is None else virtual), 0
         try:
             yield
@@ -109,14 +109,14 @@ class Probe:
             self._current = None
 
     def loss(self, micro_batch: int, loss_sum: torch.Tensor) -> None:
-        """The sum of token losses of a micro-batch (last stage)."""
+        """Take the sum of token losses of a micro-batch (last stage)."""
         self._losses[micro_batch] = loss_sum.detach()
 
     @torch.no_grad()
     def after_backward(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None], virtual: int | None = None
     ) -> None:
-        """``gradients``: the sums that parameters hold after this micro-batch, and what goes to the stage before."""
+        """Take the sums that parameters hold after this micro-batch, and what goes to the stage before."""
         held = [g for g in gradients if g is not None]
         if held:
             place = self.stage if virtual is None else virtual
@@ -124,15 +124,15 @@ class Probe:
 
     @torch.no_grad()
     def own_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
-        """This rank's gradients over all micro-batches, before any sum over ranks."""
+        """Take this rank's gradients over all micro-batches, before any sum over ranks."""
         self._gradients = [(r.name, torch.isfinite(g).all(), g.float().norm()) for r, g in gradients]
 
     def _order(self, micro_batch: int, phase: int, place: int, inside: int) -> int:
         return ((micro_batch * 2 + phase) * _STAGES + place) * _MODULES + min(inside, _MODULES - 1)
 
-    def finding(self, micro_batches: int) -> Finding:
-        """What was collected, read back from the device."""
-        found = Finding(losses=[float(self._losses[m]) for m in range(micro_batches) if m in self._losses])
+    def diagnostics(self, micro_batches: int) -> StepDiagnostics:
+        """Return what was collected, read back from the device."""
+        found = StepDiagnostics(losses=[float(self._losses[m]) for m in range(micro_batches) if m in self._losses])
         self._find_first(found)
         norms = [(name, float(norm)) for name, _, norm in self._gradients]
         found.nonfinite_gradients = [name for name, finite, _ in self._gradients if not bool(finite)]
@@ -141,7 +141,7 @@ class Probe:
         found.largest_gradients = rank[:8]
         return found
 
-    def _find_first(self, found: Finding) -> None:
+    def _find_first(self, found: StepDiagnostics) -> None:
         def take(order: int, micro_batch: int, phase: str, module: str = "") -> None:
             if order < found.order:
                 found.order, found.micro_batch, found.phase, found.module = order, micro_batch, phase, module
@@ -160,12 +160,14 @@ class Probe:
                 take(self._order(m, 1, self.stages - 1 - place, 0), m, "backward")
 
 
-def trace_finding(losses: Sequence[torch.Tensor], nonfinite_gradients: Sequence[str], *, stage: int) -> Finding:
-    """What a step leaves behind that was not looked at: its micro-batches' losses, and gradients summed already.
+def trace_diagnostics(
+    losses: Sequence[torch.Tensor], nonfinite_gradients: Sequence[str], *, stage: int
+) -> StepDiagnostics:
+    """Return diagnostics of a step that no probe watched: its micro-batches' losses, and gradients summed already.
 
     A loss that is not finite says more than a gradient, which all replicas share.
     """
-    found = Finding(losses=[float(x) for x in losses], nonfinite_gradients=list(nonfinite_gradients))
+    found = StepDiagnostics(losses=[float(x) for x in losses], nonfinite_gradients=list(nonfinite_gradients))
     bad = [m for m, value in enumerate(found.losses) if not math.isfinite(value)]
     if bad:
         found.micro_batch, found.phase, found.order = bad[0], "loss", bad[0]

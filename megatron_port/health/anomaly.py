@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import Engine, StepLimits, StepResult
-from megatron_port.engine.probe import NOWHERE, Finding, Probe, trace_finding
+from megatron_port.engine.probe import NOWHERE, Probe, StepDiagnostics, trace_diagnostics
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.runtime.atomic import write_bytes
 from megatron_port.session.session import Session
@@ -34,7 +34,7 @@ LISTED = 200
 
 @dataclass(frozen=True)
 class Anomaly:
-    """What is known of it on every rank."""
+    """Anomaly of a step, as every rank knows it."""
 
     step: int
     """As in metrics.jsonl: 1 is the first."""
@@ -49,7 +49,7 @@ class Anomaly:
 
 
 def same_bits(a: StepResult, b: StepResult) -> bool:
-    """Loss and gradient norm are equal to the bit; all NaNs are."""
+    """Return whether loss and gradient norm are equal to the bit; all NaNs are."""
 
     def bits(x: float | None) -> bytes | None:
         return None if x is None else b"nan" if math.isnan(x) else struct.pack("<d", x)
@@ -58,7 +58,7 @@ def same_bits(a: StepResult, b: StepResult) -> bool:
 
 
 def _finite_or_text(value: Any) -> Any:
-    """JSON has no NaN: the strings that metrics.jsonl uses."""
+    """Return a finite number, or one of metrics.jsonl's strings for the others: JSON has no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -68,8 +68,8 @@ def _finite_or_text(value: Any) -> Any:
     return value
 
 
-def describe(found: Finding, micro_batches: Sequence[MicroBatch], ctx: ParallelContext) -> dict[str, Any]:
-    """A rank's own finding, as it goes into the report. Which micro-batch: see :func:`chosen_micro_batch`."""
+def describe(found: StepDiagnostics, micro_batches: Sequence[MicroBatch], ctx: ParallelContext) -> dict[str, Any]:
+    """Return a rank's own diagnostics for the report. Which micro-batch: see :func:`chosen_micro_batch`."""
     m = chosen_micro_batch(found)
     at = ctx.coords
     out: dict[str, Any] = {
@@ -84,23 +84,23 @@ def describe(found: Finding, micro_batches: Sequence[MicroBatch], ctx: ParallelC
     return {k: v for k, v in out.items() if v is not None}
 
 
-def chosen_micro_batch(found: Finding) -> int | None:
-    """The first that is not finite; of finite ones the one with the largest loss, where losses are known."""
+def chosen_micro_batch(found: StepDiagnostics) -> int | None:
+    """Return the first micro-batch that is not finite, else the one with the largest known loss."""
     if found.micro_batch is not None or found.phase == "sum":
         return found.micro_batch
     return max(range(len(found.losses)), key=lambda m: found.losses[m]) if found.losses else None
 
 
 def _least(value: float | int, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Any:
-    """The smallest value of any rank."""
+    """Return the smallest value of any rank."""
     packed = torch.tensor([value], dtype=dtype)
     if group is not None:
         dist.all_reduce(packed, op=dist.ReduceOp.MIN, group=group)
     return packed.item()
 
 
-def _culprit(found: Finding, by: str, rank: int, group: dist.ProcessGroup | None) -> int | None:
-    """The lowest rank where it begins; None: no rank saw anything.
+def _culprit(found: StepDiagnostics, by: str, rank: int, group: dist.ProcessGroup | None) -> int | None:
+    """Return the lowest rank where it begins; None: no rank saw anything.
 
     ``by``: finite (first number that is not) | loss (largest loss of a micro-batch) | norm (largest own gradient).
     """
@@ -121,7 +121,7 @@ def _culprit(found: Finding, by: str, rank: int, group: dist.ProcessGroup | None
 
 
 def _tell(value: dict[str, Any], source: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """A small JSON object of one rank on all: its length, then its bytes."""
+    """Send a small JSON object of one rank to all: its length, then its bytes."""
     if group is None:
         return value
     data = json.dumps(_finite_or_text(value), allow_nan=False).encode() if dist.get_rank() == source else b""
@@ -136,7 +136,7 @@ def _tell(value: dict[str, Any], source: int, group: dist.ProcessGroup | None) -
 
 
 def _by(result: StepResult, limits: StepLimits) -> str:
-    """Which question finds the rank of an anomaly with these numbers."""
+    """Return the criterion that finds the rank of an anomaly with these numbers."""
     if not math.isfinite(result.loss) or result.grad_norm is None:
         return "finite"
     return "loss" if result.loss > limits.loss else "norm"
@@ -146,7 +146,7 @@ def investigate(
     engine: Engine, session: Session, micro_batches: Sequence[MicroBatch], result: StepResult, *, step: int, lr: float,
     limits: StepLimits, reason: str, first: int, count: int, run_folder: Path,
 ) -> Anomaly:
-    """Collective. Replay the step, find the rank, write ``anomaly-STEP.json`` (rank 0); no weight changes.
+    """Replay the step, find the rank, write ``anomaly-STEP.json`` (rank 0). Collective; no weight changes.
 
     Args:
         step: the schedule's, from 0; the report and its file say ``step + 1``.
@@ -155,10 +155,10 @@ def investigate(
     """
     ctx = session.ctx
     group = session.cpu_group if session.info.world_size > 1 else None
-    before = trace_finding(engine.micro_batch_losses(), engine.nonfinite_gradients(), stage=ctx.coords.pp)
+    before = trace_diagnostics(engine.micro_batch_losses(), engine.nonfinite_gradients(), stage=ctx.coords.pp)
     probe = Probe(stage=ctx.coords.pp, stages=ctx.topology.virtual_stages)
     again = engine.train_step(micro_batches, step=step, lr=lr, limits=limits, probe=probe)
-    after = probe.finding(len(micro_batches))
+    after = probe.diagnostics(len(micro_batches))
     recurs = not math.isfinite(again.loss) or again.grad_norm is None or (
         again.loss > limits.loss or again.grad_norm > limits.grad_norm
     )
@@ -213,7 +213,7 @@ def _summary(
 
 
 def _write(folder: Path, report: dict[str, Any], session: Session) -> None:
-    """A full disk must not end a run that goes on."""
+    """Write the report; a full disk must not end a run that can continue."""
     path = folder / f"anomaly-{report['step']}.json"
     count = 1
     while path.exists():  # the same step after a rewind
@@ -222,4 +222,4 @@ def _write(folder: Path, report: dict[str, Any], session: Session) -> None:
     try:
         write_bytes(path, (json.dumps(_finite_or_text(report), indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
-        session.logger.log(f"{path}: {error}; the report is lost, training goes on")
+        session.logger.log(f"{path}: {error}; the report is lost, training continues")

@@ -29,16 +29,16 @@ MEMORY_STEPS = 1000
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Samples that were taken out of the order, by their position in it."""
+    """Samples taken out of the order, by their position in it."""
 
     first: int
     count: int
 
 
 def position(first_sample: int, left_out: Sequence[LeftOut]) -> int:
-    """Where in the data's order the step begins that begins at ``first_sample`` of what is trained on.
+    """Return where in the data's order the step begins that begins at ``first_sample`` of what is trained on.
 
-    ``left_out``: rising, each a whole step's samples. The counter of consumed samples goes on as if they had never
+    ``left_out``: rising, each a whole step's samples. The counter of consumed samples continues as if they had never
     been in the order, so schedules and checkpoints need not know of them.
     """
     at = first_sample
@@ -49,7 +49,7 @@ def position(first_sample: int, left_out: Sequence[LeftOut]) -> int:
 
 
 class NumericsGuard:
-    """The state of the guard; equal on all ranks."""
+    """State of the guard; equal on all ranks."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.settings = config, config.numerics
@@ -60,7 +60,7 @@ class NumericsGuard:
         self.anomalies_total = 0
         self.left_out: list[LeftOut] = []
         self.first_loss = 0.0
-        """Of the first step of training that was applied; 0: none was."""
+        """Loss of the first training step that was applied; 0: none was."""
 
     def _limit(self, seen: deque[float], factor: float, floor: float) -> float:
         count = 2 * len(seen)
@@ -71,13 +71,13 @@ class NumericsGuard:
         return max(factor * usual, floor)
 
     def _chance(self) -> float:
-        """The largest loss that a model which has learned anything can have; from the first step on."""
+        """Return the largest loss that a model which has learned anything can have; from the first step on."""
         if self.settings.loss_spike == 0.0:
             return math.inf
         return max(CHANCE_FACTOR * max(math.log(self.config.model.vocab_size), self.first_loss), LOSS_FLOOR)
 
     def limits(self) -> StepLimits:
-        """For the next step; a few microseconds."""
+        """Return the limits of the next step, in a few microseconds."""
         loss = self._limit(self.losses, self.settings.loss_spike, LOSS_FLOOR)
         return StepLimits(
             # The very first loss may be anything: it is what the others are compared with.
@@ -86,11 +86,11 @@ class NumericsGuard:
         )
 
     def position(self, first_sample: int) -> int:
-        """See :func:`position`."""
+        """Return :func:`position` of a sample."""
         return position(first_sample, self.left_out)
 
     def judge(self, result: StepResult, limits: StepLimits) -> str:
-        """What is wrong with a step, in words; empty: nothing, or fp16's loss scale was too large (a normal skip)."""
+        """Return what is wrong with a step; empty: nothing, or fp16's loss scale was too large (a normal skip)."""
         if not math.isfinite(result.loss):
             return f"the loss is {result.loss:g}"
         if result.grad_norm is None:
@@ -111,7 +111,7 @@ class NumericsGuard:
 
     @property
     def steps_in_a_row(self) -> int:
-        """Anomalies at consecutive steps, the last one included."""
+        """Return the number of anomalies at consecutive steps, the last one included."""
         count = 0
         for at, step in enumerate(reversed(self.anomaly_steps)):
             if step != self.anomaly_steps[-1] - at:
@@ -120,7 +120,7 @@ class NumericsGuard:
         return count
 
     def record(self, step: int) -> bool:
-        """Count an anomaly at ``step``; True when there were too many."""
+        """Count an anomaly at ``step``; return whether there were too many."""
         self.anomalies_total += 1
         self.anomaly_steps = [s for s in self.anomaly_steps if s > step - MEMORY_STEPS] + [step]
         return len(self.anomaly_steps) >= self.settings.max_anomalies
@@ -130,7 +130,7 @@ class NumericsGuard:
         self.left_out = sorted([*self.left_out, LeftOut(first, count)], key=lambda gap: gap.first)
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints: a resumed run must refuse the steps that an unbroken one refuses."""
+        """Return the state for checkpoints: a resumed run must refuse the steps that an unbroken one refuses."""
         return {
             "losses": list(self.losses), "grad_norms": list(self.grad_norms), "anomaly_steps": self.anomaly_steps,
             "anomalies_total": self.anomalies_total, "left_out": [[g.first, g.count] for g in self.left_out],
@@ -138,7 +138,7 @@ class NumericsGuard:
         }
 
     def load(self, state: Mapping[str, Any], *, medians_only: bool = False) -> None:
-        """Undo ``state``; what is absent starts afresh. ``medians_only``: after a rewind, which forgets no anomaly."""
+        """Load a result of ``state``; absent parts start afresh. ``medians_only``: keep the anomalies."""
         for name in ("losses", "grad_norms"):
             seen = getattr(self, name)
             seen.clear()

@@ -63,21 +63,21 @@ class ReplayProbe(Probe):
         return hook
 
     def loss(self, micro_batch: int, loss_sum: torch.Tensor) -> None:
-        """The sum of token losses of a micro-batch (last stage)."""
+        """Hash the sum of token losses of a micro-batch (last stage)."""
         self._add("the loss", FORWARD, self.stages - 1, loss_sum.detach().float())
 
     def after_backward(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None], virtual: int | None = None
     ) -> None:
-        """Nothing: all gradients are hashed at the end."""
+        """Do nothing: all gradients are hashed at the end."""
 
     def own_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
-        """This rank's gradients over all micro-batches, before any sum over ranks."""
+        """Hash this rank's gradients over all micro-batches, before any sum over ranks."""
         for record, gradient in reversed(list(gradients)):  # backward begins at the last stage and layer
             self._add(f"the gradient of {record.name}", GRADIENTS, self.stages - 1 - self.stage, gradient)
 
     def hashes(self) -> torch.Tensor:
-        """int64 [entries] on the device."""
+        """Return int64 [entries] on the device."""
         return torch.stack(self._hashes)
 
 
@@ -101,7 +101,7 @@ def check_replay_settings(config: RunConfig, session: Session) -> None:
 def replay_on_neighbour(
     engine: Engine, session: Session, loader: StepLoader, *, first_sample: int, step: int
 ) -> None:
-    """Collective. Compute a micro-batch twice, by its own replica and by the next; see the module.
+    """Compute a micro-batch twice, by its own replica and by the next; see the module. Collective.
 
     With one replica the same ranks compute it twice, which shows faults that come and go. Costs two micro-batches'
     forward and backward passes without overlap (as many as stages where a schedule interleaves chunks), two reductions
@@ -152,9 +152,9 @@ def _compute(
 def _first_difference(
     ctx: ParallelContext, digest: BitsHash, mine: torch.Tensor, again: torch.Tensor
 ) -> tuple[int, list[int]] | None:
-    """(entry, replicas under suspicion) of the first result that two replicas disagree on; alike in a dp group.
+    """Return (entry, suspected replicas) of the first result that two replicas disagree on; equal in a dp group.
 
-    Replica k's results are ``mine`` on k and ``again`` on k + 1. Sixteen bytes a replica are exchanged where all agree.
+    Replica k's results are ``mine`` on k and ``again`` on k + 1. Where all agree, 16 bytes per replica are exchanged.
     """
     if ctx.over("dp") is None:
         differs = (mine != again).nonzero().flatten().tolist()
@@ -186,7 +186,7 @@ def _gathered(ctx: ParallelContext, pair: torch.Tensor) -> str:
 
 
 def _explain(ctx: ParallelContext, what: str, suspects: Sequence[int], first_sample: int, step: int) -> NumericsError:
-    """Collective over the dp group."""
+    """Return the error that names the suspects. Collective over the dp group."""
     members, hosts = [ctx.rank], ["this host"]
     group = ctx.over("dp")
     if group is not None:

@@ -30,7 +30,7 @@ COPIES = (REPLICAS, ("tp",), ("kv_copies",))
 
 
 class BitsHash:
-    """64-bit hashes of tensors' bits that depend on positions, with constant memory.
+    """Hasher of tensors' bits: 64-bit hashes that depend on positions, with constant memory.
 
     The words (32 bits) of a chunk are multiplied by fixed random odd numbers and summed modulo 2^64; the chunks' sums
     are mixed with their index and added. A change of one word always changes the sum of its chunk (an odd number has
@@ -46,7 +46,7 @@ class BitsHash:
 
     @torch.no_grad()
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The hash: an int64 scalar on the tensor's device. Any dtype of 2, 4 or 8 bytes."""
+        """Return the hash, an int64 scalar on the tensor's device. Any dtype of 2, 4 or 8 bytes."""
         flat = tensor.detach().contiguous().view(-1)
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
         if not flat.numel():
@@ -56,7 +56,7 @@ class BitsHash:
         return total + random_bits(torch.stack(sums), index).sum()
 
     def _words(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The bits as chunks of 32-bit words, and what is left over at the end as one shorter word."""
+        """Yield the bits as chunks of 32-bit words, and what is left over as one shorter word."""
         size = flat.element_size()
         step = len(self._factors) * 4 // size
         even = flat.numel() * size // 4 * 4 // size
@@ -73,7 +73,7 @@ class BitsHash:
 
 
 def odd_ones(hashes: Sequence[int]) -> list[int]:
-    """Positions whose value is not the most frequent one; where no value is, all but those equal to the first."""
+    """Return positions whose value is not the most frequent; where none is, all but those equal to the first."""
     counts = Counter(hashes)
     most = max(counts.values())
     # Without a majority the first copy is the reference.
@@ -82,7 +82,7 @@ def odd_ones(hashes: Sequence[int]) -> list[int]:
 
 
 def hosts_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Host name of each member, in group order."""
+    """Return the host name of each member, in group order."""
     own = torch.zeros(HOST_BYTES, dtype=torch.uint8)
     name = socket.gethostname().encode()[:HOST_BYTES]
     own[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
@@ -131,9 +131,9 @@ def _ranks(members: Sequence[int]) -> str:
 
 
 def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
-    """Collective. Compare the copies of every replicated parameter over data, tensor, key/value copies and tied stages.
+    """Compare the copies of every replicated parameter over data, tensor, key/value and tied groups. Collective.
 
-    Costs one pass over this rank's weights, two all-reduces of 8 bytes a parameter for each kind of group, and one
+    Costs one pass over this rank's weights, two all-reduces of 8 bytes per parameter for each kind of group, and one
     synchronisation.
 
     Raises:

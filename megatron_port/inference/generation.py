@@ -22,15 +22,15 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn, and when a text ends."""
+    """Sampling options: how tokens are drawn, and when a text ends."""
 
     max_new_tokens: int = 100
     temperature: float = 1.0
     """0: always the likeliest."""
     top_k: int = 0
-    """Of the k likeliest only; 0: all."""
+    """Sample from the k likeliest tokens only; 0: all."""
     top_p: float = 1.0
-    """Of the smallest set of this mass (nucleus sampling, Holtzman et al., arXiv 1904.09751)."""
+    """Sample from the smallest set of this mass (nucleus sampling, Holtzman et al., arXiv 1904.09751)."""
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     """A token that ends the text; it is not part of it."""
@@ -49,7 +49,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was generated for one prompt."""
+    """Continuation of one prompt."""
 
     tokens: list[int]
     """New tokens, without the one that ended the text."""
@@ -60,7 +60,7 @@ class Continuation:
 
 
 def filter_logits(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """[..., vocab] with everything outside the ``top_k`` likeliest and the smallest set of mass ``top_p`` at -inf.
+    """Return [..., vocab] with all but the ``top_k`` likeliest and the smallest set of mass ``top_p`` at -inf.
 
     The likeliest token always stays.
     """
@@ -77,7 +77,7 @@ def filter_logits(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0) -
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, keys: torch.Tensor, at: int) -> torch.Tensor:
-    """int64 [batch] from logits [batch, vocab]; ``keys`` int64 [batch] and ``at`` (tokens so far) make the draw."""
+    """Draw int64 [batch] from logits [batch, vocab]; ``keys`` int64 [batch] and ``at`` (tokens so far) fix the draw."""
     if sampling.temperature == 0.0:
         return logits.argmax(dim=-1)
     kept = filter_logits(logits / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
@@ -92,7 +92,7 @@ class _Batch:
     """Prompts that are continued together."""
 
     indices: list[int]
-    """Of the prompts, in the order asked for."""
+    """Indices of the prompts, in the order asked for."""
     tokens: list[list[int]]
     """Prompt and what was drawn. A text that has ended no longer grows; its row of the batch repeats its last token."""
     prompts: list[int]
@@ -102,16 +102,16 @@ class _Batch:
     stopped: list[bool]
     cache: KeyValueCache | None = None
     drawn: torch.Tensor | None = None
-    """Of the last pass, not yet known to all stages."""
+    """Tokens drawn in the last pass, not yet known to all stages."""
 
     @property
     def finished(self) -> bool:
-        """Every text has ended."""
+        """Whether every text has ended."""
         return all(self.stopped)
 
 
 class Generator:
-    """Continues prompts. Collective: every rank calls ``generate`` with the same arguments."""
+    """Generator of continuations. Collective: every rank calls ``generate`` with the same arguments."""
 
     def __init__(self, model: InferenceModel, decode: Decode | None = None) -> None:
         self.model, self.decode = model, decode
@@ -120,7 +120,7 @@ class Generator:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, batch_size: int = 8
     ) -> list[Continuation]:
-        """One continuation a prompt, in order, on every rank.
+        """Return one continuation per prompt, in order, on every rank.
 
         The same for any layout and batch size, up to rounding: what is drawn is a function of the seed, the prompt's
         number and the token's. A context that outgrows ``model.seq_length`` drops its oldest quarter.
@@ -191,7 +191,7 @@ class Generator:
             batch.drawn = torch.zeros(len(batch.tokens), dtype=torch.int64, device=device)
             return
         keys = torch.tensor([key_of("generate", sampling.seed, i) for i in batch.indices], device=device)
-        batch.drawn = draw(self.model.whole(out)[0], sampling, keys, at)
+        batch.drawn = draw(self.model.gather_logits(out)[0], sampling, keys, at)
 
     def _learn(self, batch: _Batch, sampling: Sampling) -> None:
         """Append what the last pass drew; the same on every stage."""
@@ -209,7 +209,7 @@ class Generator:
             batch.stopped[i] = self._ended(batch.tokens[i][batch.prompts[i] :], sampling.stop_strings)
 
     def _ended(self, new: list[int], stops: tuple[str, ...]) -> bool:
-        """A stop string is in the text. Looked for at its end first: a token is at least a byte."""
+        """Return whether a stop string is in the text. Looked for at its end first: a token is at least a byte."""
         if not stops or self.decode is None:
             return False
         tail = self.decode(new[-max(len(s.encode()) for s in stops) - 8 :])
@@ -219,7 +219,7 @@ class Generator:
         return any(s in text for s in stops)
 
     def _gathered(self, batches: list[_Batch], count: int, sampling: Sampling) -> list[Continuation]:
-        """All prompts' results on all replicas."""
+        """Return all prompts' results on all replicas."""
         table = torch.zeros(count, sampling.max_new_tokens + 2, dtype=torch.int64)
         for batch in batches:
             for index, tokens, prompt, stopped in zip(batch.indices, batch.tokens, batch.prompts, batch.stopped):

@@ -22,13 +22,13 @@ from megatron_port.inference.scoring import score
 
 
 def require_harness() -> None:
-    """Raises EnvironmentFault where the package is missing."""
+    """Raise EnvironmentFault where the package is missing."""
     if find_spec("lm_eval") is None:
         raise EnvironmentFault("--tasks needs lm-eval-harness, which is not installed; run: pip install lm-eval")
 
 
 class Questions:
-    """What the harness asks of a model, without the harness: log-likelihoods and texts. Collective.
+    """Answers to what ``lm_eval`` asks of a model, without ``lm_eval``: log-likelihoods and texts. Collective.
 
     Raises DataError: the tokenizer has no end-of-text token, which stands before a text without context.
     """
@@ -40,7 +40,7 @@ class Questions:
         self.limit = model.model.seq_length
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """(tokens, how many of them are the continuation's). Blanks between the two belong to the continuation."""
+        """Return (tokens, how many are the continuation's). Blanks between the two belong to the continuation."""
         blanks = len(context) - len(context.rstrip())
         head = context[: len(context) - blanks]
         before = self.tokenizer.encode(head) if head else []
@@ -51,12 +51,12 @@ class Questions:
         return tokens, min(count, len(tokens) - 1)
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation given the context, whether it is the greedy one) of each pair."""
+        """Return (log-probability of the continuation given the context, whether it is the greedy one) of each pair."""
         found = score(self.model, [self.pair(*p) for p in pairs], batch_size=self.batch_size)
         return [(s.log_probability, s.greedy) for s in found]
 
     def windows(self, text: str) -> list[tuple[list[int], int]]:
-        """A text cut so that each token is predicted once, and from as many before it as fit."""
+        """Cut a text so that each token is predicted once, from as many before it as fit."""
         ids = self.tokenizer.encode(text)
         out = [([self.tokenizer.eod_id, *ids[: self.limit]], min(len(ids), self.limit))] if ids else []
         for start in range(self.limit, len(ids), self.limit):
@@ -65,13 +65,13 @@ class Questions:
         return out
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Log-probability of each whole text."""
+        """Return the log-probability of each whole text."""
         cut = [self.windows(text) for text in texts]
         found = iter(score(self.model, [w for windows in cut for w in windows], batch_size=self.batch_size))
         return [sum(next(found).log_probability for _ in windows) for windows in cut]
 
     def continuations(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        """A text for each (context, options): ``until``, ``max_gen_toks``, ``do_sample``, ``temperature``, …"""
+        """Return a text for each (context, options): ``until``, ``max_gen_toks``, ``do_sample``, ``temperature``, …"""
         groups: dict[Sampling, list[int]] = {}
         for i, (_, options) in enumerate(requests):
             groups.setdefault(self._sampling(options), []).append(i)
@@ -100,11 +100,11 @@ class Questions:
 
 
 def adapter(questions: Questions) -> Any:
-    """An ``lm_eval.api.model.LM`` that passes questions on."""
+    """Return an ``lm_eval.api.model.LM`` that passes its questions on."""
     from lm_eval.api.model import LM
 
     class Adapter(LM):  # type: ignore[misc]
-        """See :class:`Questions`."""
+        """``lm_eval`` model that answers through :class:`Questions`."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return questions.loglikelihood([r.args for r in requests])
@@ -122,7 +122,7 @@ def run_tasks(
     model: InferenceModel, tokenizer: Tokenizer, tasks: Sequence[str], *, include_path: str | None = None,
     num_fewshot: int | None = None, limit: float | None = None, batch_size: int = 1, is_rank_zero: bool = True,
 ) -> tuple[dict[str, Any], str]:
-    """(the harness' results by task, a table). Collective: every rank calls it alike.
+    """Return (the results by task, a table). Collective: every rank calls it alike.
 
     Raises:
         ConfigError: no such task.

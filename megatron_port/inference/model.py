@@ -28,7 +28,7 @@ from megatron_port.session.session import Session
 
 
 class InferenceModel:
-    """Collective: the ranks that hold a copy of the model (tp × pp) call the same methods with the same arguments.
+    """Model for inference. Collective: the ranks of one copy (tp × pp) call the same methods with the same arguments.
 
     Replicas (dp) are independent of one another.
 
@@ -69,7 +69,7 @@ class InferenceModel:
     def logits(
         self, tokens: torch.Tensor, *, cache: KeyValueCache | None = None, rows: Sequence[int] | None = None
     ) -> torch.Tensor | None:
-        """This rank's columns of the logits on the last stage, None elsewhere.
+        """Return this rank's columns of the logits on the last stage, None elsewhere.
 
         Args:
             tokens: int64 [batch, seq], the same on all ranks.
@@ -97,8 +97,8 @@ class InferenceModel:
         out: torch.Tensor = stage.head(x)
         return out
 
-    def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """Logits [..., vocab] in float32 (float64 stays) of all tensor-parallel ranks' columns; last stage only."""
+    def gather_logits(self, local: torch.Tensor) -> torch.Tensor:
+        """Return all tensor-parallel ranks' logits [..., vocab] in float32 (float64 stays); last stage only."""
         local = local if local.dtype == torch.float64 else local.float()
         group = self.ctx.over("tp")
         if group is not None:

@@ -27,7 +27,7 @@ MICRO_BATCHES = 16
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Over a whole stream."""
+    """Perplexity of a whole stream."""
 
     loss: float
     """Nats a token."""
@@ -36,16 +36,16 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """Return exp(loss)."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def bits_per_byte(self, size: int) -> float:
-        """Of a text of ``size`` bytes."""
+        """Return bits per byte for a text of ``size`` bytes."""
         return self.loss * self.tokens / math.log(2) / size
 
 
 def windows(tokens: int, seq_length: int, stride: int) -> int:
-    """Windows over a stream of ``tokens``."""
+    """Return the number of windows over a stream of ``tokens``."""
     return 1 + max(0, -(-(tokens - 1 - seq_length) // stride))
 
 
@@ -53,7 +53,7 @@ def perplexity(
     engine: Engine, ctx: ParallelContext, stream: Stream, tokens: int, *, seq_length: int, vocab_size: int,
     micro_batch_size: int, stride: int = 0,
 ) -> Perplexity:
-    """The mean loss over a stream of ``tokens`` tokens. Collective; the same on every rank. ``stride`` 0: seq_length.
+    """Return the mean loss over ``tokens`` of a stream. Collective, the same on all ranks. ``stride`` 0: seq_length.
 
     Raises:
         DataError: fewer than 2 tokens, a stride beyond the window, or an id that the model does not have.
@@ -84,7 +84,7 @@ class _Cut:
     vocab_size: int
 
     def row(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """(seq + 1 ids, seq counts); beyond the last window nothing counts."""
+        """Return (seq + 1 ids, seq counts); beyond the last window nothing counts."""
         ids, counts = np.zeros(self.seq_length + 1, np.int64), np.zeros(self.seq_length, np.float32)
         start = window * self.stride
         length = min(self.seq_length + 1, self.tokens - start)

@@ -14,7 +14,7 @@ from megatron_port.inference.model import InferenceModel
 
 @dataclass(frozen=True)
 class Score:
-    """Of the scored tokens of one sequence."""
+    """Scores of one sequence's scored tokens."""
 
     log_probability: float
     """Natural logarithm, summed over the tokens."""
@@ -25,7 +25,7 @@ class Score:
 def score(
     model: InferenceModel, sequences: Sequence[tuple[Sequence[int], int]], *, batch_size: int = 8
 ) -> list[Score]:
-    """Scores of ``(tokens, count)``: of the last ``count`` tokens, each given all before it. Collective.
+    """Score the last ``count`` tokens of each ``(tokens, count)``, each given all before it. Collective.
 
     The same on every rank; replicas take the sequences in turn, longest first so that a batch has like lengths.
 
@@ -51,7 +51,7 @@ def score(
 
 @torch.no_grad()
 def _score_batch(model: InferenceModel, batch: list[tuple[Sequence[int], int]]) -> torch.Tensor:
-    """float64 [batch, 2] on the last stage, zeros elsewhere: log-probability, 1 if greedy."""
+    """Return float64 [batch, 2] on the last stage, zeros elsewhere: log-probability, 1 if greedy."""
     device = model.ctx.device
     longest = max(len(t) for t, _ in batch) - 1
     tokens = torch.zeros(len(batch), longest, dtype=torch.int64)
@@ -75,7 +75,7 @@ def _score_batch(model: InferenceModel, batch: list[tuple[Sequence[int], int]]) 
 def _token_scores(
     model: InferenceModel, logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probability, whether it is the likeliest) of each label; logits [seq, batch, columns], labels without."""
+    """Return (log-probability, whether it is the likeliest) of each label; logits [seq, batch, columns]."""
     offset, extent = model.vocabulary
     ops, group = model.stage.build.providers.cross_entropy, model.ctx.over("tp")
     highest, total, target = ops.statistics(logits.contiguous(), labels, offset=offset, extent=extent)

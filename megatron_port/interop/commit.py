@@ -23,7 +23,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What was read from a foreign checkpoint."""
+    """Contents of a foreign checkpoint."""
 
     model: ModelConfig
     pieces: list[StatePiece]
@@ -119,7 +119,7 @@ def _check_weights(
 
 
 def _fault(pieces: list[StatePiece], shape: tuple[int, ...]) -> str | None:
-    """Why pieces do not make up a tensor of ``shape``; None if they do."""
+    """Return why pieces do not make up a tensor of ``shape``; None if they do."""
     if not pieces:
         return "not in the source"
     for p in pieces:

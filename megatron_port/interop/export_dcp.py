@@ -55,7 +55,7 @@ def dcp_path(name: str, kind: str) -> tuple[str, ...]:
 
 
 def slabs(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (offset, shape) of at most ``elements`` elements that tile a tensor, in row-major order."""
+    """Slices (offset, shape) of at most ``elements`` elements that tile a tensor, in row-major order."""
     if prod(shape) <= elements or not shape:
         yield (0,) * len(shape), shape
         return

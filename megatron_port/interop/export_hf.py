@@ -162,7 +162,7 @@ def tensor_slabs(
 def _box(
     checkpoint: Checkpoint, tensor: Tensor, run: Run, start: int, count: int, columns: tuple[int, int]
 ) -> torch.Tensor:
-    """``count`` rows of ours from ``run.ours + start``, columns (first, count) of them; [count(, columns)]."""
+    """Return ``count`` rows of ours from ``run.ours + start``, columns (first, count) of them; [count(, columns)]."""
     name, shape = tensor.mapped.name, tensor.mapped.shape
     first = run.ours + start
     tail = () if tensor.mapped.columns is None else (columns,)
@@ -178,7 +178,7 @@ def _write_json(path: Path, body: dict[str, Any]) -> None:
 
 
 def _write_generation(part: Path, kept: Path, eos: int | None) -> None:
-    """What the model was imported with, or the end of text alone."""
+    """Write the generation settings that the model was imported with, or the end of text alone."""
     source = kept / "generation_config.json"
     if source.is_file():
         write_text(part / source.name, source.read_text())

@@ -37,7 +37,7 @@ SAMPLES, LENGTH = 2, 48
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the check measured: ``deviation`` is max|Δ| ÷ max|logit|."""
+    """Result of the check: ``deviation`` is max|Δ| ÷ max|logit|."""
 
     deviation: float
     tolerance: float
@@ -45,7 +45,7 @@ class Agreement:
     rounding: float
     """The same of our model in fp32 against fp64."""
     version: str
-    """Of transformers."""
+    """Version of transformers."""
 
     def line(self) -> str:
         """For the console."""
@@ -110,7 +110,7 @@ def import_transformers() -> Any:
     except ImportError as error:
         raise EnvironmentFault(
             f"the export is checked against transformers, which cannot be imported ({error}); pip install "
-            "transformers, or --skip-check (the model card then says so)"
+            "transformers, or --skip-check (the model card then notes it)"
         ) from None
     return transformers
 

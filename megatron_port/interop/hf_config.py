@@ -25,7 +25,7 @@ _ROPE = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.star
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` as a dictionary. Raises CheckpointError."""
+    """Return ``config.json`` as a dictionary. Raises CheckpointError."""
     path = folder / CONFIG
     try:
         if path.stat().st_size > _MAX_BYTES:

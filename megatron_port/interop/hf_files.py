@@ -38,7 +38,7 @@ def is_hf(source: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies."""
+    """Location of a tensor."""
 
     file: str
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class HFFolder:
         return list(self.mapping)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a parameter of ours: the widest of its tensors there."""
+        """Return the dtype of one of our parameters: the widest of its tensors in the folder."""
         found = [self._place(run.tensor).dtype for run in self.mapping[name].runs]
         out = found[0]
         for other in found[1:]:
@@ -128,7 +128,7 @@ class HFFolder:
     def _rows(
         self, mapped: Mapped, run: Run, start: int, count: int, columns: tuple[int, int] | None
     ) -> torch.Tensor:
-        """``count`` rows from ``start`` (of ours, within ``run``), some columns of them."""
+        """Return ``count`` rows from ``start`` (of ours, within ``run``), some columns of them."""
         first = run.theirs + start - run.ours
         rows = slice(first, first + count)
         try:
@@ -239,7 +239,7 @@ class HFFolder:
 
 
 def _row_ranges(mapped: Mapped, offset: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(first, count) of flattened rows that a box covers, in order."""
+    """Return (first, count) of flattened rows that a slice covers, in order."""
     lead = len(shape) if mapped.columns is None else len(shape) - 1
     ranges = [(offset[lead - 1], shape[lead - 1])]
     inner = mapped.shape[lead - 1]
@@ -250,7 +250,7 @@ def _row_ranges(mapped: Mapped, offset: tuple[int, ...], shape: tuple[int, ...])
 
 
 def overlaps(runs: tuple[Run, ...], first: int, count: int) -> list[tuple[Run, int, int]]:
-    """(run, first row, rows) of the rows [first, first + count) of ours, in order."""
+    """Return (run, first row, rows) of the rows [first, first + count) of ours, in order."""
     out = []
     for run in runs:
         start, stop = max(first, run.ours), min(first + count, run.ours + run.count)

@@ -59,12 +59,12 @@ class Mapped:
 
     @property
     def rows(self) -> int:
-        """Of ours, leading dimensions flattened."""
+        """Rows of our parameter, its leading dimensions flattened."""
         return _rows(self.name, self.shape)
 
     @property
     def columns(self) -> int | None:
-        """Of ours; None: a vector."""
+        """Columns of our parameter; None: a vector."""
         return None if _is_vector(self.name, self.shape) else self.shape[-1]
 
 
@@ -146,7 +146,7 @@ def _first_head(names: Names, part: int, head: int, heads: int, groups: int) -> 
 
 
 def _head_rows(d: int, rotated: int, partial: bool) -> Iterator[tuple[int, int, int]]:
-    """(first row of ours, of theirs, count) within a head."""
+    """Yield (first row of ours, of theirs, count) within a head."""
     if not partial or rotated == d:
         yield 0, 0, d
         return

@@ -32,7 +32,7 @@ _MAX_CHUNK = 1 << 33
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Where one box of a tensor lies."""
+    """Location of one slice of a tensor."""
 
     offset: tuple[int, ...]
     file: str

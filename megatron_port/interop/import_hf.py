@@ -29,7 +29,7 @@ _MAX_COMPANION = 1 << 28
 
 
 def slabs(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (offset, shape) of at most about ``elements`` elements that tile a tensor by its first dimensions."""
+    """Slices (offset, shape) of at most about ``elements`` elements that tile a tensor by its first dimensions."""
     if prod(shape) <= elements or not shape:
         yield (0,) * len(shape), shape
         return

@@ -91,7 +91,7 @@ def read_megatron(
 
 @dataclass(frozen=True)
 class _Layout:
-    """How tensors are cut there."""
+    """Layout by which the source's tensors are split."""
 
     tp: int
     padded_vocab: int

@@ -131,7 +131,7 @@ class _Machine:
 
 
 def _name(made: Any) -> str:
-    """What would be called. Not ``repr``: that of a list in which all levels are shared has no end."""
+    """Return the name of the call. Not ``repr``: that of a list in which all levels are shared has no end."""
     return made.name if isinstance(made, Inert) else type(made).__name__
 
 

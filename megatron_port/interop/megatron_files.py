@@ -109,7 +109,7 @@ def is_parameter(name: str) -> bool:
 
 
 def name_layers(keys: Mapping[int, Iterable[str]], where: Path) -> dict[tuple[int, str], str]:
-    """(pipeline layer, name in it) → canonical name, from the names that each layer file has.
+    """Return (pipeline layer, name in it) → canonical name, from the names that each layer file has.
 
     Layers are told by what they hold, so functions between them (the two transposes of BigScience's fork) do not
     matter. The head's copy of a tied embedding is left out.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
@@ -83,7 +83,7 @@ def model_from_args(state: dict[str, Any], where: str, *, vocab_size: int = 0) -
     )
 
 
-def _gelu(a: Arguments) -> str:
+def _gelu(a: Arguments) -> Literal["gelu", "gelu_tanh"]:
     """The fused bias-GeLU of Megatron is the tanh form; without it, erf unless OpenAI's is asked for."""
     return "gelu_tanh" if a.get("bias_gelu_fusion", True) or a.get("openai_gelu", False) else "gelu"
 

@@ -78,7 +78,7 @@ class Foreign:
 
 
 def canonical_of(there: str) -> str | None:
-    """``mlp.dense_4h_to_h.weight`` → ``mlp.down.weight``; None for a name that no layer of ours has."""
+    """Translate ``mlp.dense_4h_to_h.weight`` into ``mlp.down.weight``; None for a name that no layer of ours has."""
     module, _, suffix = there.rpartition(".")
     for ours, theirs in INSIDE.items():
         if module == theirs and suffix in ("weight", "bias"):

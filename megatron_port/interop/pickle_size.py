@@ -67,7 +67,7 @@ def check_torch_file(file: Path | str | IO[bytes]) -> None:
 
 
 def _graph(stream: bytes | IO[bytes]) -> _Node:
-    """What the pickle would return, as nodes."""
+    """Return the pickle's result, as nodes."""
     stack: list[_Node | None] = []  # None: a mark
     memo: dict[int, _Node] = {}
     for opcode, argument, _ in pickletools.genops(stream):

@@ -28,7 +28,7 @@ PROBES = (
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint records of its tokenizer."""
+    """Tokenizer that a checkpoint was trained with, as far as the checkpoint records it."""
 
     name: str
     """``byte``, ``gpt2``, ``hf:PATH#PIECE``, ``sentencepiece:PATH``, ``tiktoken:ENCODING``; empty: not recorded."""
@@ -36,7 +36,7 @@ class Trained:
     """Empty: made before hashes were kept."""
     eod_id: int = -1
     prefixes: tuple[str, ...] = ()
-    """Of the corpora."""
+    """Path prefixes of the corpora."""
 
     @property
     def kind(self) -> str:
@@ -114,7 +114,7 @@ def file_hash(path: Path, trained: Trained) -> str:
 
 
 def check_same(folder: Path, trained: Trained, form: Callable[[], dict[str, Any]]) -> str:
-    """How ``folder``'s tokenizer was found to be the one trained with: a few words for the model card.
+    """Return how ``folder``'s tokenizer was found to be the one trained with: a few words for the model card.
 
     A file with the recorded hash is the same. Another form of it (GPT-2's as a tokenizer.json) must have the same
     pieces, merges and end of text, and the same ids on ``PROBES``.

@@ -1,4 +1,4 @@
-"""One import from start to end: which format it is, room for it, reading, and the commit."""
+"""One import from start to end: the format, space on disk, reading, and the commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_port.interop.staged import Stage
 
 
 def find_format(source: Path) -> str:
-    """``dcp``, ``universal``, ``megatron-deepspeed`` or ``hf``. Raises CheckpointError if it is none of them."""
+    """Return ``dcp``, ``universal``, ``megatron-deepspeed`` or ``hf``. Raises CheckpointError if it is none of them."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory; give the folder of a checkpoint")
     if is_dcp(source):

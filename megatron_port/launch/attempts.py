@@ -26,7 +26,7 @@ from megatron_port.errors import (
     EXIT_REQUEUE,
     EnvironmentFault,
 )
-from megatron_port.launch.outcome import FINISHED, GONE, SAVED, Failure, Outcome, read_failure, read_outcome
+from megatron_port.launch.outcome import FINISHED, GONE, SAVED, AttemptOutcome, Failure, read_failure, read_outcome
 from megatron_port.launch.srun_log import first_srun_failure, refused_by_srun
 from megatron_port.runtime.job import Fate, Job
 from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
@@ -34,14 +34,14 @@ from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
 HISTORY = "attempts.jsonl"
 FAILED = "failed"
 FIRST_FAILURE = "first failure: "
-FOLLOWS = "and goes on from the last checkpoint"
+FOLLOWS = "and resumes from the last checkpoint"
 HOPELESS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NUMERICS)
 """Exit codes of faults that another attempt would meet again."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run by a job."""
+    """Start of the run by a job, and its end."""
 
     attempt: str
     """JOB.RESTART"""
@@ -58,19 +58,19 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the job script does now."""
+class NextAction:
+    """Action of the job script, chosen at the end of an attempt."""
 
     action: str
     """done | requeue | chain | stop; stop also where SLURM has queued the job again by itself"""
     exit_code: int
-    """Of the job, if it ends here."""
+    """Exit code of the job, if it ends here."""
     lines: tuple[str, ...]
     """For the end of the log; the first failure is in the last lines."""
 
 
 def steps_done(run_folder: Path) -> int:
-    """Steps that the run's metrics know of; 0 without any."""
+    """Return the steps that the run's metrics contain; 0 without any."""
     last = 0
     with contextlib.suppress(OSError):
         for record in read_metrics(run_folder / FILE_NAME):
@@ -79,7 +79,7 @@ def steps_done(run_folder: Path) -> int:
 
 
 def read_history(run_folder: Path) -> list[Attempt]:
-    """Every attempt, oldest first; the line of an end replaces that of its start. Torn lines are passed over."""
+    """Return every attempt, oldest first; the line of an end replaces that of its start. Torn lines are skipped."""
     known = {f.name for f in fields(Attempt)}
     found: dict[str, Attempt] = {}
     try:
@@ -102,7 +102,7 @@ def _append(run_folder: Path, entry: Attempt) -> None:
 
 
 def fruitless(history: Sequence[Attempt], series: str) -> list[Attempt]:
-    """The attempts at the end of a series that brought the run no further.
+    """Return the attempts at the end of a series that brought the run no further.
 
     The first of them may have got somewhere before it failed; the others did not pass that step. A save that
     is no further than the one before counts too: a signal that always comes too early must not repeat for ever.
@@ -127,7 +127,7 @@ def before(
     nodes_down: Callable[[str], list[str]],
     now: float | None = None,
 ) -> list[str]:
-    """Note that an attempt starts; lines for the log on what went before.
+    """Note that an attempt starts; return lines for the log on what went before.
 
     Args:
         nodes_down: SLURM node list → those of them that are down, described.
@@ -173,7 +173,7 @@ def _told(entry: Attempt) -> str:
 
 
 def _silent_cause(run_folder: Path, lost: Attempt, nodes_down: Callable[[str], list[str]]) -> str:
-    """Of an attempt whose job script did not come to its end."""
+    """Return the cause of an attempt whose job script did not reach its end."""
     parts = []
     failure = read_failure(run_folder, lost.attempt)
     if failure is not None:
@@ -204,8 +204,8 @@ def after(
     nodes_down: Callable[[str], list[str]],
     not_started: str = "",
     now: float | None = None,
-) -> Verdict:
-    """Note how this attempt ended, and say what follows.
+) -> NextAction:
+    """Note how this attempt ended; return what follows.
 
     Args:
         code: srun's exit code; only told, never trusted on its own.
@@ -222,7 +222,7 @@ def after(
     if outcome is not None and outcome.attempt == job.attempt:
         _append(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
         if outcome.status == FINISHED:
-            return Verdict("done", EXIT_OK, ())
+            return NextAction("done", EXIT_OK, ())
         return _under(fate, _after_save(run_folder, job, launch, outcome, fate == "limit"))
     step = steps_done(run_folder)
     failure = read_failure(run_folder, job.attempt)
@@ -230,7 +230,7 @@ def after(
     _append(run_folder, _ended(job, FAILED, step, found.text, now))
     head = f"attempt {job.attempt} failed after step {step}; srun ended with {code}"
     action, why = _after_failure(run_folder, job, launch, found, step)
-    return _under(fate, Verdict(action, found.exit_code, (head, why, FIRST_FAILURE + found.text)))
+    return _under(fate, NextAction(action, found.exit_code, (head, why, FIRST_FAILURE + found.text)))
 
 
 FATES: dict[Fate, str] = {
@@ -239,14 +239,14 @@ FATES: dict[Fate, str] = {
 }
 
 
-def _under(fate: Fate, verdict: Verdict) -> Verdict:
-    """The verdict on a job of which SLURM has disposed already."""
+def _under(fate: Fate, verdict: NextAction) -> NextAction:
+    """Adapt the action to a job that SLURM has already disposed of."""
     if fate not in FATES or verdict.action == "done":
         return verdict
     lines = [line for line in verdict.lines if FOLLOWS not in line and "launch.when_" not in line]
     last = len(lines) - 1 if lines and lines[-1].startswith(FIRST_FAILURE) else len(lines)
     code = EXIT_OK if verdict.exit_code == EXIT_REQUEUE else verdict.exit_code
-    return Verdict("stop", code, (*lines[:last], FATES[fate], *lines[last:]))
+    return NextAction("stop", code, (*lines[:last], FATES[fate], *lines[last:]))
 
 
 NOT_STARTED = {
@@ -258,19 +258,21 @@ NOT_STARTED = {
 }
 
 
-def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, code: int, now: float) -> Verdict:
-    """Only other nodes can make a difference to a job that did not get as far as its ranks."""
+def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, code: int, now: float) -> NextAction:
+    """Choose what follows a job that did not get as far as its ranks: only other nodes can help."""
     step = steps_done(run_folder)
     cause = NOT_STARTED[why]
     _append(run_folder, _ended(job, FAILED, step, cause, now))
     action, line = "stop", ""
     if why == "nodes":
         action, line = _after_failure(run_folder, job, launch, None, step)
-    return Verdict(action, code or EXIT_ENVIRONMENT, (f"attempt {job.attempt} ended: {cause}", line))
+    return NextAction(action, code or EXIT_ENVIRONMENT, (f"attempt {job.attempt} ended: {cause}", line))
 
 
-def _after_save(run_folder: Path, job: Job, launch: LaunchConfig, outcome: Outcome, at_limit: bool) -> Verdict:
-    """A person who cancels a job wants it gone; a time limit wants it to go on."""
+def _after_save(
+    run_folder: Path, job: Job, launch: LaunchConfig, outcome: AttemptOutcome, at_limit: bool
+) -> NextAction:
+    """Choose what follows a save: a cancelled job stops, one at its time limit is continued."""
     wanted = outcome.signal == "SIGUSR1" or at_limit  # a job cancelled after its SIGUSR1: ``_under``
     signal = outcome.signal or "a signal"
     line = f"saved at step {outcome.step} on {signal}" if outcome.step else f"stopped by {signal} before the first step"
@@ -278,9 +280,9 @@ def _after_save(run_folder: Path, job: Job, launch: LaunchConfig, outcome: Outco
     if wanted and len(again) >= launch.max_attempts:
         why = f"{len(again)} attempts in a row got no further than step {again[0].step}: the signal comes too early " \
               "for this time limit, see launch.signal_seconds and sbatch --signal"
-        return Verdict("stop", EXIT_ENVIRONMENT, (line, why))
+        return NextAction("stop", EXIT_ENVIRONMENT, (line, why))
     action = launch.when_stopped if wanted else "stop"
-    return Verdict(action, EXIT_REQUEUE if action == "stop" and wanted else EXIT_OK, (line, _next(action, wanted)))
+    return NextAction(action, EXIT_REQUEUE if action == "stop" and wanted else EXIT_OK, (line, _next(action, wanted)))
 
 
 def _ended(job: Job, status: str, step: int, cause: str, now: float) -> Attempt:
@@ -289,14 +291,14 @@ def _ended(job: Job, status: str, step: int, cause: str, now: float) -> Attempt:
 
 def _next(action: str, wanted: bool) -> str:
     if action == "stop":
-        return "" if not wanted else "launch.when_stopped is stop: submit the job again to go on"
+        return "" if not wanted else "launch.when_stopped is stop: submit the job again to resume"
     who = "the job is queued again" if action == "requeue" else "a new job is submitted"
     return f"{who} {FOLLOWS}"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What ended an attempt."""
+    """Cause of an attempt's end."""
 
     text: str
     """One line."""
@@ -309,7 +311,7 @@ def _cause(
     run_folder: Path, job: Job, failure: Failure | None, code: int, srun_log: str, asked: str,
     nodes_down: Callable[[str], list[str]],
 ) -> Cause:
-    """What ended the attempt, and the exit code for it."""
+    """Return what ended the attempt, and the exit code for it."""
     if failure is not None:
         permanent = failure.permanent or failure.exit_code in HOPELESS
         return Cause(_failure_text(failure), failure.exit_code, permanent)
@@ -336,7 +338,7 @@ def _cause(
 def _after_failure(
     run_folder: Path, job: Job, launch: LaunchConfig, cause: Cause | None, step: int
 ) -> tuple[str, str]:
-    """(action, why) after an attempt that failed."""
+    """Return (action, why) after an attempt that failed."""
     if cause is not None and cause.permanent:
         return "stop", f"exit {cause.exit_code}: another attempt would meet the same fault"
     if launch.when_failed == "stop":

@@ -39,7 +39,7 @@ def remember_request(run_folder: Path, job: Job) -> None:
 
 
 def request_of(run_folder: Path, job: Job) -> dict[str, str]:
-    """What :func:`remember_request` kept; at least as many nodes as this job began with."""
+    """Return what :func:`remember_request` kept; at least as many nodes as this job began with."""
     try:
         kept = json.loads((run_folder / REQUESTS / f"{job.series}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -51,7 +51,7 @@ def request_of(run_folder: Path, job: Job) -> dict[str, str]:
 
 
 def chain_command(record: dict[str, str], job: Job, arguments: Sequence[str]) -> list[str]:
-    """The sbatch command of a job like ``record`` that starts when this one has ended.
+    """Return the sbatch command of a job like ``record`` that starts when this one has ended.
 
     What was given on the job's command line is in the record, so it holds for the next one too.
 
@@ -88,7 +88,7 @@ def chain_command(record: dict[str, str], job: Job, arguments: Sequence[str]) ->
 
 
 def continue_job(action: str, job: Job, arguments: Sequence[str], *, run_folder: Path, asked: Sequence[str]) -> str:
-    """Do what a verdict asks for: ``requeue`` or ``chain``. Returns a line for the log.
+    """Do what an action asks for: ``requeue`` or ``chain``. Return a line for the log.
 
     Nothing is done where the job was cancelled meanwhile, or SLURM has queued it again by itself.
 

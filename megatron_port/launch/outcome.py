@@ -33,8 +33,8 @@ GONE = "is gone at"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The end of an attempt that reached its end or saved before it."""
+class AttemptOutcome:
+    """End of an attempt that reached its last step, or saved before it."""
 
     attempt: str
     status: str
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended, from the rank that was first to fail."""
+    """Failure that ended an attempt, from the rank that failed first."""
 
     attempt: str
     rank: int
@@ -60,17 +60,17 @@ class Failure:
     """Another attempt would meet it again (``PortError.permanent``)."""
 
 
-def write_outcome(run_folder: Path, outcome: Outcome) -> None:
+def write_outcome(run_folder: Path, outcome: AttemptOutcome) -> None:
     """Commit ``outcome.json`` (rank 0, after the state it speaks of is on disk). Raises OSError."""
     run_folder.mkdir(parents=True, exist_ok=True)
     write_text(run_folder / OUTCOME, json.dumps(asdict(outcome)))
 
 
-def read_outcome(run_folder: Path) -> Outcome | None:
-    """The last committed outcome, of whatever attempt; None if there is none that can be read."""
+def read_outcome(run_folder: Path) -> AttemptOutcome | None:
+    """Return the last committed outcome, of whatever attempt; None if there is none that can be read."""
     values = _read(run_folder / OUTCOME)
     try:
-        return None if values is None else Outcome(**values)
+        return None if values is None else AttemptOutcome(**values)
     except TypeError:
         return None
 
@@ -102,7 +102,7 @@ def record_failure(
 
 
 def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> Failure | None:
-    """The first failure of an attempt, if any rank could tell."""
+    """Return the first failure of an attempt, if any rank could record it."""
     values = _read(run_folder / FAILURES / f"{attempt}.{'lost' if lost_peer else 'json'}")
     try:
         return None if values is None else Failure(**values)

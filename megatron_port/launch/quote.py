@@ -19,7 +19,7 @@ _PLAIN = re.compile(r"[\w./:@%+=-]+", re.ASCII)
 
 
 def shell_quote(text: str, field: str) -> str:
-    """``text`` as one word of bash, in single quotes unless it is plain.
+    """Return ``text`` as one word of bash, in single quotes unless it is plain.
 
     Raises:
         ConfigError: naming ``field``, for text that holds a control character or cannot be written as UTF-8.
@@ -29,7 +29,7 @@ def shell_quote(text: str, field: str) -> str:
 
 
 def shell_fill(text: str, field: str, known: dict[str, str] | None = None) -> str:
-    """``text`` as one word of bash with its placeholders replaced by variables; everything else is literal.
+    """Return ``text`` as one word of bash with its placeholders replaced by variables; everything else is literal.
 
     Raises:
         ConfigError: as :func:`shell_quote`.
@@ -46,7 +46,7 @@ def shell_fill(text: str, field: str, known: dict[str, str] | None = None) -> st
 
 
 def sbatch_quote(text: str, field: str) -> str:
-    """``text`` as (part of) one argument of an ``#SBATCH`` line.
+    """Return ``text`` as (part of) one argument of an ``#SBATCH`` line.
 
     sbatch reads both kinds of quotes, takes a backslash as an escape anywhere, even within single
     quotes, and ends a line at an unquoted ``#``. Within double quotes with ``\\`` and ``"`` escaped

@@ -36,7 +36,7 @@ fi
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What of a job is not in the configuration: how the run was named on the command line."""
+    """Options of a job that are not in the configuration: how the run was named on the command line."""
 
     run: str
     """Run file (absolute), or the name of a shipped one; empty: the script's first argument."""
@@ -47,7 +47,7 @@ class Order:
 
 
 def sbatch_lines(config: RunConfig, after: str = "") -> list[str]:
-    """The ``#SBATCH`` lines; of two that say the same, sbatch takes the later, and the command line over both.
+    """Return the ``#SBATCH`` lines; a later line overrides an equal earlier one, and the command line both.
 
     Raises:
         ConfigError: a value that cannot be said there.
@@ -74,7 +74,7 @@ def sbatch_lines(config: RunConfig, after: str = "") -> list[str]:
 
 
 def _ending(launch: LaunchConfig) -> list[str]:
-    """How the job learns of its end, and whether SLURM may start it again."""
+    """Return the lines on how the job learns of its end, and whether SLURM may start it again."""
     again = "--no-requeue" if launch.when_stopped == launch.when_failed == "stop" else "--requeue"
     return [f"--signal=B:USR1@{launch.signal_seconds}", "--open-mode=append", again]
 
@@ -85,7 +85,7 @@ def _option(option: str, field: str) -> str:
 
 
 def job_block(launch: LaunchConfig, order: Order) -> str:
-    """The job part of a script.
+    """Return the job part of a script.
 
     Raises:
         ConfigError: a value that cannot be said in a script.
@@ -106,7 +106,7 @@ def job_block(launch: LaunchConfig, order: Order) -> str:
 
 
 def render(config: RunConfig, order: Order, *, launch_dir: Path) -> str:
-    """A job script that stands for itself: it needs the run file and ``launch_dir`` on the nodes, nothing else.
+    """Return a self-contained job script: it needs the run file and ``launch_dir`` on the nodes, nothing else.
 
     ``config`` must have passed ``check`` and ``launch_problems``.
 
@@ -129,7 +129,7 @@ def render(config: RunConfig, order: Order, *, launch_dir: Path) -> str:
 
 
 def render_shipped(order: Order, *, site: str, head: Sequence[str], config: RunConfig | None = None) -> str:
-    """A script of ``launch/``. ``head`` is its comment; without ``config`` nodes, tasks and time are left to sbatch."""
+    """Return a script of ``launch/``. ``head``: its comment. Without ``config``, sbatch sets nodes, tasks and time."""
     generic = ["#SBATCH --job-name=megatron-port", *(f"#SBATCH {x}" for x in _ending(LaunchConfig()))]
     lines = sbatch_lines(config) if config else [*generic, "#SBATCH --output=%x-%j.out"]
     return "\n".join([

@@ -24,25 +24,25 @@ RUNS = {
 _MADE = "Made by `megatron-port launch sites` from {}; edit that."
 _USE = "sbatch [options] launch/{}.sh [--set a.b=value …]; options of sbatch win over the lines below."
 _ANY = (
-    "Any cluster with SLURM: one process a task, as many nodes and tasks as sbatch is asked for.",
+    "Any cluster with SLURM: one process per task, as many nodes and tasks as sbatch is asked for.",
     "sbatch -N 4 --ntasks-per-node=8 --gpus-per-node=8 launch/slurm.sh run.toml [--set a.b=value …]",
 )
 
 
 def launch_folder() -> Path:
-    """The folder with ``common.sh``: the package's ``_launch``, in a checkout a link to ``launch/``."""
+    """Return the folder with ``common.sh``: the package's ``_launch``, in a checkout a link to ``launch/``."""
     package = Path(__file__).resolve().parent.parent
     inside = package / "_launch"
     return (inside if inside.is_dir() else package.parent / "launch").resolve()
 
 
 def site_names() -> list[str]:
-    """The clusters that have a file."""
+    """Return the clusters that have a file."""
     return sorted({p.stem for d in config_directories() for p in d.glob("clusters/*.toml")})
 
 
 def shipped_scripts() -> dict[str, str]:
-    """Every generated file by its path in :func:`launch_folder`."""
+    """Return every generated file by its path in :func:`launch_folder`."""
     out = {}
     for name in site_names():
         source = f"clusters/{name}"
@@ -59,14 +59,14 @@ def shipped_scripts() -> dict[str, str]:
 
 
 def stale_scripts() -> list[str]:
-    """Generated files that are missing, are not what they would be now, or belong to no cluster any more."""
+    """Return the generated files that are missing, out of date, or of no cluster any more."""
     folder, wanted = launch_folder(), shipped_scripts()
     out = [name for name, text in wanted.items() if not _holds(folder / name, text)]
     return out + [f"sites/{p.name}" for p in sorted(folder.glob("sites/*.sh")) if f"sites/{p.name}" not in wanted]
 
 
 def write_shipped() -> list[str]:
-    """Bring the generated files up to date; the names of those that changed. Raises EnvironmentFault."""
+    """Bring the generated files up to date; return the names of those that changed. Raises EnvironmentFault."""
     folder, wanted, stale = launch_folder(), shipped_scripts(), stale_scripts()
     for name in stale:
         if name in wanted:

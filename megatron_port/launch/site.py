@@ -13,19 +13,19 @@ from megatron_port.launch.quote import PLACEHOLDERS, shell_fill, shell_quote
 
 
 def assignment(name: str, value: str, field: str) -> str:
-    """``name=value``."""
+    """Return ``name=value``."""
     return f"{name}={shell_quote(value, field)}"
 
 
 def array(name: str, values: Sequence[str], field: str) -> str:
-    """``name=(a b c)``, one element a line where the line would be long."""
+    """Return ``name=(a b c)``, with one element per line where the line would be long."""
     words = [shell_quote(v, field) for v in values]
     line = f"{name}=({' '.join(words)})"
     return line if len(line) <= 110 else f"{name}=(\n" + "".join(f"  {w}\n" for w in words) + ")"
 
 
 def exports(entries: Sequence[str], field: str) -> list[str]:
-    """``export NAME=value`` for every NAME=value; placeholders become variables."""
+    """Return ``export NAME=value`` for every NAME=value; placeholders become variables."""
     out = []
     for entry in entries:
         name, _, value = entry.partition("=")
@@ -34,12 +34,12 @@ def exports(entries: Sequence[str], field: str) -> list[str]:
 
 
 def function(name: str, body: Sequence[str]) -> str:
-    """A bash function; an empty one does nothing."""
+    """Return a bash function; an empty one does nothing."""
     return f"{name}() {{\n" + "".join(f"  {line}\n" for line in body or [":"]) + "}"
 
 
 def site_block(cluster: ClusterConfig) -> str:
-    """The site part of a job script.
+    """Return the site part of a job script.
 
     Raises:
         ConfigError: a value that cannot be said in a script.

@@ -19,12 +19,12 @@ PERMANENT = re.compile(
 PASSING = re.compile(
     r"task launch for|credential|job id|authenticat|protocol|connect|timed out|contact|busy|complet", re.IGNORECASE
 )
-"""Of the controller, a daemon or the network: another start may find them well."""
+"""Failures of the controller, a daemon or the network: another start may succeed."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why srun started nothing."""
+    """Refusal of srun to start a step, and its cause."""
 
     text: str
     permanent: bool
@@ -32,7 +32,7 @@ class Refusal:
 
 
 def first_srun_failure(text: str) -> str:
-    """The first of srun's own lines that says that a task or a node was lost; empty if none does.
+    """Return srun's first line about a lost task or node; empty if there is none.
 
     srun reports in the order in which it learns; what it says of tasks it ended itself comes later.
     """
@@ -46,7 +46,7 @@ def first_srun_failure(text: str) -> str:
 
 
 def refused_by_srun(text: str) -> Refusal | None:
-    """What srun said of a step that it did not start; None: it said nothing.
+    """Return srun's reason for not starting a step; None: it gave none.
 
     srun ends with the consequence ("Unable to create step …: REASON"); the line before it, if there is one, has the
     numbers.

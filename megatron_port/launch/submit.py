@@ -26,7 +26,7 @@ SBATCH_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Submitted:
-    """What sbatch made of a script."""
+    """Answer of sbatch to a script."""
 
     job_id: str
     """Empty where sbatch only tested it."""
@@ -37,7 +37,7 @@ class Submitted:
 
 
 def order_of(loaded: Loaded, overrides: Sequence[str], after: str = "") -> Order:
-    """How the job's script names the run: a shipped run by its name, any other file by its absolute path.
+    """Return how the job's script names the run: a shipped run by its name, any other file by its absolute path.
 
     Raises:
         ConfigError: ``after`` is no job id.
@@ -53,7 +53,7 @@ def order_of(loaded: Loaded, overrides: Sequence[str], after: str = "") -> Order
 
 
 def checked_script(config: RunConfig, order: Order) -> str:
-    """The job script of a run that passes every check that needs no machine.
+    """Return the job script of a run that passes every check that needs no machine.
 
     Raises:
         ConfigError: every problem of the run and of the job.
@@ -68,17 +68,17 @@ def checked_script(config: RunConfig, order: Order) -> str:
 
 
 def script_path(config: RunConfig) -> Path:
-    """Where ``launch submit`` leaves the script."""
+    """Return where ``launch submit`` leaves the script."""
     return Path(config.output_dir) / config.name / "job.sh"
 
 
 def command(path: Path, options: Sequence[str]) -> list[str]:
-    """The call of sbatch."""
+    """Return the call of sbatch."""
     return ["sbatch", "--parsable", *options, str(path)]
 
 
 def shown(words: Sequence[str]) -> str:
-    """A command as it can be typed."""
+    """Return a command as it can be typed."""
     return " ".join(shlex.quote(w) for w in words)
 
 
@@ -101,7 +101,7 @@ def submit(config: RunConfig, text: str, options: Sequence[str] = ()) -> Submitt
 
 
 def _log_of(config: RunConfig, job_id: str) -> str:
-    """The job's output file as SLURM has it; what the script asks for where SLURM does not answer."""
+    """Return the job's output file by SLURM's record; by the script where SLURM does not answer."""
     code, text = run_tool(["scontrol", "show", "job", job_id])
     found = re.search(r"^\s*StdOut=(.+)$", text, re.MULTILINE) if code == 0 else None
     return found.group(1) if found else str(Path.cwd() / f"{config.name}-{job_id}.out")

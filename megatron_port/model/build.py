@@ -39,11 +39,11 @@ class BuildContext:
     """Of the head while training; evaluations take the cross-entropy."""
     rotary: RotaryTables = field(default_factory=RotaryTables)
     cache: CacheSlot = field(default_factory=CacheSlot)
-    """Of generation; empty while training."""
+    """Cache of generation; empty while training."""
 
     @property
-    def products(self) -> LinearKernels:
-        """Of the layers' linears; embedding, head and attention stay in the dtype."""
+    def kernels(self) -> LinearKernels:
+        """Kernels of the layers' linears; embedding, head and attention stay in the compute dtype."""
         return make_linear_kernels(self.providers.fp8)
 
     @property
@@ -58,7 +58,7 @@ class BuildContext:
         return ColumnParallelLinear(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
-            skip_bias=skip_bias, dtype=self.dtype, products=self.products,
+            skip_bias=skip_bias, dtype=self.dtype, kernels=self.kernels,
         )
 
     def row(self, layer: str, spec: LinearSpec) -> RowParallelLinear:
@@ -66,7 +66,7 @@ class BuildContext:
         return RowParallelLinear(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), skip_bias=True,
-            dtype=self.dtype, products=self.products,
+            dtype=self.dtype, kernels=self.kernels,
         )
 
     def unsplit(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 
 class KeyValueCache:
-    """Of one batch: run the stage on the prompts, then for each new token ``at`` and the stage on [batch, 1] tokens.
+    """Keys and values of one batch. Run the stage on the prompts; then, for each new token, ``at`` and the stage on
+    [batch, 1] tokens.
 
     Memory: 2 · layers · batch · groups · capacity · head size elements on each rank.
     """

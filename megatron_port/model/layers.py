@@ -34,7 +34,7 @@ class Embedding(nn.Module):
         return self.build.residual_dropout(x, op="embedding")
 
     def _positions(self, rows: int) -> torch.Tensor:
-        """Of this rank's ``rows``, [rows, 1, hidden]; in generation of the tokens at hand, [1, batch, hidden]."""
+        """Positions of this rank's ``rows``, [rows, 1, hidden]; in generation, [1, batch, hidden]."""
         assert self.position is not None
         cache = self.build.cache.now
         if cache is not None and cache.positions is not None:

@@ -20,7 +20,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 def frequencies(model: ModelConfig, device: torch.device | str) -> torch.Tensor:
-    """float32 [head_size / 2]: radians a token of each pair.
+    """float32 [head_size / 2]: radians per token of each pair.
 
     In float32 as in transformers, so that imported weights give its logits.
     """

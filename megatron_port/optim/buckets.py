@@ -19,10 +19,10 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """A parameter's place in a bucket."""
+    """Place of a parameter in a bucket."""
 
     index: int
-    """Of the parameter in the engine's list."""
+    """Index of the parameter in the engine's list."""
     start: int
     numel: int
 
@@ -97,7 +97,7 @@ class ShardRange:
 
 
 def shard_ranges(plan: BucketPlan, *, shard: int, shards: int) -> list[ShardRange]:
-    """What shard ``shard`` of ``shards`` of a bucket holds, in order."""
+    """Return the parameter ranges of shard ``shard`` of a bucket's ``shards``, in order."""
     size = plan.numel // shards
     first, last = shard * size, (shard + 1) * size
     out = []

@@ -21,7 +21,7 @@ class AdamWGroup(NamedTuple):
 
 
 class MomentStates(Mapping[Tensor, dict[str, Tensor]]):
-    """master → {"step", "exp_avg", "exp_avg_sq"}, the optimizer's own tensors. Setting an entry copies into them.
+    """Mapping of master → {"step", "exp_avg", "exp_avg_sq"}, the optimizer's own tensors. Setting an entry copies.
 
     All entries share one "step" (int64 scalar on the device): setting one sets it for all.
     """
@@ -52,7 +52,7 @@ class MomentStates(Mapping[Tensor, dict[str, Tensor]]):
 
 
 class FusedAdamW:
-    """The update of ``backend.ops.optimizer.adamw_`` over groups, and what it keeps: moments and a step counter.
+    """Update by ``backend.ops.optimizer.adamw_`` over groups, with its moments and a step counter.
 
     ``kernels.load`` must have run for the masters' device. Within a group the weights have one dtype.
 
@@ -88,7 +88,7 @@ class FusedAdamW:
         self, grads: Sequence[Sequence[Tensor]], *, lr: float, grad_scale: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        """One update; ``grads[i]`` are those of the masters of group i. See ``adamw_`` for grad_scale and skip.
+        """Apply one update; ``grads[i]`` are those of the masters of group i. See ``adamw_`` for grad_scale and skip.
 
         Where ``skip`` is not zero neither tensors nor the counter change.
         """

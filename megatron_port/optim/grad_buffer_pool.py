@@ -10,7 +10,7 @@ USUAL = 2
 """Buffers: in a backward pass one bucket fills up while the one before is being reduced."""
 
 
-class Windows:
+class GradBufferPool:
     """Flat buffers of ``size`` elements, lent to buckets while they fill up and are reduced."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -19,9 +19,9 @@ class Windows:
         self.made = 0
         """Buffers that exist."""
 
-    def take(self, numel: int, free: Callable[[], bool]) -> torch.Tensor:
-        """``numel`` zeros. Where ``USUAL`` buffers are out, ``free()`` has one given back and returns true, or returns
-        false, and one more is made."""
+    def acquire(self, numel: int, free: Callable[[], bool]) -> torch.Tensor:
+        """Return a buffer of ``numel`` zeros. With ``USUAL`` buffers lent out, ``free()`` is called until one has been
+        released; if it returns false, one more is allocated."""
         while not self._free and self.made >= USUAL and free():
             pass
         if not self._free:
@@ -29,12 +29,12 @@ class Windows:
             self.made += 1
         return self._free.pop()[:numel].zero_()
 
-    def give_back(self, window: torch.Tensor) -> None:
-        """What ``take`` returned."""
-        self._free.append(window.as_strided((self.size,), (1,), 0))
+    def release(self, buffer: torch.Tensor) -> None:
+        """Return a buffer of :meth:`acquire` to the pool."""
+        self._free.append(buffer.as_strided((self.size,), (1,), 0))
 
     def trim(self) -> None:
-        """Free what is there beyond the usual."""
+        """Free the buffers beyond ``USUAL`` that are not lent out."""
         while self._free and self.made > USUAL:
             self._free.pop()
             self.made -= 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 
 class GradReadyTracker:
-    """Buckets that fill up together, in one round after another.
+    """Tracker of buckets that fill up together, in one round after another.
 
     Each use of a parameter adds to its gradient once. How often that is in one pass, the first round counts, and none
     of its buckets is full before its end; from then on a bucket is full as soon as each of its parameters has had its
@@ -31,7 +31,7 @@ class GradReadyTracker:
         self._missing: list[int] = []
 
     def begin(self, passes: int, *, early: bool) -> None:
-        """A round of so many passes. ``early``: buckets may be full before its end."""
+        """Begin a round of so many passes. ``early``: buckets may be full before its end."""
         self._passes, self._next = passes, 0
         self._seen = dict.fromkeys(self._place, 0)
         self._early = early and self._uses is not None
@@ -39,7 +39,7 @@ class GradReadyTracker:
             self._missing = [sum(self._uses[i] > 0 for i in indices) for indices in self._indices]
 
     def added(self, index: int) -> list[int]:
-        """A gradient has been added to a parameter: the numbers of the buckets that are full now.
+        """Count a gradient added to a parameter; return the numbers of the buckets that are full now.
 
         Raises:
             RuntimeError: it comes after the bucket may have been full; it would be lost.
@@ -64,7 +64,7 @@ class GradReadyTracker:
         return out
 
     def rest(self) -> list[int]:
-        """The round ends: the numbers of the buckets that have not been full in it."""
+        """End the round; return the numbers of the buckets that have not been full in it."""
         if self._uses is None:
             self._uses = {index: n // self._passes for index, n in self._seen.items()}
         out, self._next = self.numbers[self._next :], len(self.numbers)

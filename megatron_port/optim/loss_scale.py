@@ -11,7 +11,7 @@ from megatron_port.errors import NumericsError
 
 @dataclass
 class LossScaler:
-    """The scale of the next backward pass, and the counters that change it.
+    """Loss scale of the next backward pass, and the counters that change it.
 
     After ``hysteresis`` overflows the scale halves; after ``window`` good steps
     in a row it doubles and the hysteresis is restored.
@@ -62,7 +62,7 @@ class LossScaler:
             )
 
     def state(self) -> dict[str, float | int]:
-        """For checkpoints."""
+        """Return the state for checkpoints."""
         return {
             "loss_scale": self.scale, "loss_scale_good_steps": self.good_steps,
             "loss_scale_hysteresis_left": self.hysteresis_left, "skipped_in_a_row": self.skipped_in_a_row,

@@ -1,7 +1,7 @@
 """Learning rate and global batch as pure functions of the step.
 
 Steps count from 0: step 0 is the first update. Nothing here has state, so a
-resumed run needs only its step to go on exactly.
+resumed run needs only its step to continue exactly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_port.errors import ConfigError
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The learning rate of update ``step`` (from 0) of a run of ``total_steps``.
+    """Return the learning rate of update ``step`` (from 0) of a run of ``total_steps``.
 
     With W = warmup_steps and D = decay_steps or total_steps::
 
@@ -51,7 +51,7 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
 
 
 class BatchSchedule:
-    """The global batch of each step, with Megatron-LM's ramp-up.
+    """Schedule of the global batch of each step, with Megatron-LM's ramp-up.
 
     The ramp goes from S = rampup_start to G = global_batch_size in n = (G - S) / rampup_increment stages over
     R = rampup_samples: after c consumed samples the batch is ``S + rampup_increment * floor(c n / R)`` for c < R,

@@ -5,10 +5,10 @@ A step moves, for each parameter of a rank, one reduce-scatter of its gradient (
 all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (ZeRO stage 0, or
 one replica) the same code all-reduces, or moves nothing.
 
-Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``countdown``). Stage 2
-(``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a window (``windows``) while
-one backward pass of its chunk fills it, are reduced, and added to the shard. That is one reduce-scatter a micro-batch,
-and fewer bytes of memory: 4 a parameter become 4 / dp and two windows.
+Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``grad_ready``). Stage 2
+(``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a buffer of a pool
+(``grad_buffer_pool``) while one backward pass of its chunk fills it, are reduced, and added to the shard. That is one
+reduce-scatter per micro-batch, and less memory: 4 bytes per parameter become 4 / dp and two buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
-from megatron_port.optim.grad_buffer_pool import Windows
+from megatron_port.optim.grad_buffer_pool import GradBufferPool
 from megatron_port.optim.grad_ready import GradReadyTracker
 from megatron_port.optim.rules import ADAMW, OptimizerRule
 from megatron_port.optim.state_check import StateEntry, StateTensor
@@ -35,8 +35,8 @@ Recorded = tuple[ParameterRecord, nn.Parameter]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A range of one parameter that this rank owns; the tensors are views, 1-D, of the same length."""
+class StateShard:
+    """Range of one parameter that this rank owns; the tensors are views, 1-D, of the same length."""
 
     record: ParameterRecord
     start: int
@@ -52,10 +52,10 @@ class Piece:
 
 
 class Bucket:
-    """The memory of one bucket and what is under way on it.
+    """Memory of one bucket and the collectives in flight on it.
 
     ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
-    else there are gradients only while they are in a window, ``window`` or, where that is None, one of the pool's:
+    else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
     partial and tied gradients come all through a backward pass, so they have their own.
     """
 
@@ -74,9 +74,9 @@ class Bucket:
             self.sums = self.gradients[self.own]
         else:
             self.sums = torch.zeros(size, dtype=wide, device=first.device)
-        self.window: torch.Tensor | None = None
+        self.grad_buffer: torch.Tensor | None = None
         if not lasting and plan.late:
-            self.window = torch.empty(plan.numel, dtype=wide, device=first.device)
+            self.grad_buffer = torch.empty(plan.numel, dtype=wide, device=first.device)
         own_weights = self.weights[self.own]
         self.masters = own_weights if first.dtype == wide else torch.zeros_like(own_weights, dtype=wide)
         # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
@@ -99,7 +99,7 @@ def _sums(mesh: Mesh, beyond: Factors) -> tuple[Factors, Factors]:
 
 
 class ShardedParameters:
-    """The parameters of one rank, in buckets.
+    """Parameters of one rank, in buckets.
 
     Args:
         chunks: the recorded parameters of each chunk, in forward order, each parameter once.
@@ -142,7 +142,7 @@ class ShardedParameters:
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
         owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=shard, shards=shards)]
-        self.pieces = [self._piece(bucket, f) for bucket, f in owned]
+        self.pieces = [self._shard(bucket, f) for bucket, f in owned]
         self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
         for bucket, f in owned:
             entry = StateEntry(f.at - bucket.own.start, f.numel, self.parameters[f.index][0].name, f.start)
@@ -160,19 +160,19 @@ class ShardedParameters:
         self._hold = False
         self._open: list[Bucket] = []
         self._reducing: deque[Bucket] = deque()
-        self.windows: Windows | None = None
+        self.grad_buffer_pool: GradBufferPool | None = None
         if self.shard_gradients:
             size = max((plan.numel for plan in plans if not plan.late), default=0)
-            self.windows = Windows(size, wide, self.buckets[0].weights.device)
+            self.grad_buffer_pool = GradBufferPool(size, wide, self.buckets[0].weights.device)
 
     def _kinds(self, plan: BucketPlan) -> list[str]:
         """The kinds of state that any parameter of a bucket has."""
         return list(dict.fromkeys(k for slot in plan.slots for k in self.rule.kinds(self.parameters[slot.index][0])))
 
-    def _piece(self, bucket: Bucket, f: ShardRange) -> Piece:
+    def _shard(self, bucket: Bucket, f: ShardRange) -> StateShard:
         own = slice(f.at - bucket.own.start, f.at - bucket.own.start + f.numel)
         record = self.parameters[f.index][0]
-        return Piece(
+        return StateShard(
             record, f.start, bucket.weights[f.at : f.at + f.numel], bucket.masters[own], bucket.sums[own],
             {kind: bucket.state[kind][own] for kind in self.rule.kinds(record)},
         )
@@ -209,37 +209,38 @@ class ShardedParameters:
             part.begin(passes, early=early and self.replicas is not None)
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Where a gradient is to be added, in the parameter's shape; say :meth:`added` when it has been."""
+        """Return the view to add a gradient to, in the parameter's shape; call :meth:`added` when it has been added."""
         number, slot = self._slot_of[self._index[id(parameter)]]
         bucket = self.buckets[number]
         while bucket.reducing is not None and not bucket.lasting:
             self._settle()
         if bucket.gradients is None:
-            if bucket.window is not None:
-                bucket.gradients = bucket.window.zero_()
+            if bucket.grad_buffer is not None:
+                bucket.gradients = bucket.grad_buffer.zero_()
             else:
-                assert self.windows is not None
-                bucket.gradients = self.windows.take(bucket.plan.numel, self._free_window)
+                assert self.grad_buffer_pool is not None
+                bucket.gradients = self.grad_buffer_pool.acquire(bucket.plan.numel, self._free_grad_buffer)
                 self._open.append(bucket)
         return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
 
     def added(self, parameter: torch.Tensor) -> None:
-        """A gradient has been added to :meth:`gradient_of`."""
+        """Note that a gradient has been added to :meth:`gradient_of`."""
         index = self._index[id(parameter)]
         for number in self._round_of[index].added(index):
             self._start(self.buckets[number])
 
     def end_pass(self, chunk: int) -> None:
-        """A backward pass of a chunk has ended: under stage 2 its gradients are reduced."""
+        """End a backward pass of a chunk: under stage 2 its gradients are reduced."""
         part = self._rounds.get(chunk) if self.shard_gradients and not self._hold else None
         if part is not None:
             for number in part.rest():
                 self._start(self.buckets[number])
             part.begin(1, early=True)
 
-    def _free_window(self) -> bool:
-        """Have a window given back. If none is on its way, the bucket that was opened first is reduced as it is: what
-        comes to it later is reduced later, and the sum is the same. All replicas do the same at the same place."""
+    def _free_grad_buffer(self) -> bool:
+        """Release a gradient buffer; return whether one could be. If no reduction is under way, the bucket that was
+        opened first is reduced as it is; what is added to it later is reduced later, and the sum is the same. All
+        replicas do this at the same place."""
         if self._hold:
             return False
         if not self._reducing and self._open:
@@ -264,7 +265,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def _settle(self) -> bool:
-        """End the oldest reduction under way; false: there is none."""
+        """End the oldest reduction under way; return whether there was one."""
         if not self._reducing:
             return False
         bucket = self._reducing.popleft()
@@ -273,10 +274,10 @@ class ShardedParameters:
         bucket.reducing = None
         reduced = bucket.gradients[bucket.own] if bucket.narrow is None else bucket.narrow[bucket.own]
         if not bucket.lasting:
-            assert self.windows is not None
+            assert self.grad_buffer_pool is not None
             bucket.sums.add_(reduced)
-            if bucket.window is None:
-                self.windows.give_back(bucket.gradients)
+            if bucket.grad_buffer is None:
+                self.grad_buffer_pool.release(bucket.gradients)
             bucket.gradients = None
         elif bucket.narrow is not None:
             bucket.sums.copy_(reduced)
@@ -291,8 +292,8 @@ class ShardedParameters:
                 self._start(self.buckets[number])
         while self._settle():
             pass
-        if self.windows is not None:
-            self.windows.trim()
+        if self.grad_buffer_pool is not None:
+            self.grad_buffer_pool.trim()
         ctx = self.ctx
         for bucket in self.buckets:
             groups = [ctx.along(factors) for factors in _sums(ctx.mesh, bucket.plan.beyond)]
@@ -302,7 +303,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """The summed gradient of each parameter on every rank (for comparisons: moves and copies all). Collective."""
+        """Return the summed gradient of each parameter on every rank (for comparisons: moves all). Collective."""
         out: dict[int, torch.Tensor] = {}
         for bucket in self.buckets:
             flat = bucket.sums
@@ -315,7 +316,7 @@ class ShardedParameters:
         return [(record, out[i]) for i, (record, _) in enumerate(self.parameters)]
 
     def local_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """What this rank has added up itself, whole; only before ``finish``, and after ``begin(early=False)``."""
+        """Return this rank's own sums, unsharded; only before ``finish``, and after ``begin(early=False)``."""
         return [(record, self.gradient_of(p)) for record, p in self.parameters]
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -338,7 +339,7 @@ class ShardedParameters:
                 )
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Until the weights of these buckets (default: all) are there."""
+        """Wait until the weights of these buckets (default: all) are there."""
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()

@@ -55,7 +55,7 @@ def check_of(config: RunConfig, ctx: ParallelContext) -> StateCheck:
 
 
 class StateEntry(NamedTuple):
-    """A parameter's range in a flat tensor."""
+    """Range of a parameter in a flat tensor."""
 
     start: int
     """First element, in the flat tensor."""
@@ -123,7 +123,7 @@ class RowHashes:
 
 @dataclass(frozen=True)
 class Damage:
-    """What one rank found."""
+    """Damage that one rank found."""
 
     kind: str
     places: tuple[str, ...]
@@ -154,7 +154,7 @@ class StateCheck:
         self._updates = 0
 
     def begin(self) -> bool:
-        """An update has been made, and what was recorded before it no longer holds. False: do not record this one."""
+        """Begin a check after an update: what was recorded no longer holds. Return whether to record this one."""
         self._before, self._recorded = list(self._recorded.values()), {}
         self._updates += 1
         self.recording = self.interval > 0 and self._updates % self.interval == 0

@@ -5,10 +5,9 @@ input features; between the two nothing is communicated. With sequence
 parallelism (Korthikanti et al., arXiv 2205.05198) the region's entry gathers
 the sequence and its exit reduce-scatters it, in place of the two all-reduces.
 
-``linear`` adds a weight's gradient straight to the sum that an engine keeps of
-it: no gradient of the weight's own dtype is made, rounded and added up. At the
-entry of a region it hides the collective of the input's gradient behind that
-product.
+``linear`` adds a weight's gradient directly to the engine's fp32 sum instead of
+materializing one in the weight's own dtype, rounding it and adding it. At the
+entry of a region it overlaps the collective of dgrad with wgrad.
 """
 
 from __future__ import annotations
@@ -40,141 +39,144 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "WgradAccumulato
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor:
-    total: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
-    return total
+    main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+    return main_grad
 
 
 class WgradAccumulator:
-    """What an engine puts on its weights as ``weight_gradients``: where their products are added, and when they run.
+    """Adds weight gradients to an engine's sums, at once or deferred; weights carry it as ``wgrad_accumulator``.
 
-    ``total(weight)`` is asked for the sum, contiguous, in float32 or wider, when the product runs; default:
-    ``weight.main_grad``. ``on_added(weight)`` is called whenever a product has been added to it. While ``holding`` is
-    a list, products are put there instead and run by :meth:`run`: the weight part of a backward pass that is split in
-    two (zero-bubble pipelines, Qi et al., arXiv 2401.10241).
+    ``main_grad_of(weight)`` returns the sum to add to, contiguous, in float32 or wider, when the product runs; default:
+    ``weight.main_grad``. ``on_added(weight)`` is called after each product added to it. While ``deferred`` is a list,
+    products are appended to it and computed later by :meth:`flush`: the weight part of a backward pass split in two
+    (zero-bubble pipelines, Qi et al., arXiv 2401.10241).
     """
 
     def __init__(
-        self, on_added: Callable[[torch.Tensor], None], total: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self, on_added: Callable[[torch.Tensor], None],
+        main_grad_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.on_added = on_added
-        self.total = total or _main_grad
-        self.holding: list[Callable[[], None]] | None = None
-        self.products = 0
-        """LinearKernels computed so far."""
+        self.main_grad_of = main_grad_of or _main_grad
+        self.deferred: list[Callable[[], None]] | None = None
+        self.computed = 0
+        """Products computed so far."""
 
     def add(self, weight: torch.Tensor, add_to: Callable[[torch.Tensor], None]) -> None:
-        """``add_to(total)``, now or later, with the weight's total as [out, in]."""
+        """Call ``add_to(main_grad)``, now or deferred, with the weight's sum as [out, in]."""
 
         def product() -> None:
-            add_to(self.total(weight).view(-1, weight.shape[-1]))
-            self.products += 1
+            add_to(self.main_grad_of(weight).view(-1, weight.shape[-1]))
+            self.computed += 1
             self.on_added(weight)
 
-        if self.holding is None:
+        if self.deferred is None:
             product()
         else:
-            self.holding.append(product)
+            self.deferred.append(product)
 
     @staticmethod
     @torch.no_grad()
-    def run(held: list[Callable[[], None]]) -> None:
-        """Compute what was held back; the list is empty afterwards."""
-        for product in held:
+    def flush(deferred: list[Callable[[], None]]) -> None:
+        """Compute deferred products and empty the list."""
+        for product in deferred:
             product()
-        held.clear()
+        deferred.clear()
 
 
 class _Linear(torch.autograd.Function):
-    """x Wᵀ + b on the entry of a tensor-parallel region.
+    """y = x Wᵀ + b at the entry of a tensor-parallel region.
 
-    The collective of the input's gradient (and, under sequence parallelism, the one that gathers the input once more,
-    so that the gathered one need not be kept) runs while the weight's gradient is computed.
+    The collective of dgrad (and, under sequence parallelism, the one that gathers the input once more, so that the
+    gathered one need not be kept) runs while wgrad is computed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence: bool, products: LinearKernels,
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence: bool, kernels: LinearKernels,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         # Not saved tensors: every micro-batch changes main_grad between a forward and its backward.
         ctx.save_for_backward(x, *weights)
-        ctx.weights, ctx.group, ctx.sequence, ctx.products = weights, group, sequence, products
-        whole = all_gather_first(x, group) if sequence else x
-        matrices = [weight.flatten(0, -2) for weight in weights]
-        ctx.sizes = [matrix.shape[0] for matrix in matrices]
+        ctx.weights, ctx.group, ctx.sequence, ctx.kernels = weights, group, sequence, kernels
+        full_input = all_gather_first(x, group) if sequence else x
+        weights_2d = [weight.flatten(0, -2) for weight in weights]
+        ctx.sizes = [weight_2d.shape[0] for weight_2d in weights_2d]
         biases = [None] * len(weights) if bias is None else [bias] if len(weights) == 1 else bias.split(ctx.sizes)
-        made = [products.forward(whole, w, matrix, b) for w, matrix, b in zip(weights, matrices, biases)]
-        ctx.known = [known for _, known in made]
-        return made[0][0] if len(made) == 1 else torch.cat([y for y, _ in made], dim=-1)
+        results = [kernels.forward(full_input, w, w_2d, b) for w, w_2d, b in zip(weights, weights_2d, biases)]
+        ctx.saved_input_scales = [scale for _, scale in results]
+        return results[0][0] if len(results) == 1 else torch.cat([y for y, _ in results], dim=-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        products, wanted = ctx.products, ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
-        parts = [rows] if len(weights) == 1 else [part.contiguous() for part in rows.split(ctx.sizes, dim=1)]
-        gathered = start_all_gather(x, ctx.group) if ctx.sequence and any(wanted[5:]) else None
+        kernels, needs = ctx.kernels, ctx.needs_input_grad
+        grad_2d = grad.flatten(0, -2)
+        parts = [grad_2d] if len(weights) == 1 else [part.contiguous() for part in grad_2d.split(ctx.sizes, dim=1)]
+        gathered = start_all_gather(x, ctx.group) if ctx.sequence and any(needs[5:]) else None
         dx = None
-        made = [products.gradient(part) for part in parts]
-        if wanted[0]:
-            wide = None
-            for (for_input, _), weight, matrix in zip(made, ctx.weights, weights):
-                one = products.dgrad(for_input, weight, matrix.flatten(0, -2))
-                wide = one if wide is None else wide.add_(one)
-            assert wide is not None
-            wide = wide.view(*grad.shape[:-1], x.shape[-1])
-            dx = start_reduce_scatter(wide, ctx.group) if ctx.sequence else start_all_reduce(wide, ctx.group)
-        for_weights = [for_weight for _, for_weight in made]
-        del made, parts  # a weight's gradient may be held back, and holds what it takes itself
+        prepared = [kernels.prepare_grad_output(part) for part in parts]
+        if needs[0]:
+            partial_dx = None
+            for (for_dgrad, _), weight, saved in zip(prepared, ctx.weights, weights):
+                one = kernels.dgrad(for_dgrad, weight, saved.flatten(0, -2))
+                partial_dx = one if partial_dx is None else partial_dx.add_(one)
+            assert partial_dx is not None
+            partial_dx = partial_dx.view(*grad.shape[:-1], x.shape[-1])
+            start = start_reduce_scatter if ctx.sequence else start_all_reduce
+            dx = start(partial_dx, ctx.group)
+        for_wgrad = [second for _, second in prepared]
+        del prepared, parts  # a wgrad may be deferred, and holds what it takes itself
         dw: list[torch.Tensor | None] = [None] * len(weights)
-        if any(wanted[5:]):
-            whole = (gathered.take() if gathered is not None else x).reshape(-1, x.shape[-1])
+        if any(needs[5:]):
+            full_input = (gathered.take() if gathered is not None else x).reshape(-1, x.shape[-1])
             for i, weight in enumerate(ctx.weights):
-                if wanted[5 + i]:
-                    dw[i] = _weight_gradient(products, weight, for_weights[i], whole, ctx.known[i])
-        db = rows.sum(dim=0) if wanted[1] else None
+                if needs[5 + i]:
+                    dw[i] = _wgrad(kernels, weight, for_wgrad[i], full_input, ctx.saved_input_scales[i])
+        db = grad_2d.sum(dim=0) if needs[1] else None
         return None if dx is None else dx.take(), db, None, None, None, *dw
 
 
-def _weight_gradient(
-    products: LinearKernels, weight: torch.Tensor, rows: Any, x: torch.Tensor, known: torch.Tensor | None
+def _wgrad(
+    kernels: LinearKernels, weight: torch.Tensor, grad_output_2d: Any, x: torch.Tensor,
+    saved_input_scale: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Add a weight's gradient to the sum that is kept of it, now or later; where there is none, return it."""
-    gradients: WgradAccumulator | None = getattr(weight, "weight_gradients", None)
+    """Add a weight's gradient to its sum, now or deferred; return it where the weight has no sum."""
+    accumulator: WgradAccumulator | None = getattr(weight, "wgrad_accumulator", None)
     main_grad = getattr(weight, "main_grad", None)
-    if gradients is not None:
-        gradients.add(weight, lambda total: products.wgrad_accumulate(total, rows, x, known))
+    if accumulator is not None:
+        accumulator.add(weight, lambda total: kernels.wgrad_accumulate(total, grad_output_2d, x, saved_input_scale))
     elif main_grad is not None:
-        products.wgrad_accumulate(main_grad.view(-1, weight.shape[-1]), rows, x, known)
+        kernels.wgrad_accumulate(main_grad.view(-1, weight.shape[-1]), grad_output_2d, x, saved_input_scale)
     else:
-        return products.wgrad(rows, x, known).view(weight.shape)
+        return kernels.wgrad(grad_output_2d, x, saved_input_scale).view(weight.shape)
     return None
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: torch.Tensor | None = None,
-    group: Group = None, sequence_parallel: bool = False, products: LinearKernels = PLAIN,
+    group: Group = None, sequence_parallel: bool = False, kernels: LinearKernels = PLAIN,
 ) -> torch.Tensor:
-    """x Wᵀ + b: x [..., in], weight [..., in] whose leading dimensions are the outputs, bias [out] → [..., out].
+    """Return x Wᵀ + b [..., out]: x [..., in], weight [..., in] whose leading dimensions are the outputs, bias [out].
 
     With ``group`` it is also the entry of a tensor-parallel region, where every rank uses all of x and the gradients of
     x are summed; under ``sequence_parallel`` x is this rank's tokens [seq/tp, ...] and is gathered.
 
     Where ``weight`` has a contiguous ``main_grad`` of its shape, in float32 or wider, the backward pass adds the
-    weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs);
-    ``weight_gradients`` (:class:`WgradAccumulator`) says where to instead, and when.
+    weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs). A
+    ``wgrad_accumulator`` (:class:`WgradAccumulator`) decides instead where it is added, and when.
 
     ``shared``: a second weight [..., in], whose outputs follow those of ``weight``; ``bias`` has both.
 
-    ``products``: how the three matrix products are computed. In 8 bits those are rounded and scaled on each rank by
-    itself; collectives, biases and their gradients stay in the dtype.
+    ``kernels``: compute the three matrix products. Those in 8 bits are rounded and scaled by each rank on its own;
+    collectives, biases and their gradients stay in the compute dtype.
     """
-    kept = weight.requires_grad and (hasattr(weight, "main_grad") or hasattr(weight, "weight_gradients"))
-    if products is PLAIN and not kept and group is None and shared is None and not widens(x):
+    sums_kept = weight.requires_grad and (hasattr(weight, "main_grad") or hasattr(weight, "wgrad_accumulator"))
+    if kernels is PLAIN and not sums_kept and group is None and shared is None and not widens(x):
         return PLAIN.forward(x, weight, weight.flatten(0, -2), bias)[0]
     weights = (weight,) if shared is None else (weight, shared)
-    out: torch.Tensor = _Linear.apply(x, bias, group, sequence_parallel and group is not None, products, *weights)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Linear.apply(x, bias, group, sequence_parallel and group is not None, kernels, *weights)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -189,7 +191,7 @@ class Rows:
     def parameter(
         self, name: str, shape: tuple[int, ...], init: InitSpec, dtype: torch.dtype, device: torch.device
     ) -> nn.Parameter:
-        """These rows of the parameter of logical ``shape``, with their record."""
+        """Return a parameter that holds these rows of logical ``shape``, with its record."""
         local, offset = (self.count, *shape[1:]), (self.start, *(0 for _ in shape[1:]))
         shared = self.copies > 1
         record = ParameterRecord(
@@ -224,11 +226,11 @@ class ColumnParallelLinear(nn.Module):
         skip_bias: bool = False,
         rows: tuple[Rows, Rows] | None = None,
         dtype: torch.dtype = torch.float32,
-        products: LinearKernels = PLAIN,
+        kernels: LinearKernels = PLAIN,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
-        self.products = products
+        self.kernels = kernels
         self.bias: nn.Parameter | None = None
         self.shared_weight: nn.Parameter | None = None
         self.shared_bias: nn.Parameter | None = None
@@ -260,7 +262,7 @@ class ColumnParallelLinear(nn.Module):
             bias = torch.cat([bias, self.shared_bias])
         return linear(
             x, self.weight, bias, shared=self.shared_weight, group=self.group,
-            sequence_parallel=self.sequence_parallel, products=self.products,
+            sequence_parallel=self.sequence_parallel, kernels=self.kernels,
         )
 
 
@@ -269,7 +271,7 @@ class RowParallelLinear(nn.Module):
 
     The bias is whole on every rank and added once, after the sum. Under
     sequence parallelism each rank adds it to its own tokens, so its gradient is
-    partial and the record says so. ``skip_bias``: the caller adds it, with the residual.
+    partial (``partial_grad_over_tp`` in the record). ``skip_bias``: the caller adds it, with the residual.
     """
 
     def __init__(
@@ -284,11 +286,11 @@ class RowParallelLinear(nn.Module):
         init: InitSpec,
         skip_bias: bool = False,
         dtype: torch.dtype = torch.float32,
-        products: LinearKernels = PLAIN,
+        kernels: LinearKernels = PLAIN,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
-        self.products = products
+        self.kernels = kernels
         record = make_record(
             f"{name}.weight", (out_features, in_features), ctx, init=init, decay=True, shards=(Shard(1, ("tp",)),),
         )
@@ -302,6 +304,6 @@ class RowParallelLinear(nn.Module):
             self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = linear(x, self.weight, products=self.products)
+        y = linear(x, self.weight, kernels=self.kernels)
         y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(y, self.group)
         return y if self.bias is None or self.skip_bias else y + self.bias

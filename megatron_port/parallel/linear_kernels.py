@@ -1,9 +1,10 @@
-"""The three matrix products of a linear, y = x Wᵀ, dx = dy W, dW = dyᵀ x: in the dtype, or in 8 bits (precision.fp8).
+"""The three matrix products of a linear layer: forward y = x Wᵀ, dgrad dx = dy W and wgrad dW = dyᵀ x.
 
-``tensorwise`` has one scale for a tensor: inputs and weights in e4m3, gradients, which spread wider, in e5m2; all three
-products in 8 bits. ``rowwise`` has a scale for each row of the left and each column of the right operand, all in e4m3,
-and dW, whose sum over tokens feels single large ones most, stays in bf16. Both leave sums in fp32. The recipes are
-torchao's ``tensorwise`` and ``rowwise_with_gw_hp``, but for scales: powers of two here (``backend.fp8`` says why).
+They run in the compute dtype or in 8 bits (``precision.fp8``). The ``tensorwise`` recipe has one scale per tensor:
+inputs and weights are e4m3, gradients, whose values spread wider, e5m2, and all three products run in 8 bits. The
+``rowwise`` recipe has one scale for each row of the left and each column of the right operand, all in e4m3; its wgrad,
+whose sum over tokens suffers most from single large values, stays in bf16. Both accumulate in fp32. The recipes are
+torchao's ``tensorwise`` and ``rowwise_with_gw_hp``, except that scales are powers of two (``backend.fp8`` says why).
 """
 
 from __future__ import annotations
@@ -22,188 +23,192 @@ from megatron_port.backend.fp8 import Fp8, Quantised
 from megatron_port.parallel.compat import widening_addmm
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += aᵀ b in the dtype of ``total``: [n, m], a [k, n], b [k, m] of the same or a narrower dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a.t(), b)
-    elif total.dtype == torch.float32 and widening_addmm(a.device, a.dtype):
+def add_product(main_grad: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add aᵀ b to ``main_grad`` [n, m], in its dtype; a [k, n] and b [k, m] have the same or a narrower dtype."""
+    if a.dtype == main_grad.dtype:
+        main_grad.addmm_(a.t(), b)
+    elif main_grad.dtype == torch.float32 and widening_addmm(a.device, a.dtype):
         addmm: Any = torch.addmm
-        addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
+        addmm(main_grad, a.t(), b, out_dtype=torch.float32, out=main_grad)
     elif a.device.type == "cpu":  # no product to round, and none to add in a pass of its own
-        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+        main_grad.addmm_(a.t().to(main_grad.dtype), b.to(main_grad.dtype))
     else:
-        total.add_(a.t().mm(b))
+        main_grad.add_(a.t().mm(b))
 
 
 class QuantizedWeightCache:
-    """What an engine puts on its weights as ``quantized_weight_cache``: what is made of a weight is made once a step.
+    """Cache of a step's 8-bit copies of the weights; an engine attaches it to them as ``quantized_weight_cache``.
 
-    Only while :meth:`kept` is open, during which the engine changes no weight.
+    It caches only inside :meth:`active`, while the engine changes no weight, so each copy is made once per step.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, str], Quantised] | None = None
+        self._copies: dict[tuple[int, str], Quantised] | None = None
         self._backward = False
 
     @contextmanager
-    def kept(self, *, backward: bool = True) -> Iterator[None]:
-        """Keep copies from here on, and drop them at the end. ``backward``: input gradients will be asked for."""
-        self._made, self._backward = {}, backward
+    def active(self, *, backward: bool = True) -> Iterator[None]:
+        """Cache copies until the context ends, then drop them. ``backward``: dgrad will be computed too."""
+        self._copies, self._backward = {}, backward
         try:
             yield
         finally:
-            self._made = None
+            self._copies = None
 
     def get(self, weight: Tensor, name: str, make: Callable[[], Quantised]) -> Quantised:
-        """The copy of a weight by a name, made where there is none."""
-        if self._made is None:
+        """Return the weight's copy called ``name``, made by ``make`` unless it is cached."""
+        if self._copies is None:
             return make()
         key = (id(weight), name)
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._copies:
+            self._copies[key] = make()
+        return self._copies[key]
 
     def pair(
         self, weight: Tensor, which: str, one: Callable[[], Quantised], both: Callable[[], tuple[Quantised, Quantised]]
     ) -> Quantised:
-        """``which`` of a weight's "rows" and "columns": made together where both are going to be used."""
-        if self._made is None or not self._backward:
+        """Return the weight's copy ``which`` ("rows" or "columns"); both are made at once if dgrad needs the other."""
+        if self._copies is None or not self._backward:
             return self.get(weight, which, one)
-        if (id(weight), which) not in self._made:
-            self._made[id(weight), "rows"], self._made[id(weight), "columns"] = both()
-        return self._made[id(weight), which]
+        if (id(weight), which) not in self._copies:
+            self._copies[id(weight), "rows"], self._copies[id(weight), "columns"] = both()
+        return self._copies[id(weight), which]
 
     def bytes_held(self) -> int:
-        """Of all copies, without their scales."""
-        return sum(copy.values.numel() for copy in (self._made or {}).values())
+        """Bytes of the cached copies, without their scales."""
+        return sum(copy.values.numel() for copy in (self._copies or {}).values())
 
 
 class LinearKernels(Protocol):
-    """The products of one linear. ``matrix`` [out, in]; ``weight``: the parameter that it is a view of."""
+    """The products of one linear layer. ``weight_2d`` [out, in] is a view of the parameter ``weight``."""
 
-    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [..., in] → (x Wᵀ + b [..., out], what the weight's gradient needs to know of x)."""
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return y = x Wᵀ + b [..., out] for x [..., in], and the scale of x for ``wgrad`` (None: it needs none)."""
 
-    def gradient(self, rows: Tensor) -> tuple[Any, Any]:
-        """Of the output's gradient [tokens, out]: what the input's gradient takes, and what the weight's takes."""
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Any, Any]:
+        """Return the output gradient [tokens, out] as ``dgrad`` takes it, and as ``wgrad`` takes it."""
 
-    def dgrad(self, rows: Any, weight: Tensor, matrix: Tensor) -> Tensor:
-        """[tokens, in]."""
+    def dgrad(self, grad_output_2d: Any, weight: Tensor, weight_2d: Tensor) -> Tensor:
+        """Gradient of the input, dx = dy W [tokens, in]."""
 
-    def wgrad(self, rows: Any, x: Tensor, known: Tensor | None) -> Tensor:
-        """[out, in] in the dtype of x [tokens, in]; ``known``: from ``forward``."""
+    def wgrad(self, grad_output_2d: Any, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        """Gradient of the weight, dW = dyᵀ x [out, in], in the dtype of x [tokens, in]."""
 
-    def wgrad_accumulate(self, total: Tensor, rows: Any, x: Tensor, known: Tensor | None) -> None:
-        """total [out, in], float32 or wider, += the weight's gradient, not rounded to a narrower dtype before."""
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Any, x: Tensor, saved_input_scale: Tensor | None
+    ) -> None:
+        """Add the gradient of the weight to ``main_grad`` [out, in] (float32 or wider) without rounding it first."""
 
 
 class PlainLinearKernels:
-    """In the dtype of the operands."""
+    """Products in the dtype of the operands."""
 
-    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See :class:`LinearKernels`."""
-        return cpu_upcast.linear(x, matrix, bias), None
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return cpu_upcast.linear(x, weight_2d, bias), None
 
-    def gradient(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`LinearKernels`."""
-        return rows, rows
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_output_2d, grad_output_2d
 
-    def dgrad(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
-        """See :class:`LinearKernels`."""
-        return cpu_upcast.product(rows, matrix)
+    def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
+        return cpu_upcast.product(grad_output_2d, weight_2d)
 
-    def wgrad(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
-        """See :class:`LinearKernels`."""
-        return cpu_upcast.product(rows.t(), x)
+    def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        return cpu_upcast.product(grad_output_2d.t(), x)
 
-    def wgrad_accumulate(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
-        """See :class:`LinearKernels`."""
-        add_product(total, rows, x)
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None
+    ) -> None:
+        add_product(main_grad, grad_output_2d, x)
 
 
 PLAIN = PlainLinearKernels()
 
 
-def _copy(weight: Tensor, name: str, make: Callable[[], Quantised]) -> Quantised:
-    copies: QuantizedWeightCache | None = getattr(weight, "quantized_weight_cache", None)
-    return make() if copies is None else copies.get(weight, name, make)
+def _cached(weight: Tensor, name: str, make: Callable[[], Quantised]) -> Quantised:
+    cache: QuantizedWeightCache | None = getattr(weight, "quantized_weight_cache", None)
+    return make() if cache is None else cache.get(weight, name, make)
 
 
 @dataclass(frozen=True)
 class TensorwiseLinearKernels:
-    """One scale a tensor; the input's is kept from the forward pass, so it is not searched for again."""
+    """Products in 8 bits with one scale per tensor; wgrad reuses the input's scale of the forward pass."""
 
     fp8: Fp8
 
-    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See :class:`LinearKernels`."""
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         left = self.fp8.quantiser.tensor(x.reshape(-1, x.shape[-1]), self.fp8.formats.precise)
-        y = self.fp8.product(left, self._weight(weight, matrix, "rows"), bias, x.dtype, True)
-        return y.view(*x.shape[:-1], matrix.shape[0]), left.inverse
+        y = self.fp8.product(left, self._weight(weight, weight_2d, "rows"), bias, x.dtype, True)
+        return y.view(*x.shape[:-1], weight_2d.shape[0]), left.inverse
 
-    def _weight(self, weight: Tensor, matrix: Tensor, which: str) -> Quantised:
+    def _weight(self, weight: Tensor, weight_2d: Tensor, which: str) -> Quantised:
         q, dtype = self.fp8.quantiser, self.fp8.formats.precise
-        one = partial(q.tensor if which == "rows" else q.transposed, matrix, dtype)
-        copies: QuantizedWeightCache | None = getattr(weight, "quantized_weight_cache", None)
-        return one() if copies is None else copies.pair(weight, which, one, partial(q.both, matrix, dtype))
+        one = partial(q.tensor if which == "rows" else q.transposed, weight_2d, dtype)
+        cache: QuantizedWeightCache | None = getattr(weight, "quantized_weight_cache", None)
+        return one() if cache is None else cache.pair(weight, which, one, partial(q.both, weight_2d, dtype))
 
-    def gradient(self, rows: Tensor) -> tuple[tuple[Quantised, torch.dtype], Quantised]:
-        """See :class:`LinearKernels`."""
-        straight, transposed = self.fp8.quantiser.both(rows, self.fp8.formats.wide)
-        return (straight, rows.dtype), transposed
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[tuple[Quantised, torch.dtype], Quantised]:
+        straight, transposed = self.fp8.quantiser.both(grad_output_2d, self.fp8.formats.wide)
+        return (straight, grad_output_2d.dtype), transposed
 
-    def dgrad(self, rows: tuple[Quantised, torch.dtype], weight: Tensor, matrix: Tensor) -> Tensor:
-        """See :class:`LinearKernels`."""
-        return self.fp8.product(rows[0], self._weight(weight, matrix, "columns"), None, rows[1], False)
+    def dgrad(self, grad_output_2d: tuple[Quantised, torch.dtype], weight: Tensor, weight_2d: Tensor) -> Tensor:
+        left, dtype = grad_output_2d
+        return self.fp8.product(left, self._weight(weight, weight_2d, "columns"), None, dtype, False)
 
-    def _gradient(self, rows: Quantised, x: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
-        right = self.fp8.quantiser.transposed(x, self.fp8.formats.precise, inverse)
-        return self.fp8.product(rows, right, None, dtype, False)
+    def _wgrad(
+        self, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        right = self.fp8.quantiser.transposed(x, self.fp8.formats.precise, saved_input_scale)
+        return self.fp8.product(grad_output_2d, right, None, dtype, False)
 
-    def wgrad(self, rows: Quantised, x: Tensor, known: Tensor | None) -> Tensor:
-        """See :class:`LinearKernels`."""
-        return self._gradient(rows, x, known, x.dtype)
+    def wgrad(self, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        return self._wgrad(grad_output_2d, x, saved_input_scale, x.dtype)
 
-    def wgrad_accumulate(self, total: Tensor, rows: Quantised, x: Tensor, known: Tensor | None) -> None:
-        """See :class:`LinearKernels`."""
-        total.add_(self._gradient(rows, x, known, torch.float32))
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None
+    ) -> None:
+        main_grad.add_(self._wgrad(grad_output_2d, x, saved_input_scale, torch.float32))
 
 
 @dataclass(frozen=True)
 class RowwiseLinearKernels:
-    """A scale for each row of the left operand and each column of the right one; weight gradients in the dtype."""
+    """Products in 8 bits with one scale per row of the left and per column of the right operand; wgrad in bf16."""
 
     fp8: Fp8
 
-    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See :class:`LinearKernels`."""
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         q, dtype = self.fp8.quantiser, self.fp8.formats.precise
         left = q.rows(x.reshape(-1, x.shape[-1]), dtype)
-        right = _copy(weight, "rows", lambda: q.rows(matrix, dtype))
+        right = _cached(weight, "rows", lambda: q.rows(weight_2d, dtype))
         y = self.fp8.product(left, right, bias, x.dtype, True)
-        return y.view(*x.shape[:-1], matrix.shape[0]), None
+        return y.view(*x.shape[:-1], weight_2d.shape[0]), None
 
-    def gradient(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`LinearKernels`."""
-        return rows, rows
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_output_2d, grad_output_2d
 
-    def dgrad(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
-        """See :class:`LinearKernels`."""
+    def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
         q, dtype = self.fp8.quantiser, self.fp8.formats.precise
-        right = _copy(weight, "columns", lambda: q.columns(matrix, dtype))
-        return self.fp8.product(q.rows(rows, dtype), right, None, rows.dtype, True)
+        right = _cached(weight, "columns", lambda: q.columns(weight_2d, dtype))
+        return self.fp8.product(q.rows(grad_output_2d, dtype), right, None, grad_output_2d.dtype, True)
 
-    def wgrad(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
-        """See :class:`LinearKernels`."""
-        return cpu_upcast.product(rows.t(), x)
+    def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        return cpu_upcast.product(grad_output_2d.t(), x)
 
-    def wgrad_accumulate(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
-        """See :class:`LinearKernels`."""
-        add_product(total, rows, x)
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None
+    ) -> None:
+        add_product(main_grad, grad_output_2d, x)
 
 
 def make_linear_kernels(fp8: Fp8 | None) -> LinearKernels:
-    """The products of a run's layers."""
+    """Return the kernels of a model's linear layers; ``fp8`` None: in the compute dtype."""
     if fp8 is None:
         return PLAIN
     return TensorwiseLinearKernels(fp8) if fp8.recipe == "tensorwise" else RowwiseLinearKernels(fp8)

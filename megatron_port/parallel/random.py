@@ -47,7 +47,7 @@ def keep_mask(
     ``keys``, ``row``: int64, broadcast against one another, the last dimension 1; ``key2``: ``op_key`` of the op.
     """
     device = row.device
-    if width % 4 == 0:  # every row starts a group of four: one hash a group, whose fields lie in memory in order
+    if width % 4 == 0:  # every row starts a group of four: one hash per group, whose fields lie in memory in order
         first, before = offset >> 2, offset & 3
         group = torch.arange(first, (offset + count + 3) >> 2, dtype=torch.int64, device=device)
         bits = random_bits(row * (width >> 2) + group, keys, key2)

@@ -33,14 +33,14 @@ class StatePiece:
 
 
 class StateReader(Protocol):
-    """Where an engine's state comes from: a checkpoint, an initialisation, a folder of another system."""
+    """Source of an engine's state: a checkpoint, an initialisation, a folder of another system."""
 
     def __call__(
         self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The box ``offset + shape`` of a tensor, as a tensor of that shape.
+        """Return the slice ``offset + shape`` of a tensor, as a tensor of that shape.
 
-        ``out`` is an offer: a reader that can puts the box there and returns ``out`` itself, which saves memory and a
+        ``out`` is an offer: a reader that can puts the slice there and returns ``out`` itself, which saves memory and a
         copy; else it leaves it alone and returns a tensor of its own. After an error its content is undefined.
         """

@@ -30,7 +30,7 @@ from megatron_port.parity.run_record import RankTrace, assemble, differing_copie
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest accepted deviations, all relative (see the module's text)."""
+    """Bounds of accepted deviations, all relative (see the module's text)."""
 
     name: str
     loss: float
@@ -42,7 +42,7 @@ class Tolerance:
     """max|Δ| ÷ learning rate of the weights after the run; None: not compared."""
 
     def scaled(self, factor: float) -> Tolerance:
-        """All bounds times ``factor``."""
+        """Return all bounds times ``factor``."""
         return Tolerance(
             f"{self.name} x {factor:g}", self.loss * factor, self.grad_norm * factor, self.gradient * factor,
             self.key_bias * factor, None if self.weight is None else self.weight * factor,
@@ -56,15 +56,15 @@ ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 FIRST_STEP = {
     dtype: replace(FP32, name="first step", gradient=1e-2, key_bias=32 * u) for dtype, u in ROUNDOFF.items()
 }
-"""Of half precision, from one process that rounds in the same places: no free-running steps, so fp32's bounds, but for
-single elements of gradients, of which a sum's last bit may decide how they are rounded."""
+"""Tolerances of half precision against one process that emulates the rounding. There are no free-running steps, so they
+are fp32's bounds, except for single gradient elements, whose rounding the last bit of a sum may decide."""
 SPREAD_FACTOR = 2.0
 """Free-running steps of half precision: so many times what reordering the sums of one process changes."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far rounding may move one process in its first step, in units of u × √(1 + layers / 16)."""
+    """Distance by which rounding may move one process in its first step, in units of u × √(1 + layers / 16)."""
 
     loss: float
     """Relative."""
@@ -77,12 +77,12 @@ class Distance:
 
 
 DISTANCE = Distance(loss=0.2, grad_norm=1.25, gradient=12.0, scale=8.0)
-"""Of the process that rounds where a layout does, from the plain one and from fp32."""
+"""Largest distance of the process with emulated rounding from the plain one and from fp32."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run, assembled from its ranks."""
+    """Record of a run, assembled from its ranks."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float | None, ...]
@@ -94,7 +94,7 @@ class Run:
 
     @classmethod
     def of(cls, traces: Sequence[RankTrace]) -> Run:
-        """From every rank's trace. Raises ValueError when slices do not cover each tensor exactly once."""
+        """Assemble a run from every rank's trace. Raises ValueError unless slices cover each tensor exactly once."""
         steps = max(len(t.gradients) for t in traces)
         return cls(
             losses=tuple(traces[0].losses),
@@ -109,7 +109,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Deviation:
-    """The largest deviation of one kind, and the bound it is held to."""
+    """Deviation of one kind, the largest, and the bound it is held to."""
 
     quantity: str
     where: str
@@ -120,7 +120,7 @@ class Deviation:
 
     @property
     def ok(self) -> bool:
-        """Within the bound (NaN is not)."""
+        """Whether it is within the bound (NaN is not)."""
         return self.value <= self.bound
 
     def __str__(self) -> str:
@@ -129,12 +129,12 @@ class Deviation:
 
 
 def key_bias_rows(model: ModelConfig) -> torch.Tensor:
-    """True for the rows of ``attention.qkv.bias`` that are key biases."""
+    """Return True for the rows of ``attention.qkv.bias`` that are key biases."""
     return _qkv_rows(model, slice(-2, -1))
 
 
 def _qkv_rows(model: ModelConfig, of_group: slice) -> torch.Tensor:
-    """Rows of ``attention.qkv.bias``; a group has its queries' first, then the keys', then the values'."""
+    """Return rows of ``attention.qkv.bias``; a group has its queries' first, then the keys', then the values'."""
     per_group, d = model.num_attention_heads // model.kv_heads + 2, model.head_size
     rows = torch.zeros(model.kv_heads, per_group, d, dtype=torch.bool)
     rows[:, of_group] = True
@@ -150,14 +150,14 @@ def _without_keys(name: str, t: torch.Tensor, keys: torch.Tensor) -> torch.Tenso
 
 
 def rms_of(gradients: dict[str, torch.Tensor]) -> float:
-    """Root mean square of all elements."""
+    """Return the root mean square of all elements."""
     count = sum(g.numel() for g in gradients.values())
     found: float = (sum(float(g.square().sum()) for g in gradients.values()) / max(count, 1)) ** 0.5
     return found
 
 
 def _worst(found: Iterable[tuple[float, str]]) -> tuple[float, str]:
-    """The largest (value, where); NaN is larger than any number, which ``max`` would pass over."""
+    """Return the largest (value, where); NaN is larger than any number, which ``max`` would pass over."""
     worst = (0.0, "-")
     for one in found:
         if not one[0] <= worst[0]:
@@ -168,7 +168,7 @@ def _worst(found: Iterable[tuple[float, str]]) -> tuple[float, str]:
 
 
 def _norm_deviation(a: float | None, b: float | None) -> float:
-    """Of two gradient norms; None: not finite, the step was skipped."""
+    """Return the deviation of two gradient norms; None: not finite, the step was skipped."""
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
     return _relative(a, b)
@@ -177,7 +177,7 @@ def _norm_deviation(a: float | None, b: float | None) -> float:
 def gradient_deviation(
     a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], model: ModelConfig
 ) -> tuple[tuple[float, str], tuple[float, str]]:
-    """((largest deviation, name), (largest key-bias gradient in its unit, name)).
+    """Return ((largest deviation, name), (largest key-bias gradient in its unit, name)).
 
     Raises ValueError when the two runs have different parameters.
     """
@@ -203,7 +203,7 @@ def gradient_deviation(
 def compare(
     reference: Run, other: Run, tolerance: Tolerance, model: ModelConfig, *, lr: float = 0.0
 ) -> list[Deviation]:
-    """Every kind of deviation with its bound; ``[d for d in … if not d.ok]`` are the failures."""
+    """Return every kind of deviation with its bound; ``[d for d in … if not d.ok]`` are the failures."""
     out: list[Deviation] = []
 
     def add(quantity: str, value: float, where: str, bound: float) -> None:
@@ -237,7 +237,7 @@ def compare(
 
 
 def first_step(run: Run) -> Run:
-    """A run that ends after its first step (of those that fp16's loss scaling did not skip)."""
+    """Return the run up to its first step (of those that fp16's loss scaling did not skip)."""
     end = 1 + next((i for i, norm in enumerate(run.grad_norms) if norm is not None), 0)
     return replace(
         run, losses=run.losses[:end], grad_norms=run.grad_norms[:end], final_eval_loss=None,
@@ -246,7 +246,7 @@ def first_step(run: Run) -> Run:
 
 
 def distances(reference: Run, other: Run, dtype: str, model: ModelConfig, *, rule: str) -> list[Deviation]:
-    """How far rounding to ``dtype`` moved ``other``'s first step from ``reference``'s, held to ``DISTANCE``.
+    """Return how far rounding to ``dtype`` moved ``other``'s first step from ``reference``'s, held to ``DISTANCE``.
 
     Key biases are left out where they have no gradient to be near to.
     """
@@ -272,7 +272,7 @@ def distances(reference: Run, other: Run, dtype: str, model: ModelConfig, *, rul
 
 
 def spread(runs: Sequence[Run], model: ModelConfig, *, name: str, floor: Tolerance) -> Tolerance:
-    """The largest pairwise deviation among reorderings of one process, never under ``floor``."""
+    """Return the largest pairwise deviation among reorderings of one process, never under ``floor``."""
     zero = Tolerance(name, 0.0, 0.0, 0.0, 0.0)
     loss = norm = gradient = key = 0.0
     for i, a in enumerate(runs):

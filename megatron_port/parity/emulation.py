@@ -41,7 +41,7 @@ Pieces = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class RoundingEmulation:
-    """Where a layout rounds and one process does not."""
+    """Rounding of a layout that one process, engine native, can emulate."""
 
     tensor_parallel_size: int = 1
     vocab_padding_multiple: int = 1
@@ -49,12 +49,12 @@ class RoundingEmulation:
     rounded_weight_gradients: bool = False
     """To the dtype, before they are added up: DeepSpeed takes every gradient from autograd."""
     tied_in_the_dtype: bool = False
-    """The two gradients of a tied table are added in the dtype, by autograd: DeepSpeed with one stage."""
+    """The two gradients of a tied table are added in the compute dtype, by autograd: DeepSpeed with one stage."""
 
     @classmethod
     def of(cls, config: RunConfig, topology: Topology) -> RoundingEmulation | None:
-        """Of a run's layout and engine; None: nowhere, or the products are in 8 bits, of which ranks scale their pieces
-        by themselves."""
+        """Return where a run's layout and engine round; None: nowhere, or in 8-bit products, which each rank scales by
+        itself."""
         deepspeed = config.engine == "deepspeed"
         if config.precision.fp8 != "none" or (topology.tp == 1 and not deepspeed):
             return None
@@ -65,18 +65,18 @@ class RoundingEmulation:
         )
 
     def emulate_rounding(self, stage: nn.Module) -> None:
-        """Let the model of a single process, engine native, round in these places."""
+        """Make the model of a single process, engine native, round in these places."""
         tp = self.tensor_parallel_size
         for module in list(stage.modules()):
             if isinstance(module, SelfAttention) and tp > module.spec.groups.groups:
                 self._cut_shared(module)
-            elif isinstance(module, ColumnParallelLinear) and isinstance(module.products, SharedProducts):
+            elif isinstance(module, ColumnParallelLinear) and isinstance(module.kernels, SharedRowsLinearKernels):
                 continue
             elif isinstance(module, RowParallelLinear):
-                module.products = self._products(inputs=_equal(module.weight.shape[1], tp))
+                module.kernels = self._kernels(inputs=_equal(module.weight.shape[1], tp))
             elif isinstance(module, ColumnParallelLinear):
                 packed = module.weight.shape[0] if module.weight.ndim == 3 else 1
-                module.products = self._products(outputs=_equal(module.weight.shape[-2], tp), packed=packed)
+                module.kernels = self._kernels(outputs=_equal(module.weight.shape[-2], tp), packed=packed)
             elif isinstance(module, Head):
                 self._cut_head(module)
             elif isinstance(module, Norm) and (self.sequence_parallel or module.over_heads):
@@ -84,7 +84,7 @@ class RoundingEmulation:
             elif isinstance(module, TransformerLayer) and self.sequence_parallel:
                 module.build = _CutBuild.of(module.build, tp)
 
-    def _products(self, *, inputs: Pieces = (), outputs: Pieces = (), packed: int = 1) -> SplitSumLinearKernels:
+    def _kernels(self, *, inputs: Pieces = (), outputs: Pieces = (), packed: int = 1) -> SplitSumLinearKernels:
         return SplitSumLinearKernels(inputs, outputs, packed, self.rounded_weight_gradients)
 
     def _cut_shared(self, attention: SelfAttention) -> None:
@@ -93,14 +93,14 @@ class RoundingEmulation:
         ranks = tuple(
             tuple(slice(r.start, r.start + r.count) for r in rank_rows(heads, tp, rank)) for rank in range(tp)
         )
-        linear_.products = SharedProducts(ranks, self.rounded_weight_gradients)
+        linear_.kernels = SharedRowsLinearKernels(ranks, self.rounded_weight_gradients)
         attention.groups, attention.heads_per_group = tp, heads.heads // tp
 
         def forward(x: Tensor) -> Tensor:
             bias = None
             if linear_.bias is not None:
                 bias = torch.cat([_share(linear_.bias, i)[rows] for i, own in enumerate(ranks) for rows in own])
-            return linear(x, linear_.weight, bias, products=linear_.products)
+            return linear(x, linear_.weight, bias, kernels=linear_.kernels)
 
         linear_.forward = forward  # type: ignore[method-assign]
 
@@ -108,13 +108,13 @@ class RoundingEmulation:
         vocab, tp = record_of(head.weight).shape[0], self.tensor_parallel_size
         share = padded_vocab_size(vocab, tp=tp, multiple=self.vocab_padding_multiple) // tp
         pieces = tuple(slice(min(i * share, vocab), min((i + 1) * share, vocab)) for i in range(tp))
-        products, providers = self._products(outputs=pieces), head.build.providers
+        kernels, providers = self._kernels(outputs=pieces), head.build.providers
         losses = _CutCrossEntropy(providers.cross_entropy, tuple(p for p in pieces if p.start < p.stop))
         head.build = dataclasses.replace(head.build, providers=dataclasses.replace(providers, cross_entropy=losses))
 
         def forward(x: Tensor) -> Tensor:
             weight = head.weight.view_as(head.weight) if self.tied_in_the_dtype else head.weight
-            return linear(head.norm(x), weight, products=products)
+            return linear(head.norm(x), weight, kernels=kernels)
 
         head.forward = forward  # type: ignore[method-assign]
 
@@ -125,13 +125,13 @@ def _equal(size: int, pieces: int) -> Pieces:
 
 
 def ring_chunk(elements: int, element_size: int, ranks: int) -> int:
-    """Elements of a chunk of gloo's ring, one chunk a rank: two segments of whole elements."""
+    """Return the elements of a chunk of gloo's ring, one chunk per rank: two segments of whole elements."""
     segment_bytes = -(-elements * element_size // (2 * ranks))
     return 2 * -(-segment_bytes // element_size)
 
 
 def ring_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the ranks' parts as gloo's ring makes it, rounded after every addition.
+    """Return the sum of the ranks' parts as gloo's ring computes it, rounded after every addition.
 
     Chunk c starts on the rank before c, goes down the ranks, and ends on c.
     """
@@ -157,88 +157,89 @@ class SplitSumLinearKernels:
     """The ranks' rows of each of ``packed`` matrices, of a column-parallel linear: dx = dy W is a sum over ranks."""
     packed: int = 1
     rounded: bool = False
-    """The weight's gradient is rounded to the dtype before it is added to the sum."""
+    """The weight's gradient is rounded to the compute dtype before it is added to the sum."""
 
-    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See ``LinearKernels``."""
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if not self.inputs:
-            return PLAIN.forward(x, weight, matrix, bias)
+            return PLAIN.forward(x, weight, weight_2d, bias)
         assert bias is None  # a row-parallel linear adds it after the sum
-        return ring_sum([PLAIN.forward(x[..., p], weight, matrix[:, p], None)[0] for p in self.inputs]), None
+        return ring_sum([PLAIN.forward(x[..., p], weight, weight_2d[:, p], None)[0] for p in self.inputs]), None
 
-    def gradient(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``LinearKernels``."""
-        return rows, rows
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_output_2d, grad_output_2d
 
-    def dgrad(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
-        """See ``LinearKernels``."""
+    def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
         if not self.outputs:
-            return PLAIN.dgrad(rows, weight, matrix)
-        given = rows.view(rows.shape[0], self.packed, -1)
-        matrices = matrix.view(self.packed, -1, matrix.shape[1])
+            return PLAIN.dgrad(grad_output_2d, weight, weight_2d)
+        given = grad_output_2d.view(grad_output_2d.shape[0], self.packed, -1)
+        matrices = weight_2d.view(self.packed, -1, weight_2d.shape[1])
         return ring_sum([
             PLAIN.dgrad(given[:, :, p].flatten(1), weight, matrices[:, p].flatten(0, 1)) for p in self.outputs
         ])
 
-    def wgrad(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
-        """See ``LinearKernels``."""
-        return PLAIN.wgrad(rows, x, known)
+    def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        return PLAIN.wgrad(grad_output_2d, x, saved_input_scale)
 
-    def wgrad_accumulate(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
-        """See ``LinearKernels``."""
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None
+    ) -> None:
         if self.rounded:
-            total.add_(cpu_upcast.product(rows.t(), x))
+            main_grad.add_(cpu_upcast.product(grad_output_2d.t(), x))
         else:
-            PLAIN.wgrad_accumulate(total, rows, x, known)
+            PLAIN.wgrad_accumulate(main_grad, grad_output_2d, x, saved_input_scale)
 
 
 @dataclass(frozen=True)
-class SharedProducts:
+class SharedRowsLinearKernels:
     """The products of the fused projection where ranks share key/value heads. The output has every rank's columns, one
     rank after the other, so a shared row has as many columns as ranks that hold it, each with its own gradient."""
 
     ranks: tuple[Pieces, ...]
-    """Of each rank the rows of its two weights."""
+    """Rows of each rank's two weights."""
     rounded: bool = False
     """As :class:`SplitSumLinearKernels`."""
 
-    def _cut(self, columns: Tensor) -> Iterator[list[tuple[slice, Tensor]]]:
-        """Of each rank (rows, its columns [tokens, rows]) of its two weights."""
+    def _split(self, columns: Tensor) -> Iterator[list[tuple[slice, Tensor]]]:
+        """Yield for each rank (rows, its columns [tokens, rows]) of its two weights."""
         sizes = [p.stop - p.start for own in self.ranks for p in own]
         parts = iter(columns.split(sizes, dim=1))
         for own in self.ranks:
             yield [(rows, next(parts).contiguous()) for rows in own]
 
-    def forward(self, x: Tensor, weight: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See ``LinearKernels``; ``bias``: of all columns."""
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return y [..., all ranks' columns]; ``bias`` has every column too."""
         rows = [p for own in self.ranks for p in own]
         biases = [None] * len(rows) if bias is None else bias.split([p.stop - p.start for p in rows])
-        made = [PLAIN.forward(x, weight, matrix[p], b)[0] for p, b in zip(rows, biases)]
+        made = [PLAIN.forward(x, weight, weight_2d[p], b)[0] for p, b in zip(rows, biases)]
         return torch.cat(made, dim=-1), None
 
-    def gradient(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``LinearKernels``."""
-        return rows, rows
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_output_2d, grad_output_2d
 
-    def dgrad(self, rows: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
-        """See ``LinearKernels``."""
+    def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
         parts = []
-        for own in self._cut(rows):
-            first, second = (PLAIN.dgrad(columns, weight, matrix[p]) for p, columns in own)
+        for own in self._split(grad_output_2d):
+            first, second = (PLAIN.dgrad(columns, weight, weight_2d[p]) for p, columns in own)
             parts.append(first + second)
         return ring_sum(parts)
 
-    def wgrad(self, rows: Tensor, x: Tensor, known: Tensor | None) -> Tensor:
-        """See ``LinearKernels``."""
-        total = torch.zeros(max(p.stop for own in self.ranks for p in own), x.shape[1], dtype=x.dtype, device=x.device)
-        self.wgrad_accumulate(total, rows, x, known)
-        return total
+    def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        rows = max(p.stop for own in self.ranks for p in own)
+        main_grad = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=x.device)
+        self.wgrad_accumulate(main_grad, grad_output_2d, x, saved_input_scale)
+        return main_grad
 
-    def wgrad_accumulate(self, total: Tensor, rows: Tensor, x: Tensor, known: Tensor | None) -> None:
-        """See ``LinearKernels``."""
-        for own in self._cut(rows):
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None
+    ) -> None:
+        for own in self._split(grad_output_2d):
             for p, columns in own:
-                SplitSumLinearKernels(rounded=self.rounded).wgrad_accumulate(total[p], columns, x, known)
+                kernels = SplitSumLinearKernels(rounded=self.rounded)
+                kernels.wgrad_accumulate(main_grad[p], columns, x, saved_input_scale)
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,6 @@ class _CutCrossEntropy:
     pieces: Pieces
 
     def statistics(self, logits: Tensor, labels: Tensor, *, offset: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``CrossEntropyOps``."""
         found = [
             self.ops.statistics(logits[..., p].contiguous(), labels, offset=offset + p.start, extent=p.stop - p.start)
             for p in self.pieces
@@ -261,12 +261,11 @@ class _CutCrossEntropy:
     def gradient_(
         self, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor, *, offset: int, extent: int
     ) -> None:
-        """See ``CrossEntropyOps``."""
         self.ops.gradient_(logits, labels, maximum, total, grad, offset=offset, extent=extent)
 
 
 class _Shared(torch.autograd.Function):
-    """A parameter as one rank's tokens use it: its gradient goes to the wide sum by itself, as the dtype has it."""
+    """Use of a parameter by one rank's tokens: its gradient goes to the fp32 sum by itself, in the compute dtype."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -314,18 +313,17 @@ class _Rank(BuildContext):
 
 @dataclass(frozen=True)
 class _CutBuild(BuildContext):
-    """Adds biases to each rank's tokens by themselves."""
+    """Build context that adds biases to each rank's tokens by themselves."""
 
     ranks: tuple[_Rank, ...] = ()
 
     @classmethod
     def of(cls, build: BuildContext, ranks: int) -> _CutBuild:
-        """Of what a layer was built with."""
+        """Return a copy of the context a layer was built with."""
         fields = {f.name: getattr(build, f.name) for f in dataclasses.fields(build)}
         return cls(**fields, ranks=tuple(_Rank(**fields, place=i, places=ranks) for i in range(ranks)))
 
     def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, op: str) -> Tensor:
-        """See ``BuildContext``."""
         out = []
         for rank, part, rest in zip(self.ranks, x.chunk(len(self.ranks)), residual.chunk(len(self.ranks))):
             own = None if bias is None else _share(bias, rank.place)

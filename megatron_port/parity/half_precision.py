@@ -42,7 +42,7 @@ class SingleRuns:
 
 
 def within_rounding(config: RunConfig, other: Run, single: SingleRuns) -> list[Deviation]:
-    """Every deviation of a layout's run in half precision (or of free-running steps in fp32), with its bound.
+    """Return every deviation of a layout's run in half precision (or of free-running steps in fp32), with its bound.
 
     The spread only grows with each run that it is measured with, and is never under fp32's bounds: once nothing is over
     it the verdict is that of all eight, and the others are not run. Products in 8 bits have the spread alone: ranks

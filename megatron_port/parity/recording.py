@@ -48,7 +48,7 @@ def _write(trace: RankTrace, info: ProcessInfo, out: Path) -> None:
 
 
 def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBatch]:
-    """A step's samples on one process in another order and other micro-batches."""
+    """Return a step's samples on one process in another order and other micro-batches."""
     ids = [i for b in batches for i in b.sample_ids]
     size, order = reordering.micro_batch_size(len(ids)), reordering.order(len(ids))
 
@@ -76,7 +76,7 @@ def record_orders(
     config: RunConfig, info: ProcessInfo, orders: Sequence[tuple[Reordering | RoundingEmulation | None, Path]], *,
     steps: int
 ) -> None:
-    """The same run in several orders of its sums, each into its folder: on one process another one, or a layout's."""
+    """Record the same run in several orders of its sums, each into its folder: on one process, or in a layout."""
     with open_session(config, info, quiet=True) as session:
         ctx, c = session.ctx, session.config
         schedule = BatchSchedule(c.batch, ctx.topology.dp)
@@ -103,7 +103,7 @@ def record_orders(
 
 
 def read_recorded(folder: Path) -> Run:
-    """The whole run of a folder. Raises CheckpointError when ranks are missing."""
+    """Return the run of a folder. Raises CheckpointError when ranks are missing."""
     files = sorted(folder.glob("rank-*.json"))
     traces = []
     for path in files:

@@ -22,7 +22,7 @@ from megatron_port.parallel.linear_kernels import PLAIN, LinearKernels
 
 @dataclass(frozen=True)
 class Reordering:
-    """One order. ``micro_batches``: into how many the global batch is cut (as far as it divides)."""
+    """Order of one process's sums. ``micro_batches``: into how many the global batch is cut (as far as it divides)."""
 
     micro_batches: int
     order_seed: int
@@ -30,12 +30,12 @@ class Reordering:
     """Pieces of every split linear's contraction."""
 
     def micro_batch_size(self, global_batch: int) -> int:
-        """Samples of a micro-batch: the largest divisor of the batch up to batch / micro_batches."""
+        """Return the micro-batch size: the largest divisor of the batch up to batch / micro_batches."""
         wanted = max(global_batch // self.micro_batches, 1)
         return max(b for b in range(1, wanted + 1) if global_batch % b == 0)
 
     def order(self, global_batch: int) -> list[int]:
-        """A permutation of the batch's samples."""
+        """Return a permutation of the batch's samples."""
         generator = torch.Generator().manual_seed(self.order_seed)
         return torch.randperm(global_batch, generator=generator).tolist()
 
@@ -50,7 +50,7 @@ ORDERS: tuple[Reordering | None, ...] = (None, *sorted(REORDERINGS, key=lambda r
 
 
 def _pieces(size: int, reordering: Reordering, place: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """A random partition of ``range(size)`` into the reordering's pieces, another for every linear."""
+    """Return a random partition of ``range(size)`` into the reordering's pieces, another for every linear."""
     generator = torch.Generator().manual_seed(1_000 * reordering.order_seed + place)
     return torch.randperm(size, generator=generator).to(device).chunk(reordering.chunks)
 
@@ -59,7 +59,7 @@ def _row(module: RowParallelLinear, reordering: Reordering, place: int) -> Calla
     pieces = _pieces(module.weight.shape[1], reordering, place, module.weight.device)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        parts = [linear(x[..., piece], module.weight[:, piece], products=module.products) for piece in pieces]
+        parts = [linear(x[..., piece], module.weight[:, piece], kernels=module.kernels) for piece in pieces]
         y = sum(parts[1:], parts[0])
         return y if module.bias is None or module.skip_bias else y + module.bias
 
@@ -67,10 +67,10 @@ def _row(module: RowParallelLinear, reordering: Reordering, place: int) -> Calla
 
 
 def _columns(
-    x: torch.Tensor, weight: torch.Tensor, pieces: Sequence[torch.Tensor], products: LinearKernels
+    x: torch.Tensor, weight: torch.Tensor, pieces: Sequence[torch.Tensor], kernels: LinearKernels
 ) -> torch.Tensor:
-    """x Wᵀ whose backward pass adds as many input gradients as there are pieces of W's rows."""
-    parts = [linear(x, weight[piece], products=products) for piece in pieces]
+    """Return x Wᵀ, whose backward pass adds as many input gradients as there are pieces of W's rows."""
+    parts = [linear(x, weight[piece], kernels=kernels) for piece in pieces]
     return torch.cat(parts, dim=-1)[..., torch.cat(tuple(pieces)).argsort()]
 
 
@@ -78,7 +78,7 @@ def _column(module: ColumnParallelLinear, reordering: Reordering, place: int) ->
     pieces = _pieces(module.weight.shape[:-1].numel(), reordering, place, module.weight.device)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _columns(x, module.weight.flatten(0, -2), pieces, module.products)
+        y = _columns(x, module.weight.flatten(0, -2), pieces, module.kernels)
         return y if module.bias is None or module.skip_bias else y + module.bias.flatten()
 
     return forward

@@ -18,7 +18,7 @@ Slice = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 @dataclass
 class RankTrace:
-    """What one rank saw. ``copies`` holds replicated and tied tensors of every rank, for bit-equality."""
+    """Record of one rank. ``copies`` holds replicated and tied tensors of every rank, for bit-equality."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
@@ -77,7 +77,7 @@ def record_run(
 
 
 def assemble(traces: Sequence[Sequence[Slice]]) -> dict[str, torch.Tensor]:
-    """Whole tensors by name from the ranks' slices.
+    """Return tensors by name, assembled from the ranks' slices.
 
     Raises ValueError when an element is missing or given twice.
     """
@@ -98,7 +98,7 @@ def assemble(traces: Sequence[Sequence[Slice]]) -> dict[str, torch.Tensor]:
 
 
 def differing_copies(traces: Sequence[RankTrace]) -> list[str]:
-    """Names of parameters of which two ranks hold different bits for the same element."""
+    """Return the parameters of which two ranks hold different bits for the same element."""
     seen: dict[str, torch.Tensor] = {}
     known: dict[str, torch.Tensor] = {}
     bad = []

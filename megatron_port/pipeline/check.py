@@ -1,4 +1,4 @@
-"""Is a schedule right? Every pass once and in order, every message taken, no circle of waiting, bounded memory.
+"""Is a schedule right? Every pass once and in order, every message taken, no deadlock, bounded memory.
 
 Used by tests on every schedule there is; a new one is checked here before it runs.
 """

@@ -3,7 +3,7 @@
 All messages of a step have one order (by the end of the pass that makes them, in a simulation with unit costs), and
 each stage starts its sends and receives in that order, in one queue for activations and one for gradients. The first
 message in the order that is not done yet is then at the head of both its stages' queues, whatever the real
-times are, so nothing waits in a circle: not with interleaving, where the last stage sends to the first, and not
+times are, so there is no deadlock: not with interleaving, where the last stage sends to the first, and not
 where a communicator runs its operations strictly one after the other and a send waits for its receive (NCCL).
 
 Receives are started ahead of the pass that needs them, at most ``AHEAD`` of each queue beyond what the order asks for.

@@ -35,9 +35,9 @@ class Kind(Enum):
     BACKWARD = "B"
     """Gradients of the input and of the weights."""
     INPUT = "I"
-    """Of the input alone (and of what is cheap: biases, norms)."""
+    """Backward pass of the input alone (and of what is cheap: biases, norms)."""
     WEIGHT = "W"
-    """Of the weights of the linears alone, after ``INPUT``."""
+    """Backward pass of the linears' weights alone, after ``INPUT``."""
 
 
 @dataclass(frozen=True)

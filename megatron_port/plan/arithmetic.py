@@ -12,7 +12,7 @@ SECONDS_A_DAY = 86400.0
 
 
 def training_flops(parameters: float, tokens: float) -> float:
-    """6·N·T: two operations a weight and token forward, four backward; attention not counted."""
+    """6·N·T: two operations per weight and token forward, four backward; attention not counted."""
     return 6.0 * parameters * tokens
 
 
@@ -65,7 +65,7 @@ class SimpleMemory:
 
 
 def simple_memory(parameters: float, *, layers: int, hidden: int, sequence: int, batch: int) -> SimpleMemory:
-    """16-bit weights and gradients, Adam's 12 bytes (fp32 master and two moments), 34·s·b·h a layer of activations."""
+    """16-bit weights and gradients, 12 bytes for Adam (fp32 master, two moments), activations of 34·s·b·h per layer."""
     return SimpleMemory(
         weights=2 * parameters, gradients=2 * parameters, optimizer=12 * parameters,
         activations=34.0 * sequence * batch * hidden * layers,

@@ -244,7 +244,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         raise ConfigError(
             f"global_batch_size {batch.global_batch_size} does not divide by micro_batch_size "
             f"{batch.micro_batch_size} × data_parallel_size {dp} = {unit}; --fractional plans it with "
-            f"{math.ceil(batch.global_batch_size / unit)} micro-batches a replica"
+            f"{math.ceil(batch.global_batch_size / unit)} micro-batches per replica"
         )
     kernels = "torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own"
     case = Case(

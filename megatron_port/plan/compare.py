@@ -28,7 +28,7 @@ class Comparison:
     case: Case
     plan: StepPlan
     memory: StageMemory
-    """Of the first stage, where rank 0 is."""
+    """Memory of the first stage, where rank 0 is."""
     steps: int
     """Steps that were measured."""
     seconds: float | None
@@ -95,7 +95,7 @@ def compare_run(folder: Path, *, warm_up: int = 1) -> Comparison:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a metrics.jsonl; torn ones are passed over. (``telemetry`` stands below this room.)"""
+    """Whole lines of a metrics.jsonl; torn ones are passed over. (This package may not import ``telemetry``.)"""
     with open(path, encoding="utf-8", errors="replace") as stream:
         for line in stream:
             try:
@@ -110,14 +110,15 @@ def render(found: Comparison) -> str:
     """The comparison in a few lines."""
     lines = [f"{found.name}: {found.case.label()}"]
     if found.seconds is None:
-        lines.append(f"time      planned {found.plan.seconds:.4g} s a step; no step was measured")
+        lines.append(f"time      planned {found.plan.seconds:.4g} s per step; no step was measured")
     else:
         lines.append(
-            f"time      planned {found.plan.seconds:.4g} s a step, measured {found.seconds:.4g} (median of "
+            f"time      planned {found.plan.seconds:.4g} s per step, measured {found.seconds:.4g} (median of "
             f"{found.steps}, quartiles {found.low:.4g} to {found.high:.4g}): {found.time_error:+.1%}"
         )
         lines.append(
-            f"rate      planned {found.plan.model_tflops:.4g} model TFLOP/s a device, measured {found.model_tflops:.4g}"
+            f"rate      planned {found.plan.model_tflops:.4g} model TFLOP/s per device, "
+            f"measured {found.model_tflops:.4g}"
         )
     if found.bytes:
         lines.append(

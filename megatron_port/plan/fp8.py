@@ -44,7 +44,7 @@ LinearKernels = Sequence[tuple[float, float, float]]
 def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[float, float]:
     """Seconds of a layer's casts in a forward and in a backward of one micro-batch.
 
-    The weights', made once a step, are shared among its micro-batches. Without the sum of ``WIDE_SUM``.
+    The weights', made once per step, are shared among its micro-batches. Without the sum of ``WIDE_SUM``.
     """
     casts = OWN if case.quantise == "own" else TORCH
     count, share = len(products), 1 / case.micro_batches
@@ -52,7 +52,7 @@ def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[flo
     weights = sum(c * k for _, c, k in products)
 
     def seconds(*made: tuple[tuple[float, int], float, float]) -> float:
-        """Of (cast, elements, share of them that a micro-batch pays for)."""
+        """Return the seconds of casts, each (cast, elements, share of them that a micro-batch pays for)."""
         return sum(part * rates.stream(cast[0] * elements, cast[1] * count) for cast, elements, part in made)
 
     if case.fp8 == "rowwise":

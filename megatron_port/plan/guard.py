@@ -42,7 +42,7 @@ def planned_memory(config: RunConfig, world_size: int | None = None) -> tuple[Ca
 
 
 def memory_problem(config: RunConfig, world_size: int | None = None) -> str:
-    """Why the run cannot fit its devices, by how much, and the nearest layout that fits; empty where it fits.
+    """Return why the run cannot fit its devices, by how much, and the nearest layout that fits; empty where it fits.
 
     Empty as well where nothing is known of the device's memory, or ``launch.memory_check`` is off.
     """
@@ -89,7 +89,7 @@ def _gigabytes(candidate: Candidate) -> str:
 
 
 def _flags(config: RunConfig, case: Case, near: Candidate) -> str:
-    """``--set`` of what has to change."""
+    """Return ``--set`` of what has to change."""
     was, wanted = settings_of(config, case), settings_of(config, near.case)
     words = {True: "true", False: "false"}
     return " ".join(f"--set {k}={words.get(v, v) if isinstance(v, bool) else v}" for k, v in wanted.items()

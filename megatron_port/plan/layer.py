@@ -117,7 +117,7 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     pw = 1 if case.dtype == "fp8" else w
     products = sum(rates.product(*p, width=pw) for p in shapes.products)
     inputs = sum(rates.product(r, k, c, width=pw) for r, c, k in shapes.products)
-    narrow = pw if case.fp8 != "rowwise" else w  # rowwise leaves the weights' gradients in the dtype
+    narrow = pw if case.fp8 != "rowwise" else w  # rowwise leaves the weights' gradients in the compute dtype
     weights = sum(rates.product(k, c, r, width=narrow) for r, c, k in shapes.products)
     elements = sum(c * k for _, c, k in shapes.products)
     traffic = WIDE_SUM if case.fp8 == "tensorwise" else case.engine.accumulate_traffic
@@ -181,7 +181,7 @@ def _hidden(case: Case, each: float, products: float, weights: float) -> tuple[f
 
 
 def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
-    """Logits and loss: a product with the table, and passes over logits in the dtype and fp32."""
+    """Logits and loss: a product with the table, and passes over logits in the compute dtype and fp32."""
     m, w = case.model, case.width
     tokens, columns = m.seq_length / case.cp * case.micro_batch, case.padded_vocab / case.tp
     product = rates.product(tokens, columns, m.hidden_size, width=w)

@@ -48,7 +48,7 @@ class Links:
     package: float
     node: float
     adapters: float
-    """Of a whole node."""
+    """Bandwidth of a whole node's adapters."""
     near: float
     far: float
 

@@ -36,9 +36,9 @@ class StageMemory:
     optimizer: float
     """Masters and moments, this rank's share."""
     activations: float
-    """Of all micro-batches in flight."""
+    """Activations of all micro-batches in flight."""
     working: float
-    """Of the layer being recomputed or differentiated: what it keeps and the gradients that pass through it."""
+    """Memory of the layer being recomputed or differentiated: activations and the gradients passing through it."""
     logits: float
     buffers: float
     """Gradient buckets, gathered weights, tensors between stages."""

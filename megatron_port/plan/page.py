@@ -17,7 +17,7 @@ from megatron_port.plan.text import explain, render
 from megatron_port.plan.verdict import Plan
 
 SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 12
-"""Of the pipeline's picture: beyond, passes are too small to be seen."""
+"""Limits of the pipeline's picture: beyond them, passes are too small to be seen."""
 
 @dataclass(frozen=True)
 class Measured:
@@ -50,8 +50,8 @@ def report_page(config: RunConfig, plan: Plan) -> str:
     head = [
         f"<h1>{escape(plan.name)}: {plan.parameters:,} parameters on {case.world} "
         f"{escape(machine.cluster.device_label)}s of {escape(machine.cluster.name)}</h1>",
-        f'<p><b class="{verdict[0]}">{verdict[1]}</b> · {escape(case.label())} · {plan.step.seconds:.4g} s a step · '
-        f"model {plan.step.model_tflops:.4g} TFLOP/s a device (MFU {plan.step.mfu:.1%}), hardware "
+        f'<p><b class="{verdict[0]}">{verdict[1]}</b> · {escape(case.label())} · {plan.step.seconds:.4g} s per step · '
+        f"model {plan.step.model_tflops:.4g} TFLOP/s per device (MFU {plan.step.mfu:.1%}), hardware "
         f"{plan.step.hardware_tflops:.4g} (HFU {plan.step.hfu:.1%}) · {plan.budget.days:.3g} days, "
         f"{plan.budget.node_hours:,.0f} node-hours for {plan.budget.tokens:.4g} tokens</p>",
     ]

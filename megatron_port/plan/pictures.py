@@ -53,7 +53,7 @@ def heat_map(found: Sequence[Candidate], case: Case, machine: Machine) -> str:
             for j, pp in enumerate(columns)]
     width = left + len(columns) * wide + 10
     note = [("does not fit (GB over)", "url(#hatch)"), ("slow", "color-mix(in srgb, var(--heat) 10%, var(--paper))"),
-            ("fast (model TFLOP/s a device)", "var(--heat)")]
+            ("fast (model TFLOP/s per device)", "var(--heat)")]
     swatches, height = legend(left, foot + 42, note, max(width - left, 420))
     return drawing(max(width, 500), foot + 36 + height, [*out, swatches], "best planned rate of every tp and pp")
 
@@ -65,7 +65,7 @@ def _cell(
     low, high = reach
     over = (c.memory.total - machine.cluster.memory_gb * 1e9) / 1e9
     title = (
-        f"{c.case.label()}: {c.step.seconds:.4g} s, {c.step.model_tflops:.4g} model TFLOP/s a device, "
+        f"{c.case.label()}: {c.step.seconds:.4g} s, {c.step.model_tflops:.4g} model TFLOP/s per device, "
         f"{c.memory.total / 1e9:.1f} GB"
     )
     edge = 'stroke-width="2.5" class="frame"' if frame else 'class="cell"'
@@ -110,13 +110,13 @@ def memory_bars(stages: Sequence[StageMemory], limit: float) -> str:
     out += [line(left, level(limit), right, level(limit), "limit"),
             text(right, level(limit) - 5, f"a device has {limit / 1e9:g} GB", anchor="end", kind="small"),
             text((left + right) / 2, height - 4, "pipeline stage", anchor="middle", kind="axis"),
-            text(14, (top + foot) / 2, "GB a rank", anchor="middle", kind="axis", rotate=-90)]
+            text(14, (top + foot) / 2, "GB per rank", anchor="middle", kind="axis", rotate=-90)]
     swatches, extra = legend(left, height + 16, [(n, colour(k)) for k, n in enumerate(names)], right - left)
     return drawing(width, height + extra + 10, [*out, swatches], "memory of a rank by pipeline stage")
 
 
 def waterfall(step: StepPlan) -> str:
-    """Where the seconds of a step go, one after the other."""
+    """Return where the seconds of a step go, one after the other."""
     parts = [(n, s) for n, s in step.split.parts().items()] + [("step", step.seconds)]
     width, each, left = 900.0, 30.0, 92.0
     right = width - 150

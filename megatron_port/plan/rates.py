@@ -25,7 +25,7 @@ CACHE_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device of a cluster achieves, after calibration. Flops and bytes a second, seconds."""
+    """Rates that one device of a cluster achieves, after calibration: FLOP/s, bytes/s, seconds."""
 
     matmul: float
     fp8: float

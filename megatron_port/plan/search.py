@@ -26,7 +26,7 @@ FINALISTS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a search may try."""
+    """Values that a search may try."""
 
     world: int
     tensor: tuple[int, ...]
@@ -62,7 +62,7 @@ def legal_chunks(schedule: str, chunks: int) -> bool:
 
 
 def options_of(config: RunConfig, case: Case) -> Options:
-    """What a run's engine and model allow on the ranks of ``case``."""
+    """Return what a run's engine and model allow on the ranks of ``case``."""
     interleaves = not any(
         "virtual_pipeline_size" in p
         for p in problems(with_values(config, {
@@ -173,7 +173,7 @@ def finalists(
 
 
 def distance(a: Case, b: Case) -> float:
-    """How far two layouts are apart: octaves of tp and pp, half of those of dp, micro-batch chunks; switches."""
+    """Return how far two layouts are apart: octaves of tp and pp, half of those of dp, micro-batch chunks; switches."""
     whole, half = ((a.tp, b.tp), (a.pp, b.pp)), ((a.dp, b.dp), (a.micro_batch, b.micro_batch), (a.vp, b.vp))
     octaves = sum(abs(math.log2(x / y)) for x, y in whole) + sum(abs(math.log2(x / y)) / 2 for x, y in half)
     switches = 0.5 * (a.sequence_parallel != b.sequence_parallel) + 0.5 * (a.recompute != b.recompute)

@@ -102,7 +102,7 @@ def _shown(name: str, case: Case) -> str:
 
 
 def _replicas(case: Case, machine: Machine, factor: float) -> float | None:
-    """Change of device-seconds a step with more or fewer replicas, the batch kept; None where it does not divide."""
+    """Change of device-seconds per step with more or fewer replicas, the batch kept; None where it does not divide."""
     dp = case.dp * factor
     unit = int(dp) * case.micro_batch
     if dp < 1 or dp != math.floor(dp) or case.global_batch % unit:

@@ -58,7 +58,7 @@ class StepPlan:
     seconds: float
     samples: int
     model_tflops: float
-    """Model FLOPs a second of one device, 10^12 (recompute not counted)."""
+    """Model FLOPs per second of one device, 10^12 (recompute not counted)."""
     hardware_tflops: float
     """With recompute."""
     mfu: float

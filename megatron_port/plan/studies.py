@@ -39,7 +39,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the planner says of a point."""
+    """Plan of a point."""
 
     x: float
     tflops: float
@@ -60,10 +60,10 @@ def studies(case: Case, *, devices: int, tensor: tuple[int, ...]) -> list[Study]
         Study("tensor", "tensor parallelism", "III.1: larger tensor parallelism is slower", "tensor parallel size",
               tuple(_tensor(plain, devices, tensor))),
         Study("micro-batches", "micro-batches", "III.2: many micro-batches hide the bubble",
-              "micro-batches a step and replica", tuple(_micro_batches(plain, devices))),
+              "micro-batches per step and replica", tuple(_micro_batches(plain, devices))),
         Study("stages", "stages, batch fixed", "III.3: more stages at a fixed batch are slower", "pipeline stages",
               tuple(_stages(plain, devices, ratio=0))),
-        Study("ratio", f"stages, {RATIO} micro-batches a stage",
+        Study("ratio", f"stages, {RATIO} micro-batches per stage",
               "III.4: the rate holds where stages and micro-batches grow alike", "pipeline stages",
               tuple(_stages(plain, devices, ratio=RATIO))),
         Study("weak", "weak scaling", "batch grows with the devices: 100 % published", "devices",
@@ -75,7 +75,7 @@ def studies(case: Case, *, devices: int, tensor: tuple[int, ...]) -> list[Study]
 
 
 def _made(case: Case, *, tp: int, pp: int, dp: int, count: int) -> Case:
-    """``case`` with this split and ``count`` micro-batches a replica."""
+    """Return ``case`` with this split and ``count`` micro-batches per replica."""
     sequence = case.sequence_parallel and tp > 1 and case.model.seq_length % tp == 0
     return replace(
         case, tp=tp, pp=pp, dp=dp, micro_batches=count, global_batch=count * dp * case.micro_batch,
@@ -111,7 +111,7 @@ def _micro_batches(case: Case, devices: int) -> Iterator[Point]:
 
 
 def _stages(case: Case, devices: int, *, ratio: int) -> Iterator[Point]:
-    """One replica of more and more stages. ``ratio``: micro-batches a stage; 0: as many as the most stages get."""
+    """One replica of more and more stages. ``ratio``: micro-batches per stage; 0: as many as the most stages get."""
     tp, _ = _pipeline(case, devices)
     layers = case.model.num_layers
     sizes = [p for p in divisors(layers) if p > 1 and p * tp <= devices]

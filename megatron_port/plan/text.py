@@ -19,7 +19,7 @@ from megatron_port.plan.verdict import Plan
 
 
 def render(plan: Plan) -> str:
-    """What ``megatron-port plan`` prints."""
+    """Return what ``megatron-port plan`` prints."""
     return "\n".join([*_head(plan), *_memory(plan), *_time(plan), *_neighbours(plan)])
 
 
@@ -66,8 +66,8 @@ def _time(plan: Plan) -> list[str]:
     parts = "  ".join(f"{name} {s / step.seconds:.1%}" for name, s in step.split.parts().items())
     return [
         f"step      {step.seconds:.2f} s: {parts}",
-        f"rate      model {step.model_tflops:.1f} TFLOP/s a {label} (MFU {step.mfu:.1%}), hardware, recompute counted, "
-        f"{step.hardware_tflops:.1f} (HFU {step.hfu:.1%}); {step.tokens_per_second:,.0f} tokens/s",
+        f"rate      model {step.model_tflops:.1f} TFLOP/s per {label} (MFU {step.mfu:.1%}), hardware, recompute "
+        f"counted, {step.hardware_tflops:.1f} (HFU {step.hfu:.1%}); {step.tokens_per_second:,.0f} tokens/s",
         f"budget    {budget.tokens:.4g} tokens: {budget.steps:,} steps, {_span(budget.days)}, "
         f"{budget.node_hours:{',.0f' if budget.node_hours >= 10 else '.2g'}} node-hours",
     ]

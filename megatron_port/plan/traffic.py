@@ -17,7 +17,7 @@ Key = tuple[str, str]
 """(axis: tp | kv_copies | dp | pp | embedding | world,
 kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
 SUMS = 16
-"""Bytes of the loss and its tokens, shared once a step (two float64)."""
+"""Bytes of the loss and its tokens, shared once per step (two float64)."""
 NORM = 8
 """Bytes of the squared gradient norm (float64)."""
 

@@ -17,7 +17,7 @@ from megatron_port.plan.step import StepPlan, plan_step
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a number of tokens costs."""
+    """Cost of training on a number of tokens."""
 
     tokens: float
     steps: int

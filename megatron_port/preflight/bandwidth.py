@@ -16,12 +16,12 @@ ALL_REDUCE, ALL_GATHER, POINT_TO_POINT = "all_reduce", "all_gather", "point_to_p
 
 
 def algbw_gb(size: int, seconds: float) -> float:
-    """``size`` in bytes; GB/s."""
+    """Return GB/s; ``size`` in bytes."""
     return size / seconds / 1e9
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """busbw / algbw. 0 for a collective of one rank, which moves nothing."""
+    """Return busbw / algbw; 0 for a collective of one rank, which moves nothing."""
     if operation == POINT_TO_POINT:
         return 1.0
     factors = {ALL_REDUCE: 2.0, ALL_GATHER: 1.0}
@@ -29,5 +29,5 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 def busbw_gb(operation: str, size: int, seconds: float, ranks: int) -> float:
-    """GB/s."""
+    """Return the bus bandwidth, GB/s."""
     return algbw_gb(size, seconds) * bus_factor(operation, ranks)

@@ -19,7 +19,7 @@ TOGETHER_S = 2.0
 
 @dataclass
 class GpuRate:
-    """One device. Memory in bytes, rates in TFLOP/s (bf16, dense, 2 n^3 operations a product)."""
+    """Rates of one device. Memory in bytes, rates in TFLOP/s (bf16, dense, 2 n^3 operations per product)."""
 
     index: int
     name: str = ""
@@ -33,12 +33,12 @@ class GpuRate:
     """What failed; the numbers that came before it stand."""
 
     def as_json(self) -> dict[str, Any]:
-        """For the node's file."""
+        """Return the rates for the node's file."""
         return asdict(self)
 
 
 def core_rate() -> CoreRate:
-    """fp32 products of 256 x 256 matrices on one thread; see :mod:`preflight.core`."""
+    """Measure fp32 products of 256 x 256 matrices on one thread; see :mod:`preflight.core`."""
     torch.set_num_threads(1)
     a, b = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
     out = torch.empty(SIZE, SIZE)
@@ -58,7 +58,7 @@ class _Gpu:
         self.out = torch.empty_like(self.first)
 
     def enqueue(self, groups: int) -> list[torch.cuda.Event]:
-        """Start ``groups`` groups of products; the events between them, ``groups + 1``."""
+        """Start ``groups`` groups of products; return the ``groups + 1`` events between them."""
         with torch.cuda.device(self.device):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(groups + 1)]
             events[0].record()
@@ -69,14 +69,14 @@ class _Gpu:
         return events
 
     def rates(self, events: list[torch.cuda.Event]) -> list[float]:
-        """TFLOP/s of each group, once all have run."""
+        """Return TFLOP/s of each group, once all have run."""
         torch.cuda.synchronize(self.device)
         work = GROUP * 2.0 * GPU_SIZE**3
         return [work / (a.elapsed_time(b) * 1e-3) / 1e12 for a, b in zip(events, events[1:])]
 
 
 def gpu_rates(meanwhile: Callable[[], None]) -> list[GpuRate]:
-    """Every device that this process sees. ``meanwhile`` is called while all of them work.
+    """Measure every device that this process sees. ``meanwhile`` is called while all of them work.
 
     A device that fails is recorded, not raised. The same product made twice must give the same bits.
     """

@@ -42,7 +42,7 @@ SIZE = 256
 
 @dataclass(frozen=True)
 class Window:
-    """One stretch of uninterrupted work."""
+    """Stretch of uninterrupted work."""
 
     wall_s: float
     own_s: float
@@ -55,21 +55,21 @@ class Window:
 
     @property
     def share(self) -> float:
-        """Of the wall time, on the CPU."""
+        """Share of the wall time spent on the CPU."""
         return min(1.0, self.own_s / self.wall_s)
 
     @property
     def conclusive(self) -> bool:
-        """Nobody else took what is missing."""
+        """Whether nobody else took what is missing."""
         return (self.own_s + self.idle_s) / self.wall_s >= CONCLUSIVE
 
 
 @dataclass(frozen=True)
 class CoreRate:
-    """What :func:`measure_core` found."""
+    """Result of :func:`measure_core`."""
 
     gflops: float
-    """Of the best conclusive window, over wall time; of the best window at all if none was. Not to be judged unless
+    """Rate of the best conclusive window over wall time; if none was, of the best window. Not to be judged unless
     ``conclusive``."""
     cpu_gflops: float
     """The best window's rate over CPU time."""
@@ -82,12 +82,12 @@ class CoreRate:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """For the node's file."""
+        """Return the rate for the node's file."""
         return asdict(self)
 
 
 def rate_of(windows: list[Window], flop: float, seconds: float) -> CoreRate:
-    """The verdict on some windows, each product costing ``flop``."""
+    """Judge some windows, each product costing ``flop``."""
     sure = [w for w in windows if w.conclusive]
     best = max(sure or windows, key=lambda w: w.products / w.wall_s)
     certain = any(w.share >= CONCLUSIVE for w in sure) or len(sure) >= SHORT_WINDOWS
@@ -101,7 +101,7 @@ def rate_of(windows: list[Window], flop: float, seconds: float) -> CoreRate:
 
 
 def enough(windows: list[Window]) -> bool:
-    """Two clear windows, or four conclusive ones that all fell short."""
+    """Return whether there are two clear windows, or four conclusive ones that all fell short."""
     sure = [w for w in windows if w.conclusive]
     return sum(w.share >= CONCLUSIVE for w in sure) >= 2 or len(sure) >= SHORT_WINDOWS
 

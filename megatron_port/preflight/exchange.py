@@ -31,8 +31,8 @@ COLLECTIVE_BUDGET_S = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where each rank is."""
+class RankPlacement:
+    """Placement of the ranks on nodes, as one rank sees it."""
 
     rank: int
     hosts: list[str]
@@ -42,11 +42,11 @@ class Place:
     members: list[list[int]]
     """Node → its ranks, rising; the position of a rank in it is its lane."""
     device: torch.device
-    """Of the messages."""
+    """Device of the messages."""
 
     @property
     def node(self) -> int:
-        """This rank's."""
+        """Index of this rank's node."""
         return self.node_of[self.rank]
 
     @property
@@ -67,19 +67,19 @@ def synchronize(device: torch.device) -> None:
 
 
 def meet() -> None:
-    """All ranks, on the CPU: an all-reduce of one number over gloo."""
+    """Meet all ranks on the CPU: an all-reduce of one number over gloo."""
     dist.all_reduce(torch.zeros(1))
 
 
 def largest(values: list[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Elementwise maximum over the ranks of ``group`` (None: all)."""
+    """Return the elementwise maximum over the ranks of ``group`` (None: all)."""
     t = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(t, op=dist.ReduceOp.MAX, group=group)
     return [float(v) for v in t.tolist()]
 
 
-def gather_place(host: str, device: torch.device) -> Place:
-    """Collective: every rank's host name (cut at 128 bytes) → the :class:`Place` of this rank."""
+def gather_place(host: str, device: torch.device) -> RankPlacement:
+    """Return this rank's :class:`RankPlacement` from every rank's host name (cut at 128 bytes). Collective."""
     packet = torch.zeros(128, dtype=torch.uint8)
     data = host.encode()[:128]
     packet[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -90,11 +90,11 @@ def gather_place(host: str, device: torch.device) -> Place:
     for rank, name in enumerate(names):
         members.setdefault(name, []).append(rank)
     number = {name: node for node, name in enumerate(members)}
-    return Place(dist.get_rank(), list(members), [number[n] for n in names], list(members.values()), device)
+    return RankPlacement(dist.get_rank(), list(members), [number[n] for n in names], list(members.values()), device)
 
 
 def open_group(device: torch.device) -> None:
-    """Collective: make the default group's communicator for this device, over all ranks."""
+    """Make the default group's communicator for this device, over all ranks. Collective."""
     dist.all_reduce(torch.zeros(1, device=device))
     synchronize(device)
 
@@ -146,7 +146,7 @@ def one_way(peer: int, buffer: torch.Tensor, *, send: bool, patient: bool = Fals
 
 
 def both_ways(peer: int, rank: int, buffer: torch.Tensor, *, patient: bool = False) -> float:
-    """GB/s towards ``peer``; the lower rank sends first, then the other, not at the same time.
+    """Return GB/s towards ``peer``; the lower rank sends first, then the other, not at the same time.
 
     The median sample counts, or with ``patient`` the fastest of more samples.
     """
@@ -157,8 +157,10 @@ def both_ways(peer: int, rank: int, buffer: torch.Tensor, *, patient: bool = Fal
     return buffer.numel() * buffer.element_size() / seconds / 1e9
 
 
-def collective_seconds(operation: str, size: int, place: Place, group: dist.ProcessGroup | None = None) -> float:
-    """Median time of a collective of ``size`` bytes over ``group`` (None: all), the slowest rank's each time.
+def collective_seconds(
+    operation: str, size: int, place: RankPlacement, group: dist.ProcessGroup | None = None
+) -> float:
+    """Return the median time of a collective of ``size`` bytes over ``group`` (None: all), on the slowest rank.
 
     As many samples as fit into a second, at most 20, after one that warms up. What ``size`` counts:
     :mod:`preflight.bandwidth`.

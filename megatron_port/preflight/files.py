@@ -23,12 +23,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """As :func:`write_text`, without secrets."""
+    """Write JSON as :func:`write_text` does, without secrets."""
     write_text(path, json.dumps(redacted(value), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object of this format. Raises EnvironmentFault for any other file; the message says which and why."""
+    """Return an object of this format. Raises EnvironmentFault for any other file; the message has which and why."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -39,12 +39,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_hosts(path: Path, hosts: Sequence[str]) -> None:
-    """One line for ``srun --nodelist=`` or ``--exclude=``; an empty file for no host."""
+    """Write one line for ``srun --nodelist=`` or ``--exclude=``; an empty file for no host."""
     write_text(path, compress_hosts(hosts) + "\n" if hosts else "")
 
 
 def read_hosts(path: Path) -> list[str]:
-    """Hosts of a list that :func:`write_hosts` wrote; none if it is not there."""
+    """Return the hosts of a list that :func:`write_hosts` wrote; none if it is not there."""
     try:
         return expand_hosts(path.read_text(encoding="utf-8").strip())
     except OSError:
@@ -52,7 +52,7 @@ def read_hosts(path: Path) -> list[str]:
 
 
 def read_reasons(path: Path) -> dict[str, str]:
-    """Node → reason, of lines with a tab between them; none if it is not there."""
+    """Return node → reason, from lines with a tab between them; none if it is not there."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -15,7 +15,7 @@ SLOW_PROVIDERS = ("tcp", "sockets", "udp", "net")
 
 @dataclass(frozen=True)
 class LoadedNetwork:
-    """What one rank's log says; empty where it is silent."""
+    """Network that one rank's log shows as loaded; empty where the log is silent."""
 
     network: str = ""
     """"AWS Libfabric", "Libfabric", "IB", "Socket" …"""
@@ -24,7 +24,7 @@ class LoadedNetwork:
     provider: str = ""
     """libfabric's: cxi, efa, tcp …"""
     interfaces: tuple[str, ...] = ()
-    """Of IB or Socket."""
+    """Interfaces used by IB or Socket."""
     devices: int = 0
     """Network devices that the OFI plug-in found."""
     bootstrap: str = ""
@@ -36,7 +36,7 @@ class LoadedNetwork:
     """Why a plug-in that was asked for was not used."""
 
     def as_json(self) -> dict[str, Any]:
-        """For network.json."""
+        """Return the network for network.json."""
         return {k: v for k, v in asdict(self).items() if v not in (None, "", (), 0)}
 
 
@@ -59,7 +59,7 @@ _FAULTS = (
 
 
 def parse_log(lines: Iterable[str]) -> LoadedNetwork:
-    """Read the debug output of one process. Lines of other programs are passed over."""
+    """Parse the debug output of one process. Lines of other programs are skipped."""
     found: dict[str, Any] = {}
     interfaces: dict[str, tuple[str, ...]] = {}
     faults: list[str] = []
@@ -95,13 +95,13 @@ def parse_log(lines: Iterable[str]) -> LoadedNetwork:
 
 
 def same_network(a: str, b: str) -> bool:
-    """Two names of one network; the OFI plug-in has had several."""
+    """Return whether two names mean one network; the OFI plug-in has had several."""
     a, b = a.strip().lower(), b.strip().lower()
     return a == b or (a in OFI_NAMES and b in OFI_NAMES)
 
 
 def plugin_problem(loaded: LoadedNetwork, wanted: str) -> tuple[str, str] | None:
-    """What is wrong with the network that was loaded, and what to do; None: nothing.
+    """Return what is wrong with the loaded network, and what to do; None: nothing.
 
     Args:
         wanted: ``preflight.network_plugin``; empty: any.

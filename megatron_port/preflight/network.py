@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_port.config.schema import PreflightConfig
 from megatron_port.errors import EnvironmentFault
 from megatron_port.preflight.bandwidth import ALL_GATHER, ALL_REDUCE, algbw_gb, busbw_gb
-from megatron_port.preflight.exchange import Place, both_ways, collective_seconds, meet, open_group
+from megatron_port.preflight.exchange import RankPlacement, both_ways, collective_seconds, meet, open_group
 from megatron_port.preflight.pairs import (
     ALL_PAIRS_UP_TO,
     Culprits,
@@ -46,17 +46,17 @@ MOST_SUSPECT_NODES = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes."""
+    """Sizes of messages and collectives, bytes."""
 
     small: int
     large: int
-    """Of collectives."""
+    """Size of the collectives, bytes."""
     message: int
     """Between two ranks."""
 
 
 def default_sizes(device: torch.device, message: int = 0) -> Sizes:
-    """For GPUs large enough to fill the links, for CPUs small enough for a slow one. ``message``: replaces the last."""
+    """Return sizes that fill a GPU's links, or small enough for a CPU's slow one. ``message``: replaces the last."""
     if device.type == "cuda":
         return Sizes(1 << 20, 256 << 20, message or 64 << 20)
     return Sizes(64 << 10, 2 << 20, message or 1 << 20)
@@ -64,7 +64,7 @@ def default_sizes(device: torch.device, message: int = 0) -> Sizes:
 
 @dataclass(frozen=True)
 class Collective:
-    """One row of the table."""
+    """Row of the table."""
 
     level: str
     """node: the ranks of one node, all nodes at once, median over them | all: every rank"""
@@ -82,7 +82,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Blame:
-    """Something slow, and whose fault it is."""
+    """Blame for something slow."""
 
     kind: str
     """node (all its links) | link | inside (a node) | all (no culprit)"""
@@ -98,9 +98,9 @@ class Blame:
 
 @dataclass
 class NetworkResult:
-    """What all ranks know at the end."""
+    """Result of the check, equal on all ranks."""
 
-    place: Place
+    place: RankPlacement
     sizes: Sizes
     collectives: list[Collective] = field(default_factory=list)
     local: list[dict[str, Any]] = field(default_factory=list)
@@ -118,11 +118,11 @@ class NetworkResult:
 
     @property
     def totals(self) -> dict[Pair, float]:
-        """Pair of nodes → GB/s over all its lanes together."""
+        """Return pair of nodes → GB/s over all its lanes together."""
         return {p: sum(lane[p] for lane in self.lanes) for p in self.lanes[0]} if self.lanes else {}
 
     def as_json(self) -> dict[str, Any]:
-        """For network.json."""
+        """Return the result for network.json."""
         hosts, totals = self.place.hosts, self.totals
         return {
             "ranks": len(self.place.node_of), "nodes": hosts, "device": self.place.device.type,
@@ -137,8 +137,8 @@ class NetworkResult:
         }
 
 
-def check_network(place: Place, limits: PreflightConfig, sizes: Sizes) -> NetworkResult:
-    """Collective over all ranks.
+def check_network(place: RankPlacement, limits: PreflightConfig, sizes: Sizes) -> NetworkResult:
+    """Check the network. Collective over all ranks.
 
     Raises:
         EnvironmentFault: a message or a collective failed or timed out; the message names the two hosts, where
@@ -173,9 +173,9 @@ def _guard(what: str, call: Callable[[], Any]) -> Any:
 
 
 def sweep(
-    place: Place, rounds: int, partner: Callable[[int], int | None], message: int, *, patient: bool = False
+    place: RankPlacement, rounds: int, partner: Callable[[int], int | None], message: int, *, patient: bool = False
 ) -> torch.Tensor:
-    """GB/s that each rank reached towards its partner of each round, ``[rounds, ranks]``; 0 where it had none."""
+    """Return GB/s of each rank towards its partner of each round, ``[rounds, ranks]``; 0 without a partner."""
     table = torch.zeros(rounds, len(place.node_of), dtype=torch.float64)
     buffer = torch.zeros(message, dtype=torch.uint8, device=place.device)
     for i in range(rounds):
@@ -189,8 +189,8 @@ def sweep(
     return table
 
 
-def _node_partner(place: Place, pairs: list[Pair]) -> int | None:
-    """The rank with this rank's lane on the node that its own is paired with."""
+def _node_partner(place: RankPlacement, pairs: list[Pair]) -> int | None:
+    """Return the rank with this rank's lane on the node that its own is paired with."""
     if place.lane >= place.lanes:
         return None
     other = next((b if a == place.node else a for a, b in pairs if place.node in (a, b)), None)
@@ -198,9 +198,9 @@ def _node_partner(place: Place, pairs: list[Pair]) -> int | None:
 
 
 def node_pairs(
-    place: Place, rounds: list[list[Pair]], message: int, *, patient: bool = False
+    place: RankPlacement, rounds: list[list[Pair]], message: int, *, patient: bool = False
 ) -> list[dict[Pair, float]]:
-    """For each lane: pair of nodes → GB/s in the slower direction. Collective."""
+    """Return for each lane: pair of nodes → GB/s in the slower direction. Collective."""
     table = sweep(place, len(rounds), lambda i: _node_partner(place, rounds[i]), message, patient=patient).tolist()
     ranks = place.members
     return [
@@ -210,8 +210,8 @@ def node_pairs(
     ]
 
 
-def local_pairs(place: Place, message: int) -> list[dict[str, Any]]:
-    """Between the ranks of each node, all nodes at once. Lanes 2k and 2k + 1 are one package on MI250X."""
+def local_pairs(place: RankPlacement, message: int) -> list[dict[str, Any]]:
+    """Measure between the ranks of each node, all nodes at once. Lanes 2k and 2k + 1 are one package on MI250X."""
     rounds = all_pairs_rounds(place.lanes) if place.lanes <= ALL_PAIRS_UP_TO else neighbour_rounds(place.lanes)
     own = place.members[place.node]
 
@@ -234,14 +234,14 @@ def local_pairs(place: Place, message: int) -> list[dict[str, Any]]:
 
 
 def within_nodes(result: NetworkResult, limits: PreflightConfig) -> None:
-    """All-reduce and all-gather over the ranks of each node; slow nodes once more, one after another."""
+    """Measure all-reduce and all-gather over the ranks of each node; slow nodes once more, one after another."""
     place, own = result.place, result.place.members[result.place.node]
-    # Only the node's own ranks take part in making its group: one a rank, however many nodes. It ends with the
+    # Only the node's own ranks take part in making its group: one per rank, however many nodes. It ends with the
     # default group; torch would give its name, and the addresses of its ranks, to the next one over the same ranks.
     group = dist.new_group(own, use_local_synchronization=True)
 
     def measure(operation: str, size: int, nodes: list[int]) -> list[float]:
-        """Seconds by node; 0 for those that rest."""
+        """Return seconds by node; 0 for those that rest."""
         seconds = torch.zeros(len(place.hosts), dtype=torch.float64)
         what = f"{operation} of {size} bytes within {place.hosts[place.node]}"
         if place.node in nodes:
@@ -267,7 +267,7 @@ def within_nodes(result: NetworkResult, limits: PreflightConfig) -> None:
 
 def _confirm_inside(result: NetworkResult, limits: PreflightConfig, rates: list[float],
                     again: Callable[[list[int]], list[float]]) -> list[float]:
-    """Measure slow nodes alone; what stays slow is blamed. Returns the better rate of each node."""
+    """Measure slow nodes alone; what stays slow is blamed. Return the better rate of each node."""
     place, rates = result.place, list(rates)
     expected = max(limits.node_busbw_gb, limits.share_of_median * upper_median(rates))
     slow = sorted((n for n, r in enumerate(rates) if r < expected), key=lambda n: rates[n])[:MOST_SUSPECT_NODES]
@@ -292,7 +292,7 @@ def _confirm_inside(result: NetworkResult, limits: PreflightConfig, rates: list[
 def blame_lanes(
     lanes: list[dict[Pair, float]], limits: PreflightConfig, *, own_adapters: bool = True
 ) -> list[tuple[int | None, Culprits]]:
-    """Culprits by the nodes' total rates (lane None), then those that only one lane shows.
+    """Return the culprits by the nodes' total rates (lane None), then those that only one lane shows.
 
     ``own_adapters``: whether a lane has an adapter that the others do not use, as a GPU has. The ranks of a CPU
     run share the node's one interface and its cores: what one of them reaches says nothing about a link.
@@ -309,7 +309,7 @@ def blame_lanes(
 
 
 def between_nodes(result: NetworkResult, limits: PreflightConfig) -> None:
-    """The sweep over pairs of nodes, the second look at what is slow, and the blame."""
+    """Sweep over pairs of nodes, measure again what is slow, and blame."""
     place, message = result.place, result.sizes.message
     rounds = rounds_for(len(place.hosts))
     result.lanes, result.rounds = node_pairs(place, rounds, message), len(rounds)
@@ -359,7 +359,7 @@ def _name(result: NetworkResult, lane: int | None, culprits: Culprits) -> None:
 
 
 def _judge_world(result: NetworkResult, limits: PreflightConfig) -> None:
-    """The all-reduce over everyone: low without a culprit is the job's fault, not a node's."""
+    """Judge the all-reduce over everyone: low without a culprit is the job's fault, not a node's."""
     row = next((c for c in result.collectives if c.level == "all" and c.operation == ALL_REDUCE
                 and c.size == result.sizes.large), None)
     if row is None or len(result.place.hosts) < 2 or row.busbw_gb >= limits.network_busbw_gb or result.blames:
@@ -374,7 +374,7 @@ def _judge_world(result: NetworkResult, limits: PreflightConfig) -> None:
 
 
 def render(result: NetworkResult) -> str:
-    """The tables, then what was found."""
+    """Return the tables, then what was found."""
     place, totals = result.place, result.totals
     lines = [f"{len(place.node_of)} ranks on {len(place.hosts)} nodes, {place.device.type}; GB/s = 10^9 bytes/s; "
              "busbw as in nccl-tests and rccl-tests",

@@ -31,19 +31,19 @@ from megatron_port.runtime.variables import COMMUNICATION, VISIBLE, node_name, v
 
 
 def node_file(folder: Path, node: str) -> Path:
-    """Where the check of ``node`` is written."""
+    """Return where the check of ``node`` is written."""
     return folder / f"node-{node}.json"
 
 
 def torch_probe() -> DeviceProbe:
-    """The machine's own devices."""
+    """Return the machine's own devices."""
     kind = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else None
     found = variables(("SLURM_GPUS_ON_NODE", *VISIBLE))
     return DeviceProbe(kind, torch.cuda.device_count() if kind else 0, found)
 
 
 def check_node(config: RunConfig, *, expect: int | None = None, probe: DeviceProbe | None = None) -> dict[str, Any]:
-    """The contents of the node's file. Nothing here judges: that needs the other nodes (``preflight.verdict``).
+    """Return the contents of the node's file. Nothing here judges: that needs the other nodes (``preflight.verdict``).
 
     Args:
         expect: devices that the node must have (None: ``cluster.gpus_per_node`` on a node with GPUs).
@@ -84,14 +84,14 @@ def check_node(config: RunConfig, *, expect: int | None = None, probe: DevicePro
 
 
 def write_node(folder: Path, content: Mapping[str, Any]) -> Path:
-    """Store a node's file; EnvironmentFault if the folder cannot be written."""
+    """Store a node's file. Raises EnvironmentFault if the folder cannot be written."""
     path = node_file(folder, str(content["node"]))
     files.write_json(path, dict(content))
     return path
 
 
 def wanted_environment(config: RunConfig) -> dict[str, str]:
-    """Variables that a job of this run exports: the cluster's, then the launch section's."""
+    """Return the variables that a job of this run exports: the cluster's, then the launch section's."""
     pairs = (text.partition("=") for text in (*config.cluster.environment, *config.launch.environment))
     return {name: value for name, _, value in pairs}
 
@@ -106,7 +106,7 @@ def compare_environment(wanted: Mapping[str, str], found: Mapping[str, str]) -> 
 
 
 def _space(path: Path) -> dict[str, Any]:
-    """Total and free bytes of the file system of ``path`` or of its nearest existing parent; {} if not known."""
+    """Return total and free bytes of the file system of ``path`` or its nearest existing parent; {} if not known."""
     for place in (path, *path.parents):
         try:
             usage = shutil.disk_usage(place)
@@ -117,7 +117,7 @@ def _space(path: Path) -> dict[str, Any]:
 
 
 def _disk(config: RunConfig) -> dict[str, Any]:
-    """The node-local disk; a path that names the job is looked up as far as it is fixed."""
+    """Return the node-local disk; a path that names the job is looked up as far as it is fixed."""
     parts: Sequence[str] = Path(config.cluster.local_disk).parts
     fixed = [p for i, p in enumerate(parts) if not any("{" in q for q in parts[: i + 1])]
     return _space(Path(*fixed) if fixed else Path("/tmp"))

@@ -20,7 +20,7 @@ def _pair(a: int, b: int) -> Pair:
 
 
 def all_pairs_rounds(n: int) -> list[list[Pair]]:
-    """Every pair of ``n`` nodes once, in n - 1 rounds of disjoint pairs (n rounds if n is odd).
+    """Return every pair of ``n`` nodes once, in n - 1 rounds of disjoint pairs (n rounds if n is odd).
 
     The circle method: node n - 1 (or a bye) stays, the others move on by one place a round.
     """
@@ -33,7 +33,7 @@ def all_pairs_rounds(n: int) -> list[list[Pair]]:
 
 
 def neighbour_rounds(n: int) -> list[list[Pair]]:
-    """Pairs at distances 1, 2, 4, … up to n / 2 on a circle, in at most 2 log2(n) rounds of disjoint pairs.
+    """Return pairs at distances 1, 2, 4, … up to n / 2 on a circle, in at most 2 log2(n) rounds of disjoint pairs.
 
     Steps of d split the circle into gcd(n, d) cycles; every second edge of a cycle makes one round, the
     others the next. In a cycle of odd length one edge is left out. Every node has at least log2(n) - 1 partners.
@@ -53,13 +53,13 @@ def neighbour_rounds(n: int) -> list[list[Pair]]:
 
 
 def rounds_for(n: int) -> list[list[Pair]]:
-    """The sweep over ``n`` nodes."""
+    """Return the rounds of a sweep over ``n`` nodes."""
     return all_pairs_rounds(n) if n <= ALL_PAIRS_UP_TO else neighbour_rounds(n)
 
 
 @dataclass
 class Culprits:
-    """Who is slow, with (measured, expected) in the unit of the rates."""
+    """Culprits of slow pairs, with (measured, expected) in the unit of the rates."""
 
     nodes: dict[int, tuple[float, float]] = field(default_factory=dict)
     links: dict[Pair, tuple[float, float]] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def identify(rates: Mapping[Pair, float], *, share: float, floor: float = 0.0) -
 
 
 def _worst(slow: Counter[int], left: Counter[int]) -> int | None:
-    """Of the nodes with at least two slow pairs, and those most of their pairs, the one with most; or None."""
+    """Return the node with the most slow pairs, of those with at least two that are most of their pairs; or None."""
     blamed = [n for n in slow if slow[n] >= 2 and 2 * slow[n] > left[n]]
     return max(blamed, key=lambda n: (slow[n], slow[n] / left[n], -n), default=None)
 
@@ -112,7 +112,7 @@ def suspects(
     rates: Mapping[Pair, float], culprits: Culprits, *, partners: int = 2, most: int = 64,
     seen: Collection[Pair] = (), clear: float = 0.0,
 ) -> list[Pair]:
-    """Pairs to measure again: every slow link, and the best pairs of each slow node; the slowest ``most`` of them.
+    """Return the pairs to measure again: every slow link, and the best pairs of each slow node; the slowest ``most``.
 
     Pairs in ``seen``, measured again already, that reach less than ``clear`` of what is expected are left out.
     """
@@ -125,7 +125,7 @@ def suspects(
 
 
 def sacrifice(links: Collection[Pair], rates: Mapping[Pair, float]) -> dict[int, Pair]:
-    """Nodes whose absence leaves no slow link: the one in most links first, of equals the one that is slower elsewhere.
+    """Choose nodes whose absence leaves no slow link: the one in most links first, then the one slower elsewhere.
 
     Returns: node → one of its slow links.
     """

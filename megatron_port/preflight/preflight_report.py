@@ -11,7 +11,7 @@ from typing import Any
 from megatron_port.config.schema import PreflightConfig
 from megatron_port.errors import EnvironmentFault
 from megatron_port.preflight import files
-from megatron_port.preflight.verdict import Finding, Medians, NodeVerdict, judge
+from megatron_port.preflight.verdict import Medians, NodeIssue, NodeVerdict, judge
 from megatron_port.runtime.slurm import compress_hosts, same_host
 
 NODE_KEYS = ("cpus", "core", "gpus", "device_counts", "expected_devices", "missing_devices", "unmeasured", "vendor",
@@ -23,7 +23,7 @@ SHOWN_GOOD = 16
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict on all nodes, in allocation order."""
+    """Report of the verdicts on all nodes, in allocation order."""
 
     nodes: list[NodeVerdict]
     middle: Medians
@@ -32,12 +32,12 @@ class Report:
 
     @property
     def good(self) -> list[str]:
-        """Names."""
+        """Names of the good nodes."""
         return [n.node for n in self.nodes if n.good]
 
     @property
     def bad(self) -> list[str]:
-        """Names."""
+        """Names of the bad nodes."""
         return [n.node for n in self.nodes if not n.good]
 
 
@@ -85,10 +85,10 @@ def make_report(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightC
     for verdict in verdicts:
         for host, text in (network or {}).get("bad", {}).items():
             if same_host(host, verdict.node):
-                verdict.reasons.append(Finding("network", text, ""))
+                verdict.reasons.append(NodeIssue("network", text, ""))
         for host, text in (unfit or {}).items():
             if same_host(host, verdict.node):
-                verdict.reasons.append(Finding("staging", text, "look at the node's own disk (cluster.local_disk)"))
+                verdict.reasons.append(NodeIssue("staging", text, "look at the node's own disk (cluster.local_disk)"))
     return Report(verdicts, middle, {n: c for n, c in nodes.items() if not isinstance(c, str)})
 
 

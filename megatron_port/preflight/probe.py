@@ -28,7 +28,7 @@ def _system(command: Sequence[str]) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class DeviceProbe:
-    """The sources; tests give others than the machine's."""
+    """Sources of device counts; tests give others than the machine's."""
 
     torch_kind: str | None
     """cuda | rocm: what torch was built for; None: CPU only."""
@@ -42,7 +42,7 @@ class DeviceProbe:
 
 @dataclass(frozen=True)
 class Vendor:
-    """The answer of the vendor's tool."""
+    """Answer of the vendor's tool."""
 
     tool: str = ""
     """nvidia-smi | rocm-smi; empty: neither is installed."""
@@ -52,7 +52,7 @@ class Vendor:
 
 
 def ask_vendor(probe: DeviceProbe) -> Vendor:
-    """The first tool that lists devices. A tool that is not there is no fault."""
+    """Ask the first tool that lists devices. A missing tool is no fault."""
     fault = Vendor()
     for name, ask in (("nvidia-smi", _ask_nvidia), ("rocm-smi", _ask_rocm)):
         code, text, devices = ask(probe)
@@ -85,7 +85,7 @@ def _ask_rocm(probe: DeviceProbe) -> tuple[int, str, list[VendorDevice]]:
 
 
 def _device_files(folder: Path) -> int:
-    """/dev/nvidia0 … of NVIDIA's driver; AMD's render nodes are shared with display adapters and not counted."""
+    """Count /dev/nvidia0 … of NVIDIA's driver; AMD's render nodes are shared with display adapters and not counted."""
     try:
         return sum(p.name[6:].isdigit() for p in folder.glob("nvidia*"))
     except OSError:
@@ -93,13 +93,13 @@ def _device_files(folder: Path) -> int:
 
 
 def _slurm_count(environment: Mapping[str, str]) -> int | None:
-    """Devices that SLURM gave this job on this node; ``4`` or ``gpu:mi250:4``."""
+    """Return the devices that SLURM gave this job on this node; ``4`` or ``gpu:mi250:4``."""
     last = environment.get("SLURM_GPUS_ON_NODE", "").rpartition(":")[2]
     return int(last) if last.isdigit() else None
 
 
 def counts(probe: DeviceProbe, vendor: Vendor) -> dict[str, int]:
-    """Source → number of devices; sources that say nothing are left out."""
+    """Return source → number of devices; silent sources are left out."""
     out: dict[str, int] = {}
     if vendor.devices or (vendor.tool and vendor.fault):
         out[vendor.tool] = len(vendor.devices)
@@ -114,7 +114,7 @@ def counts(probe: DeviceProbe, vendor: Vendor) -> dict[str, int]:
 
 
 def expected_devices(device: str, per_node: int, probe: DeviceProbe, vendor: Vendor, asked: int | None) -> int | None:
-    """Devices that this node should have; None: this run counts none here.
+    """Return how many devices this node should have; None: this run counts none here.
 
     Args:
         device: ``backend.device``; with ``auto`` a node counts as one with GPUs if torch was built for them or
@@ -130,7 +130,7 @@ def expected_devices(device: str, per_node: int, probe: DeviceProbe, vendor: Ven
 
 
 def missing_devices(found: Mapping[str, int], expected: int | None, environment: Mapping[str, str]) -> list[str]:
-    """What is wrong with the counts; empty: nothing. Whoever sees the whole node is believed first.
+    """Return what is wrong with the counts; empty: nothing. Sources that see the whole node are believed first.
 
     The vendor's tool sees every device of the node (or of the job's control group); torch only what the
     launcher lets this task see, so its number counts where nothing hides devices.
@@ -155,7 +155,7 @@ def missing_devices(found: Mapping[str, int], expected: int | None, environment:
 
 
 def unmeasured(found: Mapping[str, int], measured: int, expected: int | None) -> str:
-    """A note if this process could not measure all devices of the node; empty if it could."""
+    """Return a note if this process could not measure all devices of the node; empty if it could."""
     if expected is None or not found.get("torch") or measured >= expected:
         return ""
     return (f"{measured} of {expected} devices were measured: this task sees no more; start the node check with one "

@@ -30,7 +30,7 @@ LOG_PATTERN = "nccl-rank*.log"
 
 
 def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message: int = 0) -> NetworkResult:
-    """Collective over all ranks that were started; rank 0 writes network.json, good.txt and bad.txt, and prints.
+    """Check the network. Collective; rank 0 writes network.json, good.txt and bad.txt, and prints.
 
     Args:
         message: bytes between two ranks (0: by device).
@@ -81,7 +81,7 @@ def _device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, Po
 
 
 def _ask_library(folder: Path, info: ProcessInfo) -> None:
-    """Let NCCL or RCCL write down what it loads, on one rank a node; before its first communicator."""
+    """Let NCCL or RCCL log what it loads, on one rank per node; before its first communicator."""
     if info.local_rank:
         return
     path = folder / f"nccl-rank{info.rank}.log"
@@ -96,7 +96,7 @@ def _ask_library(folder: Path, info: ProcessInfo) -> None:
 
 
 def read_logs(folder: Path, hosts: list[str], node_of: list[int]) -> dict[str, LoadedNetwork]:
-    """Host → what its log says; hosts whose log is missing are left out."""
+    """Return host → what its log shows; hosts whose log is missing are left out."""
     out = {}
     for path in sorted(folder.glob(LOG_PATTERN)):
         digits = path.stem.removeprefix("nccl-rank")
@@ -123,7 +123,7 @@ def judge_library(result: NetworkResult, loaded: Mapping[str, LoadedNetwork], wa
 
 
 def describe_library(loaded: Mapping[str, LoadedNetwork], backend: str, settings: Mapping[str, str]) -> str:
-    """One line for each kind of network that was loaded, with its hosts."""
+    """Return one line for each kind of network that was loaded, with its hosts."""
     if backend != "nccl":
         name = settings.get("GLOO_SOCKET_IFNAME", "")
         return f"library: gloo over {name or 'the interface of the host name'}"
@@ -144,7 +144,7 @@ def describe_library(loaded: Mapping[str, LoadedNetwork], backend: str, settings
 
 
 def write_network(folder: Path, result: NetworkResult, loaded: Mapping[str, LoadedNetwork], backend: str) -> None:
-    """network.json; and the lists, from which the bad nodes move over."""
+    """Write network.json and the lists, from which the bad nodes are removed."""
     content: dict[str, Any] = {
         "format": files.FORMAT, "attempt": attempt_name(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "version": __version__, "torch": torch.__version__, "backend": backend,

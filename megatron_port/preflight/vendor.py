@@ -45,12 +45,12 @@ class VendorDevice:
     """Memory repairs that wait for a reset, or failed."""
 
     def as_json(self) -> dict[str, Any]:
-        """For the node's file."""
+        """Return the device for the node's file."""
         return {k: v for k, v in asdict(self).items() if v not in (None, "", ())}
 
 
 def _number(text: object) -> float | None:
-    """The first number in a field; None for N/A, [Not Supported] and the like."""
+    """Return the first number in a field; None for N/A, [Not Supported] and the like."""
     found = re.search(r"-?\d+(?:\.\d+)?", str(text)) if text is not None else None
     return float(found.group()) if found else None
 
@@ -61,13 +61,13 @@ def _whole(text: object) -> int | None:
 
 
 def nvidia_command(*, extra: bool = True) -> list[str]:
-    """The query whose output :func:`parse_nvidia` reads."""
+    """Return the query whose output :func:`parse_nvidia` reads."""
     fields = NVIDIA_QUERY + (NVIDIA_EXTRA if extra else ())
     return ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
 
 
 def parse_nvidia(text: str) -> list[VendorDevice]:
-    """Lines of ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits``; other lines are passed over."""
+    """Parse lines of ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits``; other lines are skipped."""
     devices = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) < len(NVIDIA_QUERY) or not row[0].strip().isdigit():
@@ -91,7 +91,7 @@ def parse_nvidia(text: str) -> list[VendorDevice]:
 
 
 def _json_part(text: str) -> Any:
-    """The first JSON value in a tool's output, which may begin with warnings; None if there is none."""
+    """Return the first JSON value in a tool's output, which may begin with warnings; None if there is none."""
     for found in re.finditer(r"[{\[]", text):
         try:
             return json.JSONDecoder().raw_decode(text, found.start())[0]
@@ -101,7 +101,7 @@ def _json_part(text: str) -> Any:
 
 
 def parse_rocm(text: str) -> list[VendorDevice]:
-    """``rocm-smi … --json``: an object with ``card0``, ``card1`` … and ``system``. Key names differ by release."""
+    """Parse ``rocm-smi … --json``: an object with ``card0``, ``card1`` … and ``system``; key names vary by release."""
     value = _json_part(text)
     if not isinstance(value, Mapping):
         return []
@@ -123,7 +123,7 @@ def parse_rocm(text: str) -> list[VendorDevice]:
 
 
 def parse_amd_ecc(text: str) -> dict[int, tuple[int | None, int | None]]:
-    """``amd-smi metric --ecc --json`` → device → (uncorrected, corrected)."""
+    """Parse ``amd-smi metric --ecc --json`` into device → (uncorrected, corrected)."""
     value = _json_part(text)
     if isinstance(value, Mapping):
         value = value.get("gpu_data", [])
@@ -131,6 +131,6 @@ def parse_amd_ecc(text: str) -> dict[int, tuple[int | None, int | None]]:
     for entry in value if isinstance(value, list) else ():
         ecc = entry.get("ecc") if isinstance(entry, Mapping) else None
         if isinstance(ecc, Mapping) and isinstance(entry.get("gpu"), int):
-            bad, mended = (_whole(ecc.get(f"total_{kind}_count")) for kind in ("uncorrectable", "correctable"))
-            out[entry["gpu"]] = (bad, mended)
+            bad, corrected = (_whole(ecc.get(f"total_{kind}_count")) for kind in ("uncorrectable", "correctable"))
+            out[entry["gpu"]] = (bad, corrected)
     return out

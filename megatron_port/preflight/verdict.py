@@ -26,7 +26,7 @@ BINDING = ("python", "torch", "megatron_port", "cuda", "rocm")
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeIssue:
     """One thing that is wrong, with the numbers and what to do."""
 
     what: str
@@ -42,19 +42,19 @@ class Finding:
 
 @dataclass
 class NodeVerdict:
-    """What is held against one node."""
+    """Judgement of one node."""
 
     node: str
-    reasons: list[Finding] = field(default_factory=list)
-    notes: list[Finding] = field(default_factory=list)
+    reasons: list[NodeIssue] = field(default_factory=list)
+    notes: list[NodeIssue] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
-        """Nothing but notes."""
+        """Whether the node has nothing but notes."""
         return not self.reasons
 
     def as_json(self) -> dict[str, Any]:
-        """For preflight.json."""
+        """Return the verdict for preflight.json."""
         return {"good": self.good, **asdict(self)}
 
 
@@ -72,13 +72,13 @@ class Medians:
 
 
 def upper_median(values: Iterable[float]) -> float:
-    """0 of nothing."""
+    """Return the upper median; 0 of nothing."""
     found = sorted(values)
     return statistics.median_high(found) if found else 0.0
 
 
 def medians(nodes: Iterable[Mapping[str, Any]]) -> Medians:
-    """Over the contents of the nodes' files."""
+    """Return the medians over the contents of the nodes' files."""
     found = list(nodes)
     gpus = [g for n in found for g in n["gpus"]]
     return Medians(
@@ -93,7 +93,7 @@ def medians(nodes: Iterable[Mapping[str, Any]]) -> Medians:
 
 
 def judge(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightConfig) -> tuple[list[NodeVerdict], Medians]:
-    """A verdict for every node, in the order given.
+    """Return a verdict for every node, in the order given.
 
     Args:
         nodes: name → contents of its file, or why there are none.
@@ -105,7 +105,8 @@ def judge(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightConfig)
     for name, node in nodes.items():
         verdict = NodeVerdict(name)
         if isinstance(node, str):
-            verdict.reasons.append(Finding("answer", node, "look at this node's lines in the job's log, and drain it"))
+            fix = "look at this node's lines in the job's log, and drain it"
+            verdict.reasons.append(NodeIssue("answer", node, fix))
         else:
             verdict.reasons += _device_count(node)
             verdict.reasons += _core(node, limits, middle)
@@ -121,36 +122,36 @@ def judge(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightConfig)
 
 
 def _below(what: str, value: float, absolute: float, middle: float, limits: PreflightConfig, unit: str,
-           fix: str, scale: float = 1.0) -> list[Finding]:
-    """A finding if ``value`` is under the threshold, or under its share of the median."""
+           fix: str, scale: float = 1.0) -> list[NodeIssue]:
+    """Return an issue if ``value`` is under the threshold, or under its share of the median."""
     wanted = max(absolute, limits.share_of_median * middle)
     if value >= wanted:
         return []
     against = "the threshold"
     if wanted > absolute:
         against = f"{limits.share_of_median:.0%} of the median {middle / scale:.4g}"
-    return [Finding(what, f"{value / scale:.4g} {unit}, at least {wanted / scale:.4g} expected ({against})", fix,
+    return [NodeIssue(what, f"{value / scale:.4g} {unit}, at least {wanted / scale:.4g} expected ({against})", fix,
                     value / scale, wanted / scale)]
 
 
-def _device_count(node: Mapping[str, Any]) -> list[Finding]:
+def _device_count(node: Mapping[str, Any]) -> list[NodeIssue]:
     expected, fault = node["expected_devices"], node["vendor"]["fault"]
     counts = ", ".join(f"{source} {n}" for source, n in node["device_counts"].items())
     found = [
-        Finding("devices", f"{problem} (counted: {counts or 'none'})",
+        NodeIssue("devices", f"{problem} (counted: {counts or 'none'})",
                 "drain the node; a lost device needs a reboot or a repair (dmesg says why)", None, expected)
         for problem in node["missing_devices"]
     ]
-    return found + [Finding("devices", fault, "drain the node; the driver does not answer")] * bool(fault)
+    return found + [NodeIssue("devices", fault, "drain the node; the driver does not answer")] * bool(fault)
 
 
-def _core(node: Mapping[str, Any], limits: PreflightConfig, middle: Medians) -> list[Finding]:
+def _core(node: Mapping[str, Any], limits: PreflightConfig, middle: Medians) -> list[NodeIssue]:
     core, few = node["core"], _below(
         "cpus", node["cpus"], 0.0, middle.cpus, limits, "CPUs may be used",
         "look at the affinity and the CPU quota of the job's control group (cpu.max or cpu.cfs_quota_us)")
     absolute = 0.0 if node["gpus"] else limits.matmul_tflops * 1e3
     if core["stopped"] - middle.stopped > HELD:
-        return [*few, Finding(
+        return [*few, NodeIssue(
             "core", f"a CPU quota or a stop signal held the process for {core['stopped']:.0%} of its time (the other "
             f"nodes: {middle.stopped:.0%}), {core['gflops']:.4g} GFLOP/s are left",
             "lift the quota of the job's control group on this node (cpu.max or cpu.cfs_quota_us)",
@@ -169,10 +170,10 @@ def _core(node: Mapping[str, Any], limits: PreflightConfig, middle: Medians) -> 
                         "look for a power cap or a low clock (cpupower frequency-info)")
 
 
-def _gpu(gpu: Mapping[str, Any], limits: PreflightConfig, middle: Medians) -> list[Finding]:
+def _gpu(gpu: Mapping[str, Any], limits: PreflightConfig, middle: Medians) -> list[NodeIssue]:
     what = f"device {gpu['index']}"
     if gpu["fault"]:
-        return [Finding(what, gpu["fault"], "drain the node; reset or replace the device")]
+        return [NodeIssue(what, gpu["fault"], "drain the node; reset or replace the device")]
     return [
         *_below(what, gpu["tflops"], limits.matmul_tflops, middle.gpu_tflops, limits, "TFLOP/s (bf16)",
                 "look at its clock, power cap and temperature below; drain the node if a reset does not help"),
@@ -181,7 +182,7 @@ def _gpu(gpu: Mapping[str, Any], limits: PreflightConfig, middle: Medians) -> li
     ]
 
 
-def _space(node: Mapping[str, Any], limits: PreflightConfig, middle: Medians) -> list[Finding]:
+def _space(node: Mapping[str, Any], limits: PreflightConfig, middle: Medians) -> list[NodeIssue]:
     disk = node["disk"]
     found = _below("memory", node["memory"]["total"], 0.0, middle.memory, limits, "GB on the host",
                    "a memory module is missing: drain the node", 1e9)
@@ -195,23 +196,23 @@ def _vendor_device(device: Mapping[str, Any], verdict: NodeVerdict) -> None:
     what = f"device {device['index']}"
     errors, heat = device.get("ecc_uncorrected") or 0, device.get("temperature_c") or 0.0
     if errors:
-        verdict.reasons.append(Finding(
+        verdict.reasons.append(NodeIssue(
             what, f"{errors} uncorrected memory errors", "reset the device, or drain the node", errors, 0))
     if device.get("needs_reset"):
-        verdict.reasons.append(Finding(what, device["needs_reset"], "reset the device, or drain the node"))
+        verdict.reasons.append(NodeIssue(what, device["needs_reset"], "reset the device, or drain the node"))
     if device.get("throttling"):
         now, most = device.get("clock_mhz"), device.get("max_clock_mhz")
         clock = f" at {now:.0f} of {most:.0f} MHz" if now and most else ""
-        verdict.reasons.append(Finding(what, f"throttled: {', '.join(device['throttling'])}{clock}",
+        verdict.reasons.append(NodeIssue(what, f"throttled: {', '.join(device['throttling'])}{clock}",
                                        "look at cooling and power of the node; drain it"))
     if device.get("ecc_corrected"):
-        verdict.notes.append(Finding(what, f"{device['ecc_corrected']} corrected memory errors", ""))
+        verdict.notes.append(NodeIssue(what, f"{device['ecc_corrected']} corrected memory errors", ""))
     if heat >= HOT_C:
-        verdict.notes.append(Finding(what, f"{heat:.0f} C", "look at the cooling of the node", heat, HOT_C))
+        verdict.notes.append(NodeIssue(what, f"{heat:.0f} C", "look at the cooling of the node", heat, HOT_C))
 
 
 def common_versions(versions: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Of each package the version that more than half of the nodes have; none where there is no such majority."""
+    """Return the version of each package that more than half of the nodes have, where there is such a majority."""
     out = {}
     for name in dict.fromkeys(n for v in versions for n in v):
         (value, count), *_ = Counter(v.get(name, "none") for v in versions).most_common(1)
@@ -227,28 +228,28 @@ def _versions(found: Mapping[str, str], majority: Mapping[str, str], verdict: No
             continue
         fix = "ranks of different versions refuse to start: let all nodes use one environment"
         if name in BINDING:
-            verdict.reasons.append(Finding("versions", f"{name} {own}, most nodes have {value}", fix))
+            verdict.reasons.append(NodeIssue("versions", f"{name} {own}, most nodes have {value}", fix))
         else:
-            verdict.notes.append(Finding("versions", f"{name} {own}, most nodes have {value}", ""))
+            verdict.notes.append(NodeIssue("versions", f"{name} {own}, most nodes have {value}", ""))
 
 
-def _notes(node: Mapping[str, Any], limits: PreflightConfig) -> list[Finding]:
+def _notes(node: Mapping[str, Any], limits: PreflightConfig) -> list[NodeIssue]:
     found = []
     if not node["core"]["conclusive"]:
-        found.append(Finding(
+        found.append(NodeIssue(
             "core", f"other processes kept all CPUs busy for {node['core']['seconds']:.0f} s, so that its "
             f"{node['core']['gflops']:.4g} GFLOP/s were not judged",
             "look for left-over processes (ps -eo pcpu,user,args --sort=-pcpu)"))
     if node["unmeasured"]:
-        found.append(Finding("devices", node["unmeasured"], ""))
+        found.append(NodeIssue("devices", node["unmeasured"], ""))
     shm = node["shm"]
     if shm and shm["free"] < SMALL_SHM:
-        found.append(Finding("/dev/shm", f"{shm['free'] / 1e6:.0f} MB free", "NCCL and RCCL want more; in a container: "
-                             "--shm-size=8g or --ipc=host"))
+        found.append(NodeIssue("/dev/shm", f"{shm['free'] / 1e6:.0f} MB free",
+                               "NCCL and RCCL want more; in a container: --shm-size=8g or --ipc=host"))
     missing, different = node["environment"]["missing"], node["environment"]["different"]
-    found += [Finding("environment", f"{name} is not set, the run asks for {name}={value}",
+    found += [NodeIssue("environment", f"{name} is not set, the run asks for {name}={value}",
                       f"export {name}='{value}' ahead of srun, and let srun pass it on (--export=ALL)")
               for name, value in missing.items()]
-    found += [Finding("environment", f"{name} is '{own}', the run asks for '{value}'", "")
+    found += [NodeIssue("environment", f"{name} is '{own}', the run asks for '{value}'", "")
               for name, (value, own) in different.items()]
     return found

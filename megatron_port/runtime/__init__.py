@@ -1,1 +1,1 @@
-"""Who this process is and how it talks to its peers: the only room that reads environment variables."""
+"""Who this process is and how it talks to its peers: the only package that reads environment variables."""

@@ -7,7 +7,7 @@ imports its Muon optimizer, whatever the optimizer, and a decorator there import
 inductor: seconds on every rank, and thousands of files from a shared disk. It is
 imported here instead, not compiled. Likewise torch's optimizers import dynamo when
 they are first used, to keep it out of four of their methods: 1.5 to 2 s, 60 MB and
-900 files a rank, for a compiler that an engine of ours never calls.
+900 files per rank, for a compiler that an engine of ours never calls.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def _single(env: Mapping[str, str], hostname: str) -> ProcessInfo:
 
 
 def _started_by(env: Mapping[str, str], hostname: str, addr: str | None) -> ProcessInfo:
-    """What the environment says, before flags; every claim that is not used is among the conflicts."""
+    """Return what the environment says, before flags; every claim that is not used is among the conflicts."""
     if env.get("TORCHELASTIC_RUN_ID"):
         return _beside_torchrun(_torchrun(env, hostname), env)
     if slurm.in_step(env):
@@ -356,7 +356,7 @@ def _check(info: ProcessInfo, env: Mapping[str, str], resolve: Resolver) -> None
     # A host may map its own name to 127.0.1.1 (Debian does); from elsewhere the name must lead somewhere.
     if all(is_loopback(a) for a in addresses) and not slurm.same_host(master, info.hostname):
         raise EnvironmentFault(f"master {master} ({source}) resolves to {', '.join(addresses)} on {info.hostname}: "
-                               f"loopback, and the run has {info.num_nodes} nodes; mend /etc/hosts{example}")
+                               f"loopback, and the run has {info.num_nodes} nodes; fix /etc/hosts{example}")
 
 
 def discover(

@@ -94,4 +94,4 @@ def differences(
         else:
             advice.append("start all ranks with the same run file and the same --set")
     more = f"; and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
-    return f"the ranks differ: {'; '.join(parts[:SHOWN])}{more}. To mend: {', '.join(dict.fromkeys(advice))}"
+    return f"the ranks differ: {'; '.join(parts[:SHOWN])}{more}. To fix: {', '.join(dict.fromkeys(advice))}"

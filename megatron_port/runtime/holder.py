@@ -72,7 +72,7 @@ class Holder:
         return Holder(**taken) if "epoch" in taken else None
 
     def describe(self) -> str:
-        """``attempt 12.0 (SLURM job 12) on node7, process 4242, since 2026-01-31 12:00:00``."""
+        """Return ``attempt 12.0 (SLURM job 12) on node7, process 4242, since 2026-01-31 12:00:00``."""
         job = ""
         if self.job:
             task = f", task {self.array_task} of array {self.array_job}" if self.array_job else ""
@@ -97,7 +97,7 @@ def this_process(env: Mapping[str, str] | None = None) -> Holder:
 
 
 class Life(Enum):
-    """What is known of a holder."""
+    """State of a holder, as far as it is known."""
 
     ENDED = "ended"
     RUNS = "runs"
@@ -118,7 +118,7 @@ def same_machine(holder: Holder, mine: Holder) -> bool:
 
 
 def look(holder: Holder, mine: Holder) -> Judgement:
-    """What can be told at once: by the holder's own word, its process, its job. Asks SLURM at most once or twice."""
+    """Judge a holder at once: by its own word, its process, its job. Asks SLURM at most once or twice."""
     if holder.released:
         return Judgement(Life.ENDED, "it has ended")
     if same_machine(holder, mine) and holder.born:

@@ -115,7 +115,7 @@ def one_task_at_a_time(array_job: str, task: str) -> bool:
 
 
 def nodes_down(node_list: str) -> list[str]:
-    """``n3 (down*: Not responding)`` of those nodes that cannot run jobs now; empty when SLURM does not say."""
+    """Return ``n3 (down*: Not responding)`` of those nodes that cannot run jobs now; empty when SLURM does not say."""
     if not node_list:
         return []
     code, text = run_tool(["sinfo", "--noheader", "--Node", "--nodes", node_list, "--format", "%N|%T|%E"])
@@ -153,7 +153,7 @@ def ask_record(job_id: str) -> dict[str, str]:
 
 
 def fate_of(job: Job, asked: Sequence[str], record: Mapping[str, str]) -> Fate:
-    """What becomes of the job around a script that has come to its end.
+    """Return what becomes of the job around a script that has come to its end.
 
     SLURM shows a cancelled job, one at its limit and one that lost a node alike: COMPLETING, after a SIGTERM. The count
     of restarts and the time tell them apart; what is left was cancelled. (EndTime says nothing: a cancelled job's is
@@ -174,7 +174,7 @@ def fate_of(job: Job, asked: Sequence[str], record: Mapping[str, str]) -> Fate:
 
 
 def clock_seconds(text: str) -> int | None:
-    """``1-02:03:04`` or ``02:03:04`` as scontrol prints it; None for anything else (UNLIMITED)."""
+    """Return ``1-02:03:04`` or ``02:03:04`` as scontrol prints it; None for anything else (UNLIMITED)."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if len(parts) != 3 or not all(p.isdigit() for p in parts) or (dash and not days.isdigit()):

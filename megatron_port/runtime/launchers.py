@@ -84,7 +84,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Claim:
-    """What one launcher's variables say of this process."""
+    """Claim of one launcher's variables about this process."""
 
     launcher: Launcher
     rank: int
@@ -99,7 +99,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAssignment:
     """A claim with everything that a rank needs; ``address`` is empty where nothing names rank 0's host."""
 
     rank: int
@@ -126,7 +126,7 @@ def _number(env: Mapping[str, str], names: Sequence[str], sources: dict[str, str
 
 
 def claims(env: Mapping[str, str]) -> list[Claim]:
-    """What every launcher but torchrun and SLURM says, in order of precedence.
+    """Return what every launcher but torchrun and SLURM says, in order of precedence.
 
     Raises:
         LauncherFault: a variable is not a number, or ``WORLD_SIZE`` is above one and nobody says which rank this is.
@@ -173,7 +173,7 @@ def conflicts(chosen: str, rank: int, size: int, found: Sequence[Claim]) -> list
     ]
 
 
-def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bool) -> Place:
+def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bool) -> RankAssignment:
     """The rest of what a claim's rank needs.
 
     Args:
@@ -220,11 +220,11 @@ def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bo
     if not address and nodes == 1:
         address, sources["master_addr"] = "127.0.0.1", "one node"
     port = _port(claim, env, sources)
-    return Place(claim.rank, claim.size, local_rank, local_size, node_rank, nodes, address, port, sources)
+    return RankAssignment(claim.rank, claim.size, local_rank, local_size, node_rank, nodes, address, port, sources)
 
 
 def _port(claim: Claim, env: Mapping[str, str], sources: dict[str, str]) -> int:
-    """``MASTER_PORT``; else a number that the job's name gives; else torch's default."""
+    """Return ``MASTER_PORT``; else a number that the job's name gives; else torch's default."""
     given = _number(env, ("MASTER_PORT",), sources, "master_port")
     if given is not None:
         return given

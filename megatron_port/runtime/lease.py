@@ -47,7 +47,7 @@ class LeaseLost(ConfigError):
 
 
 class Fence:
-    """What everything that writes into a run folder asks first. This one allows all: no lease, or not rank 0.
+    """Check made before anything is written into a run folder. This one allows all: no lease, or not rank 0.
 
     Attributes:
         epoch: of the attempt; 0: none.
@@ -76,12 +76,12 @@ def newest_epoch(run_folder: Path) -> int:
 
 
 def lease_file(run_folder: Path, epoch: int) -> Path:
-    """``lease/epoch-00000007.json``."""
+    """Return ``lease/epoch-00000007.json``."""
     return run_folder / FOLDER / f"epoch-{epoch:08d}.json"
 
 
 def read_holder(run_folder: Path, epoch: int) -> tuple[Holder, object]:
-    """Who an epoch's file names, and a mark that changes whenever it is written. A torn file names nobody."""
+    """Return the holder in an epoch's file, and a mark that changes when it is written. A torn file names nobody."""
     path = lease_file(run_folder, epoch)
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:

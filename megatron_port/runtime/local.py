@@ -49,7 +49,7 @@ def run_local(
 ) -> int:
     """Fork ``nproc`` ranks and call ``rank_main(info)`` in each.
 
-    In a child this returns what ``rank_main`` returns, and the child goes on
+    In a child this returns what ``rank_main`` returns, and the child continues
     as the process it is: the caller's error handling serves it too. In the
     parent it returns the exit code of the first rank that failed, or 0.
     Signals sent to the parent reach every rank.

@@ -61,7 +61,7 @@ SIGNS = (
 
 
 def explain_peer_failure(error: BaseException, info: ProcessInfo | None = None) -> PeerLost | None:
-    """What an error says of a lost or silent peer, in one line; None: it is about something else.
+    """Return what an error says of a lost or silent peer, in one line; None: it is about something else.
 
     Looks at the error and at those it was raised from. An error of ours (PortError) is never one, save a PeerLost.
 

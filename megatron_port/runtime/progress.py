@@ -17,7 +17,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 TRANSFER, REDUCE = "transfer", "reduce"
 """Waits for other ranks: neighbouring stages, collectives."""
 COMMUNICATOR = "communicator"
-"""First word of START's operation while the groups' communicators are made: no rank goes on before all have."""
+"""First word of START's operation while the groups' communicators are made: no rank continues before all have."""
 IDLE = "idle"
 PHASES = (DATA, FORWARD, BACKWARD, TRANSFER, REDUCE, OPTIMIZER)
 """Phases of a step whose seconds are summed."""
@@ -106,11 +106,11 @@ class ProgressTracker:
         self.steps_done += 1
 
     def enter(self, scope: str, operation: str = "") -> Span:
-        """``with progress.enter("save"): …``: another scope for a while. Spans inside keep their own phases."""
+        """Enter another scope for a while: ``with progress.enter("save"): …``. Spans inside keep their own phases."""
         return Span(self, scope, operation)
 
     def doing(self) -> str:
-        """``backward, micro-batch 3``: phase and last operation."""
+        """Return ``backward, micro-batch 3``: phase and last operation."""
         return describe(self.phase, self.operation, self.number)
 
 
@@ -136,6 +136,6 @@ class Span:
 
 
 def describe(phase: str, operation: str, number: int) -> str:
-    """``transfer, activation of micro-batch 3``."""
+    """Return ``transfer, activation of micro-batch 3``."""
     what = f"{operation} {number}" if operation and number >= 0 else operation
     return f"{phase}, {what}" if what and what != phase else phase

@@ -13,7 +13,7 @@ SHORTEST = 8
 
 
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """``text`` for a file or a terminal that others may read.
+    """Return ``text`` for a file or a terminal that others may read.
 
     Hidden are passwords in URLs, keys of well-known forms, what is assigned to names like ``api_key``, and the values
     of all environment variables whose names look like a secret's, wherever they stand.

@@ -4,7 +4,7 @@ What is wrong is found here, within a deadline, and said once: a master that doe
 two processes of one rank, ranks that are missing (with their hosts), ranks that run other versions or another
 configuration. Rank 0 writes the verdict into the store, all ranks raise it, and the is_rank_zero prints it.
 
-Cost: one connection, and five store operations a rank: an ``add`` and a ``compare_set`` of about 60 bytes, an
+Cost: one connection, and five store operations per rank: an ``add`` and a ``compare_set`` of about 60 bytes, an
 ``add``, a ``wait`` (on rank 0 a few checks), a ``check``. The first rank of each distinct fingerprint leaves 5 KB more.
 Nothing grows with the world, except that rank 0 reads all names once something is wrong. From the last connection
 to everyone's release, with all clients (threads) and the server on the same two cores: 1.5 s for 1,024 ranks,
@@ -118,8 +118,8 @@ def _raise_alarm(store: Store) -> None:
 
 
 def _verdict(info: ProcessInfo, store: Store, timeout_s: float, number: int | None) -> EnvironmentFault:
-    """What all ranks raise. Rank 0 writes it; if it is not there (torchrun serves the store), the first to ask does,
-    and prints it. ``number``: what ``_report`` returned.
+    """Return the error that all ranks raise. Rank 0 writes it; if it is absent (torchrun serves the store), the first
+    rank to ask writes and prints it. ``number``: what ``_report`` returned.
     """
     wrote = False
     if not store.check(["verdict"]):
@@ -165,7 +165,7 @@ def _prints(store: Store) -> dict[str, Fingerprint]:
 
 
 def _names(store: Store, world: int) -> tuple[dict[int, str], dict[str, list[int]]]:
-    """(rank → host, digest → ranks) of those that have reported. Two operations a rank: only when something is wrong.
+    """(rank → host, digest → ranks) of those that have reported. Two operations per rank: only when something is wrong.
 
     ``world``: the largest that any rank was told of.
     """
@@ -180,7 +180,7 @@ def _names(store: Store, world: int) -> tuple[dict[int, str], dict[str, list[int
 
 
 def _missing(info: ProcessInfo, store: Store, timeout_s: float) -> str:
-    """Which ranks have not reported, and where they should be."""
+    """Return which ranks have not reported, and where they should be."""
     hosts, _ = _names(store, info.world_size)
     missing = [r for r in range(info.world_size) if r not in hosts]
     store.set("closed", str(len(hosts)))
@@ -193,7 +193,7 @@ def _missing(info: ProcessInfo, store: Store, timeout_s: float) -> str:
 
 
 def places(info: ProcessInfo, ranks: list[int], known: dict[int, str]) -> str:
-    """``all of n2, n3 (ranks 8-23); ranks 25-26 (n4)``: whole nodes by name, the rest by rank.
+    """Return ``all of n2, n3 (ranks 8-23); ranks 25-26 (n4)``: whole nodes by name, the rest by rank.
 
     Args:
         ranks: sorted.
@@ -230,7 +230,7 @@ def _some_hosts(info: ProcessInfo, ranks: list[int], known: dict[int, str], show
 
 
 def ranges(ranks: list[int]) -> str:
-    """``ranks 1, 4-7`` of sorted numbers, cut after some."""
+    """Return ``ranks 1, 4-7`` of sorted numbers, cut after some."""
     pieces: list[list[int]] = []
     for rank in ranks:
         if pieces and rank == pieces[-1][1] + 1:

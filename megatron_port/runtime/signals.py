@@ -27,7 +27,7 @@ EXIT_CODES = (EXIT_OK, EXIT_REQUEUE, EXIT_OK, EXIT_INTERRUPTED)
 
 
 def name_of(level: int) -> str:
-    """``SIGUSR1`` of 1; empty of 0."""
+    """Return the name of a level's signal: ``SIGUSR1`` for 1; empty for 0."""
     return next((number.name for number, own in LEVELS.items() if own == level), "")
 
 
@@ -44,7 +44,7 @@ class StopRequest:
 
     @property
     def signal_name(self) -> str | None:
-        """Of the signal with the highest level."""
+        """Name of the signal with the highest level; None: no signal came."""
         return name_of(self._level) or None
 
     @property
@@ -67,7 +67,7 @@ class StopRequest:
             raise ValueError("signal handlers can be installed in the main thread only")
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what hold() kept arrives now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what block_signals() kept arrives now
         return self
 
     def restore(self) -> None:
@@ -83,7 +83,7 @@ class StopRequest:
         self.restore()
 
 
-def hold() -> None:
+def block_signals() -> None:
     """Keep a scheduler's signals (not Ctrl-C) until a :class:`StopRequest` is installed, so that one that comes while
     a run starts up makes it save and stop instead of killing it.
     """

@@ -28,7 +28,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """``frontier[00001-00003,00010],login1`` → every host, in order. Several brackets in a name multiply.
+    """Expand ``frontier[00001-00003,00010],login1`` into every host, in order. Several brackets in a name multiply.
 
     Raises:
         EnvironmentFault: the text is not a SLURM node list.
@@ -78,7 +78,7 @@ def compress_hosts(hosts: Sequence[str]) -> str:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """``8(x3),4`` → [8, 8, 8, 4], the tasks on each node.
+    """Expand ``8(x3),4`` into [8, 8, 8, 4], the tasks on each node.
 
     Raises:
         EnvironmentFault: the text is of another form.

@@ -30,7 +30,7 @@ def own_addresses() -> list[str]:
 
 
 def holder_of_port(port: int, proc: Path = Path("/proc")) -> str:
-    """Who listens on a TCP port: ``process 41 (python train.py)``, ``a process of user ann``; empty: unknown."""
+    """Return who listens on a TCP port: ``process 41 (python train.py)``, ``a process of user ann``; empty: unknown."""
     owners: dict[str, str] = {}
     for table in ("tcp", "tcp6"):
         try:

@@ -15,7 +15,7 @@ VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 def variables(
     names: Sequence[str] = (), prefixes: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Those variables that are set and are named, or begin with one of ``prefixes``."""
+    """Return the variables that are set and are named, or begin with one of ``prefixes``."""
     env = os.environ if env is None else env
     return {k: v for k, v in sorted(env.items()) if k in names or k.startswith(tuple(prefixes) or ("\0",))}
 

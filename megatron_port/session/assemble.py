@@ -25,12 +25,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def kv_copies(config: RunConfig) -> int:
-    """Tensor-parallel ranks that hold the same key/value heads."""
+    """Return how many tensor-parallel ranks hold the same key/value heads."""
     return config.model.kv_heads_held(config.layout.tensor_parallel_size) // config.model.kv_heads
 
 
 def topology_of(config: RunConfig) -> Topology:
-    """The grid of a resolved run."""
+    """Return the rank grid of a resolved run."""
     layout = config.layout
     return Topology(
         tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size,
@@ -40,14 +40,14 @@ def topology_of(config: RunConfig) -> Topology:
 
 
 def layers_by_chunk(config: RunConfig, topology: Topology) -> tuple[int, ...]:
-    """Transformer layers of each virtual stage: the configured split, or the balanced one."""
+    """Return the transformer layers of each virtual stage: the configured split, or the balanced one."""
     return config.layout.pipeline_split or balanced_layers(unit_costs(config.model), topology.virtual_stages)
 
 
 def build_model(
     config: RunConfig, ctx: ParallelContext, providers: Providers, stream: DropoutStream
 ) -> list[GPTStage]:
-    """This rank's chunks of the model; their parameters are allocated, not yet initialised."""
+    """Return this rank's chunks of the model; their parameters are allocated, not yet initialised."""
     build = BuildContext(
         model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
         dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(config.training.loss),
@@ -59,7 +59,7 @@ def build_engine(
     config: RunConfig, ctx: ParallelContext, providers: Providers, *, initialise: bool = True,
     progress: ProgressTracker | None = None,
 ) -> Engine:
-    """Model and engine of a run, with initial weights unless a checkpoint will be loaded over them.
+    """Build the model and engine of a run, with initial weights unless a checkpoint will be loaded over them.
 
     The two engines agree on the start as well: masters are the float32 initial
     values, the weights their rounding.

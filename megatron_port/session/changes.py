@@ -22,7 +22,7 @@ _NEUTRAL = {("batch", "micro_batch_size"), ("model", "name")}
 
 
 def check_batch(manifest: Manifest, config: RunConfig, dp: int, where: str) -> None:
-    """The batch schedule must have consumed, at the checkpoint's step, what the checkpoint's run consumed.
+    """Check that the batch schedule has consumed, at the checkpoint's step, what the checkpoint's run consumed.
 
     Args:
         dp: data-parallel replicas of this run.
@@ -52,7 +52,7 @@ def check_batch(manifest: Manifest, config: RunConfig, dp: int, where: str) -> N
 
 
 def _growing(state: SavedState, config: RunConfig, saved: Mapping[str, Any], dp: int) -> str:
-    """The ramp-up by which a constant batch goes on as a larger one from this very step, where there is one."""
+    """Return the ramp-up by which a constant batch grows into a larger one from this very step, if there is one."""
     old, new = saved.get("global_batch_size"), config.batch.global_batch_size
     constant = not saved.get("rampup_start") or saved.get("rampup_start") == old
     if not (type(old) is int and constant and 0 < old < new and state.samples == old * state.step):
@@ -98,7 +98,7 @@ def check_rule(manifest: Manifest, config: RunConfig, where: str) -> None:
 
 
 def changed_settings(manifest: Manifest, config: RunConfig) -> list[str]:
-    """``model.hidden_dropout 0.1 -> 0.0`` for each setting that determines training and has changed."""
+    """Return ``model.hidden_dropout 0.1 -> 0.0`` for each setting that determines training and has changed."""
     saved = manifest.state.config if isinstance(manifest.state.config, dict) else {}
     out = [
         f"{section}.{key} {old!r} -> {new!r}"
@@ -120,7 +120,7 @@ def _changed(section: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) ->
 
 
 def _base_names(prefixes: Any) -> list[str]:
-    """A copy of a corpus on a faster disk is the same corpus; ``session.data_fingerprint`` compares contents."""
+    """Return base names: a copy of a corpus on a faster disk is the same corpus (contents are compared elsewhere)."""
     return [str(p).rstrip("/").rpartition("/")[2] for p in prefixes] if isinstance(prefixes, list) else []
 
 
@@ -144,7 +144,7 @@ def learning_rate_change(manifest: Manifest, config: RunConfig) -> str:
 
 
 def _rate_of(state: SavedState) -> float | None:
-    """By the configuration in a checkpoint that does not hold the rate itself."""
+    """Return the learning rate by the configuration of a checkpoint that does not hold the rate itself."""
     saved, known = _section(state, "optimizer"), {f.name for f in fields(OptimizerConfig)}
     training = _section(state, "training")
     try:
@@ -155,7 +155,7 @@ def _rate_of(state: SavedState) -> float | None:
 
 
 def changes_since(manifest: Manifest, config: RunConfig, tokenizer: str | None, name: str) -> list[str]:
-    """What of this run determines training and was otherwise when the checkpoint ``name`` was saved; a line each."""
+    """Return a line for each thing that determines training and has changed since the checkpoint ``name``."""
     state = manifest.state
     out = []
     different = changed_settings(manifest, config) if state.config_hash else []

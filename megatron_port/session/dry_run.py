@@ -29,7 +29,7 @@ from megatron_port.session.assemble import build_model, layers_by_chunk, topolog
 
 @dataclass(frozen=True)
 class StageSummary:
-    """What one stage holds; the largest over its tp ranks."""
+    """Sizes of one stage, the largest over its tp ranks."""
 
     stage: int
     layers: int
@@ -40,7 +40,7 @@ class StageSummary:
 
 
 def static_bytes(parameters: int, config: RunConfig, dp: int) -> int:
-    """Bytes of weights, accumulated gradients, fp32 masters and two moments on a rank.
+    """Return the bytes of weights, accumulated gradients, fp32 masters and two moments on a rank.
 
     ZeRO-1 splits masters and moments over ``dp``; gradients are accumulated in fp32 in full.
     """
@@ -63,7 +63,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     Raises ConfigError naming the first parameter that is not covered (our bug, found before the job is submitted).
     """
     split = layers_by_chunk(config, topology)
-    config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once a rank
+    config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once per rank
     covered: dict[str, int] = {}
     out = []
     for stage in range(topology.pp):
@@ -95,7 +95,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
 
 
 def every(ranks: tuple[int, ...]) -> str:
-    """``0-7`` or ``0-40 by 8``; groups of a topology are evenly spaced."""
+    """Return ranks as ``0-7`` or ``0-40 by 8``; groups of a topology are evenly spaced."""
     if len(ranks) == 1:
         return str(ranks[0])
     step = ranks[1] - ranks[0]
@@ -103,7 +103,7 @@ def every(ranks: tuple[int, ...]) -> str:
 
 
 def group_lines(topology: Topology, gpus_per_node: int) -> list[str]:
-    """How many groups of what size each axis has, the first of them, and over how many nodes it goes."""
+    """Return a line per axis: how many groups of what size, the first of them, and how many nodes it spans."""
     lines = []
     for axis, what in (("tp", "share each layer"), ("dp", "replicas of a slice"), ("pp", "stages")):
         first = topology.mesh.members(0, topology.mesh.factors(axis))
@@ -123,7 +123,7 @@ def group_lines(topology: Topology, gpus_per_node: int) -> list[str]:
 
 
 def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: bool = False) -> str:
-    """Check a run for ``world_size`` ranks (None: what its layout says) and describe it.
+    """Check a run for ``world_size`` ranks (None: those of its layout) and return its description.
 
     ``all_stages``: a line for each, also where many are alike.
 
@@ -171,7 +171,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
 
 
 def memory_lines(config: RunConfig, stages: list[StageSummary], world_size: int) -> list[str]:
-    """What the planner says of the fullest rank, and a warning where ``launch.memory_check`` lets it pass.
+    """Return the planner's lines on the fullest rank, with a warning where ``launch.memory_check`` lets it pass.
 
     Raises ConfigError where the run cannot fit; without a [hardware] section only what is held from the start counts.
     """

@@ -1,7 +1,7 @@
 """Which run a folder is of. ``run.json`` holds its id; every checkpoint, event and lease of the run carries it.
 
 A run begins where training begins: at step 0, or at a checkpoint of another run that ``checkpoint.resume = PATH``
-names. It goes on through every resume from its own checkpoints, whatever the layout, the number of ranks and the
+names. It is kept through every resume from its own checkpoints, whatever the layout, the number of ranks and the
 settings.
 All functions here are for rank 0, with the folder's lease held.
 """
@@ -32,12 +32,12 @@ RECORDS = ("metrics.jsonl", "events.jsonl", "ranks.jsonl", "outcome.json", "envi
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """``run.json``."""
+    """Contents of ``run.json``."""
 
     id: str
     name: str = ""
     config_hash: str = ""
-    """Of the latest attempt that trained."""
+    """Configuration hash of the latest attempt that trained."""
     begun: float = 0.0
     """Seconds since 1970; for people."""
     origin: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class Identity:
 
 
 def read_identity(run_folder: Path) -> Identity | None:
-    """None: no run has begun there, or its file cannot be read."""
+    """Return the identity of a folder's run; None: no run has begun there, or its file cannot be read."""
     try:
         values = json.loads((run_folder / IDENTITY).read_text(encoding="utf-8"))
         made = Identity(**{k: v for k, v in values.items() if k in Identity.__dataclass_fields__})
@@ -57,7 +57,7 @@ def read_identity(run_folder: Path) -> Identity | None:
 def own_checkpoints(
     run_folder: Path, config: RunConfig, found: list[tuple[Path, Manifest]], note: Any
 ) -> list[tuple[Path, Manifest]]:
-    """Those of ``found`` (newest first) that this folder's run may resume from under ``checkpoint.resume = "auto"``.
+    """Return those of ``found`` (newest first) that this run may resume from under ``checkpoint.resume = "auto"``.
 
     Checkpoints of versions without run ids count as its own. A folder without a ``run.json`` takes over the run of its
     newest checkpoint if that was saved under the same name.
@@ -99,7 +99,7 @@ def _name_in(manifest: Manifest) -> str:
 def settle(
     run_folder: Path, config: RunConfig, begun_at: Manifest | None, fence: Fence, *, path: Path | None = None
 ) -> Identity:
-    """Decide which run this attempt is of, write ``run.json``, and hand the id to the fence.
+    """Decide which run this attempt belongs to, write ``run.json``, and hand the id to the fence.
 
     Records of a run that was in the folder before are moved to ``previous/ID``.
 
@@ -125,7 +125,7 @@ def settle(
 
 
 def _decide(known: Identity | None, config: RunConfig, begun_at: Manifest | None, *, inside: bool) -> Identity:
-    """``inside``: the checkpoint lies in the run's own folder."""
+    """Decide which run this attempt belongs to. ``inside``: the checkpoint lies in the run's own folder."""
     digest, resume = config_hash(config), config.checkpoint.resume
     new = Identity(id=secrets.token_hex(8), name=config.name, config_hash=digest, begun=time.time())
     again = replace(known, name=config.name, config_hash=digest) if known is not None else None

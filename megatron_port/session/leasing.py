@@ -19,7 +19,7 @@ from megatron_port.session.session import Session
 
 @contextmanager
 def leased_session(session: Session) -> Iterator[Session]:
-    """The session with the run's folder held for it while the body runs. Collective.
+    """Yield the session while this attempt holds the lease of the run's folder. Collective.
 
     Temporaries of attempts before this one are removed, so that none of them can be committed any more.
 

@@ -16,12 +16,12 @@ _PROBE = 1 << 16
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Bytes of one checkpoint, but for headers and the manifest: a master weight and two moments per parameter."""
+    """Return the bytes of one checkpoint without headers and manifest: a master and two moments per parameter."""
     return 3 * (8 if config.precision.dtype == "fp64" else 4) * parameter_count(config.model)
 
 
 def check_output(config: RunConfig) -> None:
-    """Write a file into the run's folder and remove it; rank 0 calls this before it meets the others.
+    """Check the run's folder by writing and removing a file; rank 0 calls this before it meets the others.
 
     A folder that refuses would be found hours later, by the first save.
 

@@ -33,7 +33,7 @@ MESSAGE_CHARACTERS = 500
 
 
 def commit() -> str:
-    """The commit of the checkout that this package is run from, ``+`` behind it if files differ; empty: no checkout."""
+    """Return the commit of this package's checkout, with ``+`` if files differ; empty: no checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
@@ -47,7 +47,7 @@ def commit() -> str:
 
 
 def environment(session: Session) -> dict[str, Any]:
-    """Versions, device, ranks and providers, of JSON's types; what is not known has no entry."""
+    """Return versions, device, ranks and providers, as JSON types; what is not known has no entry."""
     versions: dict[str, str] = {"python": platform.python_version(), "megatron_port": __version__}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -79,7 +79,7 @@ def record_start(session: Session, step: int) -> None:
 
 
 def record_event(session: Session, event: str, step: int, **more: object) -> None:
-    """A line in ``events.jsonl``, by rank 0, with the run's id; nothing once the folder is another attempt's."""
+    """Append a line with the run's id to ``events.jsonl`` on rank 0; nothing once another attempt holds the folder."""
     if not session.is_rank_zero:
         return
     fence = session.fence
@@ -90,7 +90,7 @@ def record_event(session: Session, event: str, step: int, **more: object) -> Non
 
 
 def record_failure_event(session: Session, error: BaseException) -> None:
-    """The ``failed`` event: what ended this attempt, as rank 0 saw it.
+    """Append the ``failed`` event: what ended this attempt, as rank 0 saw it.
 
     One that failed before it was known to be of the folder's run says which settings it had; a report shows it only
     if the run has the same.

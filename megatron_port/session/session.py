@@ -52,17 +52,17 @@ class Session:
 
     @property
     def cpu_group(self) -> dist.ProcessGroup | None:
-        """All ranks, for CPU tensors (gloo beside NCCL); None for a single process without a group."""
+        """Group of all ranks for CPU tensors (gloo beside NCCL); None for a single process without a group."""
         return dist.group.WORLD if dist.is_initialized() else None
 
     @property
     def is_rank_zero(self) -> bool:
-        """This rank reports."""
+        """Whether this rank reports."""
         return self.info.rank == 0
 
 
 def _refuse(config: RunConfig, device: DeviceInfo) -> None:
-    """Combinations of engine, precision and device that cannot work; raised before any process meets another."""
+    """Refuse combinations of engine, precision and device that cannot work, before any process meets another."""
     if config.precision.dtype == "fp16" and device.kind == "cpu" and config.engine == "deepspeed":
         raise EnvironmentFault(
             'precision.dtype "fp16" with engine "deepspeed" needs a GPU (DeepSpeed refuses fp16 on a CPU); '
@@ -71,7 +71,7 @@ def _refuse(config: RunConfig, device: DeviceInfo) -> None:
 
 
 def _fit_world(config: RunConfig, info: ProcessInfo) -> tuple[RunConfig, str]:
-    """The run with a layout for the ranks that came, and what to say of it, where ``layout.elastic`` allows that.
+    """Return the run with a layout for the ranks that came, where ``layout.elastic`` allows that, and a message on it.
 
     Raises:
         EnvironmentFault: no legal layout has this many ranks. Raised by every rank alike before they meet.
@@ -86,7 +86,7 @@ def _fit_world(config: RunConfig, info: ProcessInfo) -> tuple[RunConfig, str]:
 
 
 def _check_world(config: RunConfig, info: ProcessInfo) -> None:
-    """The configuration, alone and with the number of processes that were started.
+    """Check the configuration, alone and with the number of processes that were started.
 
     Raises:
         ConfigError: it is wrong whatever is started (exit 2).
@@ -181,7 +181,7 @@ def open_session(
 
 
 def _choose_device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
-    """This rank's device, or what is wrong with it, to be told to all."""
+    """Return this rank's device, or what is wrong with it, for all ranks to know."""
     try:
         device = choose_device(
             config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
@@ -196,7 +196,7 @@ def _choose_device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | N
 def _assemble(
     config: RunConfig, info: ProcessInfo, device: DeviceInfo, backend: str, logger: Logger, progress: ProgressTracker
 ) -> Session:
-    """Groups and providers, on ranks that have met."""
+    """Make groups and choose providers, on ranks that have met."""
     topology = topology_of(config)
     progress.at(START, COMMUNICATOR)
     ctx = ParallelContext.create(

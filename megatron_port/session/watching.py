@@ -19,7 +19,7 @@ from megatron_port.watch.client import watched
 def watch_ranks(
     config: RunConfig, info: ProcessInfo, progress: ProgressTracker, store: Store
 ) -> AbstractContextManager[None]:
-    """Heartbeats of this rank while the body runs, as ``[watch]`` says; see ``watch.client.watched``.
+    """Send heartbeats of this rank while the body runs, as ``[watch]`` configures; see ``watch.client.watched``.
 
     An ``around`` of ``session.session.open_session``: no group exists yet, so a rank that hangs while they are made is
     seen.

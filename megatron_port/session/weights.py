@@ -29,7 +29,7 @@ FREE = ("name", "hidden_dropout", "attention_dropout", "init_std")
 
 @dataclass(frozen=True)
 class Weights:
-    """An open source."""
+    """Open source of weights."""
 
     path: Path
     """The checkpoint or folder that is read."""
@@ -46,7 +46,7 @@ class Weights:
     """The tokenizer that a checkpoint of ours records."""
 
     def tokenizer(self, asked: str = "auto") -> Tokenizer:
-        """The one that ``data.tokenizer`` asks for, or the one that these weights were trained with.
+        """Return the tokenizer that ``data.tokenizer`` names, or the one that these weights were trained with.
 
         A file is the one with the hash that the checkpoint records. Raises CheckpointError: not known; DataError: not
         to be had, or exchanged.
@@ -65,13 +65,13 @@ class Weights:
         return get_tokenizer(name)
 
     def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """What ends a text: the tokenizer's end, and what the folder's generation settings name."""
+        """Return the ids that end a text: the tokenizer's, and those of the folder's generation settings."""
         named = end_ids(self.tokenizer_folder) if self.tokenizer_folder else ()
         return tuple(dict.fromkeys((*named, *((tokenizer.eod_id,) if tokenizer.eod_id >= 0 else ()))))
 
 
 def open_weights(path: Path | str) -> Weights:
-    """Look what is at ``path`` and open it.
+    """Detect what is at ``path`` and open it.
 
     Raises:
         CheckpointError: nothing with weights is there, or it is damaged.
@@ -109,7 +109,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
 
 
 def model_differences(theirs: ModelConfig, mine: ModelConfig, *, any_length: bool = False) -> list[str]:
-    """Fields that differ, as ``x is 1 there and 2 here``; derived sizes are compared, not whether they were given.
+    """Return the fields that differ, as ``x is 1 there and 2 here``; derived sizes are compared by their values.
 
     ``any_length``: under rope the length of a sample is no property of the weights.
     """
@@ -127,7 +127,7 @@ def _derived(model: ModelConfig) -> ModelConfig:
 
 
 def load_initial(engine: Engine, session: Session) -> str:
-    """Load ``checkpoint.initial_weights`` into a fresh engine; a line that says so. Collective.
+    """Load ``checkpoint.initial_weights`` into a fresh engine; return a line about it. Collective.
 
     Each rank reads its own slices only; moments, counters and the loss scale stay fresh.
 
@@ -156,7 +156,7 @@ def load_initial(engine: Engine, session: Session) -> str:
 
 
 def inference_config(weights: Weights, overrides: Sequence[str], world_size: int, *, micro_batch: int = 1) -> RunConfig:
-    """The run that wrote the weights (or defaults around their model), on one process a replica, without dropout.
+    """Return the run that wrote the weights (or defaults for their model) on one process per replica, without dropout.
 
     ``overrides``: ``a.b=value``, applied last, e.g. another layout.
 

@@ -22,7 +22,7 @@ LINE_CHARACTERS = 1 << 20
 MOST = 1e100
 """Largest finite number that is believed: squares and sums of such are still finite."""
 LAST_SECOND = 1e11
-"""Of the year 5138."""
+"""Clock time in the year 5138, in seconds."""
 Value = float | int | bool
 Record = Mapping[str, "Value | None"]
 

@@ -58,7 +58,7 @@ class RunData:
         self.left_out[file] = self.left_out.get(file, 0) + 1
 
     def note(self) -> str:
-        """What was left out, in words; empty: nothing."""
+        """Return what was left out, in words; empty: nothing."""
         parts = [f"{n} line{'s' if n > 1 else ''} of {file}" for file, n in self.left_out.items()]
         return f"left out, torn or not what a run writes: {', '.join(parts)}" if parts else ""
 
@@ -85,7 +85,7 @@ def read_run(folder: str | Path) -> RunData:
 
 
 def _events(run: RunData, folder: Path) -> list[dict[str, Any]]:
-    """Those of this run. An attempt with other settings that failed before it trained was never a part of it."""
+    """Return the run's own events. An attempt with other settings that failed before it trained is no part of it."""
     identity = _json(folder / IDENTITY)
     known, digest = identity.get("id"), identity.get("config_hash")
 

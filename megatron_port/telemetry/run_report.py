@@ -45,14 +45,14 @@ def _bytes(value: float) -> str:
 FACTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "step": ("steps", _whole),
     "tokens": ("tokens", lambda v: quantity(float(v))),
-    "loss": ("last training loss (nats a token)", lambda v: f"{v:.4f}"),
+    "loss": ("last training loss (nats per token)", lambda v: f"{v:.4f}"),
     "validation_loss": ("last validation loss", lambda v: f"{v:.4f}"),
     "best_validation_loss": ("best validation loss", lambda v: f"{v:.4f}"),
     "grad_norm": ("last gradient norm", lambda v: f"{v:.4g}"),
-    "seconds_per_step": ("seconds a step, median", lambda v: f"{v:.4g}"),
+    "seconds_per_step": ("seconds per step, median", lambda v: f"{v:.4g}"),
     "tokens_per_second": ("tokens/s, mean", lambda v: quantity(float(v))),
-    "model_tflops_per_device": ("model TFLOP/s a device, mean", lambda v: f"{v:.4g}"),
-    "hardware_tflops_per_device": ("hardware TFLOP/s a device, mean", lambda v: f"{v:.4g}"),
+    "model_tflops_per_device": ("model TFLOP/s per device, mean", lambda v: f"{v:.4g}"),
+    "hardware_tflops_per_device": ("hardware TFLOP/s per device, mean", lambda v: f"{v:.4g}"),
     "mfu": ("share of peak, model (MFU)", _percent),
     "hfu": ("share of peak, hardware (HFU)", _percent),
     "memory_bytes": ("largest memory of the reporting rank", _bytes),
@@ -156,14 +156,14 @@ def _charts(runs: Sequence[RunData]) -> str:
             name = f"{r.name} hardware" if several else "hardware"
             rates.append(_line(r.series["hardware_tflops_per_device"], name, i if several else 2, dashed=several))
     charts = [
-        chart("Loss (nats a token)", of("loss") + validation, marks=_marks(runs),
+        chart("Loss (nats per token)", of("loss") + validation, marks=_marks(runs),
               note=smooth + (f"{bad} values were not finite." if bad else "")),
         chart("Learning rate", of("learning_rate"), zero=True),
         chart("Gradient norm", of("grad_norm")),
         chart("Tokens/s", of("tokens_per_second"), zero=True),
-        chart("TFLOP/s a device", rates, zero=True),
+        chart("TFLOP/s per device", rates, zero=True),
         chart("Share of peak, model (MFU, %)", of("mfu", factor=100.0), zero=True),
-        chart("Seconds a step", of("seconds"), zero=True),
+        chart("Seconds per step", of("seconds"), zero=True),
         chart("Memory of the reporting rank", of("memory_bytes"), form=_bytes, zero=True),
         chart("Loss scale", of("loss_scale")) if any(len({b.mean for b in r.series["loss_scale"].buckets}) > 1
                                                      for r in runs) else "",
@@ -180,7 +180,7 @@ def _marks(runs: Sequence[RunData]) -> list[Mark]:
 
 
 def _spread(run: RunData) -> str:
-    """Own seconds a step of all ranks, window by window."""
+    """Own seconds per step of all ranks, window by window."""
     def points(name: str) -> list[tuple[float, float]]:
         return [(float(w["step"]), float(w[name])) for w in run.spread if isinstance(w.get(name), (int, float))]
 
@@ -192,7 +192,7 @@ def _spread(run: RunData) -> str:
     named = last.get("own_seconds") or last.get("slowest") or {}
     rows: list[list[Cell]] = [[f"rank {rank}", (f"{seconds:.4g}", "n")]
                               for rank, seconds in sorted(named.items(), key=lambda kv: -float(kv[1]))[:16]]
-    listed = table(["last window", ("own seconds a step", "n")], rows)
+    listed = table(["last window", ("own seconds per step", "n")], rows)
     note = ("A rank's own work: reading samples, forward and backward passes; waits for other ranks are left out. "
             f"{last.get('ranks', '?')} ranks, {len(run.spread)} windows.")
     return (card(f"{run.name}: own seconds a step, by rank", drawn, note)

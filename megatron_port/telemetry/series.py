@@ -22,7 +22,7 @@ class Bucket:
 
     @property
     def mean(self) -> float:
-        """Of the finite values."""
+        """Mean of the finite values."""
         return self.total / self.count
 
     @property

@@ -70,7 +70,7 @@ class MetricsSink:
             self._waiting.clear()
         except OSError as error:
             if not self._failing:
-                self._warn(f"{self._path}: {error}; training goes on, the lines are kept in memory and tried again")
+                self._warn(f"{self._path}: {error}; training continues, the lines are kept in memory and tried again")
             self._failing = True
             return
         if self._failing:
@@ -143,7 +143,7 @@ class Telemetry:
         self._report(record, lambda sink, full: sink.step(full))
 
     def evaluation(self, *, step: int, validation_loss: float, seconds: float | None = None) -> None:
-        """Report an evaluation after ``step`` steps: mean loss in nats a token, and the seconds it took."""
+        """Report an evaluation after ``step`` steps: mean loss in nats per token, and the seconds it took."""
         record: Record = {"step": step, "validation_loss": validation_loss, "seconds": seconds}
         self._report(record, lambda sink, full: sink.evaluation(full))
 
@@ -181,5 +181,5 @@ def _tensorboard(folder: Path, resumed_step: int) -> Sink:
     try:
         return TensorBoardSink(folder, resumed_step)
     except ImportError as error:
-        mend = "install it with `pip install tensorboard`, or set telemetry.tensorboard = false"
-        raise ImportError(f"{error}; {mend}") from error
+        fix = "install it with `pip install tensorboard`, or set telemetry.tensorboard = false"
+        raise ImportError(f"{error}; {fix}") from error

@@ -7,7 +7,7 @@ from megatron_port.telemetry.metrics import Record
 
 
 def duration(seconds: float) -> str:
-    """``2 d 03:04:05`` or ``03:04:05``."""
+    """Return ``2 d 03:04:05`` or ``03:04:05``."""
     whole = int(seconds)
     days, rest = divmod(whole, 86400)
     clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"

@@ -108,8 +108,8 @@ def _library(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         package = {"mlflow": "mlflow-skinny"}.get(name, name)
-        mend = f"install it with `pip install {package}`, or set telemetry.{name} = \"off\""
-        raise ImportError(f"{error}; {mend}") from error
+        fix = f"install it with `pip install {package}`, or set telemetry.{name} = \"off\""
+        raise ImportError(f"{error}; {fix}") from error
 
 
 KINDS: Mapping[str, Callable[..., Any]] = {"wandb": WandbSink, "mlflow": MLflowSink}

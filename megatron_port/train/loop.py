@@ -23,8 +23,7 @@ from megatron_port.health.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.health.numerics import NumericsGuard
 from megatron_port.health.replay import check_replay_settings, replay_on_neighbour
 from megatron_port.health.replicas import check_replicas
-from megatron_port.launch.outcome import FINISHED, SAVED, write_outcome
-from megatron_port.launch.outcome import Outcome as Ending
+from megatron_port.launch.outcome import FINISHED, SAVED, AttemptOutcome, write_outcome
 from megatron_port.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
@@ -35,10 +34,10 @@ from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.memory import peak_resident_bytes
 from megatron_port.runtime.progress import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
-from megatron_port.runtime.signals import EXIT_CODES, LEVELS, StopRequest, hold, name_of
+from megatron_port.runtime.signals import EXIT_CODES, LEVELS, StopRequest, block_signals, name_of
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.changes import changes_since, check_batch
-from megatron_port.session.data_fingerprint import check_pins
+from megatron_port.session.data_fingerprint import check_data_fingerprint
 from megatron_port.session.folders import run_folder
 from megatron_port.session.identity import settle
 from megatron_port.session.provenance import record_event, record_start
@@ -56,7 +55,7 @@ DAMAGED = FENCED + 1
 
 @dataclass
 class Progress:
-    """The counters of a run; the only ones."""
+    """Counters of a run; the only ones."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -67,8 +66,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
+class TrainingResult:
+    """Result of a run: its counters, its exit code, its last validation loss."""
 
     progress: Progress
     exit_code: int
@@ -76,9 +75,9 @@ class Outcome:
 
 
 def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
-    """The speed of this attempt, as hardware and as model FLOPs, beside what was published.
+    """Return the speed of this attempt, as hardware and as model FLOPs, beside what was published.
 
-    ``rates``: (hardware, model) TFLOP/s a device of each step. The median without the first step, which warms up.
+    ``rates``: (hardware, model) TFLOP/s per device of each step. The median without the first step, which warms up.
     """
     later = rates[1:] or rates
     hardware, model = statistics.median(r[0] for r in later), statistics.median(r[1] for r in later)
@@ -88,7 +87,7 @@ def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
         return f" ({name} {100 * rate / peak:.2f} %)" if peak else ""
 
     lines = [
-        f"TFLOP/s a {config.cluster.device_label}, median of {len(later)} step{'s' if len(later) > 1 else ''}: "
+        f"TFLOP/s per {config.cluster.device_label}, median of {len(later)} step{'s' if len(later) > 1 else ''}: "
         f"hardware {hardware:.4g}{share(hardware, 'HFU')}, model {model:.4g}{share(model, 'MFU')}"
     ]
     published = config.telemetry.published_tflops
@@ -102,7 +101,7 @@ def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
 
 
 class Trainer:
-    """A run on one rank."""
+    """Training loop of one rank."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.config, self.ctx = session, session.config, session.ctx
@@ -132,7 +131,7 @@ class Trainer:
         self._announce(time.perf_counter() - started, loaded)
 
     def _resume(self, loaded: Checkpoint) -> None:
-        """Counters of a checkpoint that the engine holds already, and lines on what differs."""
+        """Take the counters of a checkpoint that the engine has loaded; print lines on what differs."""
         state, log = loaded.manifest.state, self.session.logger.log
         self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
         self.numerics.load(state.extra.get("numerics", {}))
@@ -142,7 +141,7 @@ class Trainer:
         check_batch(loaded.manifest, self.config, self.ctx.topology.dp, str(loaded.path))
         for line in [
             *changes_since(loaded.manifest, self.config, self.loaders.tokenizer_name, loaded.path.name),
-            *check_pins(loaded, self.config, self.loaders),
+            *check_data_fingerprint(loaded, self.config, self.loaders),
         ]:
             log(line)
 
@@ -188,7 +187,7 @@ class Trainer:
                 record_start(self.session, self.progress.step)
         agree(failure)
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainingResult:
         """Train to ``training.steps``; on a signal save and return early."""
         c, p = self.config, self.progress
         telemetry = self._telemetry()
@@ -227,13 +226,14 @@ class Trainer:
                     self._check_lease()
                     if c.checkpoint.save_final or unfinished:
                         self._save(saving, final=True)
-                hold()  # what comes now comes too late to matter, and must not kill a rank that has saved
+                block_signals()  # what comes now comes too late to matter, and must not kill a rank that has saved
                 self._check_lease()
                 if self.session.is_rank_zero:
                     signal_name = name_of(level) if unfinished else ""
                     status = SAVED if unfinished else FINISHED
                     record_event(self.session, status, p.step, **({"signal": signal_name} if signal_name else {}))
-                    write_outcome(run_folder(c), Ending(attempt_name(), status, p.step, signal_name, time.time()))
+                    outcome = AttemptOutcome(attempt_name(), status, p.step, signal_name, time.time())
+                    write_outcome(run_folder(c), outcome)
         except BaseException:
             saving.leave()
             raise
@@ -243,7 +243,7 @@ class Trainer:
             self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
         if self.rates:
             self.session.logger.log(closing_lines(c, list(self.rates)))
-        return Outcome(p, EXIT_CODES[level if unfinished else 0], validation)
+        return TrainingResult(p, EXIT_CODES[level if unfinished else 0], validation)
 
     def _replay(self) -> None:
         """Compute a micro-batch of the last step on another replica too."""
@@ -267,7 +267,7 @@ class Trainer:
         return interval > 0 and self.progress.step % interval == 0
 
     def _agreed(self, level: int) -> int:
-        """The highest wish of any rank: a signal may reach one rank and not another.
+        """Return the highest stop level of any rank: a signal may reach one rank and not another.
 
         Raises:
             LeaseLost: on every rank: another attempt holds the run's folder by now.
@@ -291,13 +291,13 @@ class Trainer:
         return level
 
     def _check_lease(self) -> None:
-        """All ranks stop with LeaseLost if the folder is another attempt's now; each step's lines see to that else."""
+        """Stop all ranks with LeaseLost if another attempt holds the folder now. Each step's lines check it as well."""
         with suppress(LeaseLost, OSError):
             self.session.fence.check()
         self._agreed(0)
 
     def _stop_if_damaged(self) -> None:
-        """Collective. NumericsError on every rank if the state of one was changed by anything but an update."""
+        """Raise NumericsError on every rank if anything but an update changed the state of one. Collective."""
         error = None if self._damage is None else NumericsError(
             f"{self._damage} changed between two updates, though no update did it (found at step {self.progress.step})"
             ": a bit flipped in this device's memory, or a stray write. Leave the host out, check the device's error "
@@ -361,7 +361,7 @@ class Trainer:
         return anomaly
 
     def _rewind(self, anomaly: Anomaly) -> None:
-        """Back to the newest checkpoint of this run; samples that do it again are left out from then on."""
+        """Return to the newest checkpoint of this run; samples that do it again are left out from then on."""
         p, session = self.progress, self.session
         checkpoint_config = replace(self.config.checkpoint, resume="auto")
         found = find_checkpoints(replace(session, config=replace(self.config, checkpoint=checkpoint_config)))
@@ -425,5 +425,6 @@ class Trainer:
         p = self.progress
         return Position(
             step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=self.loaders.tokenizer_name,
-            numerics=self.numerics.state(), tokenizer_identity=self.loaders.tokenizer, corpora=self.loaders.pins,
+            numerics=self.numerics.state(), tokenizer_identity=self.loaders.tokenizer,
+            corpora=self.loaders.data_fingerprint,
         )

@@ -1,7 +1,7 @@
-"""When to save, and what follows a save that fails: training goes on, the next interval tries again.
+"""When to save, and what follows a save that fails: training continues, the next interval tries again.
 
 A save that was begun is waited for in three places only: before the next one begins (saves then take longer than
-their interval, and a line says so), at the end of the run, and when a signal stops it. The save at the end is
+their interval, and a line is printed), at the end of the run, and when a signal stops it. The save at the end is
 synchronous, and its failure is the run's.
 """
 
@@ -24,7 +24,7 @@ _NOTICEABLE = 0.5
 
 
 class Saving:
-    """The saves of a run. All methods but ``leave`` are collective; the ranks decide alike.
+    """Saves of a run. All methods but ``leave`` are collective; the ranks decide alike.
 
     Args:
         saved_step: the step that is safe already (the one resumed from, or 0).
@@ -49,7 +49,7 @@ class Saving:
             )
 
     def save(self, at: Position) -> None:
-        """An interval is over: begin a save (or make it, if not asynchronous). A failure is announced.
+        """Begin the save of an interval (or make it, if not asynchronous). A failure is announced.
 
         Raises:
             CheckpointError: the last ``checkpoint.max_failures`` saves have all failed.
@@ -71,7 +71,7 @@ class Saving:
             self._failed(at.step, str(error))
 
     def poll(self) -> None:
-        """At each step's end: take note of a save that has ended meanwhile. Raises as :meth:`save` does."""
+        """Take note, at each step's end, of a save that has ended. Raises as :meth:`save` does."""
         if self._background is not None:
             self._settle(self._background.poll())
 
@@ -81,7 +81,7 @@ class Saving:
             self._settle(self._background.finish())
 
     def final(self, at: Position) -> None:
-        """The last save, synchronous; nothing to do if ``at.step`` is safe already.
+        """Make the last save, synchronously; nothing to do if ``at.step`` is safe already.
 
         Raises:
             CheckpointError: it failed. Earlier checkpoints are untouched.
@@ -93,7 +93,7 @@ class Saving:
             self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
 
     def leave(self, seconds: float = 5.0) -> None:
-        """Not collective: an error ends the run; a save that is nearly done gets this long to end."""
+        """Give a save that is nearly done this long to end when an error ends the run. Not collective."""
         if self._background is not None:
             self._background.abandon(seconds)
 
@@ -136,10 +136,10 @@ class Saving:
                 f"checkpoint.max_failures allows; the last checkpoint is {safe}"
             )
         if self._committer.fence.lost:
-            return  # the loop says so, and ends, at the end of the step
+            return  # the loop reports it and stops at the end of the step
         allowed = f" of at most {checkpoint.max_failures}" if checkpoint.max_failures else ""
         self._session.logger.log(
             f"step {step} was not saved (failure {self._failures}{allowed} in a row): {why}\n"
-            f"training goes on, and the next save is tried in {checkpoint.save_interval} steps; the last checkpoint is "
-            f"{safe}"
+            f"training continues, and the next save is tried in {checkpoint.save_interval} steps; the last checkpoint "
+            f"is {safe}"
         )

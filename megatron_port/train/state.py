@@ -35,17 +35,17 @@ from megatron_port.session.session import Session
 
 
 def _from_rank_zero(value: Any, session: Session) -> Any:
-    """Rank 0's value (of JSON's types) on every rank. At start-up only."""
+    """Return rank 0's value (of JSON's types) on every rank. At start-up only."""
     if session.cpu_group is None or session.info.world_size == 1:
         return value
     return json.loads(text_of_rank_zero(json.dumps(value)) or "null")
 
 
 def find_checkpoints(session: Session) -> list[Path]:
-    """The checkpoints to start from, as ``checkpoint.resume`` says, best first; empty: start afresh.
+    """Return the checkpoints to start from, as ``checkpoint.resume`` selects, best first; empty: start afresh.
 
     Rank 0 looks, all use what it found. The newest commit comes first; those after it are what to fall back on if
-    its contents turn out damaged. The path of one checkpoint has no second choice. What can be said against going on
+    its contents turn out damaged. The path of one checkpoint has no second choice. What can be said against resuming
     from the newest is said here, before the model is built.
 
     Raises:
@@ -74,7 +74,7 @@ def find_checkpoints(session: Session) -> list[Path]:
 def _of_this_model(
     whole: list[tuple[Path, Manifest]], config: RunConfig, note: Any
 ) -> list[tuple[Path, Manifest]]:
-    """The checkpoints from the first on that does not contradict itself, which must be of this model.
+    """Return the checkpoints from the first that is consistent in itself, which must be of this model.
 
     Raises:
         CheckpointError: it is of another, or none is left.
@@ -160,7 +160,7 @@ def _check_describes_itself(checkpoint: Checkpoint) -> None:
 
 
 def shape_fault(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Why a checkpoint's weights are not those of a model with these shapes; None if they are."""
+    """Return why a checkpoint's weights are not those of a model with these shapes; None if they are."""
     have = {name: checkpoint.shape(name) for name in checkpoint.names()}
     missing = [name for name in expected if name not in have]
     if missing:
@@ -244,7 +244,7 @@ def load_into(engine: Engine, path: Path, session: Session, *, weights_only: boo
 
 
 def _only_damage(failure: PortError | None, session: Session) -> bool:
-    """Every rank that failed met damage. All ranks call this after a failed agreement."""
+    """Return whether every failed rank met damage. All ranks call this after a failed agreement."""
     other = failure is not None and not isinstance(failure, DamagedCheckpoint)
     if session.cpu_group is None or session.info.world_size == 1:
         return not other
@@ -254,7 +254,7 @@ def _only_damage(failure: PortError | None, session: Session) -> bool:
 
 
 def load_first_whole(engine: Engine, paths: list[Path], session: Session) -> Checkpoint:
-    """Load the first of ``paths`` that proves whole while it is read; each one passed over is announced by rank 0.
+    """Load the first of ``paths`` that proves complete while it is read; rank 0 announces each one passed over.
 
     Every rank verifies what it reads before it uses it, and all ranks agree on the checkpoint before training starts.
     A later one overwrites everything that a damaged one left in the engine.
@@ -279,7 +279,7 @@ def load_first_whole(engine: Engine, paths: list[Path], session: Session) -> Che
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands, for its checkpoint."""
+    """Position of a run, for its checkpoint."""
 
     step: int
     samples: int

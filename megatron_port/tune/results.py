@@ -27,7 +27,7 @@ _OF_NO_MATTER = ("name", "output_dir", "launch.", "telemetry.", "checkpoint.", "
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One layout that was tried."""
+    """Trial of one layout."""
 
     key: str
     world: int
@@ -47,7 +47,7 @@ class Trial:
     memory_bytes: int | None = None
     """As metrics.jsonl has it (rank 0; on a CPU the resident size of its process)."""
     model_tflops: float | None = None
-    """Of one device."""
+    """Model TFLOP/s of one device."""
     tokens_per_second: float | None = None
     error: str = ""
     command: str = ""
@@ -56,13 +56,13 @@ class Trial:
 
 
 def key_of(settings: dict[str, Any], world: int) -> str:
-    """12 hex digits that name a layout on so many devices."""
+    """Return 12 hex digits that name a layout on so many devices."""
     text = json.dumps([world, {k: settings[k] for k in sorted(settings)}], default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def run_key(config: RunConfig, steps: int) -> str:
-    """16 hex digits of what trials must share to be compared: all of a run but its layout, and the steps of a trial."""
+    """Return 16 hex digits of what comparable trials share: the run but for its layout, and the trial's steps."""
     kept = {
         name: toml_value(value) for name, value in leaves(config)
         if name not in _FREE and not name.startswith(_OF_NO_MATTER)
@@ -72,7 +72,7 @@ def run_key(config: RunConfig, steps: int) -> str:
 
 @dataclass
 class Results:
-    """What was tried so far."""
+    """Results of the trials so far."""
 
     path: Path
     run: str
@@ -81,7 +81,7 @@ class Results:
 
     @classmethod
     def open(cls, folder: Path, config: RunConfig, steps: int, *, fresh: bool = False) -> Results:
-        """The results of ``folder``, empty where there are none; the folder is made.
+        """Return the results of ``folder``, empty where there are none; the folder is made.
 
         Raises:
             ConfigError: they are of another run, or of trials of another length.
@@ -118,7 +118,7 @@ class Results:
         write_output(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def ranked(self) -> list[Trial]:
-        """Those that worked, by tokens a second and device, best first."""
+        """Return the trials that worked, by tokens per second and device, best first."""
         good = [t for t in self.trials.values() if t.status == OK and t.model_tflops is not None]
         return sorted(good, key=lambda t: -(t.model_tflops or 0.0))
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_port.config.checks import CHOICES, check, problems
+from megatron_port.config.checks import check, problems
+from megatron_port.config.choices import CHOICES
 from megatron_port.config.layout import with_values
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
@@ -25,40 +26,40 @@ from megatron_port.plan.step import plan_step
 
 @dataclass(frozen=True)
 class Space:
-    """A run and its layouts."""
+    """Search space: a run and its layouts."""
 
     config: RunConfig
     machine: Machine
     world: int
     """Devices of the run as it is."""
     candidates: tuple[Candidate, ...]
-    """All of them; those that fit first, by planned tokens a second and device."""
+    """All of them; those that fit first, by planned tokens per second and device."""
     _index: dict[tuple[Any, ...], Candidate] = field(default_factory=dict, repr=False)
 
     @property
     def fitting(self) -> list[Candidate]:
-        """Those that fit, best first."""
+        """Return those that fit, best first."""
         return [c for c in self.candidates if c.fits(self.machine)]
 
     def settings(self, candidate: Candidate) -> dict[str, Any]:
-        """Dotted leaf → value of a candidate's layout."""
+        """Return dotted leaf → value of a candidate's layout."""
         return settings_of(self.config, candidate.case)
 
     def with_candidate(self, candidate: Candidate) -> RunConfig:
-        """The run with the candidate's layout."""
+        """Return the run with the candidate's layout."""
         return with_values(self.config, self.settings(candidate))
 
     def legal(self, candidate: Candidate) -> bool:
-        """Whether training would take it (the engine's own limits included)."""
+        """Return whether training would take it (the engine's own limits included)."""
         config = replace(self.with_candidate(candidate), data=DataConfig(synthetic=True))
         return not problems(config, world_size=candidate.case.world)
 
     def exact(self, candidate: Candidate) -> Candidate:
-        """The candidate with its pipeline simulated instead of in closed form."""
+        """Return the candidate with its pipeline simulated instead of in closed form."""
         return replace(candidate, step=plan_step(candidate.case, self.machine))
 
     def find(self, values: dict[str, Any]) -> Candidate | None:
-        """The candidate with these ``parameters``; None: there is none such."""
+        """Return the candidate with these ``parameters``; None: there is none."""
         if not self._index:
             self._index.update({tuple(parameters(c.case).values()): c for c in self.candidates})
         return self._index.get(tuple(values[name] for name in PARAMETERS))
@@ -71,7 +72,7 @@ PARAMETERS = (
 
 
 def parameters(case: Case) -> dict[str, Any]:
-    """The free parameters of a layout."""
+    """Return the free parameters of a layout."""
     return {name: getattr(case, name) for name in PARAMETERS}
 
 
@@ -116,7 +117,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def _world(config: RunConfig, world_size: int | None) -> int:
-    """Devices to tune for. Raises ConfigError where nothing says how many."""
+    """Return the devices to tune for. Raises ConfigError where their number is open."""
     if world_size is not None:
         if world_size < 1:
             raise ConfigError(f"--nproc {world_size}: at least 1")
@@ -132,7 +133,7 @@ def _world(config: RunConfig, world_size: int | None) -> int:
 
 
 def _allowed(neutral: RunConfig, name: str, asked: RunConfig) -> tuple[Any, ...]:
-    """The values of a choice that the run's engine takes, with one chunk a stage or two; the run's own stands first."""
+    """Return a choice's values that the run's engine takes, with one or two chunks per stage; the run's own first."""
     table, _, key = name.rpartition(".")
     now = getattr(getattr(asked, table), key)
 

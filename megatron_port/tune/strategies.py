@@ -17,32 +17,30 @@ MOST_QUESTIONS = 200
 
 
 class Strategy(Protocol):
-    """Chooses layouts."""
+    """Strategy that chooses layouts."""
 
     def ask(self) -> Candidate | None:
-        """The next layout to measure, each at most once; None: there is none left."""
+        """Return the next layout to measure, each at most once; None: there is none left."""
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """What came of it; also of trials that an earlier start has made."""
+        """Take the result of a trial; also of trials that an earlier start has made."""
 
 
 class ByModel:
-    """The best by the planner, best first."""
+    """Strategy: the best by the planner, best first."""
 
     def __init__(self, space: Space, count: int) -> None:
         self.left = best_legal(space, count)
 
     def ask(self) -> Candidate | None:
-        """See :class:`Strategy`."""
         return self.left.pop(0) if self.left else None
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """See :class:`Strategy`."""
         self.left = [c for c in self.left if c.case != candidate.case]
 
 
 class AtRandom:
-    """Any that fits, drawn without regard to the planner's times: what the others have to beat."""
+    """Strategy: any that fits, drawn without regard to the planner's times, as the baseline for the others."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self.space = space
@@ -50,7 +48,6 @@ class AtRandom:
         random.Random(seed).shuffle(self.left)
 
     def ask(self) -> Candidate | None:
-        """See :class:`Strategy`."""
         while self.left:
             candidate = self.left.pop()
             if self.space.legal(candidate):
@@ -58,7 +55,6 @@ class AtRandom:
         return None
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """See :class:`Strategy`."""
         self.left = [c for c in self.left if c.case != candidate.case]
 
 
@@ -87,7 +83,6 @@ class ByDeepHyper:
         return {name: _told(found[name]) for name in self.free}
 
     def ask(self) -> Candidate | None:
-        """See :class:`Strategy`."""
         if self.search is None:
             left = [c for c in self.space.fitting if c.case not in self.asked and self.space.legal(c)]
             self.asked |= {c.case for c in left[:1]}
@@ -106,7 +101,6 @@ class ByDeepHyper:
         return None
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """See :class:`Strategy`."""
         self.asked.add(candidate.case)
         if self.search is not None:
             good = trial.status == OK and trial.model_tflops is not None
@@ -117,19 +111,19 @@ _WORDS = ("recompute", "schedule")
 
 
 def _told(value: Any) -> Any:
-    """A value as DeepHyper takes it: its spaces have no booleans."""
+    """Return a value as DeepHyper takes it: its spaces have no booleans."""
     return int(value) if isinstance(value, bool) else value
 
 
 def _taken(value: Any) -> Any:
-    """The inverse; numpy's numbers become Python's."""
+    """Return the inverse of :func:`_told`; numpy's numbers become Python's."""
     return str(value) if isinstance(value, str) else int(value)
 
 
 def _deephyper(
     values: dict[str, list[Any]], free: list[str], seed: int, folder: str, first: list[dict[str, Any]]
 ) -> Any:
-    """A search object. Raises EnvironmentFault, with what to install, where DeepHyper is not there."""
+    """Return a search object. Raises EnvironmentFault, with what to install, where DeepHyper is not there."""
     try:
         from deephyper.hpo import CBO, HpProblem
     except ImportError as error:
@@ -148,7 +142,7 @@ def _deephyper(
 
 
 def make_strategy(name: str, space: Space, *, count: int, seed: int, folder: str) -> Strategy:
-    """A strategy by its name."""
+    """Return a strategy by its name."""
     if name == "deephyper":
         return ByDeepHyper(space, seed, folder)
     return AtRandom(space, seed) if name == "random" else ByModel(space, count)

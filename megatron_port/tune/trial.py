@@ -36,14 +36,14 @@ ERROR_CHARACTERS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """How ranks are started: ``--nproc`` on this machine, or srun inside an allocation."""
+    """Launcher of ranks: ``--nproc`` on this machine, or srun inside an allocation."""
 
     nproc: int = 0
     """Processes on this machine; 0: srun."""
     python: str = sys.executable
 
     def command(self, config: RunConfig, arguments: Sequence[str], world: int) -> list[str]:
-        """The words that start ``train`` with ``arguments`` on ``world`` ranks."""
+        """Return the command that starts ``train`` with ``arguments`` on ``world`` ranks."""
         train = [self.python, "-m", "megatron_port", "train", *arguments]
         if self.nproc:
             return [*train, "--nproc", str(world)]
@@ -56,7 +56,7 @@ class Launcher:
 
 
 def choose_launcher(nproc: int | None) -> Launcher:
-    """``--nproc`` wins; inside an allocation srun. Raises ConfigError where neither is there."""
+    """Choose the launcher: ``--nproc`` wins; inside an allocation srun. Raises ConfigError where neither is there."""
     if nproc is not None:
         if nproc < 1:
             raise ConfigError(f"--nproc {nproc}: at least 1")
@@ -70,7 +70,7 @@ def choose_launcher(nproc: int | None) -> Launcher:
 
 
 def trial_overrides(config: RunConfig, settings: dict[str, Any], *, steps: int, folder: Path, name: str) -> list[str]:
-    """``a.b=value`` that make a trial of a run: its layout, a few steps, nothing saved, a folder of its own."""
+    """Return ``a.b=value`` that make a trial of a run: its layout, a few steps, nothing saved, a folder of its own."""
     warm = config.optimizer.decay_steps or config.training.steps
     fixed: dict[str, Any] = {
         "name": name, "output_dir": str(folder), "training.steps": steps, "training.eval_interval": 0,
@@ -134,7 +134,7 @@ def run_trial(
 
 
 def _run(command: Sequence[str], log: Path, timeout_s: float) -> tuple[int, bool]:
-    """Exit code, and whether the time was over; whatever the command started is gone afterwards."""
+    """Return the exit code, and whether the time was over; whatever the command started is gone afterwards."""
     with open(log, "wb") as stream:
         try:
             process = subprocess.Popen(
@@ -162,7 +162,7 @@ def _end(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:
 
 
 def _last_words(text: str) -> str:
-    """The first line that says ``error``, else the last line."""
+    """Return the first line that contains ``error``, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [i for i, line in enumerate(lines) if re.match(r"(error|\w*(Error|Fault|Exception))\b", line)]
     words = " ".join(lines[errors[0] : errors[0] + 3]) if errors else (lines[-1] if lines else "no output")
@@ -170,7 +170,7 @@ def _last_words(text: str) -> str:
 
 
 def read_steps(metrics: Path, warm_up: int) -> tuple[list[float], int | None]:
-    """Seconds of every step after the first ``warm_up``, and the largest memory (bytes) of a metrics.jsonl."""
+    """Return a metrics.jsonl's seconds of every step after the first ``warm_up``, and its largest memory (bytes)."""
     seconds: dict[int, float] = {}
     memory: int | None = None
     if not metrics.is_file():

@@ -24,7 +24,7 @@ Measure = Callable[[Candidate, dict[str, Any]], Trial]
 
 @dataclass(frozen=True)
 class Found:
-    """The end of a tuning."""
+    """Result of a tuning."""
 
     best: Trial | None
     measured: int
@@ -59,17 +59,17 @@ def tune(
 
 
 def line_of(trial: Trial, label: str) -> str:
-    """One trial in a line."""
+    """Return one trial as a line."""
     if trial.seconds is None:
         return f"{label}: {trial.status}: {trial.error[:200]}"
     return (
-        f"{label}: {trial.seconds:.4g} s a step (planned {trial.planned_seconds:.4g}), "
-        f"{trial.model_tflops:.4g} model TFLOP/s a device"
+        f"{label}: {trial.seconds:.4g} s per step (planned {trial.planned_seconds:.4g}), "
+        f"{trial.model_tflops:.4g} model TFLOP/s per device"
     )
 
 
 def label_of(trial: Trial) -> str:
-    """A trial's layout in one short line."""
+    """Return a trial's layout in one short line."""
     p = trial.parameters
     dp = trial.world // (p["tp"] * p["pp"])
     words = [f"tp {p['tp']}" + ("+sp" if p["sequence_parallel"] else ""), f"pp {p['pp']}"]
@@ -79,7 +79,7 @@ def label_of(trial: Trial) -> str:
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's ρ of (planned, measured); None below three pairs or without spread. Ties get their mean rank."""
+    """Return Spearman's ρ of (planned, measured); None below three pairs or without spread. Ties get the mean rank."""
     if len(pairs) < 3:
         return None
 
@@ -93,7 +93,7 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def render(results: Results) -> str:
-    """The table of all trials, best first, then what failed and why."""
+    """Return the table of all trials, best first, then what failed and why."""
     good, lines = results.ranked(), []
     if good:
         lines.append("measured, best first:")
@@ -114,7 +114,7 @@ def render(results: Results) -> str:
 
 
 def write_winner(loaded: Loaded, trial: Trial, path: Path) -> RunConfig:
-    """A run file that extends the tuned one and holds what the winner (and --set) changed; returns what it gives.
+    """Write a run file that extends the tuned one by what the winner (and --set) changed; return its configuration.
 
     Raises EnvironmentFault.
     """

@@ -44,7 +44,7 @@ HOLD_S = 8.0
 
 
 def python_stacks() -> list[Stack]:
-    """Every Python thread but this one, the main thread first. No file is read: a hung file system must not matter."""
+    """Return the stacks of all Python threads but this one, main thread first. Reads no file: disks may hang."""
     me, main = threading.get_ident(), threading.main_thread().ident
     names = {t.ident: t.name for t in threading.enumerate()}
     found: list[tuple[bool, Stack]] = []
@@ -57,12 +57,12 @@ def python_stacks() -> list[Stack]:
 
 
 class Client:
-    """Heartbeats of this process.
+    """Sender of this process's heartbeats.
 
     Args:
         address, port, secret: of the hub.
         coords: for messages; stage: pipeline stage.
-        note: takes a line when the watch itself fails; the run goes on.
+        note: takes a line when the watch itself fails; the run continues.
         hub: the hub's process, on the rank that started it and will start it again.
     """
 
@@ -82,7 +82,7 @@ class Client:
         self._heard: float | None = None
         """When the present hub last said a word."""
         self._roster: dict[int, list[Any]] = {}
-        """Place of each rank, as the hub tells the rank that would start the next one."""
+        """Identity of each rank, as the hub tells the rank that would start the next one."""
         self.sock = self._connection()
         self._catch_signals()
         self._send(wire.HELLO, *self._hello)
@@ -90,7 +90,7 @@ class Client:
         self._thread.start()
 
     def _catch_signals(self) -> None:
-        """A fatal signal's stack, and one asked for by the hub's signal, go into the connection as plain text."""
+        """Send the stack of a fatal signal, and of the signal by which the hub asks for it, as plain text."""
         faulthandler.register(STACK_SIGNAL, file=self.sock.fileno(), all_threads=True)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=self.sock.fileno(), all_threads=False)
@@ -101,7 +101,7 @@ class Client:
             self.sock.sendall(wire.pack(kind, *values))
 
     def beat(self) -> None:
-        """One heartbeat. Raises OSError."""
+        """Send one heartbeat. Raises OSError."""
         p = self.progress
         totals = [round(p.totals[phase], 4) for phase in PHASES]
         self._send(
@@ -115,7 +115,7 @@ class Client:
         return sock
 
     def _run(self) -> None:
-        """Serve one connection after the other, until the run ends or no hub can be had."""
+        """Serve one connection after another, until the run ends or no hub can be had."""
         tries, patience = 0, HUB_STARTS_S
         try:
             while not self._closing:
@@ -125,7 +125,7 @@ class Client:
                     if self._closing or self._failing:
                         return
                     tries = tries + 1 if self._heard is None else 0
-                    self.spoken.set()  # no verdict will come: who lost a peer may say so
+                    self.spoken.set()  # no verdict will come: a rank that lost a peer may report it
                     if not self._reconnect(str(error), last=tries >= MOST_TRIES):
                         return
                     self.spoken.clear()
@@ -134,7 +134,7 @@ class Client:
             self.spoken.set()
 
     def _serve(self, first: float) -> None:
-        """Beat, and do what the hub says. Raises OSError, EOFError or WireError when it is gone or silent.
+        """Send heartbeats and do what the hub asks. Raises OSError, EOFError or WireError when it is gone or silent.
 
         ``first``: seconds until its first word; a new hub may still have to start.
         """
@@ -163,7 +163,7 @@ class Client:
                 self._obey(message)
 
     def _reconnect(self, why: str, *, last: bool) -> bool:
-        """Have a hub again; on the rank that started it, start another first. False: there will be none."""
+        """Connect to a hub again; the rank that started it starts another first. Return whether there is one."""
         with contextlib.suppress(OSError):  # should it live and only be slow, this rank is not lost
             self.sock.settimeout(0.0)
             self._send(wire.BYE)
@@ -184,7 +184,7 @@ class Client:
             self._send(wire.HELLO, *self._hello)
         except OSError as error:
             if not self._closing:
-                self.note(f"the watch has ended ({error}); the run goes on without it")
+                self.note(f"the watch has ended ({error}); the run continues without it")
             return False
         return True
 
@@ -204,7 +204,7 @@ class Client:
             os._exit(code)
 
     def failing(self, error: BaseException, *, victim: bool, told: bool) -> None:
-        """Tell the hub of the error that ends this rank. A victim waits for the hub's verdict and mostly ends here."""
+        """Tell the hub the error that ends this rank. A victim waits for the hub's verdict and mostly ends here."""
         self._failing = True
         code = error.exit_code if isinstance(error, PortError) else 1
         text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}; see its traceback"
@@ -215,7 +215,7 @@ class Client:
                 self.spoken.wait(HOLD_S)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave. ``failed``: without a goodbye, :meth:`failing` has told."""
+        """Leave the watch. ``failed``: without a goodbye, :meth:`failing` has told."""
         with contextlib.suppress(OSError):
             self.progress.scope = END
             if not failed:
@@ -253,7 +253,7 @@ def watched(
             hub.start()
             where = hub.where
         except OSError as error:
-            note(f"the watch could not be started ({error}); the run goes on without it")
+            note(f"the watch could not be started ({error}); the run continues without it")
         if store is not None:
             try:
                 publish(store, where, info, folder)

@@ -15,7 +15,7 @@ SHOWN = 16
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``ranks 1, 4-7``, cut after some ranges."""
+    """Return ``ranks 1, 4-7``, cut after some ranges."""
     pieces: list[list[int]] = []
     count = 0
     for rank in sorted(ranks):
@@ -29,7 +29,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def stack_text(stacks: Sequence[Stack]) -> str:
-    """All threads of a process, innermost frame last, as a traceback shows it."""
+    """Return all threads of a process, innermost frame last, as a traceback shows them."""
     out = []
     for name, frames in stacks:
         out.append(f"Thread {name}:")
@@ -38,7 +38,7 @@ def stack_text(stacks: Sequence[Stack]) -> str:
 
 
 def _short(file: str) -> str:
-    """``megatron_port/parallel/collectives.py`` → ``parallel.collectives``."""
+    """Return ``parallel.collectives`` for ``megatron_port/parallel/collectives.py``."""
     return file.rpartition("megatron_port/")[2].removesuffix(".py").replace("/", ".")
 
 
@@ -47,7 +47,7 @@ def _is_ours(file: str) -> bool:
 
 
 def waits_in(stacks: Sequence[Stack]) -> str:
-    """``all_reduce (parallel.collectives.all_reduce_sum)`` if training is inside of torch.distributed; else empty.
+    """Return ``all_reduce (parallel.collectives.all_reduce_sum)`` if training is inside torch.distributed; else empty.
 
     The main thread is looked at, and threads of torch: with GPUs a backward pass runs our functions in autograd's. What
     a thread of ours waits for (a save in the background) holds up nobody.
@@ -67,7 +67,7 @@ def waits_in(stacks: Sequence[Stack]) -> str:
 
 
 def innermost(stacks: Sequence[Stack]) -> str:
-    """``loader.py:71 in step``: where the main thread is."""
+    """Return where the main thread is: ``loader.py:71 in step``."""
     for _, frames in stacks[:1]:
         if frames:
             file, line, function = frames[-1]

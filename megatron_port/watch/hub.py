@@ -37,7 +37,7 @@ from megatron_port.runtime.signals import ignore_in_child
 from megatron_port.watch import judge, wire
 from megatron_port.watch.format import Stack, ranks_text
 from megatron_port.watch.processes import kill, out_of_memory_kills, poke
-from megatron_port.watch.rules import LAGS_S, Alarm, Beat, Place, Rules
+from megatron_port.watch.rules import LAGS_S, Alarm, Beat, RankIdentity, Rules
 from megatron_port.watch.stragglers import Stragglers
 from megatron_port.watch.watch_report import add_event, add_spread, write_hang
 
@@ -55,13 +55,13 @@ COLLECT_S = 3.0
 LEAVE_S = 3.0
 """For the ranks to end; then those of this host are killed."""
 SPARE_FILES = 256
-"""Descriptors beyond one a rank."""
+"""Descriptors beyond one per rank."""
 STACK_SIGNAL = signal.SIGUSR2
 """Makes ``faulthandler`` write a stack into the connection, even where the interpreter is stuck."""
 
 
 class Link:
-    """A connection."""
+    """Connection to one rank."""
 
     def __init__(self, sock: socket.socket, now: float) -> None:
         self.sock, self.since = sock, now
@@ -69,13 +69,13 @@ class Link:
         self.rank: int | None = None
 
     def send(self, message: bytes) -> None:
-        """A few dozen bytes into a socket buffer; a rank that takes nothing is not waited for."""
+        """Send a few dozen bytes into a socket buffer; a rank that takes nothing is not waited for."""
         with contextlib.suppress(OSError):
             self.sock.send(message)
 
 
 class Hub:
-    """See the module. ``out``, ``err``: where lines go."""
+    """Hub of the watch. ``out``, ``err``: where lines are written."""
 
     def __init__(self, setup: Mapping[str, Any], listener: socket.socket, *, out: Any = None, err: Any = None) -> None:
         self.secret = str(setup["secret"])
@@ -87,10 +87,10 @@ class Hub:
         now = time.monotonic()
         self.rules = Rules(config, self.world, now)
         for place in setup.get("roster", ()):  # an earlier hub knew them: one that does not come back is missed
-            self.rules.hello(Place(*place), now, met=False)
+            self.rules.hello(RankIdentity(*place), now, met=False)
         self.met: set[int] = set()
         """Ranks that have been connected to this hub."""
-        self.untold: deque[Place] = deque()
+        self.untold: deque[RankIdentity] = deque()
         """RoundingEmulation that rank 0 has not been told yet."""
         self.alive_at = now
         self.stragglers = Stragglers(config, now)
@@ -110,7 +110,7 @@ class Hub:
         self.memory_kills = out_of_memory_kills()
 
     def serve(self, parent: int | None = None) -> None:
-        """Until the last rank has left. ``parent``: descriptor whose end means that rank 0 is gone."""
+        """Serve until the last rank has left. ``parent``: descriptor whose end means that rank 0 is gone."""
         if parent is not None:
             self.selector.register(parent, selectors.EVENT_READ)
         next_tick = 0.0
@@ -189,10 +189,10 @@ class Hub:
             self.rules.goodbye(link.rank)
 
     def _greet(self, link: Link, kind: str, values: list[Any], now: float) -> None:
-        """The first message must show the secret. Raises WireError."""
+        """Take the first message, which must show the secret. Raises WireError."""
         if kind != wire.HELLO or not hmac.compare_digest(str(values[0]).encode(), self.secret.encode()):
             raise wire.WireError("no secret")
-        place = Place(*values[1:])
+        place = RankIdentity(*values[1:])
         if not 0 <= place.rank < self.world:
             raise wire.WireError("no such rank")
         before = self.links.get(place.rank)
@@ -240,7 +240,7 @@ class Hub:
                 self._say(f"watch: {ranks_text(missing)} did not connect within {MISSING_S:g} s; not watched")
 
     def _tell(self, now: float) -> None:
-        """A word to every rank, and to rank 0 who the others are."""
+        """Send a sign of life to every rank, and to rank 0 the identities of the others."""
         if now - self.alive_at >= ALIVE_S:
             self.alive_at = now
             self._order(wire.ALIVE)
@@ -269,7 +269,7 @@ class Hub:
             self.alarm = None
 
     def _all_stacks(self, now: float) -> bool:
-        """Every rank that can answer has; those that cannot had half a second to write from a signal handler."""
+        """Return whether every rank that can answer has; the others had half a second to write in a signal handler."""
         able = [r for r, s in self.rules.ranks.items() if s.here and now - s.heard_at < LAGS_S]
         mute = any(s.here and now - s.heard_at >= LAGS_S for s in self.rules.ranks.values())
         waited = now - (self.collect_until - COLLECT_S)
@@ -285,11 +285,11 @@ class Hub:
             where = f"stacks of {len(self.stacks) + len(raw)} of {self.world} ranks: {path}"
         except OSError as error:
             where = f"the stacks could not be written to {self.folder}: {error}"
-        verdict = judge.Verdict(verdict.code, verdict.ranks, verdict.headline, (*verdict.details, where))
+        verdict = judge.Diagnosis(verdict.code, verdict.ranks, verdict.headline, (*verdict.details, where))
         self._act(verdict, HangError, now)
 
-    def _act(self, verdict: judge.Verdict, kind: type[PortError], now: float) -> None:
-        """Say it once, leave it for the job script, tell the ranks to end."""
+    def _act(self, verdict: judge.Diagnosis, kind: type[PortError], now: float) -> None:
+        """Print the verdict once, leave it for the job script, and tell the ranks to end."""
         if not verdict.told:
             text = "\n  ".join((f"error: {verdict.headline}", *verdict.details))
             with contextlib.suppress(OSError):
@@ -317,7 +317,7 @@ class Hub:
             link.send(wire.pack(kind))
 
     def _hearing(self, now: float) -> bool:
-        """A rank that hears us has not ended yet."""
+        """Return whether a rank that hears us has not ended yet."""
         return any(now - self.rules.ranks[r].heard_at < LAGS_S for r in self.links)
 
     def _finish(self) -> None:

@@ -43,7 +43,7 @@ def hub_address(info: ProcessInfo) -> str:
 
 
 class HubProcess:
-    """The hub of a run. Raises OSError where no socket can be opened.
+    """Process of a run's hub. Raises OSError where no socket can be opened.
 
     ``folder``: of the run.
     """
@@ -65,7 +65,7 @@ class HubProcess:
 
     @property
     def where(self) -> dict[str, Any]:
-        """{address, port, secret}, for ``watch.client.Client``."""
+        """Return {address, port, secret}, for ``watch.client.Client``."""
         return {"address": self._address, "port": self._listener.getsockname()[1], "secret": self._secret}
 
     @property
@@ -74,10 +74,10 @@ class HubProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self, roster: Sequence[Sequence[Any]] = ()) -> None:
-        """Start it and wait until it serves.
+        """Start the hub and wait until it serves.
 
         Args:
-            roster: the ranks that an earlier hub knew (``watch.rules.Place``), so that one that cannot connect
+            roster: the ranks that an earlier hub knew (``watch.rules.RankIdentity``), so that one that cannot connect
                 any more is missed.
 
         Raises:
@@ -116,7 +116,7 @@ class HubProcess:
         self._process = process
 
     def restart(self, roster: Sequence[Sequence[Any]]) -> str:
-        """Kill what is left of it and start another; return what had become of it, in words.
+        """Kill what is left of the hub and start another; return a description of its end.
 
         Raises:
             OSError: it cannot be started, has been too often, or the run is ending.
@@ -134,7 +134,7 @@ class HubProcess:
         return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
 
     def _kill(self) -> int | None:
-        """End it at once; its exit code if it had ended by itself."""
+        """Kill the hub at once; return its exit code if it had ended by itself."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -149,7 +149,7 @@ class HubProcess:
         return code
 
     def end(self) -> None:
-        """Wait for it: it ends by itself when every rank has left or been told to."""
+        """Wait for the hub: it ends by itself when every rank has left or been told to."""
         with self._lock:
             self._ended = True
             process = self._process

@@ -17,8 +17,8 @@ WORDS_SHOWN = 40
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What happened, for a person and for the exit code."""
+class Diagnosis:
+    """Diagnosis of a failure, for a person and for the exit code."""
 
     code: int
     ranks: tuple[int, ...]
@@ -30,13 +30,13 @@ class Verdict:
 
 
 def doing(state: Rank) -> str:
-    """``step 12, evaluate: forward, micro-batch 3``."""
+    """Return ``step 12, evaluate: forward, micro-batch 3``."""
     b = state.beat
     scope = "" if b.scope in ("step", b.phase) else f"{b.scope}: "
     return f"step {b.step}, {scope}{describe(b.phase, b.operation, b.number)}"
 
 
-def hang(rules: Rules, alarm: Alarm, stacks: Mapping[int, Sequence[Stack]], now: float) -> Verdict:
+def hang(rules: Rules, alarm: Alarm, stacks: Mapping[int, Sequence[Stack]], now: float) -> Diagnosis:
     """Name the rank that the others wait for.
 
     First those that cannot run; else those that do not wait for another rank, the first to stand still first; else all
@@ -71,11 +71,11 @@ def hang(rules: Rules, alarm: Alarm, stacks: Mapping[int, Sequence[Stack]], now:
         f"{where}: {why}"
     )
     more = [f"so did {ranks_text(named[1:])}"] if len(named) > 1 else []
-    return Verdict(EXIT_HANG, tuple(named), headline, (*more, *_others(waits, set(named))))
+    return Diagnosis(EXIT_HANG, tuple(named), headline, (*more, *_others(waits, set(named))))
 
 
 def _wait(state: Rank, stacks: Sequence[Stack]) -> str:
-    """What a rank that answers waits for; empty: for no other rank, as far as can be seen."""
+    """Return what a rank that answers waits for; empty: for no other rank, as far as can be seen."""
     seen = waits_in(stacks)
     if seen:
         return describe(state.beat.phase, state.beat.operation, -1) if state.beat.connects else seen
@@ -90,7 +90,7 @@ def _odd_ones(waits: Mapping[int, str], here: Mapping[int, Rank]) -> list[int]:
 
 
 def _others(waits: Mapping[int, str], named: set[int]) -> list[str]:
-    """``ranks 0, 2-3 wait in all_reduce (…)``, the most frequent first."""
+    """Return lines ``ranks 0, 2-3 wait in all_reduce (…)``, the most frequent first."""
     kinds: dict[str, list[int]] = {}
     for rank, wait in waits.items():
         if rank not in named:
@@ -105,8 +105,8 @@ def _others(waits: Mapping[int, str], named: set[int]) -> list[str]:
     return [*lines, f"and {sum(len(r) for _, r in left)} ranks in {len(left)} other places"] if left else lines
 
 
-def lost(rules: Rules, rank: int, *, words: str = "", hint: str = "") -> Verdict:
-    """A rank ended without a word: a signal, the kernel's out-of-memory killer, ``os._exit``."""
+def lost(rules: Rules, rank: int, *, words: str = "", hint: str = "") -> Diagnosis:
+    """Diagnose a rank that ended without a word: a signal, the kernel's out-of-memory killer, ``os._exit``."""
     state = rules.ranks[rank]
     gone = [r for r, s in rules.ranks.items() if s.closed_at is not None and not s.left and s.fault is None]
     last = words.strip().splitlines()
@@ -118,17 +118,18 @@ def lost(rules: Rules, rank: int, *, words: str = "", hint: str = "") -> Verdict
     )
     if len(gone) > 1 and len(gone) == rules.world:
         headline = f"all {len(gone)} ranks ended at once, from outside; the first: {headline}"
-        return Verdict(EXIT_ENVIRONMENT, (rank,), headline)
+        return Diagnosis(EXIT_ENVIRONMENT, (rank,), headline)
     others = [r for r in gone if r != rank]
     more = [f"after it {ranks_text(others)} ended too"] if others else []
-    return Verdict(EXIT_ENVIRONMENT, (rank, *others), headline, (*last[1 : 1 + WORDS_SHOWN], *more))
+    return Diagnosis(EXIT_ENVIRONMENT, (rank, *others), headline, (*last[1 : 1 + WORDS_SHOWN], *more))
 
 
-def failed(rules: Rules, rank: int) -> Verdict:
-    """A rank met an error that it could not share with the others; they would wait for it."""
+def failed(rules: Rules, rank: int) -> Diagnosis:
+    """Diagnose a rank that met an error it could not share with the others; they would wait for it."""
     state = rules.ranks[rank]
     assert state.fault is not None
     told = state.fault.told or any(
         s.fault is not None and s.fault.told and not s.fault.victim for s in rules.ranks.values()
     )
-    return Verdict(state.fault.code, (rank,), f"{state.place} failed at {doing(state)}: {state.fault.text}", told=told)
+    headline = f"{state.place} failed at {doing(state)}: {state.fault.text}"
+    return Diagnosis(state.fault.code, (rank,), headline, told=told)

@@ -12,7 +12,7 @@ from megatron_port.runtime.processes import born
 
 
 def kill(processes: Iterable[tuple[int, int]]) -> None:
-    """SIGKILL those of (number, start) that still are the same process."""
+    """Send SIGKILL to those of (number, start) that still are the same process."""
     for pid, start in processes:
         if start and born(pid) == start:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -28,7 +28,7 @@ def poke(processes: Iterable[tuple[int, int]], number: int) -> None:
 
 
 def out_of_memory_kills() -> int:
-    """Processes that this host's kernel has killed for memory since boot; 0 where it does not tell."""
+    """Return how many processes this host's kernel has killed for memory since boot; 0 where it is not known."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, value = line.partition(" ")

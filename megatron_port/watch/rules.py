@@ -29,8 +29,8 @@ STEPS_KEPT = 63
 
 
 @dataclass(frozen=True)
-class Place:
-    """Who a rank is."""
+class RankIdentity:
+    """Identity of a rank."""
 
     rank: int
     host: str
@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat."""
+    """Heartbeat of a rank."""
 
     counter: int
     scope: str
@@ -65,15 +65,15 @@ class Beat:
 
     @property
     def connects(self) -> bool:
-        """Communicators are being made."""
+        """Whether communicators are being made."""
         return self.scope == START and self.operation.startswith(COMMUNICATOR)
 
 
 @dataclass
 class Rank:
-    """What is known of a rank."""
+    """State of a rank, as far as it is known."""
 
-    place: Place
+    place: RankIdentity
     heard_at: float
     progress_at: float
     beat: Beat = field(default_factory=lambda: Beat(0, START, START, "", -1, 0.0, 0, 0, 0.0, (0.0,) * len(PHASES)))
@@ -87,13 +87,13 @@ class Rank:
 
     @property
     def here(self) -> bool:
-        """Connected, and with the run."""
+        """Whether the rank is connected and with the run."""
         return self.closed_at is None and not self.left
 
 
 @dataclass(frozen=True)
 class Fault:
-    """An error that a rank told of."""
+    """Error that a rank reported."""
 
     at: float
     code: int
@@ -106,21 +106,21 @@ class Fault:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something is wrong."""
+    """Sign of trouble."""
 
     kind: str
     """lost | failed | hang | unexplained"""
     rank: int
     """The first; of a hang: any that made no progress."""
     deadline: float = 0.0
-    """Of a hang: the seconds without progress that are too long here."""
+    """Limit of a hang: the seconds without progress that are too long here."""
     mute: tuple[tuple[int, float], ...] = ()
-    """Of a hang: ranks without heartbeat and when they were last heard, the longest silent first. (Being asked for its
-    stack by a signal may wake one.)"""
+    """Silent ranks of a hang and when each was last heard, the longest silent first. (The signal that asks a rank for
+    its stack may wake it.)"""
 
 
 class Rules:
-    """Everything the ranks have told, and the judgement whether it is trouble.
+    """Record of everything the ranks have told, and the judgement whether it is trouble.
 
     Args:
         world: ranks of the run.
@@ -140,13 +140,13 @@ class Rules:
 
     # What the ranks tell.
 
-    def hello(self, place: Place, now: float, *, met: bool = True) -> None:
-        """A rank has connected (``met`` is false: to an earlier hub, and is to be expected here)."""
+    def hello(self, place: RankIdentity, now: float, *, met: bool = True) -> None:
+        """Note that a rank has connected (``met`` false: to an earlier hub, and it is expected here)."""
         self.ranks[place.rank] = Rank(place, now, now, met=met)
         self._timed = min(self._timed, place.rank)
 
     def beat(self, rank: int, beat: Beat, now: float) -> None:
-        """A heartbeat has come."""
+        """Note a heartbeat."""
         state = self.ranks[rank]
         before, state.beat, state.heard_at = state.beat, beat, now
         if beat.counter != before.counter:
@@ -158,7 +158,7 @@ class Rules:
             self._steps.append((beat.step_seconds - before.step_seconds) / done)
 
     def failing(self, rank: int, *, code: int, text: str, told: bool, victim: bool, now: float) -> None:
-        """A rank tells of an error that ends it."""
+        """Note an error that ends a rank."""
         state = self.ranks[rank]
         state.heard_at = now
         if state.fault is None:
@@ -166,11 +166,11 @@ class Rules:
             self._noticed(now)
 
     def goodbye(self, rank: int) -> None:
-        """A rank leaves, as it should."""
+        """Note that a rank leaves, as it should."""
         self.ranks[rank].left = True
 
     def closed(self, rank: int, now: float) -> None:
-        """A rank's connection has ended."""
+        """Note that a rank's connection has ended."""
         state = self.ranks[rank]
         if state.closed_at is None:
             state.closed_at = now
@@ -178,7 +178,7 @@ class Rules:
                 self._noticed(now)
 
     def explained(self) -> None:
-        """The ranks were told to speak for themselves; what was noticed so far is done with."""
+        """Forget what was noticed so far: the ranks were told to speak for themselves."""
         self._first_fault = None
 
     # What follows from it.
@@ -190,7 +190,7 @@ class Rules:
 
     @property
     def step(self) -> int:
-        """The furthest that any rank has told."""
+        """Furthest step that any rank has reported."""
         return max((s.beat.step for s in self.ranks.values()), default=0)
 
     @property
@@ -203,12 +203,12 @@ class Rules:
         return [r for r, s in self.ranks.items() if s.here and now - s.heard_at >= LAGS_S]
 
     def tick(self, now: float) -> Alarm | None:
-        """Judge. Call it several times a second.
+        """Judge the state of all ranks. Call it several times per second.
 
         A hang: some rank made no progress for the longest limit of any rank's present scope, and no rank began or
         ended a step for as long. (A rank that saves or evaluates keeps the others waiting, so its limit is theirs.)
         In a scope with a limit of its own no rank at all may have made progress. Heartbeats that stay out while steps
-        go on are no trouble. A rank that cannot run is not given the long limits of evaluation, saving and making
+        continue are no trouble. A rank that cannot run is not given the long limits of evaluation, saving and making
         communicators: three times the usual one.
         """
         pause, self._ticked = now - self._ticked, now
@@ -267,7 +267,7 @@ class Rules:
         return None
 
     def _limit(self, beat: Beat) -> tuple[float, bool]:
-        """(seconds, it is the scope's own limit) for what a rank is at."""
+        """Return (seconds, whether it is the scope's own limit) for what a rank is doing."""
         usual, c = self.hang_limit, self.config
         own = {START: c.start_seconds, EVALUATE: c.evaluate_seconds, SAVE: c.save_seconds}.get(beat.scope, 0.0)
         if beat.scope == STEP and beat.phase == DATA:
@@ -279,7 +279,7 @@ class Rules:
             self._first_fault = now
 
     def _forget(self, pause: float) -> None:
-        """The watch was stopped for so long, and perhaps everything else too: that time does not count."""
+        """Discount a time for which the watch was stopped, and perhaps everything else too."""
         self.step_at += pause
         for state in self.ranks.values():
             state.heard_at += pause

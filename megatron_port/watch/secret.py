@@ -30,20 +30,20 @@ APPEARS_S = 10.0
 
 
 class Store(Protocol):
-    """What is used of the rendezvous' store."""
+    """Store interface of the rendezvous, as far as it is used here."""
 
     def set(self, key: str, value: str) -> None:
-        """Publish."""
+        """Publish a value."""
 
     def get(self, key: str) -> bytes:
         """Wait for a key."""
 
     def add(self, key: str, amount: int) -> int:
-        """Count; the new value."""
+        """Add to a counter and return its new value."""
 
 
 def publish(store: Store, where: dict[str, Any], info: ProcessInfo, folder: Path) -> None:
-    """Rank 0: tell the others where the hub is.
+    """Publish, from rank 0, where the hub is.
 
     Args:
         where: {address, port, secret}; empty: there is no hub.
@@ -62,7 +62,7 @@ def publish(store: Store, where: dict[str, Any], info: ProcessInfo, folder: Path
 
 
 def look_up(store: Store, info: ProcessInfo, folder: Path) -> dict[str, Any]:
-    """Another rank: what rank 0 published. The last to read a file removes it.
+    """Return what rank 0 published, on another rank. The last to read a file removes it.
 
     Raises:
         OSError: the record is not rank 0's, or its file is not there, or others could have written it.
@@ -83,7 +83,7 @@ def look_up(store: Store, info: ProcessInfo, folder: Path) -> dict[str, Any]:
 
 
 def _keys(secret: str, nonce: str, length: int) -> tuple[bytes, bytes]:
-    """(key stream, signing key) for one record."""
+    """Return (key stream, signing key) for one record."""
     def derived(use: str) -> bytes:
         return hmac.new(secret.encode(), f"watch {use} {nonce}".encode(), hashlib.sha256).digest()
 
@@ -106,7 +106,7 @@ def _opened(record: dict[str, Any], secret: str) -> str:
 
 
 def _written(text: str, folder: Path) -> str:
-    """Name of a new file that only this user can read."""
+    """Write a new file that only this user can read; return its name."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f".watch-{secrets.token_hex(16)}"
     handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -118,7 +118,7 @@ def _written(text: str, folder: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    """The text of a file that nobody but this user can have written."""
+    """Return the text of a file that nobody but this user can have written."""
     until = time.monotonic() + APPEARS_S
     while True:
         try:

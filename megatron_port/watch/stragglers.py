@@ -1,8 +1,8 @@
-"""Slow ranks: each rank's own seconds a step against those of its stage's other ranks, window by window. Pure.
+"""Slow ranks: each rank's own seconds per step against those of its stage's other ranks, window by window. Pure.
 
 Own work is reading data, forward and backward passes; waits for neighbours and collectives are not. The ranks of a
 pipeline stage do equal work, so a rank's score is its own time over the median of the others'. Work done on the hub,
-once a window, from numbers that heartbeats carry anyway.
+once per window, from numbers that heartbeats carry anyway.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_port.config.schema import WatchConfig
 from megatron_port.runtime.progress import OWN, PHASES
-from megatron_port.watch.rules import Place, Rank
+from megatron_port.watch.rules import Rank, RankIdentity
 
 WINDOW_S = 5.0
 """The shortest window."""
@@ -25,10 +25,10 @@ SLOWEST = 8
 
 
 @dataclass(frozen=True)
-class Finding:
+class StragglerEvent:
     """A rank that is slow, or no longer is."""
 
-    place: Place
+    place: RankIdentity
     step: int
     score: float
     """Own seconds over the peers' median."""
@@ -36,12 +36,12 @@ class Finding:
     """A step."""
     peer_seconds: float
     phases: dict[str, float]
-    """Seconds a step by phase, in this window."""
+    """Seconds per step by phase, in this window."""
     windows: int
     slow: bool
 
     def line(self) -> str:
-        """For the console."""
+        """Return the line for the console."""
         if not self.slow:
             return f"straggler: {self.place} is as fast as the others again at step {self.step}"
         worst = max(OWN, key=lambda p: self.phases[p])
@@ -52,7 +52,7 @@ class Finding:
         )
 
     def record(self) -> dict[str, object]:
-        """For events.jsonl."""
+        """Return the record for events.jsonl."""
         return {
             "event": "straggler" if self.slow else "straggler_over", "step": self.step, "rank": self.place.rank,
             "host": self.place.host, "coords": self.place.coords, "score": round(self.score, 4),
@@ -62,7 +62,7 @@ class Finding:
 
 
 class Stragglers:
-    """Compares the ranks at the end of each window."""
+    """Comparison of the ranks at the end of each window."""
 
     def __init__(self, config: WatchConfig, now: float) -> None:
         self.config = config
@@ -73,10 +73,10 @@ class Stragglers:
         self._slow_for: dict[int, int] = {}
         self._named: set[int] = set()
         self._own: dict[int, tuple[float, int]] = {}
-        """Of the last window: rank → own seconds a step, steps done."""
+        """Own times of the last window: rank → own seconds per step, steps done."""
 
-    def look(self, ranks: Iterable[Rank], now: float) -> list[Finding]:
-        """What is new since the last call; most calls come within a window and cost next to nothing."""
+    def look(self, ranks: Iterable[Rank], now: float) -> list[StragglerEvent]:
+        """Return what is new since the last call; most calls fall within a window and cost next to nothing."""
         if not self.config.straggler_percent or now - self._began < WINDOW_S:
             return []
         states = [s for s in ranks if s.here and s.beat.steps_done > 1]
@@ -92,7 +92,7 @@ class Stragglers:
         return found
 
     def spread(self) -> dict[str, object] | None:
-        """For ``ranks.jsonl``: the ranks' own seconds a step in the last window, once; None: nothing new.
+        """Return the ranks' own seconds per step in the last window, for ``ranks.jsonl``; None: nothing new.
 
         Lines come at every window at first and ever more rarely, so that a run of months leaves a few thousand.
         """
@@ -115,7 +115,7 @@ class Stragglers:
             record["slowest"] = {str(rank): round(seconds, 6) for seconds, rank in values[-SLOWEST:]}
         self._spread = record
 
-    def _compare(self, states: list[Rank]) -> list[Finding]:
+    def _compare(self, states: list[Rank]) -> list[StragglerEvent]:
         """Close a window."""
         phases: dict[int, list[float]] = {}
         stages: dict[int, list[Rank]] = {}
@@ -138,8 +138,8 @@ class Stragglers:
                     out.append(finding)
         return sorted(out, key=lambda f: -f.score)
 
-    def _judge(self, state: Rank, phases: list[float], own: list[tuple[float, int]]) -> Finding | None:
-        """Score one rank; a finding when it becomes slow, or no longer is. ``own``: sorted, all ranks of its stage."""
+    def _judge(self, state: Rank, phases: list[float], own: list[tuple[float, int]]) -> StragglerEvent | None:
+        """Score one rank; return an event when it becomes slow or fast again. ``own``: its stage's ranks, sorted."""
         rank = state.place.rank
         mine = sum(phases[i] for i in _OWN)
         peers = _median_without(own, (mine, rank))
@@ -153,7 +153,7 @@ class Stragglers:
             self._named.discard(rank)
         else:
             return None
-        return Finding(
+        return StragglerEvent(
             state.place, state.beat.step, score, mine, peers, dict(zip(PHASES, phases)), count, slow=slow
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_port.runtime.atomic import write_text
 from megatron_port.runtime.redact import redact, redacted
 from megatron_port.watch.format import Stack, ranks_text, stack_text
-from megatron_port.watch.judge import Verdict, doing
+from megatron_port.watch.judge import Diagnosis, doing
 from megatron_port.watch.rules import LAGS_S, Rank
 
 EVENTS = "events.jsonl"
@@ -19,7 +19,7 @@ RANKS = "ranks.jsonl"
 
 
 def write_hang(
-    folder: Path, verdict: Verdict, ranks: Mapping[int, Rank], stacks: Mapping[int, Sequence[Stack]], *, now: float,
+    folder: Path, verdict: Diagnosis, ranks: Mapping[int, Rank], stacks: Mapping[int, Sequence[Stack]], *, now: float,
     raw: Mapping[int, str],
 ) -> Path:
     """Commit ``hang-STEP-TIME.txt``: the verdict, the last heartbeat of every rank, all stacks, equal ones once.

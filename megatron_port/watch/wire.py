@@ -13,7 +13,7 @@ MARK = 1
 HEAD = 4
 """The marker, then three bytes of length, big end first."""
 LARGEST = 1 << 20
-"""Of a message from a rank that has shown the secret, bytes."""
+"""Limit on a message from a rank that has shown the secret, bytes."""
 LARGEST_HELLO = 1 << 10
 LARGEST_WORDS = 1 << 14
 
@@ -26,11 +26,11 @@ ALIVE, ROSTER = "alive", "roster"
 
 
 class WireError(Exception):
-    """The other side does not speak this language."""
+    """Error of a peer that does not speak this protocol."""
 
 
 def pack(kind: str, *values: Any) -> bytes:
-    """One message. Raises ValueError if it is too large."""
+    """Return one message as bytes. Raises ValueError if it is too large."""
     body = json.dumps([kind, *values], separators=(",", ":")).encode()
     if len(body) > LARGEST:
         raise ValueError(f"a message of {len(body)} bytes; at most {LARGEST}")
@@ -38,7 +38,7 @@ def pack(kind: str, *values: Any) -> bytes:
 
 
 class Unpacker:
-    """Cuts a stream of bytes into messages.
+    """Splitter of a byte stream into messages.
 
     ``largest``: bytes of one message; raise it when the sender is known.
     """
@@ -50,7 +50,7 @@ class Unpacker:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[list[Any]]:
-        """Messages that are complete now, ``[kind, value, …]``. Raises WireError."""
+        """Return the messages that are complete now, ``[kind, value, …]``. Raises WireError."""
         self._buffer += data
         out: list[list[Any]] = []
         buffer, at = self._buffer, 0

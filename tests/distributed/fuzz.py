@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0-999", type=_seeds)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; go on later")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()
     return run_resumable([draw(s) for s in args.seeds], args.out, batch_size=args.batch, seconds=args.seconds)
 

@@ -178,7 +178,7 @@ def _rank_main(rank: int, world_size: int, port: int, listen_fd: int, address: s
 def _preload(with_deepspeed: bool) -> None:
     """Import what every rank will want. A module that is broken fails again, visibly, in the rank."""
     import torch
-    import torch._dynamo  # torch.optim wants it: 1.4 s, once here instead of once a rank
+    import torch._dynamo  # torch.optim wants it: 1.4 s, once here instead of once per rank
     import torch.distributed
     import torch.nn.functional  # noqa: F401
 

@@ -39,11 +39,11 @@ def two_linears(recipe: str, tp: int, sequence_parallel: bool) -> list[Tensor]:
     )
     first[:32] *= 9.0  # the ranks' largest elements lie in different binades
     second[:, :32] *= 5.0
-    spec, products = InitSpec("zeros"), make_linear_kernels(Fp8(recipe, OCP, reference_scaled_mm))
+    spec, kernels = InitSpec("zeros"), make_linear_kernels(Fp8(recipe, OCP, reference_scaled_mm))
     up = ColumnParallelLinear("up", 32, 64, ctx=ctx, sequence_parallel=sequence_parallel, bias=True, init=spec,
-                              products=products)
+                              kernels=kernels)
     down = RowParallelLinear("down", 64, 32, ctx=ctx, sequence_parallel=sequence_parallel, bias=False, init=spec,
-                             products=products)
+                             kernels=kernels)
     with torch.no_grad():
         for layer, name, whole in ((up, "weight", first), (up, "bias", bias), (down, "weight", second)):
             getattr(layer, name).copy_(_slice(whole, layer, name))

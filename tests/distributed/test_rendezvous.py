@@ -70,7 +70,7 @@ def _meet_as(port: int, claims: list[tuple[int, int, str]]) -> str:
         ([(0, 3, "2.13"), (1, 3, "2.13"), (2, 3, "2.13")], "met"),
         ([(0, 3, "2.13"), (1, 3, "2.13"), (1, 3, "2.13")], "two processes claim rank 1 of 3: process "),
         ([(0, 3, "2.13"), (1, 3, "2.13"), (2, 3, "2.11")],
-         "the ranks differ: torch 2.13 on h0, h1 (ranks 0-1), 2.11 on h2 (rank 2). To mend:"),
+         "the ranks differ: torch 2.13 on h0, h1 (ranks 0-1), 2.11 on h2 (rank 2). To fix:"),
     ],
     ids=["fine", "twice", "versions"],
 )

@@ -114,7 +114,7 @@ class Rank:
 
 
 def straight_and_resumed(config: RunConfig, topology: Topology, folder: Path) -> dict[str, object]:
-    """Train to STEPS, saving on the way; then go on from each save in a fresh engine. By save: what differs."""
+    """Train to STEPS, saving on the way; then resume from each save in a fresh engine. By save: what differs."""
     rank = Rank(config, topology, folder)
     straight, engine = Record(), rank.engine(initialise=True)
     for start, stop in zip((0, *SAVES), (*SAVES, STEPS)):
@@ -123,7 +123,7 @@ def straight_and_resumed(config: RunConfig, topology: Topology, folder: Path) ->
             rank.save(engine, stop)
     rank.finish(engine, straight)
     out: dict[str, object] = {}
-    # What goes on from the first save does not save again: it also shows that saving leaves no trace.
+    # What resumes from the first save does not save again: it also shows that saving leaves no trace.
     for k in SAVES:
         resumed, (engine, checkpoint) = Record(), rank.load(k)
         rank.train(engine, resumed, checkpoint.step, STEPS)
@@ -208,7 +208,7 @@ def load_save_step(config: RunConfig, topology: Topology, folder: Path, again: P
     return record.results[-1]
 
 
-CROSSINGS = [
+PAIRS = [
     ("deepspeed", Topology(tp=4, kv_copies=2), "native", Topology(tp=2), "fp32"),
     ("native", Topology(dp=4), "deepspeed", Topology(tp=2, dp=2), "fp32"),
     ("deepspeed", Topology(pp=2, dp=2), "native", Topology(tp=4, kv_copies=2), "fp32"),
@@ -226,10 +226,10 @@ def chunks_of(topology: Topology) -> dict[str, object]:
     return {"virtual_pipeline_size": topology.vp, "pipeline_schedule": "zb-v" if topology.folded else "1f1b"}
 
 
-@pytest.mark.parametrize("crossing", CROSSINGS, ids=lambda c: f"{c[0]} {c[1]} to {c[2]} {c[3]} {c[4]}")
-def test_any_layout_loads_any_other(ranks: RankPool, tmp_path: Path, crossing: tuple) -> None:
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda c: f"{c[0]} {c[1]} to {c[2]} {c[3]} {c[4]}")
+def test_any_layout_loads_any_other(ranks: RankPool, tmp_path: Path, pair: tuple) -> None:
     """The state that arrives is the state that was saved, to the bit; the next step agrees within rounding."""
-    from_engine, source, to_engine, target, dtype = crossing
+    from_engine, source, to_engine, target, dtype = pair
     first = config_of(from_engine, dtype, vocab_padding_multiple=8, **chunks_of(source))
     second = config_of(
         to_engine, dtype, vocab_padding_multiple=1, sequence_parallel=False, recompute="full", **chunks_of(target)

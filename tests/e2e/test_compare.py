@@ -13,7 +13,7 @@ import torch
 from benchmarks.compare.__main__ import main
 from benchmarks.compare.peer import Unable, build
 from benchmarks.compare.results import quartiles, summary
-from benchmarks.compare.run import Outcome, Plan, differences, judge
+from benchmarks.compare.run import PeerResult, Plan, differences, judge
 from benchmarks.compare.sizes import Size, sizes
 from benchmarks.compare.waits import host_reads
 from benchmarks.compare.weights import batch
@@ -90,11 +90,13 @@ def test_a_peer_that_computes_something_else_is_refused() -> None:
     size = sizes()["tiny"]
     other = "gelu_tanh" if size.model.activation == "gelu" else "gelu"  # as near as two activations are
     wrong = replace(size, model=replace(size.model, activation=other))
-    outcomes = [Outcome("torch", numbers=numbers("torch", size)), Outcome("ours", numbers=numbers("torch", wrong))]
+    outcomes = [
+        PeerResult("torch", numbers=numbers("torch", size)), PeerResult("ours", numbers=numbers("torch", wrong)),
+    ]
     judge(size, outcomes)
     assert [o.state for o in outcomes] == ["counted", "refused"]
     assert "computes something else" in outcomes[1].reason
-    alone = [Outcome("ours", numbers=outcomes[0].numbers)]
+    alone = [PeerResult("ours", numbers=outcomes[0].numbers)]
     judge(size, alone)
     assert alone[0].state == "refused"
 
@@ -111,9 +113,9 @@ def test_a_peer_without_such_a_model_says_so() -> None:
 def test_8_bits_have_a_tolerance_and_a_comparison_of_their_own() -> None:
     size = sizes()["tiny-bf16"]
     reference = numbers("torch", size)
-    outcomes = [Outcome(name, numbers=numbers(name, size)) for name in ("ours-fp8", "ours-fp8-rowwise")]
+    outcomes = [PeerResult(name, numbers=numbers(name, size)) for name in ("ours-fp8", "ours-fp8-rowwise")]
     assert all(differences(size, o.numbers, reference) > 0.3 for o in outcomes)
-    judge(size, [Outcome("torch", numbers=reference), *outcomes])
+    judge(size, [PeerResult("torch", numbers=reference), *outcomes])
     assert [o.state for o in outcomes] == ["counted"] * 2 and all(o.difference and o.difference < 1 for o in outcomes)
     assert build("ours-fp8", size, CPU).about.handicap == "a CPU multiplies 8-bit values in fp32"
     plan = Plan("cpu", 1)

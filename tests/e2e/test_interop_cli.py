@@ -1,4 +1,4 @@
-"""``checkpoint export`` and ``import`` as a user types them, and training that goes on from the result."""
+"""``checkpoint export`` and ``import`` as a user types them, and training that starts from the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands as a user types them: train, stop, go on, verify, generate; exit codes, messages, nothing left behind.
+"""The commands as a user types them: train, stop, resume, verify, generate; exit codes, messages, nothing left behind.
 
 One tiny model on two ranks and synthetic tokens. Each command is a process of its own, in a session of its own, so
 that a rank that outlives it is found. Some are fresh interpreters; most are forked from one that has imported torch.

@@ -52,7 +52,7 @@ def make_config(folder: Path) -> RunConfig:
     )
 
 
-class Place:
+class CheckpointCase:
     """A run folder with two checkpoints, each of RANKS files, and an engine that starts from it."""
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ class Damage:
 # ---------------------------------------------------------------- kinds of damage
 
 
-def tensors_in(place: Place, file: str, start: int, stop: int) -> tuple[str, ...]:
+def tensors_in(place: CheckpointCase, file: str, start: int, stop: int) -> tuple[str, ...]:
     """Names of what lies in a byte range of a file of the newer checkpoint, in the words of a message."""
     return tuple(o[0] for o in open_checkpoint(place.pristine / place.bad.name)._layout(file, start, stop))
 
@@ -157,25 +157,25 @@ def _flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def _shard(draw: random.Random, place: Place) -> Path:
+def _shard(draw: random.Random, place: CheckpointCase) -> Path:
     return place.bad / shard_name(draw.randrange(RANKS))
 
 
-def flip_data(draw: random.Random, place: Place) -> Damage:
+def flip_data(draw: random.Random, place: CheckpointCase) -> Damage:
     path = _shard(draw, place)
     byte = draw.randrange(header_bytes(path), path.stat().st_size)
     _flip(path, 8 * byte + draw.randrange(8))
     return Damage("bit flip in data", path.name, tensors_in(place, path.name, byte, byte + 1), f"byte {byte}")
 
 
-def flip_header(draw: random.Random, place: Place) -> Damage:
+def flip_header(draw: random.Random, place: CheckpointCase) -> Damage:
     path = _shard(draw, place)
     byte = draw.randrange(header_bytes(path))
     _flip(path, 8 * byte + draw.randrange(8))
     return Damage("bit flip in header", path.name, ("the header (all tensors)",), f"byte {byte}")
 
 
-def flip_manifest(draw: random.Random, place: Place) -> Damage:
+def flip_manifest(draw: random.Random, place: CheckpointCase) -> Damage:
     path = place.bad / "manifest.json"
     good = path.read_bytes()
     body = json.loads(good)
@@ -193,7 +193,7 @@ def flip_manifest(draw: random.Random, place: Place) -> Damage:
     return Damage("bit flip in manifest", path.name, ("",), f"bit {bit}")
 
 
-def truncate(draw: random.Random, place: Place) -> Damage:
+def truncate(draw: random.Random, place: CheckpointCase) -> Damage:
     path = draw.choice([_shard(draw, place), place.bad / "manifest.json"])
     size = draw.randrange(path.stat().st_size - 1)
     os.truncate(path, size)
@@ -201,14 +201,14 @@ def truncate(draw: random.Random, place: Place) -> Damage:
     return Damage("truncation", path.name, names, f"to {size} bytes")
 
 
-def delete(draw: random.Random, place: Place) -> Damage:
+def delete(draw: random.Random, place: CheckpointCase) -> Damage:
     path = draw.choice([_shard(draw, place), _shard(draw, place), place.bad / "manifest.json"])
     path.unlink()
     names = ("",) if path.name == "manifest.json" else ("weight of", "exp_avg of", "exp_avg_sq of")
     return Damage("deletion", path.name, names)
 
 
-def swap_files(draw: random.Random, place: Place) -> Damage:
+def swap_files(draw: random.Random, place: CheckpointCase) -> Damage:
     a, b = draw.sample(range(RANKS), 2)
     one, two, aside = place.bad / shard_name(a), place.bad / shard_name(b), place.bad / "aside"
     one.rename(aside)
@@ -217,18 +217,18 @@ def swap_files(draw: random.Random, place: Place) -> Damage:
     return Damage("swapped files", "rank-0000", ("weight of", "exp_avg of", "exp_avg_sq of"), f"{a} and {b}")
 
 
-def old_shard(draw: random.Random, place: Place) -> Damage:
+def old_shard(draw: random.Random, place: CheckpointCase) -> Damage:
     path = _shard(draw, place)
     shutil.copyfile(place.good / path.name, path)
     return Damage("old shard, new manifest", path.name, ("weight of", "exp_avg of", "exp_avg_sq of"))
 
 
-def old_manifest(draw: random.Random, place: Place) -> Damage:
+def old_manifest(draw: random.Random, place: CheckpointCase) -> Damage:
     shutil.copyfile(place.good / "manifest.json", place.bad / "manifest.json")
     return Damage("old manifest, new shards", place.bad.name, ("",))
 
 
-def zero_block(draw: random.Random, place: Place) -> Damage:
+def zero_block(draw: random.Random, place: CheckpointCase) -> Damage:
     path = _shard(draw, place)
     data = bytearray(path.read_bytes())
     base = header_bytes(path)
@@ -239,7 +239,7 @@ def zero_block(draw: random.Random, place: Place) -> Damage:
     return Damage("zeroed block", path.name, tensors_in(place, path.name, start, start + size), f"{start} + {size}")
 
 
-def garbage_block(draw: random.Random, place: Place) -> Damage:
+def garbage_block(draw: random.Random, place: CheckpointCase) -> Damage:
     path = _shard(draw, place)
     data = bytearray(path.read_bytes())
     base = header_bytes(path)
@@ -249,7 +249,7 @@ def garbage_block(draw: random.Random, place: Place) -> Damage:
     return Damage("garbage block", path.name, tensors_in(place, path.name, start, start + 512), f"{start}")
 
 
-KINDS: tuple[Callable[[random.Random, Place], Damage], ...] = (
+KINDS: tuple[Callable[[random.Random, CheckpointCase], Damage], ...] = (
     flip_data, flip_header, flip_manifest, truncate, delete, swap_files, old_shard, zero_block, old_manifest,
     garbage_block,
 )
@@ -259,7 +259,7 @@ KINDS: tuple[Callable[[random.Random, Place], Damage], ...] = (
 
 
 @contextmanager
-def watched(place: Place, served: list[str]) -> Iterator[None]:
+def watched(place: CheckpointCase, served: list[str]) -> Iterator[None]:
     """Compare every tensor that a checkpoint hands out with what was saved; damaged ones must never come out."""
     real = Checkpoint.read
 
@@ -280,7 +280,7 @@ def watched(place: Place, served: list[str]) -> Iterator[None]:
         Checkpoint.read = real  # type: ignore[method-assign]
 
 
-def one_case(place: Place, seed: int) -> dict[str, Any]:
+def one_case(place: CheckpointCase, seed: int) -> dict[str, Any]:
     """Damage the newer checkpoint and start; what was seen. ``fault``: empty if all was as it must be."""
     draw = random.Random(seed)
     place.restore()
@@ -329,7 +329,7 @@ def one_case(place: Place, seed: int) -> dict[str, Any]:
 
 def campaign(folder: Path, seeds: range) -> list[dict[str, Any]]:
     """A line for each seed."""
-    place = Place(folder)
+    place = CheckpointCase(folder)
     return [one_case(place, seed) for seed in seeds]
 
 

@@ -1,7 +1,7 @@
 """Manifests that somebody else wrote: each hash is right, the content is not. ``CASES`` is name → change.
 
-A case changes the newer checkpoint of a ``corruption.Place``. None of them may cost more than a line: no traceback, no
-waiting, no gigabytes, no moments lost without a word; the run resumes from the step before.
+A case changes the newer checkpoint of a ``corruption.CheckpointCase``. None may cost more than a line: no traceback,
+no waiting, no gigabytes, no moments lost without a word; the run resumes from the step before.
 """
 
 from __future__ import annotations

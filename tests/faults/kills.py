@@ -58,7 +58,7 @@ def draw(seed: int, ranks: int) -> Kill:
 
 
 @dataclass
-class Outcome:
+class KillResult:
     """What became of one kill; a line of the results file."""
 
     seed: int
@@ -75,7 +75,7 @@ class Outcome:
     committed: int
     """The newest whole checkpoint when all was down; 0: none."""
     resumed: int = -1
-    """Where the next start went on; -1: not known yet."""
+    """Where the next start resumed; -1: not known yet."""
     down_s: float | None = None
     """From the signal until no process of the session was left."""
     exit_code: int = 0
@@ -132,11 +132,11 @@ class Chain:
     def __init__(self, commands: Commands, home: Path, layout: Layout, whole: Reference, number: int, steps: int):
         self.commands, self.whole, self.steps = commands, whole, steps
         self.run = Run(home, f"broken-{layout}-{number}".replace(" ", "-"), layout, *SETS, steps=steps)
-        self.pending: list[Outcome] = []
+        self.pending: list[KillResult] = []
         self.since = 0.0
         self.complete = False
 
-    def strike(self, kill: Kill) -> Outcome | None:
+    def strike(self, kill: Kill) -> KillResult | None:
         """Start, kill, look. None: the run was done before the moment came, and has been checked to the end."""
         self.since = time.time()
         command = self.commands.start(*self.run.command())
@@ -176,7 +176,7 @@ class Chain:
             time.sleep(0.001)
         return None
 
-    def _judge(self, command: Command, kill: Kill, *, in_save: bool, moment: float, down: float | None) -> Outcome:
+    def _judge(self, command: Command, kill: Kill, *, in_save: bool, moment: float, down: float | None) -> KillResult:
         """Everything that can be seen before the next start."""
         faults = []
         if down is None:
@@ -199,7 +199,7 @@ class Chain:
         if said > committed:
             faults.append(f"step {said} was reported as saved, and the newest whole checkpoint is of step {committed}")
         self._resolve(output)
-        outcome = Outcome(
+        outcome = KillResult(
             seed=kill.seed, layout=str(self.run.layout), fault="SIGKILL", rank=kill.victim,
             aimed_at_save=kill.in_save, in_save=in_save, moment_s=round(moment, 3),
             steps_seen=max((row["step"] for row in rows), default=0), committed=committed,
@@ -243,10 +243,10 @@ class Chain:
 def strike_all(
     commands: Commands, home: Path, layout: Layout, seeds: Sequence[int], *, steps: int = STEPS,
     out: Path | None = None, until: float = float("inf"),
-) -> list[Outcome]:
+) -> list[KillResult]:
     """One kill for each seed; each is appended to ``out`` once the start after it has shown where it resumed."""
     whole = reference(commands, home, layout, steps)
-    outcomes: list[Outcome] = []
+    outcomes: list[KillResult] = []
     written = 0
     number, chain = 1, Chain(commands, home, layout, whole, 1, steps)
     for seed in seeds:
@@ -263,7 +263,7 @@ def strike_all(
     return outcomes
 
 
-def _write(outcomes: list[Outcome], written: int, out: Path | None) -> int:
+def _write(outcomes: list[KillResult], written: int, out: Path | None) -> int:
     while written < len(outcomes) and outcomes[written].resumed >= 0:
         outcome = outcomes[written]
         if out is not None:
@@ -280,7 +280,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0-99", help="first-last")
     parser.add_argument("--steps", type=int, default=STEPS, help="of one chain")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; go on later")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)

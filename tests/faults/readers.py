@@ -2,7 +2,7 @@
 
 Each input is a valid file with seeded damage. A reader may accept it or raise a PortError; anything else is a finding:
 another exception, a crash of the process, more memory than an input of its size can ask for, or seconds of CPU.
-Readers run in a child under RLIMIT_AS, which counts are thus tested against. Hashes are mended after the damage, so
+Readers run in a child under RLIMIT_AS, which counts are thus tested against. Hashes are fixed after the damage, so
 that the checks behind them are reached. Run many with ``python tests/faults/readers.py --count 10000 --out FILE``.
 """
 
@@ -122,7 +122,7 @@ def _read_checkpoint(path: Path) -> None:
 
 
 def fuzz_manifest(corpus: Corpus, r: random.Random) -> None:
-    """The manifest, as bytes or as a document with a mended hash."""
+    """The manifest, as bytes or as a document with a fixed hash."""
     if r.random() < 0.25:
         data = damage_bytes(corpus.manifest, r)
     else:
@@ -155,8 +155,8 @@ def fuzz_shard(corpus: Corpus, r: random.Random) -> None:
     entry = body["files"][corpus.shard_name]
     old = xxhash.xxh3_128_hexdigest(corpus.shard)
     # Wherever the manifest holds the file's hash, now or in a later version of the format.
-    mended = json.loads(json.dumps(entry).replace(old, xxhash.xxh3_128_hexdigest(data)))
-    body["files"][corpus.shard_name] = {**mended, "size": len(data)}
+    fixed = json.loads(json.dumps(entry).replace(old, xxhash.xxh3_128_hexdigest(data)))
+    body["files"][corpus.shard_name] = {**fixed, "size": len(data)}
     (corpus.checkpoint / "manifest.json").write_bytes(_with_hash(body, random.Random(0)))
     (corpus.checkpoint / corpus.shard_name).write_bytes(data)
     _read_checkpoint(corpus.checkpoint)
@@ -290,7 +290,7 @@ def child(target: str, seeds: range, folder: Path) -> None:
 
 
 def fuzz(target: str, seeds: range) -> Iterator[dict[str, Any]]:
-    """The outcome of every seed. A child that dies is a finding, and another goes on after it."""
+    """The outcome of every seed. A child that dies is a finding, and another continues after it."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -328,7 +328,7 @@ def fuzz(target: str, seeds: range) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Fuzz all readers with as many inputs each, appending a line a batch of 500 and a line each finding to a file."""
+    """Fuzz all readers with as many inputs each; append one line per batch of 500 and per finding to a file."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="inputs in total")
     parser.add_argument("--first", type=int, default=0, help="first seed")

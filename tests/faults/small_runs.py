@@ -85,7 +85,7 @@ class Run:
         return self.folder / "checkpoints"
 
     def command(self) -> list[str]:
-        """``train …``: starts it, or goes on with it."""
+        """The command that starts or resumes the run."""
         values = (
             f"output_dir={self.home / 'runs'}", f"name={self.name}", f"training.steps={self.steps}",
             *self.layout.sets(), *self.sets,
@@ -139,7 +139,7 @@ def trajectory(rows: list[dict[str, Any]]) -> dict[int, tuple[Any, ...]]:
 
 
 def resumed_at(output: str) -> int | None:
-    """The step that a command's log says it goes on from; 0: it began anew; None: it did not get so far."""
+    """Return the step that a command's log says it resumed from; 0: it began anew; None: it did not get so far."""
     if found := re.search(r"^resumed from .* at step (\d+),", output, re.M):
         return int(found.group(1))
     return 0 if re.search(r"; model built in ", output) else None

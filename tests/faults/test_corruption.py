@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from corruption import KINDS, Place, campaign
+from corruption import KINDS, CheckpointCase, campaign
 
 from megatron_port.errors import DamagedCheckpoint
 from megatron_port.train import state
@@ -33,14 +33,14 @@ def test_300_corruptions_are_found(tmp_path: Path) -> None:
 
 def test_without_damage_the_newest_is_taken(tmp_path: Path) -> None:
     """What the campaign calls found is not found when nothing is damaged."""
-    place = Place(tmp_path)
+    place = CheckpointCase(tmp_path)
     loaded = state.load_first_whole(place.engine, state.find_checkpoints(place.session), place.session)
     assert loaded.path == place.bad and place.lines == []
 
 
 def test_nothing_to_fall_back_on(tmp_path: Path) -> None:
     """Every checkpoint is damaged: the run says so and ends; it never starts over by itself."""
-    place = Place(tmp_path)
+    place = CheckpointCase(tmp_path)
     for path in (place.good, place.bad):
         shard = path / "rank-00002.safetensors"
         data = bytearray(shard.read_bytes())

@@ -1,4 +1,4 @@
-"""A disk that fills up and a folder that cannot be written, for real: training goes on, saves are retried.
+"""A disk that fills up and a folder that cannot be written, for real: training continues, saves are retried.
 
 The full disk is a small tmpfs under a run of two ranks; modes bind the process that meets the forbidden folder.
 """
@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_while_training(small_disk: Path) -> None:
     assert len(failed) >= 2 and all("No space left on device" in line for line in failed), failed
     told = r"checkpoints/step-\d+\.e\d+\.tmp/?\S*: .*needed \d+ bytes, free \d+ bytes"
     assert all(re.search(told, line) for line in failed), failed
-    assert output.count("training goes on, and the next save") == len(failed)
+    assert output.count("training continues, and the next save") == len(failed)
     # The one that was whole when the disk filled up is whole, and no half one took its place.
     assert len([name for name in at_full if not name.endswith(".tmp")]) == 1, at_full
     steps = [int(n) for n in re.findall(r"^step (\d+)/", output, re.M)]
@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_written_and_a_file_size_limit() -> None:
     finally:
         shutil.rmtree(folder)
     assert said["5"].startswith("saved ") and said["there 5"] == ["step-00000005"]
-    assert "Permission denied" in said["10"] and "write permission" in said["10"] and "training goes on" in said["10"]
+    assert "Permission denied" in said["10"] and "write permission" in said["10"] and "training continues" in said["10"]
     assert said["there 10"] == ["step-00000005"]
     assert said["15"].startswith("saved ") and "(after 1 that failed)" in said["15"]
     assert "File too large" in said["20"] and "needed " in said["20"] and said["there 20"] == said["there 15"]

@@ -135,7 +135,7 @@ def test_four_ranks_stop_and_two_go_on(tmp_path: Path) -> None:
     code, out = finish(start(broken, 2, f"output_dir={broken}", steps))
     assert code == 0, out
     line = (
-        "elastic: 2 ranks came, and the run asks for tp 2 x pp 1 x dp 2; going on with tp 2 x pp 1 x dp 1; global "
+        "elastic: 2 ranks came, and the run asks for tp 2 x pp 1 x dp 2; continuing with tp 2 x pp 1 x dp 1; global "
         "batch 32 as before"
     )
     assert out.count(line) == 1 and f"at step {done}, {done * 32} samples" in out, out

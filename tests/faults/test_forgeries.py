@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from corruption import GOOD, Place
+from corruption import GOOD, CheckpointCase
 from forgeries import CASES, Change, forge, put
 
 from megatron_port.checkpoint.reader import open_checkpoint
@@ -44,11 +44,11 @@ def in_time() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return Place(tmp_path_factory.mktemp("forged"))
+def place(tmp_path_factory: pytest.TempPathFactory) -> CheckpointCase:
+    return CheckpointCase(tmp_path_factory.mktemp("forged"))
 
 
-def resume(place: Place) -> Any:
+def resume(place: CheckpointCase) -> Any:
     """The start of a run that finds both checkpoints."""
     place.lines.clear()
     place._randomise(1)
@@ -58,7 +58,7 @@ def resume(place: Place) -> Any:
 
 
 @pytest.mark.parametrize("change", CASES.values(), ids=CASES.keys())
-def test_the_step_before_is_taken(place: Place, change: Change, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_step_before_is_taken(place: CheckpointCase, change: Change, capsys: pytest.CaptureFixture[str]) -> None:
     place.restore()
     forge(place.bad, change)
     with in_time():
@@ -88,14 +88,14 @@ def test_there_are_enough_of_them() -> None:
     ("scalars.loss_scale_hysteresis_left", -1),  # after an overflow more than it allows
     ("extra.later", [1.5, "x"]), ("config.later", {"a": {"b": True}}),
 ])
-def test_fields_that_may_be_there(place: Place, path: str, value: Any) -> None:
+def test_fields_that_may_be_there(place: CheckpointCase, path: str, value: Any) -> None:
     """What this version does not know, and what another optional field says, costs nothing."""
     place.restore()
     forge(place.bad, put(path, value))
     assert resume(place).path == place.bad and place.lines == []
 
 
-def test_a_newer_one_of_step_0_without_moments_is_an_import(place: Place) -> None:
+def test_a_newer_one_of_step_0_without_moments_is_an_import(place: CheckpointCase) -> None:
     """Weights alone are a legal start, where nothing was trained."""
     place.restore()
 

@@ -262,7 +262,7 @@ def test_the_watch_survives_its_own_process(
     message = assert_hang(found, rank, f"pp 0, dp {rank}, tp 0", 2)
     assert f"step {STEP}, data, samples from {STEP * 8}" in message and "no heartbeat for" in message
     assert f"the watch was started again: it was {became}" in found.output
-    assert "the run goes on without it" not in found.output
+    assert "the run continues without it" not in found.output
 
 
 @uses("connect")

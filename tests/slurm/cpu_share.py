@@ -71,7 +71,7 @@ class ControlGroups:
         self.directories = [*(f"{root}/{name}" for name in names), root] if root else []
 
     def files(self, name: str) -> list[str]:
-        """The files a process of the node writes 0 into to join."""
+        """The files per process of the node writes 0 into to join."""
         return [f"{self.root}/{name}/cgroup.procs"] if name in self._names else []
 
     def limit(self, name: str, share: float) -> bool:

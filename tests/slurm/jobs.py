@@ -32,7 +32,7 @@ def settings(**changes: object) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What a user's shell exports to sbatch: this interpreter, and one thread a rank."""
+    """What a user's shell exports to sbatch: this interpreter, and one thread per rank."""
     return {
         "PATH": os.environ["PATH"], "HOME": "/root", "USER": "root", "LANG": "C.UTF-8", "PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1", **more,

@@ -55,7 +55,7 @@ def hosts(addresses: Mapping[str, str]) -> str:
 
 
 def gres_conf(names: str, device_directory: str, gpus: int) -> str:
-    """As many device files a node as it has GPUs; the flag makes SLURM set ROCR_VISIBLE_DEVICES."""
+    """As many device files per node as it has GPUs; the flag makes SLURM set ROCR_VISIBLE_DEVICES."""
     if not gpus:
         return "AutoDetect=off\n"
     devices = f"{device_directory}/renderD[128-{127 + gpus}]" if gpus > 1 else f"{device_directory}/renderD128"

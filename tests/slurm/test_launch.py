@@ -22,7 +22,7 @@ from jobs import ROOT, environment, losses, metrics, settings, steps, train_here
 pytestmark = pytest.mark.slurm
 
 SHORT = {"model__num_layers": 1, "batch__global_batch_size": 3}
-"""One micro-batch on each of three ranks: twenty steps a second."""
+"""One micro-batch on each of three ranks: twenty steps per second."""
 
 
 class Runs:
@@ -130,7 +130,7 @@ def test_a_frontier_script_runs_as_it_is_with_command_line_options(runs: Runs, s
     log = runs.log()
     assert "load rocm/" in loaded.read_text() and "rccl" in loaded.read_text()
     tail = [line for line in log.splitlines() if line][-2:]
-    assert tail[0].startswith("TFLOP/s a GCD") and "HFU" in tail[0] and "MFU" in tail[0], log
+    assert tail[0].startswith("TFLOP/s per GCD") and "HFU" in tail[0] and "MFU" in tail[0], log
     assert tail[1].startswith("published: hardware") and published in tail[1], log
     assert len(losses(runs.run_folder)) == 6
 

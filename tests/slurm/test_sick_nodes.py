@@ -48,7 +48,7 @@ fi
 
 
 @dataclass
-class Outcome:
+class JobResult:
     """What one job left."""
 
     log: str
@@ -70,7 +70,9 @@ class Outcome:
         return "; ".join(f"{r['what']}: {r['text']}" for n in nodes if n["node"] == node for r in n["reasons"])
 
 
-def preflight(cluster: Cluster, name: str, *, network: bool = True, nodes: str = "n[1-4]", number: int = 4) -> Outcome:
+def preflight(
+    cluster: Cluster, name: str, *, network: bool = True, nodes: str = "n[1-4]", number: int = 4
+) -> JobResult:
     """All of preflight in one job over the four nodes, or ``number`` of them."""
     folder = cluster.shared / f"preflight-{name}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +90,7 @@ def preflight(cluster: Cluster, name: str, *, network: bool = True, nodes: str =
     record = cluster.wait(job, timeout=400)
     log = (folder / "log.out").read_text()
     assert record["JobState"] == "COMPLETED", f"{record}\n{log}"
-    return Outcome(log, folder / "out")
+    return JobResult(log, folder / "out")
 
 
 def tools(cluster: Cluster) -> str:

@@ -24,7 +24,7 @@ from megatron_port.launch.attempts import (
     steps_done,
 )
 from megatron_port.launch.continuation import chain_command, continue_job, remember_request, request_of
-from megatron_port.launch.outcome import Outcome, read_failure, read_outcome, record_failure, write_outcome
+from megatron_port.launch.outcome import AttemptOutcome, read_failure, read_outcome, record_failure, write_outcome
 from megatron_port.launch.srun_log import first_srun_failure, refused_by_srun
 from megatron_port.runtime.job import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
 from megatron_port.telemetry.metrics import MetricsWriter
@@ -72,7 +72,7 @@ def test_scontrols_clock(text: str, seconds: int | None) -> None:
 def test_finished(tmp_path: Path) -> None:
     before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
     reach(tmp_path, 10)
-    write_outcome(tmp_path, Outcome(JOB.attempt, "finished", 10))
+    write_outcome(tmp_path, AttemptOutcome(JOB.attempt, "finished", 10))
     # srun may say 143 for reasons of its own; what the ranks committed counts.
     assert end(tmp_path, JOB, code=143).action == "done"
     assert read_history(tmp_path)[-1].status == "finished"
@@ -86,12 +86,12 @@ def test_finished(tmp_path: Path) -> None:
 )
 def test_saved(tmp_path: Path, signal: str, asked: str, fate: Fate, action: str, code: int) -> None:
     before(tmp_path, JOB, LAUNCH, nodes_down=healthy)
-    write_outcome(tmp_path, Outcome(JOB.attempt, "saved", 5, signal))
+    write_outcome(tmp_path, AttemptOutcome(JOB.attempt, "saved", 5, signal))
     verdict = end(tmp_path, JOB, asked=asked, fate=fate)
     assert (verdict.action, verdict.exit_code) == (action, code) and "step 5" in verdict.lines[0]
     said = " ".join(verdict.lines)
     assert ("cancelled" in said, "by itself" in said) == (fate == "cancelled", fate == "requeued"), said
-    assert ("goes on from" in said) is (action == "requeue"), said
+    assert ("resumes from" in said) is (action == "requeue"), said
     lines = before(tmp_path, AGAIN, LAUNCH, nodes_down=healthy)
     assert "saved step 5" in lines[0] and signal in lines[0]
 
@@ -178,13 +178,13 @@ def test_a_fault_of_the_launcher_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_saved_and_no_requeue_wanted_asks_by_its_exit_code(tmp_path: Path) -> None:
-    write_outcome(tmp_path, Outcome(JOB.attempt, "saved", 5, "SIGUSR1"))
+    write_outcome(tmp_path, AttemptOutcome(JOB.attempt, "saved", 5, "SIGUSR1"))
     verdict = end(tmp_path, JOB, asked="USR1", launch=LaunchConfig(when_stopped="stop"))
     assert (verdict.action, verdict.exit_code) == ("stop", 85) and "submit" in " ".join(verdict.lines)
 
 
 def test_an_outcome_of_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
-    write_outcome(tmp_path, Outcome(JOB.attempt, "finished", 10))
+    write_outcome(tmp_path, AttemptOutcome(JOB.attempt, "finished", 10))
     verdict = end(tmp_path, AGAIN, code=1, log="srun: error: n2: task 3: Killed\n")
     assert verdict.action == "requeue" and "n2: task 3: Killed" in verdict.lines[-1]
 
@@ -275,7 +275,7 @@ def test_saves_that_bring_nothing_stop_the_run(tmp_path: Path) -> None:
     for restart in range(4):
         job = replace(JOB, restart=restart)
         before(tmp_path, job, LAUNCH, nodes_down=healthy)
-        write_outcome(tmp_path, Outcome(job.attempt, "saved", 0, "SIGUSR1"))
+        write_outcome(tmp_path, AttemptOutcome(job.attempt, "saved", 0, "SIGUSR1"))
         verdict = end(tmp_path, job, asked="USR1")
         actions.append(verdict.action)
     assert actions == ["requeue", "requeue", "requeue", "stop"]

@@ -16,14 +16,14 @@ import torch
 
 from megatron_port.backend.device import Accelerators, DeviceInfo
 from megatron_port.cli import doctor, doctor_backend, doctor_machine
-from megatron_port.cli.doctor_report import Finding, render, strictly
+from megatron_port.cli.doctor_report import CheckResult, render, strictly
 from megatron_port.cli.main import main
 from megatron_port.config.schema import BackendConfig, PrecisionConfig, RunConfig
 
 NATIVE = RunConfig(engine="native")
 
 
-def named(findings: list[Finding], section: str, name: str) -> Finding:
+def named(findings: list[CheckResult], section: str, name: str) -> CheckResult:
     return next(f for f in findings if (f.section, f.name) == (section, name))
 
 
@@ -62,9 +62,9 @@ def test_old_torch_is_wrong(monkeypatch: pytest.MonkeyPatch, version: str | None
 
 
 def test_rendering_marks_and_counts() -> None:
-    text = render([Finding("a", "x", "1"), Finding("b", "long", "2", "wrong", "mend it"),
-                          Finding("b", "y", "3", "note", "tune it")])
-    assert text.splitlines() == ["a", "  x     1", "", "b", "! long  2", "        → mend it", "~ y     3",
+    text = render([CheckResult("a", "x", "1"), CheckResult("b", "long", "2", "wrong", "fix it"),
+                          CheckResult("b", "y", "3", "note", "tune it")])
+    assert text.splitlines() == ["a", "  x     1", "", "b", "! long  2", "        → fix it", "~ y     3",
                                  "        → tune it", "", "1 wrong (!); 1 could be better (~)"]
 
 
@@ -74,7 +74,7 @@ CPU = DeviceInfo("cpu", torch.device("cpu"), "gloo", "cpu", 1, "test")
 
 def test_strict_calls_what_is_slow_wrong_and_leaves_the_rest() -> None:
     kinds = ["ok", "note", "slow", "wrong"]
-    findings = [Finding("a", kind, "", kind) for kind in kinds]
+    findings = [CheckResult("a", kind, "", kind) for kind in kinds]
     assert [f.status for f in strictly(findings)] == ["ok", "note", "wrong", "wrong"]
     assert render(findings).splitlines()[-1] == "1 wrong (!); 2 could be better (~)"
     assert render(strictly(findings)).splitlines()[-1] == "2 wrong (!); 1 could be better (~)"

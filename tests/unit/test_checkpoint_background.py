@@ -38,7 +38,7 @@ def part(rank: int, tensor: torch.Tensor) -> StatePiece:
 
 
 def test_what_is_saved_is_what_was_there_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on in place while the threads are held up; the second save uses the same memory."""
+    """Training continues in place while the threads are held up; the second save uses the same memory."""
     go = threading.Event()
     real = background.write_part
 
@@ -255,7 +255,7 @@ def test_a_full_disk_does_not_end_training(
     for step in (10, 15):
         saving.save(at(step))
         saving.finish()
-        assert "training goes on" in stub.lines[-1] and "No space left on device" in stub.lines[-1]
+        assert "training continues" in stub.lines[-1] and "No space left on device" in stub.lines[-1]
         assert "free 100 bytes" in stub.lines[-1] and f"step {step} was not saved (failure" in stub.lines[-1]
         assert sorted(p.name for p in stub.home.iterdir()) == ["latest", "step-00000005"]
     assert "failure 2 of at most 3 in a row" in stub.lines[-1] and "the last checkpoint is step 5" in stub.lines[-1]

@@ -80,7 +80,7 @@ def test_size_faults_and_fall_back(tmp_path: Path, name: str, how: str) -> None:
 
 
 def forge(at: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """A manifest changed by someone who also mends its hash."""
+    """A manifest changed by someone who also fixes its hash."""
     body = json.loads((at / "manifest.json").read_text())["manifest"]
     change(body)
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))

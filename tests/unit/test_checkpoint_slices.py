@@ -1,4 +1,4 @@
-"""Geometry: flat ranges as boxes, and the proof of an exact cover."""
+"""Geometry: flat ranges as slices, and the proof of an exact cover."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.checkpoint.slices import FlatRange, cover_fault, range_boxes, stacked
+from megatron_port.checkpoint.slices import FlatRange, cover_fault, range_slices, stacked
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 
 @settings(max_examples=200, deadline=None)
 @given(SHAPES, st.data())
-def test_range_boxes_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_range_slices_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> None:
     numel = int(np.prod(shape, dtype=int))
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     flat = np.arange(numel).reshape(shape)
-    boxes = list(range_boxes(shape, start, stop))
-    assert len(boxes) <= max(2 * len(shape) - 1, 1)
-    seen = [flat[tuple(slice(a, b) for a, b in zip(box.low, box.high))].reshape(-1) for box in boxes]
+    slices = list(range_slices(shape, start, stop))
+    assert len(slices) <= max(2 * len(shape) - 1, 1)
+    seen = [flat[tuple(slice(a, b) for a, b in zip(part.low, part.high))].reshape(-1) for part in slices]
     got = np.concatenate(seen) if seen else np.arange(0)
     assert got.tolist() == list(range(start, stop))
 
@@ -82,7 +82,7 @@ def test_what_is_stacked_covers(rows: list[int], inner: tuple[int, ...], data: s
         ([FlatRange((0,), (10,), 0, 6, "a"), FlatRange((0,), (10,), 5, 5, "b")], "overlap"),
         ([FlatRange((0,), (6,), 0, 6, "a"), FlatRange((5,), (5,), 0, 5, "b")], "overlap"),
         ([FlatRange((0,), (11,), 0, 11, "a")], "leaves the tensor"),
-        ([FlatRange((0,), (10,), 5, 6, "a")], "leaves its box"),
+        ([FlatRange((0,), (10,), 5, 6, "a")], "leaves its slice"),
         ([FlatRange((-1,), (10,), 0, 10, "a")], "negative"),
         ([FlatRange((0, 0), (1, 10), 0, 10, "a")], "other dimensions"),
     ],
@@ -97,7 +97,7 @@ def _columns(n: int) -> list[FlatRange]:
 
 
 def _ragged(n: int) -> list[FlatRange]:
-    """Two ranges of each box, cut in the middle of a row, in no order."""
+    """Two ranges of each slice, cut in the middle of a row, in no order."""
     return [FlatRange((0, 2 * i), (3, 2), a, 3, "f") for i in range(n // 2) for a in (3, 0)]
 
 

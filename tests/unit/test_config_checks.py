@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.config.checks import CHOICES, check, legal_neighbour, problems, resolve, topology_sizes
+from megatron_port.cli.config import field_texts
+from megatron_port.config.checks import check, legal_neighbour, problems, resolve, topology_sizes
+from megatron_port.config.choices import CHOICES
 from megatron_port.config.layout import divisors, legal_tensor_sizes, nearest, with_values
 from megatron_port.config.loader import load, shipped_names
 from megatron_port.config.schema import RunConfig
@@ -308,3 +311,10 @@ def test_tensor_sizes_divide_the_key_value_heads_or_are_multiples_of_them() -> N
     assert sizes(24, 2) == [1, 2, 4, 6, 8, 12, 24]
     assert sizes(12, 6) == [1, 2, 3, 6, 12]
     assert sizes(12, 1) == [1, 2, 3, 4, 6, 12] == sizes(12, 12)
+
+
+def test_a_help_that_lists_values_belongs_to_a_literal() -> None:
+    """One source: what the reference documents as ``a | b | c`` is the field's type, so the checks know it."""
+    open_ended = {"data.tokenizer", "checkpoint.resume"}  # also a file or a path
+    listed = {name for name, text in field_texts().items() if re.match(r"\w[\w-]*( \([^)]*\))? \| ", text)}
+    assert listed - open_ended <= set(CHOICES) and open_ended <= listed and len(CHOICES) > 30

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_port.cli import main as cli
 from megatron_port.cli.main import main
-from megatron_port.config.checks import CHOICES, topology_sizes
+from megatron_port.config.checks import topology_sizes
+from megatron_port.config.choices import CHOICES
 from megatron_port.config.dump import leaves
 from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load, to_toml

@@ -75,9 +75,9 @@ def test_cycle_and_missing_file(tmp_path: Path) -> None:
     b = write(tmp_path, "b.toml", '\nextends = ["a", "nowhere"]')
     found = problems(b)
     assert len(found) == 2
-    assert "circle: b.toml -> a.toml -> b.toml" in found[0]
+    assert "cycle: b.toml -> a.toml -> b.toml" in found[0]
     assert f"{b}:2" in found[1] and "'nowhere' was not found" in found[1]
-    assert "circle: b.toml -> b.toml" in problems(write(tmp_path, "b.toml", 'extends = "b"'))[0]
+    assert "cycle: b.toml -> b.toml" in problems(write(tmp_path, "b.toml", 'extends = "b"'))[0]
 
 
 @pytest.mark.parametrize(

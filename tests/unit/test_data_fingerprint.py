@@ -14,7 +14,7 @@ import pytest
 from megatron_port.cli.main import main
 from megatron_port.config.loader import load
 from megatron_port.data.blend import as_toml, blend
-from megatron_port.data.fingerprint import changes, pins
+from megatron_port.data.fingerprint import changes, data_fingerprint
 from megatron_port.data.format import meta_path
 from megatron_port.data.index_cache import cached_arrays
 from megatron_port.data.indexed import IndexedDataset
@@ -23,7 +23,7 @@ from megatron_port.data.prepare import prepare
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.errors import DataError
-from megatron_port.session.data_fingerprint import check_pins
+from megatron_port.session.data_fingerprint import check_data_fingerprint
 
 
 def corpus(folder, name, text, tokenizer=None):
@@ -53,7 +53,7 @@ def test_an_exchanged_tokenizer_is_noticed(tmp_path):
     b = corpus(tmp_path, "b", "the other cat\n\n" * 30, tokenizer)
     made = loaders(run_config(tmp_path, a, b))
     assert made.tokenizer_name == f"hf:{a}.tokenizer.json#<|endoftext|>" and made.eod_id == tokenizer.eod_id
-    assert made.tokenizer["hash"] == tokenizer.hash and len(made.pins) == 2
+    assert made.tokenizer["hash"] == tokenizer.hash and len(made.data_fingerprint) == 2
     assert loaders(run_config(tmp_path, a, tokenizer=f"hf:{tmp_path}/t.json")).eod_id == tokenizer.eod_id
     with pytest.raises(DataError, match="data.tokenizer is gpt2"):
         loaders(run_config(tmp_path, a, tokenizer="gpt2"))
@@ -66,7 +66,7 @@ def test_an_exchanged_tokenizer_is_noticed(tmp_path):
 
 
 def checkpoint(made):
-    state = SimpleNamespace(data={"corpora": json.loads(json.dumps(made.pins))}, tokenizer=made.tokenizer)
+    state = SimpleNamespace(data={"corpora": json.loads(json.dumps(made.data_fingerprint))}, tokenizer=made.tokenizer)
     return SimpleNamespace(manifest=SimpleNamespace(state=state), path=SimpleNamespace(name="step-00000002"))
 
 
@@ -74,25 +74,25 @@ def test_a_run_goes_on_with_the_same_tokens_only(tmp_path):
     a = corpus(tmp_path, "a", "first text\n\n" * 40)
     run = run_config(tmp_path, a)
     saved = checkpoint(loaders(run))
-    assert check_pins(saved, run, loaders(run)) == []
+    assert check_data_fingerprint(saved, run, loaders(run)) == []
     corpus(tmp_path, "a", "other text\n\n" * 40)
     with pytest.raises(DataError, match="bin_xxh3 was .*data.pinned = false"):
-        check_pins(saved, run, loaders(run))
+        check_data_fingerprint(saved, run, loaders(run))
     for free in (replace(run, data=replace(run.data, pinned=False)),
                  replace(run, checkpoint=replace(run.checkpoint, resume="elsewhere"))):
-        (line,) = check_pins(saved, free, loaders(free))
+        (line,) = check_data_fingerprint(saved, free, loaders(free))
         assert "other data than when step-00000002" in line
     b = corpus(tmp_path, "b", "another corpus\n\n" * 40)
-    assert check_pins(saved, run, loaders(run_config(tmp_path, b))) == []  # another blend is a choice
+    assert check_data_fingerprint(saved, run, loaders(run_config(tmp_path, b))) == []  # another blend is a choice
 
 
 def test_checkpoints_of_before_pins_load(tmp_path):
     run = run_config(tmp_path, corpus(tmp_path, "a", "text\n\n" * 40))
     old = SimpleNamespace(manifest=SimpleNamespace(state=SimpleNamespace(data={}, tokenizer={})),
                           path=SimpleNamespace(name="step-1"))
-    assert check_pins(old, run, loaders(run)) == []
+    assert check_data_fingerprint(old, run, loaders(run)) == []
     meta_path(tmp_path / "a").unlink()
-    bare = pins([IndexedDataset(tmp_path / "a")])
+    bare = data_fingerprint([IndexedDataset(tmp_path / "a")])
     assert set(bare[0]) == {"prefix", "tokens", "documents"}
     assert changes([{**bare[0], "tokens": 1}], bare) == [f"{tmp_path}/a: tokens was 1, is {bare[0]['tokens']}"]
 

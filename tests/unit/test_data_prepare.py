@@ -165,7 +165,7 @@ def test_commands(tmp_path, capsys, sources):
     out = command("prepare", tmp_path / "c", "--input", tmp_path / "d" / "text", "--tokenizer", "byte")
     assert "1 documents, 7 tokens from 6 bytes" in out
     out = command("inspect", tmp_path / "c")
-    assert "nats a token" in out and "'to be\\n'" in out
+    assert "nats per token" in out and "'to be\\n'" in out
     lines = command("verify", tmp_path / "c").splitlines()
     assert len(lines) == 5 and all(line.startswith("ok  ") for line in lines)
     with pytest.raises(DataError, match="position 6: token id 256"):

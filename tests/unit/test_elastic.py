@@ -74,7 +74,7 @@ def test_a_layout_that_fits_is_left_alone() -> None:
 def test_the_line_says_what_changed() -> None:
     line = elastic_layout(run(tp=2, pp=2, dp=4, split=(11, 13)), 8).line
     assert line == (
-        "elastic: 8 ranks came, and the run asks for tp 2 x pp 2 x dp 4; going on with tp 2 x pp 2 x dp 2; "
+        "elastic: 8 ranks came, and the run asks for tp 2 x pp 2 x dp 4; continuing with tp 2 x pp 2 x dp 2; "
         "global batch 64 as before"
     )
     other = elastic_layout(run(tp=2, pp=4, dp=2, split=(5, 6, 6, 7)), 12)

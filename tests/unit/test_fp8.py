@@ -187,17 +187,17 @@ def run_linear(
     if how != "autograd":
         weight.main_grad = torch.zeros(2, 24, 64)  # type: ignore[attr-defined]
     if how in ("gradients", "held"):
-        weight.weight_gradients = gradients  # type: ignore[attr-defined]
+        weight.wgrad_accumulator = gradients  # type: ignore[attr-defined]
     held: list = []
-    gradients.holding = held if how == "held" else None
-    products = make_linear_kernels(Fp8(recipe, OCP, product))
+    gradients.deferred = held if how == "held" else None
+    kernels = make_linear_kernels(Fp8(recipe, OCP, product))
     got, wanted = (Numbers([], [], torch.zeros(48, 64).double(), torch.zeros(48).double()) for _ in range(2))
 
     def passes() -> None:
         for i in range(micro_batches):
             x = normal(8, 4, 64, seed=10 + i, spread=0.5).requires_grad_()
             g = normal(8, 4, 48, seed=20 + i, spread=1.0)
-            y = linear(x, weight, bias, products=products)
+            y = linear(x, weight, bias, kernels=kernels)
             y.backward(g)
             assert x.grad is not None and x.grad.dtype == y.dtype == torch.bfloat16
             matrix, rows = weight.detach().double().flatten(0, 1), g.double().flatten(0, 1)
@@ -209,14 +209,14 @@ def run_linear(
             wanted.bias += rows.sum(0)
 
     if keep:
-        with copies.kept():
+        with copies.active():
             passes()
             assert copies.bytes_held() == 2 * weight.numel()  # as it is and transposed, made once
     else:
         passes()
     assert copies.bytes_held() == 0
-    gradients.holding = None
-    gradients.run(held)
+    gradients.deferred = None
+    gradients.flush(held)
     total = weight.grad if how == "autograd" else weight.main_grad  # type: ignore[attr-defined]
     got.weight, got.bias = total.double().view(48, 64), bias.grad.double()  # type: ignore[union-attr]
     return got, wanted
@@ -248,7 +248,7 @@ def test_every_way_to_the_gradient_is_the_same(recipe: str, product: ScaledMM) -
         other, _ = run_linear(recipe, product, how=how, keep=keep)
         assert torch.equal(first.weight, other.weight) and torch.equal(first.bias, other.bias), how
         assert all(torch.equal(a, b) for a, b in zip(first.outputs + first.inputs, other.outputs + other.inputs)), how
-    rounded, _ = run_linear(recipe, product, how="autograd")  # DeepSpeed's: a bf16 gradient a micro-batch
+    rounded, _ = run_linear(recipe, product, how="autograd")  # DeepSpeed's: a bf16 gradient per micro-batch
     assert 0 < relative(rounded.weight, first.weight) < 0.01
 
 
@@ -308,11 +308,11 @@ def test_only_the_layers_linears_are_in_8_bits(recipe: str, activation: str) -> 
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, activation=activation, ffn_hidden_size=64))
     _, _, engine = steps(run, 1)
     held: list[int] = []
-    with engine.quantized_weight_cache.kept():
+    with engine.quantized_weight_cache.active():
         for name, module in engine.stage.named_modules():
-            products = getattr(module, "products", None)
+            kernels = getattr(module, "kernels", None)
             narrow = name.endswith((".qkv", ".output", ".up", ".down"))
-            assert (products is not None and products is not PLAIN) == narrow
+            assert (kernels is not None and kernels is not PLAIN) == narrow
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         engine.stage(tokens).float().sum().backward()
         held.append(engine.quantized_weight_cache.bytes_held())
@@ -387,7 +387,7 @@ def test_only_with_bf16(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "says", "mended"),
+    ("parts", "says", "fixed"),
     [
         ({"model": {"hidden_size": 72, "num_attention_heads": 6, "head_dim": 16}},
          "attention.qkv and mlp.up have hidden_size 72 inputs, not a multiple of 16; use hidden_size 64 or 80",
@@ -405,11 +405,11 @@ def test_only_with_bf16(dtype: str) -> None:
          "micro_batch_size 4", {"seq_length": 32}),
     ],
 )
-def test_sizes_that_are_no_multiples_of_16(parts: dict, says: str, mended: dict) -> None:
+def test_sizes_that_are_no_multiples_of_16(parts: dict, says: str, fixed: dict) -> None:
     run = changed(config(), **parts)
     found = [p for p in problems(run) if "fp8" in p]
     assert len(found) == 1 and says in found[0]
-    assert not [p for p in problems(changed(run, model=mended)) if "fp8" in p]
+    assert not [p for p in problems(changed(run, model=fixed)) if "fp8" in p]
     assert not [p for p in problems(changed(run, precision={"fp8": "none"})) if "16" in p]
 
 

@@ -16,7 +16,7 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli.main import main
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import LayoutConfig, RunConfig
-from megatron_port.data.fingerprint import pins
+from megatron_port.data.fingerprint import data_fingerprint
 from megatron_port.data.format import read_meta, tokenizer_name
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import prepare
@@ -74,7 +74,7 @@ def trained(folder: Path, content: bytes, *, eod: bool = True) -> Checkpoint:
     meta = read_meta(prefix)
     assert meta is not None and meta.tokenizer_hash
     known = {"name": meta.tokenizer, "vocab_size": meta.vocab_size, "eod_id": meta.eod_id, "hash": meta.tokenizer_hash}
-    return checkpoint_of(folder / "ck", tokenizer_name(prefix, meta), known, pins([IndexedDataset(prefix)]))
+    return checkpoint_of(folder / "ck", tokenizer_name(prefix, meta), known, data_fingerprint([IndexedDataset(prefix)]))
 
 
 def written(tmp_path: Path, checkpoint: Checkpoint, **more: Any) -> tuple[Path, str, list[str]]:

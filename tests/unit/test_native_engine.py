@@ -57,7 +57,7 @@ def batches(count: int = 3) -> list[MicroBatch]:
 
 
 def test_an_engine_ends_with_its_last_reference() -> None:
-    """A circle through autograd's hooks would keep process groups and their polling threads until some collection."""
+    """A reference cycle through autograd's hooks would keep process groups and polling threads until a collection."""
     make_engine()  # torch's first optimizer imports things that keep frames
     gc.collect()
     gc.disable()
@@ -144,9 +144,9 @@ def test_zero_bubble_computes_no_weight_gradient_in_the_input_pass(recompute: st
         inner = worker.run
 
         def run(action, received):  # type: ignore[no-untyped-def]
-            before = engine.weight_gradients.products
+            before = engine.wgrad_accumulator.computed
             result = inner(action, received)
-            seen.append((action.kind.value, engine.weight_gradients.products - before))
+            seen.append((action.kind.value, engine.wgrad_accumulator.computed - before))
             return result
 
         worker.run = run
@@ -163,13 +163,13 @@ def test_products_wait_while_they_are_held() -> None:
     gradients = WgradAccumulator(told.append)
     weight = torch.nn.Parameter(torch.randn(3, 5))
     weight.main_grad = torch.zeros(3, 5)  # type: ignore[attr-defined]
-    weight.weight_gradients = gradients  # type: ignore[attr-defined]
+    weight.wgrad_accumulator = gradients  # type: ignore[attr-defined]
     x = torch.randn(4, 5, requires_grad=True)
-    held = gradients.holding = []
+    held = gradients.deferred = []
     linear(x, weight).sum().backward()
     assert x.grad is not None and len(held) == 1 and not told
     assert not weight.main_grad.any()  # type: ignore[attr-defined]
-    gradients.holding = None
-    gradients.run(held)
+    gradients.deferred = None
+    gradients.flush(held)
     torch.testing.assert_close(weight.main_grad, torch.ones(4, 3).t() @ x.detach())  # type: ignore[attr-defined]
-    assert told == [weight] and not held and gradients.products == 1
+    assert told == [weight] and not held and gradients.computed == 1

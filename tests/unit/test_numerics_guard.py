@@ -21,7 +21,7 @@ from megatron_port.config.schema import (
     RunConfig,
 )
 from megatron_port.engine.api import NO_LIMITS, StepLimits, StepResult
-from megatron_port.engine.probe import Finding, Probe, trace_finding
+from megatron_port.engine.probe import Probe, StepDiagnostics, trace_diagnostics
 from megatron_port.health.anomaly import _culprit, chosen_micro_batch, same_bits
 from megatron_port.health.numerics import LeftOut, NumericsGuard, position
 from megatron_port.optim.loss_scale import LossScaler
@@ -260,21 +260,21 @@ def test_bits_are_compared_with_nan_equal_to_itself() -> None:
 
 
 def test_nobody_is_named_where_nobody_saw_anything() -> None:
-    nothing = Finding()
+    nothing = StepDiagnostics()
     assert [_culprit(nothing, by, 3, None) for by in ("finite", "loss", "norm")] == [None] * 3
-    assert _culprit(Finding(losses=[1.0, 2.0]), "loss", 3, None) == 3
-    assert _culprit(Finding(gradient_norm=0.5), "norm", 3, None) == 3
-    assert _culprit(Finding(order=5), "finite", 3, None) == 3
+    assert _culprit(StepDiagnostics(losses=[1.0, 2.0]), "loss", 3, None) == 3
+    assert _culprit(StepDiagnostics(gradient_norm=0.5), "norm", 3, None) == 3
+    assert _culprit(StepDiagnostics(order=5), "finite", 3, None) == 3
 
 
 def test_what_a_step_leaves_behind() -> None:
-    bad = trace_finding([torch.tensor(1.0), torch.tensor(math.inf)], ["w"], stage=0)
+    bad = trace_diagnostics([torch.tensor(1.0), torch.tensor(math.inf)], ["w"], stage=0)
     assert (bad.micro_batch, bad.phase, chosen_micro_batch(bad)) == (1, "loss", 1)
-    summed = trace_finding([torch.tensor(1.0)], ["w"], stage=1)
+    summed = trace_diagnostics([torch.tensor(1.0)], ["w"], stage=1)
     assert summed.phase == "sum" and chosen_micro_batch(summed) is None
     # Backward begins at the last stage, and any loss says more.
-    assert bad.order < summed.order < trace_finding([], ["w"], stage=0).order
-    finite = trace_finding([torch.tensor(1.0), torch.tensor(3.0), torch.tensor(2.0)], [], stage=0)
+    assert bad.order < summed.order < trace_diagnostics([], ["w"], stage=0).order
+    finite = trace_diagnostics([torch.tensor(1.0), torch.tensor(3.0), torch.tensor(2.0)], [], stage=0)
     assert finite.phase == "" and chosen_micro_batch(finite) == 1
 
 
@@ -288,9 +288,9 @@ def test_the_order_of_findings() -> None:
                 layer(torch.full((1, 2), math.nan))
         else:
             probe.after_backward(m, [torch.tensor([math.nan])])
-        return probe.finding(m + 1).order
+        return probe.diagnostics(m + 1).order
 
     ways = [order(m, stage=s, bad_forward=f) for m in (0, 1) for f, stages in ((True, (0, 1, 2)), (False, (2, 1, 0)))
             for s in stages]
     assert ways == sorted(ways) and len(set(ways)) == 12
-    assert Probe(stage=0, stages=1).finding(4).micro_batch is None
+    assert Probe(stage=0, stages=1).diagnostics(4).micro_batch is None

@@ -127,9 +127,9 @@ def test_a_range_is_read_to_where_it_stays() -> None:
     part = torch.full((6,), 9.0)
     read_range(read, r, "exp_avg", part, 11, scratch)
     assert torch.equal(whole, torch.cat([logical.view(-1), torch.zeros(9)])) and torch.equal(part, whole[11:17])
-    place = scratch.of((8, 3), part.device)
+    place = scratch.get((8, 3), part.device)
     assert offered == [whole.data_ptr(), place.data_ptr()]
-    assert scratch.of((2, 2), part.device).data_ptr() == place.data_ptr()
+    assert scratch.get((2, 2), part.device).data_ptr() == place.data_ptr()
 
 
 def test_an_uneven_split_is_a_mistake() -> None:

@@ -86,7 +86,7 @@ def test_among_equals_the_most_even(layers: list[float], embedding: float, head:
 
 
 def test_unit_costs_by_hand() -> None:
-    """Multiply-adds count two: 24 h² + 4 s h a layer for GPT; grouped queries; swiglu's third matrix."""
+    """Multiply-adds count two: 24 h² + 4 s h per layer for GPT; grouped queries; swiglu's third matrix."""
     h, s, v = 32, 16, 53
     gpt = ModelConfig(num_layers=3, hidden_size=h, num_attention_heads=4, vocab_size=v, seq_length=s)
     assert unit_costs(gpt) == [0.0, *[24.0 * h * h + 4 * s * h] * 3, 2.0 * h * v]

@@ -128,7 +128,7 @@ def _broken(*plans: str) -> Schedule:
 
 
 def test_mistakes_are_found() -> None:
-    """A circle of waiting, a backward pass too early, one that is missing, one that is there twice."""
+    """A deadlock, a backward pass too early, one that is missing, one that is there twice."""
     with pytest.raises(ValueError, match="broken deadlocks with 2 stages and 2 micro-batches; waiting: .*0: 'B0'"):
         simulate(_broken("F0 B0 F1 B1", "F0 F1 B0 B1"))
     with pytest.raises(ValueError, match="before its forward pass"):

@@ -37,8 +37,8 @@ def peak(config: RunConfig, rank: int) -> tuple[int, int]:
         held += [t for b in buckets for t in b.state.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         before = sum(storages.values())
-        pool = engine.sharded.windows  # type: ignore[attr-defined]
-        windows = sum(b.window.nbytes for b in buckets if b.window is not None)
+        pool = engine.sharded.grad_buffer_pool  # type: ignore[attr-defined]
+        windows = sum(b.grad_buffer.nbytes for b in buckets if b.grad_buffer is not None)
         windows += 0 if pool is None else pool.made * pool.size * pool.dtype.itemsize
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
             engine.train_step(mine, step=1, lr=1e-3)

@@ -107,7 +107,7 @@ def test_the_page(run):
 def test_runs_side_by_side(tmp_path, run):
     make(tmp_path / "beta", loss=4.0, name="beta")
     html = render([read_run(run), read_run(tmp_path / "beta")], comparisons={
-        "alpha": [Comparison("seconds a step", 1.9, 2.0, "s"), Comparison("memory", None, 5e6, "B")]})
+        "alpha": [Comparison("seconds per step", 1.9, 2.0, "s"), Comparison("memory", None, 5e6, "B")]})
     page = Checked(html)
     text = " ".join(page.texts)
     for expected in ("alpha against beta", "optimizer.lr", "measured ÷ predicted", "1.053"):

@@ -1,4 +1,4 @@
-"""The meeting of the ranks, on a store in memory with a thread a rank; addresses and ports of this host."""
+"""The meeting of the ranks, on a store in memory with a thread per rank; addresses and ports of this host."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_versions_and_configurations_that_differ_are_named_with_ranks_and_hosts(
     assert len(set(said)) == 1
     assert said[0].startswith(
         "the ranks differ: torch 2.13.0 on n0, n1 (ranks 0-2), 2.12.0 on n1 (rank 3); "
-        "training.steps = 10 on n0, n1 (ranks 0-2), 20 on n1 (rank 3). To mend:"
+        "training.steps = 10 on n0, n1 (ranks 0-2), 20 on n1 (rank 3). To fix:"
     )
     assert "seed" not in said[0] and "same environment" in said[0] and "same run file" in said[0]
 
@@ -143,7 +143,7 @@ def test_world_sizes_that_differ_are_found_at_once() -> None:
     eight = Fingerprint({**SAME.versions, "world size": "8"}, SAME.config)
     said = Meeting().run(infos, {2: eight})
     assert set(said) == {said[0]}
-    assert "world size 4 on n0 (ranks 0-1), 8 on n2 (rank 5). To mend: start all ranks with one" in said[0]
+    assert "world size 4 on n0 (ranks 0-1), 8 on n2 (rank 5). To fix: start all ranks with one" in said[0]
 
 
 def test_missing_ranks_are_named_with_their_hosts() -> None:

@@ -83,8 +83,8 @@ def test_a_part_that_fails_or_hangs_is_noted(tmp_path: Path) -> None:
 
 
 def test_the_overview_names_states_and_puts_predictions_beside_measurements(tmp_path: Path) -> None:
-    done = [site_report.Outcome("doctor", "x", 0, 3.0, 60.0, "versions"),
-            site_report.Outcome("compare", "y", 124, 60.0, 60.0, "steps")]
+    done = [site_report.PartResult("doctor", "x", 0, 3.0, 60.0, "versions"),
+            site_report.PartResult("compare", "y", 124, 60.0, 60.0, "steps")]
     (tmp_path / "compare.txt").write_text("the reason\n")
     text = overview(tmp_path, {"machine": "one node"}, done)
     assert "| doctor | ok | 3 | doctor.txt | versions |" in text and "stopped: not done after 60 s" in text

@@ -40,7 +40,7 @@ from megatron_port.watch.format import FOREIGN, ranks_text, waits_in
 from megatron_port.watch.hub import Hub
 from megatron_port.watch.hub_process import HubProcess
 from megatron_port.watch.processes import born, kill
-from megatron_port.watch.rules import Alarm, Beat, Place, Rank, Rules
+from megatron_port.watch.rules import Alarm, Beat, Rank, RankIdentity, Rules
 from megatron_port.watch.stragglers import Stragglers
 from megatron_port.watch.watch_report import add_event, write_hang
 
@@ -140,10 +140,10 @@ def _seconds(progress: ProgressTracker, n: int) -> float:
 
 
 def slow_run(own: dict[int, float], *, windows: int, stages: dict[int, int] | None = None) -> list:
-    """Findings of a run whose ranks work ``own`` seconds a step of 2 s."""
+    """Findings of a run whose ranks work ``own`` seconds per step of 2 s."""
     config = WatchConfig(straggler_steps=10)
     ranks = {
-        r: Rank(Place(r, f"n{r}", 1, 1, f"pp 0, dp {r}, tp 0", (stages or {}).get(r, 0)), 0.0, 0.0) for r in own
+        r: Rank(RankIdentity(r, f"n{r}", 1, 1, f"pp 0, dp {r}, tp 0", (stages or {}).get(r, 0)), 0.0, 0.0) for r in own
     }
     watch, found = Stragglers(config, 0.0), []
     for step in range(1, 10 * (windows + 1) + 2):
@@ -174,7 +174,7 @@ def test_ranks_are_compared_within_their_stage_and_with_the_others() -> None:
 
 def test_a_rank_that_recovers_is_told() -> None:
     config = WatchConfig(straggler_steps=1, straggler_windows=1)
-    ranks = {r: Rank(Place(r, "n", 1, 1, "", 0), 0.0, 0.0) for r in range(3)}
+    ranks = {r: Rank(RankIdentity(r, "n", 1, 1, "", 0), 0.0, 0.0) for r in range(3)}
     watch, out, totals = Stragglers(config, 0.0), [], dict.fromkeys(ranks, 0.0)
     for step in range(2, 10):
         for r, s in ranks.items():
@@ -213,7 +213,7 @@ def test_stacks_of_this_process() -> None:
 def test_the_file_of_a_hang(tmp_path: Path) -> None:
     rules = Rules(WatchConfig(), 3, 0.0)
     for r in range(3):
-        rules.hello(Place(r, f"n{r}", 10 + r, 1, f"pp 0, dp {r}, tp 0", 0), 0.0)
+        rules.hello(RankIdentity(r, f"n{r}", 10 + r, 1, f"pp 0, dp {r}, tp 0", 0), 0.0)
         rules.beat(r, Beat(1, STEP, REDUCE, "gradients over dp", -1, 0.0, 12, 12, 1.0, (0.0,) * 6), 1.0)
     rules.ranks[2].heard_at = 9.0
     stacks = {2: [("MainThread", [("/a.py", 3, "f")])]}
@@ -340,7 +340,7 @@ def test_a_hub_that_goes_is_noted_and_nothing_else(tmp_path: Path) -> None:
     listener.close()  # with rank 0's process
     first.close()
     client._thread.join(10)
-    assert len(notes) == 1 and "the run goes on without it" in notes[0] and client.spoken.is_set()
+    assert len(notes) == 1 and "the run continues without it" in notes[0] and client.spoken.is_set()
     client.close()
 
 

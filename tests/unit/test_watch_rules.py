@@ -9,7 +9,7 @@ import pytest
 from megatron_port.config.schema import WatchConfig
 from megatron_port.runtime.progress import DATA, EVALUATE, FORWARD, REDUCE, SAVE, START, STEP, TRANSFER
 from megatron_port.watch import judge
-from megatron_port.watch.rules import MARGIN_S, Alarm, Beat, Place, Rules
+from megatron_port.watch.rules import MARGIN_S, Alarm, Beat, RankIdentity, Rules
 
 TORCH = ("/site/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 BARRIER = ("/site/torch/distributed/distributed_c10d.py", 5356, "barrier")
@@ -28,7 +28,7 @@ class Run:
         self.beats = {r: Beat(0, START, START, "", -1, 0.0, 0, 0, 0.0, (0.0,) * 6) for r in range(world)}
         self.progress = dict.fromkeys(range(world), self.now)
         for r in range(world):
-            self.rules.hello(Place(r, f"n{r // 2}", 100 + r, 7, f"pp 0, dp {r}, tp 0", 0), self.now)
+            self.rules.hello(RankIdentity(r, f"n{r // 2}", 100 + r, 7, f"pp 0, dp {r}, tp 0", 0), self.now)
 
     def stand(self, rank: int, scope: str, phase: str, operation: str = "") -> None:
         """The rank is at this from now on."""
@@ -262,7 +262,7 @@ def test_leaving_is_no_loss() -> None:
     assert run.until_alarm(100, frozen=everybody(), mute=everybody())[0] is None
 
 
-def judged(run: Run, stacks: dict) -> judge.Verdict:
+def judged(run: Run, stacks: dict) -> judge.Diagnosis:
     alarm, _ = run.until_alarm(100, frozen=everybody())
     assert alarm is not None
     return judge.hang(run.rules, alarm, stacks, run.now)

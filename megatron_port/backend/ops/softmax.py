@@ -1,7 +1,7 @@
 """Causal softmax of attention scores, the fallback where no fused attention serves.
 
 Statistics in fp32; fp32, fp16 and bf16 tensors. Only the live part of a row is read, all of it is written. With e
-bytes an element and L = Σ (i + 1 + k - q) live elements a matrix: forward moves (L + q k) e, backward (2 L + q k) e;
+bytes an element and L = Σ (i + 1 + k - q) live elements per matrix: forward moves (L + q k) e, backward (2 L + q k) e;
 at q = k that is 1.5 and 2 times the tensor. Rows up to 16384 columns are read once, wider ones twice.
 """
 
@@ -19,7 +19,7 @@ def causal_softmax(scores: Tensor, *, scale: float) -> Tensor:
     """softmax(scale · scores) over the last dimension of contiguous [b, heads, q, k], of scores' dtype.
 
     Row i sees the columns j ≤ i + k - q and has zeros beyond; k < q is refused. Every row must have a finite score.
-    The gradient is scale · y · (dy - Σ dy·y / Σ y): the last divisor is 1 but for the rounding of y to the dtype.
+    The gradient is scale · y · (dy - Σ dy·y / Σ y): the last divisor is 1 but for the rounding of y to its dtype.
     """
     probs: Tensor = _softmax(scores, scale)
     return probs

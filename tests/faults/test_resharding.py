@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import crossings
 import pytest
+import resharding
 from pool import RankPool
 
 SEEDS = (7, 9, 23, 25, 27, 57)
@@ -15,16 +15,16 @@ SEEDS = (7, 9, 23, 25, 27, 57)
 
 @pytest.mark.slow  # make test has tests/distributed/test_resume.py and test_interop.py
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_goes_on_elsewhere(ranks: RankPool, tmp_path: Path, seed: int) -> None:
-    crossing = crossings.draw(seed)
-    if (crossing.source.deepspeed or crossing.target.deepspeed) and importlib.util.find_spec("deepspeed") is None:
+def test_a_run_resumes_elsewhere(ranks: RankPool, tmp_path: Path, seed: int) -> None:
+    trip = resharding.draw(seed)
+    if (trip.source.deepspeed or trip.target.deepspeed) and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    row = crossings.cross(ranks, crossing, tmp_path)
+    row = resharding.round_trip(ranks, trip, tmp_path)
     assert row["ok"], row
 
 
 def test_the_thirty_are_varied() -> None:
-    drawn = [crossings.draw(seed) for seed in range(30)]
+    drawn = [resharding.draw(seed) for seed in range(30)]
     sides = [side for c in drawn for side in (c.source, c.target)]
     assert {(c.source.config.engine, c.target.config.engine) for c in drawn} == {
         (a, b) for a in ("native", "deepspeed") for b in ("native", "deepspeed")
@@ -42,18 +42,18 @@ def test_the_thirty_are_varied() -> None:
 
 def test_the_judge_sees_one_bit_and_one_loss(ranks: RankPool, tmp_path: Path) -> None:
     """A weight that differs in its last bit, a moment left at zero, a loss beyond the bound."""
-    crossing = crossings.draw(0)
-    side = crossings.Side(crossings.make_config(layout={"zero_stage": 0}), crossings.Topology())
-    went_on = ranks.run(1, crossings.train_and_save, side, tmp_path / "a")[0]
-    ranks.run(1, crossings.train_and_save, side, tmp_path / "b")
-    names = set(crossings.parameter_shapes(side.config.model))
-    assert crossings.state_faults(tmp_path / "a", tmp_path / "b", names, same_precision=True) == []
-    nudged = crossings.Side(
-        crossings.dataclasses.replace(side.config, seed=side.config.seed + 1), side.topology
+    trip = resharding.draw(0)
+    side = resharding.Side(resharding.make_config(layout={"zero_stage": 0}), resharding.Topology())
+    went_on = ranks.run(1, resharding.train_and_save, side, tmp_path / "a")[0]
+    ranks.run(1, resharding.train_and_save, side, tmp_path / "b")
+    names = set(resharding.parameter_shapes(side.config.model))
+    assert resharding.state_faults(tmp_path / "a", tmp_path / "b", names, same_precision=True) == []
+    nudged = resharding.Side(
+        resharding.dataclasses.replace(side.config, seed=side.config.seed + 1), side.topology
     )
-    ranks.run(1, crossings.train_and_save, nudged, tmp_path / "c")
-    assert crossings.state_faults(tmp_path / "a", tmp_path / "c", names, same_precision=True)
+    ranks.run(1, resharding.train_and_save, nudged, tmp_path / "c")
+    assert resharding.state_faults(tmp_path / "a", tmp_path / "c", names, same_precision=True)
     off = [(loss * (1 + 3e-5), norm) for loss, norm in went_on]
-    assert all(d.ok for d in crossings.loss_deviations(side, None, went_on, [went_on, went_on]))
-    assert not all(d.ok for d in crossings.loss_deviations(side, None, off, [went_on, went_on]))
-    assert crossing.seed == 0
+    assert all(d.ok for d in resharding.loss_deviations(side, None, went_on, [went_on, went_on]))
+    assert not all(d.ok for d in resharding.loss_deviations(side, None, off, [went_on, went_on]))
+    assert trip.seed == 0

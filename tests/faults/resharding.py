@@ -1,9 +1,9 @@
-"""A run goes on in another layout, engine or precision: the state arrives to the bit, the losses within tolerance.
+"""A run resumes in another layout, engine or precision: the state arrives to the bit, the losses within tolerance.
 
 ``draw(seed)`` is a pure function of the seed. The judge is parity/comparison.py: fp64 and the first step of fp32
 against its fixed bounds, everything else against twice the spread of one process under the eight committed
 reorderings, which starts from the same checkpoint. Run many, resumably, with
-``python tests/faults/crossings.py --seeds 0-29 --out FILE``.
+``python tests/faults/resharding.py --seeds 0-29 --out FILE``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class RoundTrip:
     """A pair."""
 
     seed: int
@@ -80,7 +80,7 @@ class Crossing:
     target: Side
 
 
-def draw(seed: int) -> Crossing:
+def draw(seed: int) -> RoundTrip:
     """Both sides of one model; every run with the same seed gives the same."""
     r = random.Random(f"crossing-{seed}")
     model = {
@@ -102,7 +102,7 @@ def draw(seed: int) -> Crossing:
             # Of a stream of their own, so that what was drawn before these options existed stays what it was.
             more = random.Random(f"crossing-native-{seed}")
             layers = max([model["num_layers"], *(2 * side.topology.pp for side in sides if not side.deepspeed)])
-            return Crossing(seed, *(_native(more, side, layers) for side in sides))
+            return RoundTrip(seed, *(_native(more, side, layers) for side in sides))
 
 
 def _native(r: random.Random, side: Side, layers: int) -> Side:
@@ -162,7 +162,7 @@ def _save(engine: Engine, config: RunConfig, folder: Path) -> None:
 
 
 def train_and_save(side: Side, folder: Path) -> Numbers:
-    """Train from the start, save, and go on."""
+    """Train from the start, save, and continue."""
     ctx = ParallelContext.create(side.topology, "cpu")
     try:
         engine = build_engine(side.config, ctx, providers_of(side.config))
@@ -174,7 +174,7 @@ def train_and_save(side: Side, folder: Path) -> Numbers:
 
 
 def resume(side: Side, folder: Path, again: Path) -> Numbers:
-    """Load what another side saved, save it at once to ``again``, and go on."""
+    """Load what another side saved, save it at once to ``again``, and continue."""
     ctx = ParallelContext.create(side.topology, "cpu")
     try:
         engine = build_engine(side.config, ctx, providers_of(side.config), initialise=False)
@@ -191,7 +191,7 @@ def resume(side: Side, folder: Path, again: Path) -> Numbers:
 
 
 def reordered(config: RunConfig, folder: Path, reorderings: Sequence[Reordering | None]) -> list[Numbers]:
-    """One process goes on from the checkpoint, once for each reordering (None: as it is)."""
+    """One process resumes from the checkpoint, once for each reordering (None: as it is)."""
     out = []
     for reordering in reorderings:
         ctx = ParallelContext.create(Topology(), "cpu")
@@ -244,7 +244,7 @@ def _run(numbers: Numbers) -> Run:
 
 
 def loss_deviations(target: Side, source: Numbers | None, resumed: Numbers, singles: list[Numbers]) -> list[Deviation]:
-    """Against one process that went on from the same checkpoint, and against the source where the precision is its.
+    """Against one process that resumed from the same checkpoint, and against the source where the precision is its.
 
     ``singles``: the plain run first, then the reordered ones.
     """
@@ -260,10 +260,10 @@ def loss_deviations(target: Side, source: Numbers | None, resumed: Numbers, sing
     return out
 
 
-def cross(ranks: RankPool, crossing: Crossing, folder: Path) -> dict[str, Any]:
+def round_trip(ranks: RankPool, trip: RoundTrip, folder: Path) -> dict[str, Any]:
     """Run a pair; a line of the results file."""
-    source, target, begun = crossing.source, crossing.target, time.monotonic()
-    before, after = folder / f"{crossing.seed}-before", folder / f"{crossing.seed}-after"
+    source, target, begun = trip.source, trip.target, time.monotonic()
+    before, after = folder / f"{trip.seed}-before", folder / f"{trip.seed}-after"
     went_on = ranks.run(
         source.topology.world_size, train_and_save, source, before, deepspeed=source.deepspeed, timeout=180
     )[0]
@@ -282,7 +282,7 @@ def cross(ranks: RankPool, crossing: Crossing, folder: Path) -> dict[str, Any]:
     state = state_faults(before, after, names, same_precision=same)
     deviations = loss_deviations(target, went_on if same else None, resumed, singles)
     return {
-        "part": "layouts", "seed": crossing.seed, "from": str(source), "to": str(target),
+        "part": "layouts", "seed": trip.seed, "from": str(source), "to": str(target),
         "state": state or "equal to the bit", "ok": not state and all(d.ok for d in deviations),
         "deviations": [
             {**dataclasses.asdict(d), "value": float(f"{d.value:.3g}"), "bound": float(f"{d.bound:.3g}")}
@@ -293,21 +293,21 @@ def cross(ranks: RankPool, crossing: Crossing, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Cross for a range of seeds, append a line each to a file, skip those that are in it."""
+    """Make the round trips of a range of seeds, append a line each to a file, skip those that are in it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seeds", default="0-29", help="first-last")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; go on later")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     done = {json.loads(line)["seed"] for line in args.out.read_text().splitlines()} if args.out.exists() else set()
     until, bad, ranks = time.monotonic() + args.seconds, 0, RankPool()
     try:
-        with tempfile.TemporaryDirectory(prefix="crossings-") as folder:
+        with tempfile.TemporaryDirectory(prefix="resharding-") as folder:
             for seed in range(int(first), int(last or first) + 1):
                 if seed in done or time.monotonic() > until:
                     continue
-                row = cross(ranks, draw(seed), Path(folder))
+                row = round_trip(ranks, draw(seed), Path(folder))
                 bad += not row["ok"]
                 print(f"seed {seed}: {'ok' if row['ok'] else 'BAD'} {row['from']} -> {row['to']}", flush=True)
                 with args.out.open("a") as stream:
@@ -319,6 +319,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Ranks import this file by its name; run as a program it would be another module to them.
-    import crossings
+    import resharding
 
-    sys.exit(crossings.main())
+    sys.exit(resharding.main())

@@ -1,0 +1,144 @@
+"""The names and sentences of the project are those of its field: what was renamed does not come back.
+
+A reader who knows Megatron-LM, torchtitan or DeepSpeed guesses a name before opening the file. A refused name or phrase
+stands here with the one to use instead; what it may still be used for is allowed explicitly.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = sorted((ROOT / "megatron_port").rglob("*.py"))
+SOURCES = [*PACKAGE, *sorted((ROOT / "kernels").rglob("*.py"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A pattern that is refused; ``use``: what takes its place."""
+
+    pattern: str
+    use: str
+    allowed: str = ""
+    """A line that matches this may have it."""
+    pages: bool = True
+    """Refused in the pages too; else in Python only."""
+
+
+WORDS = (
+    Refused(r"\bmend(s|ed|ing)?\b", "fix, repair"),
+    Refused(r"\b(goes|go|went|going) on\b", "resume, continue"),
+    Refused(r"\bsays? so\b", "say what is printed or recorded"),
+    Refused(r"\bthe whole of\b", "all, the"),
+    Refused(r"\bcircles? of (waiting|references)|\bin a circle\b|\bof circles\b", "deadlock, reference cycle"),
+    Refused(r"\bthe halves\b", "half precision, bf16 and fp16", r"split backward|schedule"),
+    Refused(r"\b(in|to) the dtype\b(?! (of|that))", "in the compute dtype"),
+    Refused(r"\b(rooms|this room|only room|a room of)\b", "packages, modules"),
+    Refused(r"\blaws?\b", "invariant"),
+    Refused(r"\b(nats|bits) a (token|byte)\b", "nats per token, bits per byte"),
+    Refused(r"\b(TFLOP/s|FLOPs) a \w", "TFLOP/s per device"),
+    Refused(r"\b([Ss]econds|[Bb]ytes|[Tt]okens|[GM]B) a (step|rank|device|token|replica|layer)\b", "per step"),
+    Refused(r"\b(once|twice) a (step|rank|device|replica|layer|micro-batch)\b", "once per step"),
+    Refused(r"\bcrossings\b", "resharding round trips"),
+    Refused(r"\b[Bb]oxes\b", "slices"),
+)
+"""Phrases, in sentences and in messages."""
+
+IDENTIFIERS = (
+    Refused(r"\bclass (Finding|Place|Outcome|Verdict)\b", "the name of what the class holds", pages=False),
+    Refused(r"\b(input_gradient|weight_gradient|add_weight_gradient)\b", "dgrad, wgrad, wgrad_accumulate"),
+    Refused(r"\b(WeightGradients|WeightCopies|SharedProducts)\b", "WgradAccumulator, QuantizedWeightCache"),
+    Refused(r"\bweight_gradients\b", "wgrad_accumulator"),
+    Refused(r"\.(holding|kept\()", ".deferred, .active("),
+    Refused(r"\b(OneStage|mind_memory|bad_gradients)\b", "SingleStagePipelineModule, check_memory, …"),
+    Refused(r"\bclass (Piece|Slot|Fragment|Pulse|Places|Windows)\b", "Shard, BucketEntry, ShardRange, …", pages=False),
+    Refused(r"\bscratch\.of\(|\bWholeScratch\b", "ScratchBuffer.get"),
+    Refused(r"\bdef (gate|hold|speak|upload|pins)\b", "skip_step_when, block_signals, is_rank_zero, to_device_async"),
+    Refused(r"\b(round_there|check_pins|speaker|take_window)\b", "emulate_rounding, check_data_fingerprint, …"),
+    Refused(
+        r"\bmegatron_port[./](train[./](parity|places|trace|reorder|rounding)|parallel[./](products|upload)"
+        r"|runtime[./](pulse|speak)|optim[./](windows|countdown)|data[./]pins|checkpoint[./]boxes|engine[./]totals"
+        r"|watch[./](words|report)|telemetry[./]report|preflight[./]report|backend[./](widened|jit_ways))\b",
+        "the module's new name",
+    ),
+)
+"""Names in code, and of code in sentences."""
+
+
+def refused_lines(text: str, refused: Refused) -> list[int]:
+    """Return the numbers of the lines with a refused name or phrase that is not allowed there."""
+    return [
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.search(refused.pattern, line) and not (refused.allowed and re.search(refused.allowed, line))
+    ]
+
+
+@pytest.mark.parametrize("refused", [*WORDS, *IDENTIFIERS], ids=lambda r: r.pattern[:40])
+def test_what_was_renamed_does_not_come_back(refused: Refused) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in [*SOURCES, *(PAGES if refused.pages else ())]
+        for line in refused_lines(path.read_text(), refused)
+    ]
+    assert not found, f"use {refused.use}: {', '.join(found)}"
+
+
+OLD = (
+    "A run goes on.", "Errors a user can mend", "a circle of waiting", "Masters are fp32 for the halves.",
+    "they stay in the dtype", "between rooms", "law 1", "nats a token", "1.5 TFLOP/s a device", "4 bytes a rank",
+    "once a step", "a line says so", "the whole of it", "make soak ARGS='--part crossings'", "comparing boxes",
+    "class Finding:",
+    "def input_gradient(self)", "weight.weight_gradients = x", "gradients.holding = []", "class Piece:",
+    "copies = WeightCopies()", "scratch.of((2, 2))", "def gate(inner):", "self.speaker",
+    "import megatron_port.train.places",
+    "class OneStage(PipelineModule):",
+)
+
+
+@pytest.mark.parametrize("line", OLD)
+def test_each_old_name_is_refused(line: str) -> None:
+    """The patterns find what they are there for."""
+    assert any(refused_lines(line, refused) for refused in (*WORDS, *IDENTIFIERS))
+
+
+def test_every_pattern_has_an_old_name() -> None:
+    unseen = [r.pattern for r in (*WORDS, *IDENTIFIERS) if not any(refused_lines(line, r) for line in OLD)]
+    assert not unseen
+
+
+def public_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """``(line, docstring)`` of every public function, method and class that has one."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            text = ast.get_docstring(node)
+            if text:
+                yield node.lineno, text
+
+
+def bad_opening(text: str) -> bool:
+    """A docstring that only refers elsewhere, or that has no head noun: "See x", "Of the output's gradient: …"."""
+    return re.match(r"(See|Of|What is made of)\b", text) is not None
+
+
+def test_public_docstrings_start_with_a_verb_or_a_noun() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in PACKAGE
+        for line, text in public_docstrings(ast.parse(path.read_text()))
+        if bad_opening(text)
+    ]
+    assert not found, found
+
+
+def test_an_opening_without_a_verb_or_a_noun_is_found() -> None:
+    source = 'class A:\n    """See ``B``."""\n    def f(self):\n        """Of the output: what it takes."""\n'
+    assert [line for line, text in public_docstrings(ast.parse(source)) if bad_opening(text)] == [1, 3]
+    assert not bad_opening("Offset of the first row.") and not bad_opening("Return the loss.")
