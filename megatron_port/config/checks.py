@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_port.config.choices import CHOICES
 from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
@@ -17,42 +18,9 @@ from megatron_port.config.rope import rope_problems
 from megatron_port.config.schema import RunConfig
 from megatron_port.config.secrets import secret_problems
 from megatron_port.errors import ConfigError
-from megatron_port.registry import LOSSES, OPTIMIZERS, PROVIDERS, SCHEDULES, SOURCES, choices_added
+from megatron_port.registry import OPTIMIZERS, SCHEDULES, SOURCES, choices_added
 
-__all__ = ["CHOICES", "Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
-
-CHOICES: dict[str, tuple[str | int, ...]] = {
-    "engine": ("deepspeed", "native"),
-    "model.position_embedding": ("learned", "rope"),
-    "model.rope_scaling": ("none", "linear", "llama3"),
-    "model.normalization": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "gelu_tanh", "swiglu"),
-    "layout.zero_stage": (0, 1, 2),
-    "layout.pipeline_schedule": SCHEDULES.builtin,
-    "layout.recompute": ("none", "selective", "full"),
-    "precision.grad_reduce_dtype": ("fp32", "bf16", "fp16"),
-    "precision.dtype": ("fp32", "bf16", "fp16", "fp64"),
-    "precision.fp8": ("none", "tensorwise", "rowwise"),
-    "optimizer.name": OPTIMIZERS.builtin,
-    "training.loss": LOSSES.builtin,
-    "optimizer.decay": ("cosine", "linear", "constant"),
-    "data.source": SOURCES.builtin,
-    "data.order": ("stateless", "megatron"),
-    "backend.device": ("auto", "cpu", "cuda", "rocm"),
-    "backend.own_kernels": ("auto", "on", "off"),
-    "backend.attention": ("auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"),
-    **{registry.field: registry.builtin for registry in PROVIDERS.values()},
-    "backend.quantise": ("auto", "own", "torch"),
-    "backend.scaled_mm": ("auto", "torch", "reference"),
-    "backend.optimizer": ("auto", "own", "deepspeed", "apex", "torch"),
-    "telemetry.wandb": ("off", "offline", "online"),
-    "telemetry.mlflow": ("off", "offline", "online"),
-    "numerics.on_anomaly": ("skip", "stop", "rewind"),
-    "launch.memory_check": ("stop", "warn", "off"),
-    "launch.when_stopped": ("requeue", "chain", "stop"),
-    "launch.when_failed": ("requeue", "chain", "stop"),
-}
-"""The values that a field may take, for those with a fixed list; plugins add to some (``registry.choices_added``)."""
+__all__ = ["Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
 _Rule = tuple[Callable[[Any], bool], str]
 

@@ -1,4 +1,4 @@
-"""The values that a configuration field may take, read from its ``Literal`` type in the schema."""
+"""The values that a configuration field may take: of its ``Literal`` type, or of the registry that plugins add to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typing
 from typing import Any
 
 from megatron_port.config.schema import RunConfig
+from megatron_port.registry import REGISTRIES
 
 
 def literal_choices(cls: Any, prefix: str = "") -> dict[str, tuple[str | int, ...]]:
@@ -27,5 +28,8 @@ def plain_type(kind: Any) -> Any:
     return type(typing.get_args(kind)[0]) if typing.get_origin(kind) is typing.Literal else kind
 
 
-CHOICES = literal_choices(RunConfig)
-"""The allowed values of each field that has a fixed list, by dotted name."""
+CHOICES: dict[str, tuple[str | int, ...]] = {
+    **literal_choices(RunConfig), **{registry.field: registry.builtin for registry in REGISTRIES}
+}
+"""The package's own values of each field that has a list, by dotted name; plugins add to those of the registries
+(``registry.choices_added``)."""
