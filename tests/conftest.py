@@ -18,7 +18,8 @@ import pytest
 gc.disable()  # until all is collected: a quarter of the seconds that collecting takes
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE / "distributed")]
+sys.path[:0] = [str(HERE), str(HERE / "distributed"), str(HERE / "unit")]
+sys.path.append(str(HERE.parent / "scripts"))
 
 if TYPE_CHECKING:
     from commands import Commands

@@ -6,6 +6,7 @@ DeepSpeed refuses fp16 on a CPU, so its CPU accelerator is told here that it can
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -104,7 +105,7 @@ SCHEDULES = [("gpipe", 1, 1), ("1f1b", 2, 1), ("zb-h1", 1, 1), ("zb-v", 2, 1), (
 
 
 def test_every_schedule_skips_the_same_steps(ranks: RankPool) -> None:
-    settings = {"scale": 2.0**22, "window": 4, "num_layers": 4}
+    settings: dict[str, Any] = {"scale": 2.0**22, "window": 4, "num_layers": 4}
     reference = _steps(_config("native", **settings), Topology(), STEPS)
     configs = [
         _config("native", **settings, pipeline_schedule=name, virtual_pipeline_size=chunks, zero_stage=zero)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hf_models as hf
 import pytest
 import torch
 from cases import make_batches, make_config, providers_of, sample_tokens
@@ -39,7 +40,6 @@ from megatron_port.runtime.logging import Logger
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.session import Session
 from megatron_port.session.weights import load_initial
-from tests.unit import hf_models as hf
 
 pytest.importorskip("transformers")
 

@@ -122,7 +122,7 @@ def model_sizes(r: random.Random, tp: int, **fixed: Any) -> ModelConfig:
 def test_blocks_of_the_model(ranks: RankPool, tp: int, name: str) -> None:
     """SelfAttention (1 to 3 query heads a group, rotary or not), MLP, both norms, embedding and head."""
     def sizes(r: random.Random, sp: bool) -> dict[str, Any]:
-        layout = {"vocab_padding_multiple": r.choice([1, 8])}
+        layout: dict[str, Any] = {"vocab_padding_multiple": r.choice([1, 8])}
         if name == "attention":
             layout["recompute"] = r.choice(["none", "selective"])
         return {"model": model_sizes(r, tp), "layout": layout}

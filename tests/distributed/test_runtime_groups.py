@@ -179,8 +179,9 @@ def test_ranks_on_one_gpu_stop_unless_that_was_asked_for(ranks: RankPool) -> Non
 
 
 def _devices(port: int, identities: list[str]) -> str:
+    from megatron_port.runtime.master_store import connect
     from megatron_port.runtime.process_group import _shared_device
-    from megatron_port.runtime.rendezvous import connect, leave
+    from megatron_port.runtime.rendezvous import leave
 
     info = _info(port, len(identities), dist.get_rank())
     store = connect(info, 20.0)

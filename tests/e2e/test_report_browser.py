@@ -13,8 +13,7 @@ from megatron_port.cli.main import main
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from browser import Browser, chromium
-
-from tests.unit.test_report import make
+from test_report import make
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(chromium() is None, reason="no Chromium on the PATH")]
 

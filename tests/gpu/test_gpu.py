@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,8 +68,8 @@ def _device() -> torch.device:
 
 def test_weights_are_bit_equal_to_the_cpus() -> None:
     """Only + - x / and square roots: the same bits on any device."""
-    box = {"seed": 3, "name": "w", "init": InitSpec("normal", 0.02), "shape": (1000, 777), "offset": (10, 5),
-           "extent": (900, 700)}
+    box: dict[str, Any] = {"seed": 3, "name": "w", "init": InitSpec("normal", 0.02), "shape": (1000, 777),
+                           "offset": (10, 5), "extent": (900, 700)}
     assert torch.equal(initial_values(**box, device="cpu"), initial_values(**box, device=_device()).cpu())
 
 

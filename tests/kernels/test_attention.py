@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference import DTYPES, compare
 from torch.utils.checkpoint import checkpoint
 
 from megatron_port.backend import kernels
 from megatron_port.backend.attention import math_attention
 from megatron_port.backend.ops.attention import attention, packed_attention
-from tests.kernels.reference import DTYPES, compare
 
 
 @pytest.fixture(autouse=True)

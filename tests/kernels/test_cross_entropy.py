@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import DTYPES, assert_accurate, compare, random_shapes
 from torch.utils.checkpoint import checkpoint
 
 from megatron_port.backend.cross_entropy import CrossEntropyOps, own_cross_entropy, torch_cross_entropy
 from megatron_port.backend.ops import cross_entropy
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
-from tests.kernels.reference import DTYPES, assert_accurate, compare, random_shapes
 
 # Wider than a block reads at once, in packs and one by one.
 SHAPES = random_shapes(4, 20, wide=(18000, 4104, 2303))

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
+from reference import DTYPES, compare, random_shapes
 from torch.utils.checkpoint import checkpoint
 
 from megatron_port.backend.ops.dropout import bias_dropout_add, drop_threshold
 from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.random import DropoutStream, keep_mask, op_key
-from tests.kernels.reference import DTYPES, compare, random_shapes
 
 # 4104 columns: more than one strip of columns in half precision, 2051: not in vectors.
 SHAPES = random_shapes(3, 20, wide=(4104, 2051))

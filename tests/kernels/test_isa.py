@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.kernels.conftest import ROOT
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

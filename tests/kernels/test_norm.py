@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import DTYPES, compare, random_shapes
 
 from megatron_port.backend.ops import norm
-from tests.kernels.reference import DTYPES, compare, random_shapes
 
 EPS = 1e-5
 # 4104 and 9000: more than one 16-byte piece a thread in half precision, and wider than the registers hold in fp32.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference import DTYPES, assert_accurate
 
 from megatron_port.backend import kernels
 from megatron_port.backend.ops import optimizer
 from megatron_port.optim.fused import AdamWGroup, FusedAdamW
-from tests.kernels.reference import DTYPES, assert_accurate
 
 Tensors = list[torch.Tensor]
 HYPER = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

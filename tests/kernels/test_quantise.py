@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_fp8 import config, steps
 from torch import Tensor
 
 from megatron_port.backend import kernels
 from megatron_port.backend.fp8 import FNUZ, OCP, Quantised, own_quantiser, torch_quantiser
 from megatron_port.backend.ops import quantise
 from megatron_port.config.schema import BackendConfig
-from tests.unit.test_fp8 import config, steps
 
 FORMATS = [OCP.precise, OCP.wide, FNUZ.precise, FNUZ.wide]
 INPUTS = [torch.bfloat16, torch.float32]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from reference import DTYPES, compare
 from torch.utils.checkpoint import checkpoint
 
 from megatron_port.backend.fused import torch_split_rotary
@@ -15,7 +16,6 @@ from megatron_port.backend.ops import rotary
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.parallel.positions import Positions
-from tests.kernels.reference import DTYPES, compare
 
 POSITIONS = 40
 Shape = tuple[int, int, int, int, int]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from reference import DTYPES, compare
 from torch.utils.checkpoint import checkpoint
 
 from megatron_port.backend.ops.softmax import causal_softmax
-from tests.kernels.reference import DTYPES, compare
 
 SCALE = 0.3
 

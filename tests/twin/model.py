@@ -48,7 +48,8 @@ class Shape:
 
 def shapes(m: Shape) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name → (shape, kind): kind ``normal``, ``output`` (smaller start), ``ones`` or ``zeros``."""
-    h, out = m.hidden_size, {"embedding.word.weight": ((m.vocab_size, m.hidden_size), "normal")}
+    h = m.hidden_size
+    out: dict[str, tuple[tuple[int, ...], str]] = {"embedding.word.weight": ((m.vocab_size, h), "normal")}
     if m.position_embedding == "learned":
         out["embedding.position.weight"] = ((m.seq_length, h), "normal")
     biased_norm = m.normalization == "layernorm" and m.add_bias

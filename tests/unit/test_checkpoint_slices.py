@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def test_what_is_stacked_covers(rows: list[int], inner: tuple[int, ...], data: s
     assert not stacked(pieces, shape) or cover_fault(pieces, shape) is None
     if pieces:
         i, small = data.draw(st.integers(0, len(pieces) - 1)), st.integers(0, 3)
-        change = data.draw(st.sampled_from([
+        change: dict[str, Any] = data.draw(st.sampled_from([
             {"flat_start": data.draw(small)}, {"numel": data.draw(small)},
             {"offset": tuple(data.draw(small) for _ in shape)}, {"shape": tuple(data.draw(small) for _ in shape)},
         ]))

@@ -132,9 +132,10 @@ def test_a_task_of_the_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """Multiple choice, rolling log-likelihood and generation on local files, through the command."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")
+    import hf_models as hf
+
     from megatron_port.cli.main import main
     from megatron_port.interop import hf_tokenizer
-    from tests.unit import hf_models as hf
 
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")

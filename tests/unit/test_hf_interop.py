@@ -10,8 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import hf_models as hf
 import pytest
 import torch
+from interop_cases import read_all, saved
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -30,8 +32,6 @@ from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.interop.staged import Stage
 from megatron_port.model.flops import parameter_count
 from megatron_port.session.weights import model_differences, open_weights
-from tests.unit import hf_models as hf
-from tests.unit.interop_cases import read_all, saved
 
 transformers = pytest.importorskip("transformers")
 

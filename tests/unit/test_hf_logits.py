@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hf_models as hf
 import pytest
 import torch
 
@@ -21,7 +22,6 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
-from tests.unit import hf_models as hf
 
 pytest.importorskip("transformers")
 BOUND = 1e-6

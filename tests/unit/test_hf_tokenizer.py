@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interop_cases import GPT2, random_state
 
 from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
@@ -27,7 +28,6 @@ from megatron_port.interop.commit import whole
 from megatron_port.interop.hf_tokenizer import write_tokenizer
 from megatron_port.interop.pinned_tokenizer import PROBES, pinned_file, trained_with
 from megatron_port.model.shapes import parameter_shapes
-from tests.unit.interop_cases import GPT2, random_state
 
 pytest.importorskip("tokenizers")
 MODEL = replace(GPT2, vocab_size=300)

@@ -112,13 +112,15 @@ def environment_reads(source: str) -> list[int]:
     out = []
     tree = ast.parse(source)
     written = {n.value for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)}
+    names = {"environ", "environb", "getenv", "putenv"}
     for node in ast.walk(tree):
-        if node in written:
+        if isinstance(node, ast.Attribute):
+            touched = node.attr in names and getattr(node.value, "id", "") == "os" and node not in written
+        elif isinstance(node, ast.ImportFrom):
+            touched = node.module == "os" and any(alias.name in names for alias in node.names)
+        else:
             continue
-        names = {"environ", "environb", "getenv", "putenv"}
-        touched = isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", "") == "os"
-        taken = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
-        if touched or taken:
+        if touched:
             out.append(node.lineno)
     return out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from megatron_port.health.numerics import LeftOut, NumericsGuard, position
 from megatron_port.optim.loss_scale import LossScaler
 
 
-def guard(*, dtype: str = "bf16", clip: float = 1.0, **numerics: object) -> NumericsGuard:
+def guard(*, dtype: str = "bf16", clip: float = 1.0, **numerics: Any) -> NumericsGuard:
     return NumericsGuard(RunConfig(
         numerics=NumericsConfig(**numerics), precision=PrecisionConfig(dtype=dtype),
         optimizer=OptimizerConfig(clip_grad=clip),
@@ -44,7 +45,7 @@ def test_medians_begin_when_half_the_window_is_known() -> None:
     assert g.limits() == NO_LIMITS  # the first loss may be anything
     for _ in range(3):
         g.accept(step())
-        assert g.limits() == StepLimits(loss=pytest.approx(chance))
+        assert g.limits() == StepLimits(loss=pytest.approx(chance))  # type: ignore[arg-type]
     g.accept(step(loss=5.0, grad_norm=2.0))
     assert g.limits() == StepLimits(loss=12.0, grad_norm=20.0)
 

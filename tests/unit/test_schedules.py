@@ -18,7 +18,7 @@ from megatron_port.optim.schedules import BatchSchedule, learning_rate
 def torch_rates(decay: str, lr: float, min_lr: float, warmup: int, end: int, steps: int) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     if decay == "cosine":
-        after = lr_scheduler.CosineAnnealingLR(optimizer, T_max=end - warmup, eta_min=min_lr)
+        after: lr_scheduler.LRScheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=end - warmup, eta_min=min_lr)
     elif decay == "linear":
         after = lr_scheduler.LinearLR(optimizer, 1.0, min_lr / lr, total_iters=end - warmup)
     else:

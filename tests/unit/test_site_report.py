@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import site_report
+from site_report import overview, site_redact
 
 from benchmarks.compare.limits import group_of, limits
 from benchmarks.compare.profile import Kernel, gaps_of, slowest_third
 from benchmarks.compare.sizes import sizes
-from scripts import site_report
-from scripts.site_report import overview, site_redact
 
 
 def test_names_addresses_and_secrets_are_removed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 import pytest
@@ -36,7 +37,7 @@ class Run:
         self.beats[rank] = replace(b, counter=b.counter + 1, scope=scope, phase=phase, operation=operation)
         self.progress[rank] = self.now
 
-    def second(self, *, frozen: set[int] = frozenset(), mute: set[int] = frozenset()) -> Alarm | None:
+    def second(self, *, frozen: Set[int] = frozenset(), mute: Set[int] = frozenset()) -> Alarm | None:
         """A second passes: all but ``frozen`` ranks take steps, all but ``mute`` ones beat."""
         for _ in range(4):
             self.now += 0.25
