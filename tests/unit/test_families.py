@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import hf_models as hf
 import pytest
 import torch
 from test_model_spec import differing, stage_records
@@ -37,7 +38,6 @@ from megatron_port.parallel.topology import Topology
 from megatron_port.plan.case import ENGINES, Case
 from megatron_port.plan.elements import stage_elements
 from megatron_port.session.weights import model_differences
-from tests.unit import hf_models as hf
 
 transformers = pytest.importorskip("transformers")
 FOLDER = Path(families.__file__).parent

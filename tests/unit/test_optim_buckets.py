@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from contexts import slice_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.optim.buckets import ALIGN, plan_buckets, shard_ranges
 from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord
 from megatron_port.parallel.topology import Topology
-from tests.unit.contexts import slice_record
 
 MESH = Topology(tp=2, dp=4).mesh
 kinds = st.sampled_from(["plain", "partial", "tied"])

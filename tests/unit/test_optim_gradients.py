@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from contexts import rank_of, slice_record
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import LayoutConfig, ModelConfig
@@ -26,7 +27,6 @@ from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
-from tests.unit.contexts import rank_of, slice_record
 
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, vocab_size=13, seq_length=8)
 TOPOLOGIES = [Topology(), Topology(tp=2), Topology(pp=4), Topology(tp=2, pp=2, dp=2), Topology(tp=4, pp=3),

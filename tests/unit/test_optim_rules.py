@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from contexts import slice_record
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.format import kinds_fault, read_manifest
@@ -37,7 +38,6 @@ from megatron_port.registry import OPTIMIZERS
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.changes import check_rule
 from megatron_port.train.state import Position, check_resumable, shapes_of, state_of
-from tests.unit.contexts import slice_record
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=19, seq_length=8)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from contexts import slice_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
@@ -26,7 +27,6 @@ from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec, ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
-from tests.unit.contexts import slice_record
 
 NORMAL = InitSpec("normal", 0.02)
 

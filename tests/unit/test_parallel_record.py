@@ -7,13 +7,13 @@ from math import prod
 
 import pytest
 import torch
+from contexts import slice_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from megatron_port.engine.module import ScratchBuffer, logical_pieces, read_local, read_range, recorded_parameters
 from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, record_of
-from tests.unit.contexts import slice_record
 
 NORMAL = InitSpec("normal", 0.02)
 Shape = tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import hf_models as hf
 import pytest
 from cases import make_config
 from fuzz import Draw, failures, run_draws
@@ -12,7 +13,6 @@ from pool import RankPool
 from megatron_port.interop.hf_config import model_from_hf
 from megatron_port.model.families import FAMILIES
 from megatron_port.parallel.topology import Topology
-from tests.unit import hf_models as hf
 
 pytest.importorskip("transformers")
 
