@@ -23,7 +23,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from typing import Any
 import xxhash
 
 from megatron_port.checkpoint.disk import open_regular
+from megatron_port.checkpoint.json_values import plain
 from megatron_port.checkpoint.lineage import Lineage, order, parse_lineage
 from megatron_port.checkpoint.schema import MAX_COUNT, MAX_TEXT, field_fault, is_count, shown
 from megatron_port.checkpoint.slices import FlatRange, cover_fault, stacked
@@ -155,34 +156,6 @@ def step_of(name: str) -> int | None:
     """The step of a committed directory's name; None if it is not one."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
-
-
-def plain(value: Any) -> Any:
-    """``value`` as JSON holds it: dataclasses and mappings become dicts, tuples lists.
-
-    Raises:
-        CheckpointError: something in it is not a JSON value; the message names where it is.
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    return _plain(value, "")
-
-
-def _plain(value: Any, where: str) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v, f"{where}.{k}") for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float) and value - value == 0.0:
-        return float(value)
-    raise CheckpointError(
-        f"{where.lstrip('.') or 'value'} is {value!r:.80} ({type(value).__name__}); a manifest holds only finite "
-        "numbers, strings, booleans, lists and dicts: convert it before saving"
-    )
 
 
 def _canonical(body: Any) -> str:

@@ -23,6 +23,7 @@ from megatron_port.config.machine import (
     HardwareConfig,
     LaunchConfig,
     PreflightConfig,
+    WatchConfig,
 )
 
 __all__ = [
@@ -388,36 +389,6 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchConfig:
-    """Heartbeats between the ranks, outside of the collectives: hung, lost and slow ranks are named (docs/hangs.md)."""
-
-    enabled: bool = True
-    """Watch runs of more than one process."""
-    single_process: bool = False
-    """Watch a run of one process too."""
-    hang_seconds: float = 10.0
-    """A rank that makes no progress for this long, and for hang_steps steps, is hung: the run ends with exit 7."""
-    hang_steps: float = 3.0
-    """In median steps."""
-    data_seconds: float = 0.0
-    """While a rank reads samples; 0: as elsewhere in a step. Raise it where the file system stalls."""
-    start_seconds: float = 1800.0
-    """Without progress of any rank until the end of the first step (model, checkpoint, connections, kernels)."""
-    connect_seconds: float = 120.0
-    """Without progress of any rank while the groups' communicators are made, at the very start."""
-    evaluate_seconds: float = 600.0
-    """Without progress of any rank in an evaluation."""
-    save_seconds: float = 1800.0
-    """Without progress of any rank while a checkpoint is saved."""
-    straggler_percent: float = 25.0
-    """A rank whose own work takes this much longer than that of its stage's other ranks is named; 0: never."""
-    straggler_windows: int = 3
-    """For so many windows in a row."""
-    straggler_steps: int = 20
-    """Steps of a window; at least 5 s."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run."""
 
@@ -427,7 +398,7 @@ class RunConfig:
     """Where run folders live."""
     seed: int = 1234
     """Of weights, data order and dropout."""
-    engine: str = "deepspeed"
+    engine: Literal["deepspeed", "native"] = "deepspeed"
     """deepspeed | native"""
     plugins: tuple[str, ...] = ()
     """Python modules that are imported when the configuration is loaded and register further choices: optimizer rules,

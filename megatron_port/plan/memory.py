@@ -183,7 +183,7 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
         own = tokens * case.padded_vocab / case.tp * w
         logits = _logits(case) + 2 * stream
         activations += (held - 1) * (own + 2 * stream) if case.schedule == "gpipe" else 0.0
-    received = stream * 2 if case.pp > 1 else 0.0
+    received = stream if case.pp > 1 else 0.0
     bucket = min(e.bucket_bytes, n * 6.0) if replicas > 1 else 0.0
     bucket += window_elements(case, stage) * case.wide if split_sums else 0.0
     at = "the last warm-up micro-batch's first backward" if held > 1 else "the first backward"
