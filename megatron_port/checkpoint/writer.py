@@ -42,11 +42,11 @@ from megatron_port.checkpoint.format import (
     directory_name,
     encode_manifest,
     kinds_fault,
-    plain,
     read_manifest,
     shard_name,
     step_of,
 )
+from megatron_port.checkpoint.json_values import plain
 from megatron_port.checkpoint.lineage import Committer, epoch_of_temporary, temporary_name
 from megatron_port.checkpoint.peers import Alone, GroupPeers, Peers, together
 from megatron_port.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
