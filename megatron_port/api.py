@@ -108,7 +108,7 @@ def build_loaders(session: Session) -> Loaders:
     return loader.build_loaders(
         config, dp_rank=ctx.index("dp"), dp_size=ctx.size("dp"), need_tokens=ctx.is_first_stage,
         need_labels=ctx.is_last_stage,
-        train_samples=BatchSchedule(config.batch, ctx.topology.dp).samples_before(config.training.steps),
+        train_samples=BatchSchedule(config.batch, ctx.size("dp")).samples_before(config.training.steps),
         partition=sequence_partition(ctx.mesh, ctx.rank),
     )
 

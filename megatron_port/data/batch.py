@@ -25,7 +25,7 @@ class MicroBatch:
     loss_mask: torch.Tensor | None = None
     """float32 [batch, seq], 1 where the label counts; None: everywhere"""
     labels_masked: bool = False
-    """The last stage has a ``loss_mask``; the same on every stage (implied where the mask itself is given)."""
+    """The last stage has a ``loss_mask``. The same on every stage; without a pipeline the mask alone tells it."""
     document_bounds: torch.Tensor | None = None
     """int32 starts of the documents in each sample, on every stage; None: a sample is one document"""
 

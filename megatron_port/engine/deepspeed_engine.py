@@ -86,8 +86,8 @@ class DeepSpeedEngine:
         self.state_check = check_of(config, ctx)
         self._differing = 0.0
         self._loss_total = torch.zeros((), dtype=torch.float64, device=ctx.device)
-        micro_batches = config.batch.global_batch_size // (config.batch.micro_batch_size * ctx.topology.dp)
-        settings = deepspeed_config(config, dp=ctx.topology.dp, micro_batches=micro_batches)
+        micro_batches = config.batch.global_batch_size // (config.batch.micro_batch_size * ctx.size("dp"))
+        settings = deepspeed_config(config, dp=ctx.size("dp"), micro_batches=micro_batches)
         self.engine = self._initialize(deepspeed_pipeline, settings, optimizer_provider)
         self.parameters = recorded_parameters(self.stage)
         self.quantized_weight_cache = QuantizedWeightCache()
@@ -205,7 +205,7 @@ class DeepSpeedEngine:
         ``on_gradients`` gets them summed over replicas and unscaled; costs a collective a tensor.
         """
         self.state_check.verify()
-        sums = device_sums([self._loss_total, self._tokens / self.ctx.topology.dp], self.ctx)
+        sums = device_sums([self._loss_total, self._tokens / self.ctx.size("dp")], self.ctx)
         auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
         *self._sums, self._differing = torch.stack(
             [*auxiliary.double(), *sums, self.state_check.differing.double()]
@@ -241,7 +241,7 @@ class DeepSpeedEngine:
         probe: Probe | None = None,
     ) -> StepResult:
         """Take one optimizer step (``engine.api.Engine``)."""
-        count, dp = len(micro_batches), self.ctx.topology.dp
+        count, dp = len(micro_batches), self.ctx.size("dp")
         if count != self.engine.micro_batches:
             self.engine.set_train_batch_size(count * self.config.batch.micro_batch_size * dp)
         for group in self.engine.optimizer.param_groups:
@@ -299,7 +299,7 @@ class DeepSpeedEngine:
                 num_micro_batches=len(micro_batches),
             )
         self.stream.enabled = True
-        total, counted = shared_sums([self._loss_total, self._tokens / self.ctx.topology.dp], self.ctx)
+        total, counted = shared_sums([self._loss_total, self._tokens / self.ctx.size("dp")], self.ctx)
         return EvalResult(loss_sum=total, tokens=round(counted))
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:

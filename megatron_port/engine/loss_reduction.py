@@ -19,6 +19,11 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
     Where nothing is masked the count is known. Masks are on the last stage only, which sums them over its replicas and
     tells the other stages: 8 bytes, and a host synchronisation, because the loss factor is a number. Collective.
     """
+    if ctx.size("pp") > 1 and any(b.loss_mask is not None and not b.labels_masked for b in micro_batches):
+        raise ValueError(
+            "a micro-batch has a loss_mask and labels_masked is False: the stages without the mask would not take part "
+            "in counting tokens, and all would wait for ever; set labels_masked on every stage"
+        )
     if not any(b.masked for b in micro_batches):
         return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.size("dp"))
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)

@@ -143,7 +143,7 @@ class NativeEngine:
         """Raise ConfigError where the schedule splits backward passes, each part of which ZeRO stage 2 would reduce by
         itself. ``config.checks`` knows the package's own schedules, not a plugin's."""
         layout, batch, topology = self.config.layout, self.config.batch, self.ctx.topology
-        count = max(batch.global_batch_size // (batch.micro_batch_size * topology.dp), 1)
+        count = max(batch.global_batch_size // (batch.micro_batch_size * self.ctx.size("dp")), 1)
         schedule = make_schedule(layout.pipeline_schedule, topology.pp, count, layout.virtual_pipeline_size)
         if schedule.splits_backward:
             raise ConfigError(
@@ -209,7 +209,7 @@ class NativeEngine:
             self.on_gradients([(record, g / used_scale) for record, g in self.sharded.whole_gradients()])
         at(REDUCE, "loss of the step")
         largest_loss, largest_norm = limits.largest
-        sums = device_sums([passes.total, tokens / self.ctx.topology.dp], self.ctx)
+        sums = device_sums([passes.total, tokens / self.ctx.size("dp")], self.ctx)
         auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
         veto = refused_loss(sums, largest_loss) if probe is None else torch.ones((), device=sums.device)
         at(OPTIMIZER, "gradient norm and update")
@@ -271,7 +271,7 @@ class NativeEngine:
         passes = self._run(micro_batches, 0, tokens=tokens)
         self.progress.at(REDUCE, "loss of the batch")
         self.stream.enabled = True
-        loss_sum, count = shared_sums([passes.total, tokens / self.ctx.topology.dp], self.ctx)
+        loss_sum, count = shared_sums([passes.total, tokens / self.ctx.size("dp")], self.ctx)
         return EvalResult(loss_sum=loss_sum, tokens=round(count))
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:

@@ -49,7 +49,7 @@ def chosen_interval(setting: int, *, tokens: int, device: torch.device) -> int:
 
 def check_of(config: RunConfig, ctx: ParallelContext) -> StateCheck:
     """Return the check that a run asks for."""
-    tokens = config.batch.global_batch_size * config.model.seq_length // ctx.topology.dp
+    tokens = config.batch.global_batch_size * config.model.seq_length // ctx.size("dp")
     setting = config.numerics.state_check_interval
     return StateCheck(ctx.device, chosen_interval(setting, tokens=tokens, device=ctx.device))
 

@@ -79,7 +79,7 @@ def record_orders(
     """Record the same run in several orders of its sums, each into its folder: on one process, or in a layout."""
     with open_session(config, info, quiet=True) as session:
         ctx, c = session.ctx, session.config
-        schedule = BatchSchedule(c.batch, ctx.topology.dp)
+        schedule = BatchSchedule(c.batch, ctx.size("dp"))
         loaders = build_loaders(
             c, dp_rank=ctx.index("dp"), dp_size=ctx.size("dp"), need_tokens=ctx.is_first_stage,
             need_labels=ctx.is_last_stage, train_samples=schedule.samples_before(steps),

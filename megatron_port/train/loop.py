@@ -105,7 +105,7 @@ class Trainer:
 
     def __init__(self, session: Session) -> None:
         self.session, self.config, self.ctx = session, session.config, session.ctx
-        self.batches = BatchSchedule(self.config.batch, self.ctx.topology.dp)
+        self.batches = BatchSchedule(self.config.batch, self.ctx.size("dp"))
         self.progress = Progress()
         self.numerics = NumericsGuard(self.config)
         self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
@@ -138,7 +138,7 @@ class Trainer:
         self.committer.resumed(loaded.manifest.lineage, state.step)
         log(f"resumed from {loaded.path} at step {state.step}, {state.samples} samples")
         # An older one than the newest may have been taken.
-        check_batch(loaded.manifest, self.config, self.ctx.topology.dp, str(loaded.path))
+        check_batch(loaded.manifest, self.config, self.ctx.size("dp"), str(loaded.path))
         for line in [
             *changes_since(loaded.manifest, self.config, self.loaders.tokenizer_name, loaded.path.name),
             *check_data_fingerprint(loaded, self.config, self.loaders),

@@ -61,7 +61,7 @@ def find_checkpoints(session: Session) -> list[Path]:
             whole = _of_this_model(whole, session.config, session.logger.log)
             if whole:
                 path, manifest = whole[0]
-                check_batch(manifest, session.config, session.ctx.topology.dp, str(path))
+                check_batch(manifest, session.config, session.ctx.size("dp"), str(path))
                 check_seed(manifest, session.config, str(path))
                 check_rule(manifest, session.config, str(path))
             found = [path for path, _ in whole]

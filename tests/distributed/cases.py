@@ -108,7 +108,8 @@ def make_batches(
     config: RunConfig, ctx: ParallelContext, reordering: Reordering | None = None
 ) -> Callable[[int], list[MicroBatch]]:
     """This replica's micro-batches of a step, by the data law of docs/architecture.md."""
-    dp, schedule = ctx.topology.dp, BatchSchedule(config.batch, ctx.topology.dp)
+    dp = ctx.size("dp")
+    schedule = BatchSchedule(config.batch, dp)
 
     def batches(step: int) -> list[MicroBatch]:
         out = []
