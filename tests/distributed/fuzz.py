@@ -43,6 +43,7 @@ NOT_DRAWN = {
     "optimizer.decay_steps": "as lr",
     "optimizer.eps": "1e-5: with Adam's usual one, rounding noise takes full steps (cases.make_config)",
     "data.train": "batches are made by cases.make_batches; loaders: tests/unit/test_data_*.py",
+    "data.source": "as train", "plugins": "what each registers has proofs of its own (tests/e2e/test_examples.py)",
     "data.weights": "as train", "data.split": "as train", "data.synthetic": "as train", "data.tokenizer": "as train",
     "data.order": "as train", "data.index_cache": "as train", "data.pinned": "as train",
     "backend.device": "ranks of the tests have no GPU",
