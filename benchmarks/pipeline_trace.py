@@ -133,7 +133,7 @@ def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> lis
     """The spans of all stages, for each repetition, on rank 0."""
     topology = Topology(pp=args.stages, vp=chunks, folded=name == "zb-v")
     ctx = ParallelContext.create(topology, "cpu")
-    gradients = WgradAccumulator(lambda p: None)
+    gradients = WgradAccumulator(lambda p: None, lambda p: p)  # nothing is added: the products only sleep
     mine = [Chunk(gradients, args.unit / chunks) for _ in range(chunks)]
     runner, boundary = Runner(StageLink(ctx), ProgressTracker()), Boundary.of({"hidden": ((1, 8), torch.float32)})
     runner.record = True

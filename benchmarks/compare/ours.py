@@ -71,12 +71,14 @@ class Layers:
         build.stream.enabled = True
         layers = model_spec(size.model).layers
         self.stack = nn.Sequential(*(TransformerLayer(i, layer, build) for i, layer in enumerate(layers)))
-        self.gradients, self.copies = WgradAccumulator(lambda weight: None), QuantizedWeightCache()
+        self.main_grads: dict[Tensor, Tensor] = {}
+        self.gradients = WgradAccumulator(lambda weight: None, self.main_grads.__getitem__)
+        self.copies = QuantizedWeightCache()
         self.others = []
         for p in self.stack.parameters():
             p.data.copy_(weights.read(record_of(p).name))
             if p.dim() > 1 and not record_of(p).name.endswith(".bias"):
-                p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
+                self.main_grads[p] = torch.zeros_like(p, dtype=torch.float32)
                 p.wgrad_accumulator = self.gradients  # type: ignore[attr-defined]
                 p.quantized_weight_cache = self.copies  # type: ignore[attr-defined]
             else:
@@ -94,7 +96,7 @@ class Layers:
 
     def gradient_norm(self) -> Tensor:
         """See ``peer.LayerStep``; to be asked after the first step, since sums accumulate."""
-        found = [getattr(p, "main_grad", p.grad) for p in self.stack.parameters()]
+        found = [self.main_grads.get(p, p.grad) for p in self.stack.parameters()]
         return torch.nn.utils.get_total_norm([g.float() for g in found if g is not None])
 
 

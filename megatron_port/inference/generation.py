@@ -1,8 +1,8 @@
 """Continue prompts with a model split in any way.
 
-Prompts are read at once and their keys and values kept (``model.cache``); each new token is then one position. The last
-stage draws the tokens of a batch from the gathered logits, and the other stages hear of them just before they need
-them: with more batches than stages, every stage has work meanwhile. Replicas take the prompts in turn.
+Prompts are read at once and their keys and values kept (``inference.kv_cache``); each new token is then one position.
+The last stage draws the tokens of a batch from the gathered logits, and the other stages hear of them just before they
+need them: with more batches than stages, every stage has work meanwhile. Replicas take the prompts in turn.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_port.errors import ConfigError
+from megatron_port.inference.kv_cache import KeyValueCache
 from megatron_port.inference.model import InferenceModel
-from megatron_port.model.cache import KeyValueCache
 from megatron_port.parallel.counter import key_of, random_bits, uniform
 
 Decode = Callable[[Sequence[int]], str]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_port.engine.module import read_local, recorded_parameters
 from megatron_port.errors import PortError
-from megatron_port.model.cache import KeyValueCache
+from megatron_port.inference.kv_cache import CacheSlot, KeyValueCache
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.random import DropoutStream
@@ -46,6 +46,8 @@ class InferenceModel:
         self.stage: GPTStage
         (self.stage,) = build_model(self.config, self.ctx, session.providers, stream)
         self.stage.eval()
+        self.cache = CacheSlot()
+        self.cache.install(self.stage)
         failure: PortError | None = None
         try:
             for record, parameter in recorded_parameters(self.stage):
@@ -81,7 +83,7 @@ class InferenceModel:
         x = tokens.to(self.ctx.device)
         if self.link.previous is not None:
             (x,) = self.link.receive(Boundary.of(stage.boundary(batch, seq)), self.link.previous)
-        with nullcontext() if cache is None else stage.build.cache.using(cache):
+        with nullcontext() if cache is None else self.cache.using(cache):
             if stage.embedding is not None:
                 x = stage.embedding(x)
             for layer in stage.layers:

@@ -13,6 +13,7 @@ from megatron_port.model.recompute import recompute
 from megatron_port.model.spec import AttentionSpec, Groups
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import Rows
+from megatron_port.parallel.positions import Positions
 
 
 def projection_rows(groups: Groups, ctx: ParallelContext) -> tuple[Rows, Rows] | None:
@@ -38,6 +39,10 @@ def rank_rows(groups: Groups, tp: int, rank: int) -> tuple[Rows, Rows]:
     return Rows((first + part * own) * d, own * d), Rows((first + heads) * d, 2 * d, copies)
 
 
+AttentionCore = Callable[["SelfAttention", torch.Tensor], torch.Tensor]
+"""(module, what :meth:`SelfAttention.project` returns) → [seq, batch, heads/tp · d]"""
+
+
 class SelfAttention(nn.Module):
     """[seq(/tp), batch, hidden] → the same, without the bias of ``output``; heads / tp on each rank.
 
@@ -50,7 +55,10 @@ class SelfAttention(nn.Module):
     def __init__(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()
         tp = build.ctx.topology.tp
-        self.build, self.spec = build, spec
+        self.spec, self.providers, self.stream = spec, build.providers, build.stream
+        self.dropout, self.recompute = build.model.attention_dropout, build.layout.recompute == "selective"
+        self.rotary = build.rotary if build.model.position_embedding == "rope" else None
+        self.partition = build.partition
         self.groups = spec.groups.held(tp) // tp
         self.heads_per_group = spec.groups.heads // spec.groups.held(tp)
         self.head_size = spec.groups.head_size
@@ -61,21 +69,27 @@ class SelfAttention(nn.Module):
         self.query_norm = None if spec.query_norm is None else Norm(layer, spec.query_norm, build)
         self.key_norm = None if spec.key_norm is None else Norm(layer, spec.key_norm, build)
         self.output = build.row(layer, spec.output)
+        self.core: AttentionCore = SelfAttention.attend
+        """Replaced by inference, which keeps keys and values; training leaves it as it is."""
 
-    def _core(self, attend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """``attend(*inputs)``, computed again in the backward pass under selective recompute."""
-        if self.build.layout.recompute == "selective" and self.training and torch.is_grad_enabled():
-            return recompute(attend, *inputs, stream=self.build.stream)
+    def _positions(self, rows: int) -> Positions:
+        """Positions of the ``rows`` rows of this rank's queries, keys and values."""
+        return self.partition.held(self.partition.seq_length(rows))
+
+    def _recomputed(self, attend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``attend(*inputs)``, computed again in the backward pass under selective recompute."""
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return recompute(attend, *inputs, stream=self.stream)
         return attend(*inputs)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        p, stream = self.build.model.attention_dropout, self.build.stream
+    def _attend_with_dropout(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        p, stream = self.dropout, self.stream
         if p == 0.0 or not stream.enabled:
-            return self.build.providers.attention(q, k, v)
+            return self.providers.attention(q, k, v)
         hook = lambda probs: stream.dropout_probabilities(  # noqa: E731
-            probs, p, op=self.op, head_offset=self.head_offset, positions=self.build.held_positions(q.shape[0])
+            probs, p, op=self.op, head_offset=self.head_offset, positions=self._positions(q.shape[0])
         )
-        return self.build.providers.attention(q, k, v, probs_hook=hook)
+        return self.providers.attention(q, k, v, probs_hook=hook)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """[seq, batch, groups/tp, heads of a group + 2, d]: each group's queries, key, value; normed if asked."""
@@ -88,29 +102,22 @@ class SelfAttention(nn.Module):
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""
-        seq, batch = y.shape[:2]
-        if self.build.model.position_embedding != "rope":
-            return self.build.providers.split_rotary(y, None, None)
-        cache = self.build.cache.now
-        if cache is None or cache.positions is None:
-            cos, sin = self.build.rotary.rows(self.build.held_positions(seq), self.build.model, y.device)
-            return self.build.providers.split_rotary(y, cos, sin)
-        # One token of each sequence, each at its own position: rows are rotated one by one, so the batch stands in for
-        # the sequence.
-        cos, sin = self.build.rotary.rows_at(cache.positions, cache.length, self.build.model)
-        q, k, v = self.build.providers.split_rotary(y.view(batch, 1, *y.shape[2:]), cos, sin)
-        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        if self.rotary is None:
+            return self.providers.split_rotary(y, None, None)
+        cos, sin = self.rotary.rows(self._positions(y.shape[0]), y.device)
+        return self.providers.split_rotary(y, cos, sin)
+
+    def attend(self, y: torch.Tensor) -> torch.Tensor:
+        """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · d]."""
+        packed = self.providers.packed_attention
+        if packed is not None and self.rotary is None:
+            return self._recomputed(packed, y)
+        return self.attend_split(*self.split(y))
+
+    def attend_split(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Causal attention from what :meth:`split` returned: [seq, batch, heads/tp · d]."""
+        return self._recomputed(self._attend_with_dropout, q, k, v)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, cache, packed = self.project(x), self.build.cache.now, self.build.providers.packed_attention
-        if packed is not None and cache is None and self.build.model.position_embedding != "rope":
-            out: torch.Tensor = self.output(self._core(packed, y))
-            return out
-        q, k, v = self.split(y)
-        if cache is not None:
-            if cache.positions is not None:
-                out = self.output(cache.attend(self.name, q, k, v))
-                return out
-            cache.store(self.name, k, v)
-        out = self.output(self._core(self._attend, q, k, v))
+        out: torch.Tensor = self.output(self.core(self, self.project(x)))
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -10,7 +10,6 @@ from torch import nn
 
 from megatron_port.backend.providers import Providers
 from megatron_port.config.schema import LayoutConfig, ModelConfig
-from megatron_port.model.cache import CacheSlot
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.spec import LinearSpec, ParameterSpec
 from megatron_port.parallel.context import ParallelContext
@@ -37,9 +36,6 @@ class BuildContext:
     """Of parameters and activations."""
     loss: TokenLoss = vocab_parallel_cross_entropy
     """Of the head while training; evaluations take the cross-entropy."""
-    rotary: RotaryTables = field(default_factory=RotaryTables)
-    cache: CacheSlot = field(default_factory=CacheSlot)
-    """Cache of generation; empty while training."""
 
     @property
     def kernels(self) -> LinearKernels:
@@ -97,9 +93,10 @@ class BuildContext:
         """Which positions of a sequence this rank holds."""
         return sequence_partition(self.ctx.mesh, self.ctx.rank, sequence_parallel=self.sequence_parallel)
 
-    def held_positions(self, rows: int) -> Positions:
-        """Positions of the ``rows`` rows of this rank's queries, keys and values."""
-        return self.partition.held(self.partition.seq_length(rows))
+    @cached_property
+    def rotary(self) -> RotaryTables:
+        """Tables of the model's rotary embedding, shared by its layers."""
+        return RotaryTables(self.model)
 
     def residual_positions(self, rows: int) -> Positions:
         """Positions of the ``rows`` rows of this rank's residual stream."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -26,19 +28,18 @@ class Embedding(nn.Module):
         weight = build.table(spec.word, tied_apart=spec.word.tied and apart)
         self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
         self.position = None if spec.position is None else build.unsplit(spec.position)
+        self.position_rows: Callable[[Embedding, int], torch.Tensor] = Embedding.own_positions
+        """Replaced by inference, where each sequence of a batch may be at another position."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens.t().contiguous())
         if self.position is not None:
-            x = x + self._positions(x.shape[0])
+            x = x + self.position_rows(self, x.shape[0])
         return self.build.residual_dropout(x, op="embedding")
 
-    def _positions(self, rows: int) -> torch.Tensor:
-        """Positions of this rank's ``rows``, [rows, 1, hidden]; in generation, [1, batch, hidden]."""
+    def own_positions(self, rows: int) -> torch.Tensor:
+        """Learned embeddings of the positions of this rank's ``rows``, [rows, 1, hidden]."""
         assert self.position is not None
-        cache = self.build.cache.now
-        if cache is not None and cache.positions is not None:
-            return self.position[cache.positions][None]
         return self.build.residual_positions(rows).take(self.position)[:, None, :]
 
 

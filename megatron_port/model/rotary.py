@@ -14,7 +14,6 @@ import torch
 from megatron_port.config.schema import ModelConfig
 from megatron_port.parallel.positions import Positions
 
-Key = tuple[int, int, float, str, float, int, float, float, torch.device]
 Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, float32 [rows, head_size / 2]"""
 
@@ -49,35 +48,33 @@ def _llama3(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 class RotaryTables:
-    """cos and sin, made once and shared by all layers."""
+    """cos and sin of a model, made once and shared by all its layers."""
 
-    def __init__(self) -> None:
-        self._made: dict[Key, Tables] = {}
-        self._gathered: dict[tuple[Key, Positions], Tables] = {}
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self._made: dict[torch.device, Tables] = {}
+        self._gathered: dict[tuple[torch.device, Positions], Tables] = {}
 
-    def rows(self, positions: Positions, model: ModelConfig, device: torch.device) -> Tables:
+    def rows(self, positions: Positions, device: torch.device) -> Tables:
         """The rows of these positions, in their order."""
-        key, made = self._table(positions.stop, model, device)
+        made = self._table(positions.stop, device)
         if len(positions.runs) == 1:
             return made if positions.count == len(made[0]) else (positions.take(made[0]), positions.take(made[1]))
-        found = self._gathered.get((key, positions))
+        found = self._gathered.get((device, positions))
         if found is None:
-            found = self._gathered[key, positions] = positions.take(made[0]), positions.take(made[1])
+            found = self._gathered[device, positions] = positions.take(made[0]), positions.take(made[1])
         return found
 
-    def rows_at(self, positions: torch.Tensor, length: int, model: ModelConfig) -> Tables:
+    def rows_at(self, positions: torch.Tensor, length: int) -> Tables:
         """The rows of any positions below ``length``, int64 [rows], known on the device only."""
-        _, (cos, sin) = self._table(length, model, positions.device)
+        cos, sin = self._table(length, positions.device)
         return cos[positions], sin[positions]
 
-    def _table(self, length: int, model: ModelConfig, device: torch.device) -> tuple[Key, Tables]:
+    def _table(self, length: int, device: torch.device) -> Tables:
         """Tables of at least ``length`` rows: row i is for position i."""
-        m = model
-        key = (m.head_size, m.rotary_size, m.rope_theta, m.rope_scaling, m.rope_factor, m.rope_original_length,
-               m.rope_low_freq_factor, m.rope_high_freq_factor, device)
-        found = self._made.get(key)
+        found = self._made.get(device)
         if found is None or found[0].shape[0] < length:
             rows = length if found is None else max(length, 2 * found[0].shape[0])
-            angle = torch.outer(torch.arange(rows, device=device).float(), frequencies(model, device))
-            found = self._made[key] = angle.cos(), angle.sin()
-        return key, found
+            angle = torch.outer(torch.arange(rows, device=device).float(), frequencies(self.model, device))
+            found = self._made[device] = angle.cos(), angle.sin()
+        return found

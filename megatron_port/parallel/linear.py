@@ -38,26 +38,19 @@ from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord, S
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "WgradAccumulator", "add_product", "linear"]
 
 
-def _main_grad(weight: torch.Tensor) -> torch.Tensor:
-    main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
-    return main_grad
-
-
 class WgradAccumulator:
     """Adds weight gradients to an engine's sums, at once or deferred; weights carry it as ``wgrad_accumulator``.
 
-    ``main_grad_of(weight)`` returns the sum to add to, contiguous, in float32 or wider, when the product runs; default:
-    ``weight.main_grad``. ``on_added(weight)`` is called after each product added to it. While ``deferred`` is a list,
-    products are appended to it and computed later by :meth:`flush`: the weight part of a backward pass split in two
+    ``main_grad_of(weight)`` returns the sum to add to, contiguous, of the weight's shape, in float32 or wider, when the
+    product runs. ``on_added(weight)`` is called after each product added to it. While ``deferred`` is a list, products
+    are appended to it and computed later by :meth:`flush`: the weight part of a backward pass split in two
     (zero-bubble pipelines, Qi et al., arXiv 2401.10241).
     """
 
     def __init__(
-        self, on_added: Callable[[torch.Tensor], None],
-        main_grad_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, on_added: Callable[[torch.Tensor], None], main_grad_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        self.on_added = on_added
-        self.main_grad_of = main_grad_of or _main_grad
+        self.on_added, self.main_grad_of = on_added, main_grad_of
         self.deferred: list[Callable[[], None]] | None = None
         self.computed = 0
         """Products computed so far."""
@@ -96,7 +89,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence: bool, kernels: LinearKernels,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        # Not saved tensors: every micro-batch changes main_grad between a forward and its backward.
+        # The weights are also kept as they are: a saved tensor may be unpacked without the parameter's attributes.
         ctx.save_for_backward(x, *weights)
         ctx.weights, ctx.group, ctx.sequence, ctx.kernels = weights, group, sequence, kernels
         full_input = all_gather_first(x, group) if sequence else x
@@ -142,15 +135,11 @@ def _wgrad(
     kernels: LinearKernels, weight: torch.Tensor, grad_output_2d: Any, x: torch.Tensor,
     saved_input_scale: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Add a weight's gradient to its sum, now or deferred; return it where the weight has no sum."""
+    """Give a weight's gradient to its accumulator; return it where the weight has none."""
     accumulator: WgradAccumulator | None = getattr(weight, "wgrad_accumulator", None)
-    main_grad = getattr(weight, "main_grad", None)
-    if accumulator is not None:
-        accumulator.add(weight, lambda total: kernels.wgrad_accumulate(total, grad_output_2d, x, saved_input_scale))
-    elif main_grad is not None:
-        kernels.wgrad_accumulate(main_grad.view(-1, weight.shape[-1]), grad_output_2d, x, saved_input_scale)
-    else:
+    if accumulator is None:
         return kernels.wgrad(grad_output_2d, x, saved_input_scale).view(weight.shape)
+    accumulator.add(weight, lambda total: kernels.wgrad_accumulate(total, grad_output_2d, x, saved_input_scale))
     return None
 
 
@@ -163,17 +152,16 @@ def linear(
     With ``group`` it is also the entry of a tensor-parallel region, where every rank uses all of x and the gradients of
     x are summed; under ``sequence_parallel`` x is this rank's tokens [seq/tp, ...] and is gathered.
 
-    Where ``weight`` has a contiguous ``main_grad`` of its shape, in float32 or wider, the backward pass adds the
-    weight's gradient to that and autograd gets none for it (other uses of the weight keep theirs). A
-    ``wgrad_accumulator`` (:class:`WgradAccumulator`) decides instead where it is added, and when.
+    Where ``weight`` has a ``wgrad_accumulator`` (:class:`WgradAccumulator`), the backward pass gives the weight's
+    gradient to that and autograd gets none for it (other uses of the weight keep theirs).
 
     ``shared``: a second weight [..., in], whose outputs follow those of ``weight``; ``bias`` has both.
 
     ``kernels``: compute the three matrix products. Those in 8 bits are rounded and scaled by each rank on its own;
     collectives, biases and their gradients stay in the compute dtype.
     """
-    sums_kept = weight.requires_grad and (hasattr(weight, "main_grad") or hasattr(weight, "wgrad_accumulator"))
-    if kernels is PLAIN and not sums_kept and group is None and shared is None and not widens(x):
+    accumulates = weight.requires_grad and hasattr(weight, "wgrad_accumulator")
+    if kernels is PLAIN and not accumulates and group is None and shared is None and not widens(x):
         return PLAIN.forward(x, weight, weight.flatten(0, -2), bias)[0]
     weights = (weight,) if shared is None else (weight, shared)
     out: torch.Tensor = _Linear.apply(x, bias, group, sequence_parallel and group is not None, kernels, *weights)  # type: ignore[no-untyped-call]

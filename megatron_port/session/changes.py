@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_port.checkpoint.format import Manifest, SavedState
 from megatron_port.config.dump import as_dict, config_hash
+from megatron_port.config.same_model import with_sizes
 from megatron_port.config.schema import BatchConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.errors import ConfigError
@@ -111,12 +112,22 @@ def changed_settings(manifest: Manifest, config: RunConfig) -> list[str]:
 
 
 def _changed(section: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    defaults = as_dict(ModelConfig()) if section == "model" else {}
+    if section == "model" and saved:
+        saved, mine = _with_sizes(saved), _with_sizes(mine)
     for key, new in mine.items():
-        old = saved.get(key, defaults.get(key, new)) if saved else new
+        old = saved.get(key, new)
         same = _base_names(old) == _base_names(new) if (section, key) == ("data", "train") else old == new
         if not same and (section, key) not in _NEUTRAL:
             yield key, old, new
+
+
+def _with_sizes(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a ``model`` table with defaults for the fields that it lacks and its derived sizes filled in."""
+    known = {f.name: table[f.name] for f in fields(ModelConfig) if f.name in table}
+    try:
+        return as_dict(with_sizes(ModelConfig(**known)))
+    except TypeError:  # a damaged value; it is named as it is
+        return {**as_dict(ModelConfig()), **table}
 
 
 def _base_names(prefixes: Any) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_port.checkpoint.reader import Checkpoint, find_latest, open_checkpoint
 from megatron_port.config.loader import load
+from megatron_port.config.same_model import model_differences
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
 from megatron_port.data.tokenizer_files import load as load_tokenizer
@@ -22,9 +23,6 @@ from megatron_port.interop.sidecar import model_of
 from megatron_port.parallel.state import StateReader
 from megatron_port.runtime.agreement import agree
 from megatron_port.session.session import Session
-
-FREE = ("name", "hidden_dropout", "attention_dropout", "init_std")
-"""Fields of a model that its weights do not depend on."""
 
 
 @dataclass(frozen=True)
@@ -106,24 +104,6 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
         run_file if run_file.is_file() else None, name if isinstance(name, str) and name != "auto" else "",
         kept if (kept / "tokenizer.json").is_file() else None, checkpoint.close, trained_with(checkpoint),
     )
-
-
-def model_differences(theirs: ModelConfig, mine: ModelConfig, *, any_length: bool = False) -> list[str]:
-    """Return the fields that differ, as ``x is 1 there and 2 here``; derived sizes are compared by their values.
-
-    ``any_length``: under rope the length of a sample is no property of the weights.
-    """
-    theirs, mine = _derived(theirs), _derived(mine)
-    free = {*FREE, *(("seq_length",) if any_length and mine.position_embedding == "rope" else ())}
-    return [
-        f"{f.name} is {getattr(theirs, f.name)!r} there and {getattr(mine, f.name)!r} here"
-        for f in fields(ModelConfig)
-        if f.name not in free and getattr(theirs, f.name) != getattr(mine, f.name)
-    ]
-
-
-def _derived(model: ModelConfig) -> ModelConfig:
-    return replace(model, num_query_groups=model.kv_heads, head_dim=model.head_size, ffn_hidden_size=model.ffn_size)
 
 
 def load_initial(engine: Engine, session: Session) -> str:

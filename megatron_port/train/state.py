@@ -16,7 +16,8 @@ from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint, checkpoints_in, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict, config_hash
-from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.config.same_model import model_differences
+from megatron_port.config.schema import RunConfig
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
@@ -126,17 +127,9 @@ def _look(config: RunConfig, note: Any) -> list[tuple[Path, Manifest]]:
 
 def check_same_model(manifest: Manifest, config: RunConfig, path: Path) -> None:
     """Raise CheckpointError naming the model fields that differ; a layout may differ, a model may not."""
-    mine = as_dict(config)["model"]
-    theirs = manifest.state.config.get("model", {})
-    if not theirs:
+    if not manifest.state.config.get("model"):
         return
-    free = {"name", "hidden_dropout", "attention_dropout", "init_std"}
-    saved_values = {**as_dict(ModelConfig()), **theirs}  # a field that came later had its default then
-    different = [
-        f"{key} is {saved_values[key]!r} there and {value!r} here"
-        for key, value in mine.items()
-        if key not in free and saved_values[key] != value
-    ]
+    different = model_differences(model_of(manifest.state.config, str(path)), config.model)
     if different:
         raise CheckpointError(f"{path} holds another model: " + "; ".join(different))
 

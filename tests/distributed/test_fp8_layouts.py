@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_port.backend.fp8 import OCP, Fp8, reference_scaled_mm
 from megatron_port.config.schema import RunConfig
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradAccumulator
 from megatron_port.parallel.linear_kernels import make_linear_kernels
 from megatron_port.parallel.record import InitSpec, record_of
 from megatron_port.parallel.topology import Topology
@@ -47,15 +47,18 @@ def two_linears(recipe: str, tp: int, sequence_parallel: bool) -> list[Tensor]:
     with torch.no_grad():
         for layer, name, whole in ((up, "weight", first), (up, "bias", bias), (down, "weight", second)):
             getattr(layer, name).copy_(_slice(whole, layer, name))
+    main_grads: dict[torch.Tensor, torch.Tensor] = {w: torch.zeros(w.shape) for w in (up.weight, down.weight)}
     for weight in (up.weight, down.weight):
-        weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+        weight.wgrad_accumulator = WgradAccumulator(  # type: ignore[attr-defined]
+            lambda w: None, main_grads.__getitem__
+        )
     mine = slice(ctx.index("tp") * 32 // tp, (ctx.index("tp") + 1) * 32 // tp)
     rows = mine if sequence_parallel else slice(None)
     leaf = x[rows].clone().requires_grad_()
     y = down(torch.tanh(up(leaf)))
     y.backward(out[rows])
     ctx.close()
-    sums = [up.weight.main_grad, down.weight.main_grad, up.bias.grad]  # type: ignore[attr-defined, union-attr, list-item]
+    sums = [*main_grads.values(), up.bias.grad]  # type: ignore[union-attr, list-item]
     return [y.detach(), leaf.grad, *sums]  # type: ignore[list-item]
 
 

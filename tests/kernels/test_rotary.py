@@ -32,9 +32,7 @@ def _shapes() -> list[Shape]:
 
 
 def _tables(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = RotaryTables().rows(
-        Positions.contiguous(POSITIONS), ModelConfig(head_dim=size), torch.device("cpu")
-    )
+    cos, sin = RotaryTables(ModelConfig(head_dim=size)).rows(Positions.contiguous(POSITIONS), torch.device("cpu"))
     return cos.to(device), sin.to(device)
 
 

@@ -21,6 +21,7 @@ from test_model_spec import differing, stage_records
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.config.checks import CHOICES
 from megatron_port.config.loader import load
+from megatron_port.config.same_model import model_differences
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.export_hf import export_hf
@@ -37,7 +38,6 @@ from megatron_port.model.shapes import model_records
 from megatron_port.parallel.topology import Topology
 from megatron_port.plan.case import ENGINES, Case
 from megatron_port.plan.elements import stage_elements
-from megatron_port.session.weights import model_differences
 
 transformers = pytest.importorskip("transformers")
 FOLDER = Path(families.__file__).parent

@@ -179,14 +179,13 @@ class Numbers:
 def run_linear(
     recipe: str, product: ScaledMM, *, how: str, keep: bool = True, micro_batches: int = 2
 ) -> tuple[Numbers, Numbers]:
-    """(what came out, exact products of the bf16 operands). ``how``: autograd | main_grad | gradients | held."""
+    """(what came out, exact products of the bf16 operands). ``how``: autograd | gradients | held."""
     weight = nn.Parameter(normal(2, 24, 64, seed=5, spread=0.3))
     bias = nn.Parameter(normal(48, seed=6))
-    gradients, copies = WgradAccumulator(lambda w: None), QuantizedWeightCache()
+    main_grad, copies = torch.zeros(2, 24, 64), QuantizedWeightCache()
+    gradients = WgradAccumulator(lambda w: None, lambda w: main_grad)
     weight.quantized_weight_cache = copies  # type: ignore[attr-defined]
     if how != "autograd":
-        weight.main_grad = torch.zeros(2, 24, 64)  # type: ignore[attr-defined]
-    if how in ("gradients", "held"):
         weight.wgrad_accumulator = gradients  # type: ignore[attr-defined]
     held: list = []
     gradients.deferred = held if how == "held" else None
@@ -217,8 +216,9 @@ def run_linear(
     assert copies.bytes_held() == 0
     gradients.deferred = None
     gradients.flush(held)
-    total = weight.grad if how == "autograd" else weight.main_grad  # type: ignore[attr-defined]
-    got.weight, got.bias = total.double().view(48, 64), bias.grad.double()  # type: ignore[union-attr]
+    total = weight.grad if how == "autograd" else main_grad
+    assert total is not None and bias.grad is not None
+    got.weight, got.bias = total.double().view(48, 64), bias.grad.double()
     return got, wanted
 
 
@@ -244,7 +244,7 @@ def test_errors_of_a_linear(recipe: str, product: ScaledMM) -> None:
 def test_every_way_to_the_gradient_is_the_same(recipe: str, product: ScaledMM) -> None:
     """Straight into fp32 sums, held back as zero-bubble schedules do, with weights quantised anew: equal bits."""
     first, _ = run_linear(recipe, product, how="gradients")
-    for how, keep in (("main_grad", True), ("held", True), ("held", False), ("gradients", False)):
+    for how, keep in (("held", True), ("held", False), ("gradients", False)):
         other, _ = run_linear(recipe, product, how=how, keep=keep)
         assert torch.equal(first.weight, other.weight) and torch.equal(first.bias, other.bias), how
         assert all(torch.equal(a, b) for a, b in zip(first.outputs + first.inputs, other.outputs + other.inputs)), how

@@ -20,10 +20,10 @@ from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.errors import ConfigError, DataError
 from megatron_port.inference.generation import Sampling, draw, filter_logits
+from megatron_port.inference.kv_cache import KeyValueCache
 from megatron_port.inference.lm_eval_adapter import Questions
 from megatron_port.inference.perplexity import _Cut, windows
 from megatron_port.inference.scoring import score
-from megatron_port.model.cache import KeyValueCache
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 3.0, 0.0, 0.5]])
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
+from megatron_port.config.same_model import model_differences
 from megatron_port.config.schema import ModelConfig
 from megatron_port.data.tokenizer_files import HFTokenizer
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
@@ -31,7 +32,7 @@ from megatron_port.interop.import_hf import read_hf
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.interop.staged import Stage
 from megatron_port.model.flops import parameter_count
-from megatron_port.session.weights import model_differences, open_weights
+from megatron_port.session.weights import open_weights
 
 transformers = pytest.importorskip("transformers")
 

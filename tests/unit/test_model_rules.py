@@ -102,9 +102,9 @@ def test_an_update_without_gradient_is_decay_alone(provider: str, bias: bool) ->
 @pytest.mark.parametrize("asked", [(600,), (16, 600), (8, 100, 90, 599), (600, 7)])
 def test_tables_are_the_formula_at_every_position(asked: tuple[int, ...]) -> None:
     """Also when they have grown from shorter ones."""
-    tables = RotaryTables()
+    tables = RotaryTables(ROPE)
     for seq in asked:
-        cos, sin = tables.rows(Positions.contiguous(seq), ROPE, torch.device("cpu"))
+        cos, sin = tables.rows(Positions.contiguous(seq), torch.device("cpu"))
         assert len(cos) == len(sin) == seq
         half = ROPE.head_size // 2
         frequency = ROPE.rope_theta ** (-np.arange(half, dtype=np.float64) / half)

@@ -1,4 +1,4 @@
-"""Weight gradients added straight to main_grad: the same as autograd's, whatever the dtype and the shape."""
+"""Weight gradients that an accumulator adds to its sums: the same as autograd's, whatever the dtype and the shape."""
 
 from __future__ import annotations
 
@@ -12,20 +12,31 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_port.parallel.compat import widening_addmm
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, add_product, linear
+from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradAccumulator, add_product, linear
 from megatron_port.parallel.record import InitSpec
 
 MICRO_BATCHES = 3
 HALF = (torch.bfloat16, torch.float16)
 
 
+def _accumulate(weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+    """Let ``linear`` add the weight's gradient to ``main_grad``, which is returned."""
+    weight.wgrad_accumulator = WgradAccumulator(lambda w: None, lambda w: main_grad)  # type: ignore[attr-defined]
+    return main_grad
+
+
+def _main_grad(weight: torch.Tensor) -> torch.Tensor:
+    """The sum that the weight's gradient is added to."""
+    accumulator: WgradAccumulator = weight.wgrad_accumulator  # type: ignore[attr-defined]
+    return accumulator.main_grad_of(weight)
+
+
 def _weight(shape: tuple[int, ...], dtype: torch.dtype, *, wide: torch.dtype | None = None) -> nn.Parameter:
-    """A parameter of seeded values; with ``wide`` as an engine keeps it: main_grad of that dtype, and a hook."""
+    """A parameter of seeded values; with ``wide`` as an engine keeps it: a sum of that dtype, and a hook."""
     g = torch.Generator().manual_seed(3)
     p = nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype))
     if wide is not None:
-        main_grad = torch.zeros(shape, dtype=wide)
-        p.main_grad = main_grad  # type: ignore[attr-defined]
+        main_grad = _accumulate(p, torch.zeros(shape, dtype=wide))
 
         def hook(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
@@ -65,18 +76,18 @@ def test_the_same_gradients(dtype: torch.dtype, bound: float, shape: tuple[int, 
     assert all(torch.equal(a, b) for a, b in zip(wanted[0], got[0]))
     assert all(torch.allclose(a, b, rtol=bound, atol=bound) for a, b in zip(wanted[1], got[1]))
     assert main.grad is None and plain.grad is not None
-    assert torch.allclose(main.main_grad, plain.grad, rtol=10 * bound, atol=10 * bound)  # type: ignore[attr-defined]
+    assert torch.allclose(_main_grad(main), plain.grad, rtol=10 * bound, atol=10 * bound)
     if has_bias:
         assert torch.equal(biases[0].grad, biases[1].grad)  # type: ignore[union-attr, arg-type]
 
 
 def _errors(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Largest error of the sum over micro-batches in main_grad, and of plain gradients added to a float32 sum."""
+    """Largest error of the accumulated gradient over micro-batches, and of plain ones added to a float32 sum."""
     pairs = [(x.to(device), g.to(device)) for x, g in _pairs(dtype, 48, 40)]
     plain, exact = torch.zeros(40, 48, device=device), torch.zeros(40, 48, dtype=torch.float64, device=device)
     weight = _weight((40, 48), dtype)
     main = nn.Parameter(weight.detach().to(device))
-    main.main_grad = torch.zeros(40, 48, device=device)  # type: ignore[attr-defined]
+    main_grad = _accumulate(main, torch.zeros(40, 48, device=device))
     for x, g in pairs:
         leaf = main.detach().requires_grad_()
         F.linear(x, leaf).backward(g)
@@ -84,7 +95,7 @@ def _errors(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
         exact += g.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
         linear(x, main).backward(g)
     error = lambda have: float((have.double() - exact).abs().max())  # noqa: E731
-    return error(main.main_grad), error(plain)  # type: ignore[attr-defined]
+    return error(main_grad), error(plain)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -130,7 +141,7 @@ def test_under_recompute() -> None:
         checkpoint(run, x, main, use_reentrant=False).backward(g)
         assert torch.allclose(wanted, x.grad, rtol=1e-12)  # type: ignore[arg-type]
     assert main.grad is None
-    assert torch.allclose(main.main_grad, plain.grad, rtol=1e-12)  # type: ignore[attr-defined, arg-type]
+    assert torch.allclose(_main_grad(main), plain.grad, rtol=1e-12)  # type: ignore[arg-type]
 
 
 def test_a_matrix_that_is_also_the_embedding() -> None:
@@ -141,18 +152,18 @@ def test_a_matrix_that_is_also_the_embedding() -> None:
         for factor in (1.0, 2.0):
             (factor * linear(torch.tanh(F.embedding(tokens, weight)), weight).square()).sum().backward()
     assert main.grad is None
-    assert torch.allclose(main.main_grad, plain.grad, rtol=1e-12)  # type: ignore[attr-defined, arg-type]
+    assert torch.allclose(_main_grad(main), plain.grad, rtol=1e-12)  # type: ignore[arg-type]
 
 
 def test_an_input_without_gradient_and_a_frozen_weight() -> None:
     (x, g), *_ = _pairs(torch.float64, 7, 6)
     main = _weight((6, 7), torch.float64, wide=torch.float64)
     linear(x, main).backward(g)
-    assert torch.allclose(main.main_grad, g.flatten(0, 1).t() @ x.flatten(0, 1))  # type: ignore[attr-defined]
+    assert torch.allclose(_main_grad(main), g.flatten(0, 1).t() @ x.flatten(0, 1))
     main.requires_grad_(False)
-    main.main_grad.zero_()  # type: ignore[attr-defined]
+    _main_grad(main).zero_()
     linear(x.requires_grad_(), main).backward(g)
-    assert x.grad is not None and not bool(main.main_grad.any())  # type: ignore[attr-defined]
+    assert x.grad is not None and not bool(_main_grad(main).any())
     with torch.no_grad():
         assert not linear(x, main.requires_grad_()).requires_grad
 
@@ -171,7 +182,8 @@ def test_the_split_layers_use_it(make: Callable[[ParallelContext, InitSpec], nn.
     layer(x).backward(g)
     wanted = {name: p.grad for name, p in layer.named_parameters()}
     layer.zero_grad(set_to_none=True)
-    layer.weight.main_grad = torch.zeros_like(layer.weight)  # type: ignore[union-attr]
+    assert isinstance(layer.weight, nn.Parameter)
+    main_grad = _accumulate(layer.weight, torch.zeros_like(layer.weight))
     layer(x).backward(g)
     assert layer.weight.grad is None and torch.equal(layer.bias.grad, wanted["bias"])  # type: ignore[arg-type]
-    assert torch.allclose(layer.weight.main_grad, wanted["weight"], rtol=1e-12)  # type: ignore[union-attr, arg-type]
+    assert torch.allclose(main_grad, wanted["weight"], rtol=1e-12)  # type: ignore[arg-type]

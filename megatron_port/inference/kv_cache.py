@@ -1,9 +1,9 @@
 """Keys and values of the tokens so far, for generation: a token then costs one position, not the whole context.
 
-A :class:`KeyValueCache` belongs to one batch and serves all layers of a stage. Layers find the one in use in the
-:class:`CacheSlot` that is handed down with the ``BuildContext``; it is empty while training, which pays one attribute
-test a layer. Sequences may have different lengths: prompts are padded on the right, each has its own position, and what
-lies beyond it is overwritten before it is ever looked at.
+A :class:`KeyValueCache` belongs to one batch and serves all layers of a stage. A :class:`CacheSlot` holds the one in
+use and is installed in a stage's attention and embedding; the model itself knows of no cache. Sequences may have
+different lengths: prompts are padded on the right, each has its own position, and what lies beyond it is overwritten
+before it is ever looked at.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+
+from megatron_port.model.attention import SelfAttention
+from megatron_port.model.gpt import GPTStage
+from megatron_port.model.layers import Embedding
 
 
 class KeyValueCache:
@@ -74,16 +78,57 @@ class KeyValueCache:
 
 
 class CacheSlot:
-    """Where the layers of a stage look for the cache in use."""
+    """Holder of the cache in use; the attention and embedding of the stages it is installed in read and fill it."""
 
     def __init__(self) -> None:
-        self.now: KeyValueCache | None = None
+        self._now: KeyValueCache | None = None
+
+    def install(self, stage: GPTStage) -> None:
+        """Let the stage's attention and learned positions use the cache of the moment; without one nothing changes."""
+        for module in stage.modules():
+            if isinstance(module, SelfAttention):
+                module.core = self._attend
+            elif isinstance(module, Embedding):
+                module.position_rows = self._position_rows
 
     @contextmanager
     def using(self, cache: KeyValueCache) -> Iterator[None]:
         """Passes of the stage in the body read and fill ``cache``."""
-        self.now = cache
+        self._now = cache
         try:
             yield
         finally:
-            self.now = None
+            self._now = None
+
+    def _attend(self, attention: SelfAttention, y: torch.Tensor) -> torch.Tensor:
+        """Attention of one token of each sequence under a filled cache; else over whole sequences, which fill it."""
+        cache = self._now
+        if cache is None:
+            return attention.attend(y)
+        if cache.positions is not None:
+            return cache.attend(attention.name, *_split_at(attention, y, cache.positions, cache.length))
+        q, k, v = attention.split(y)
+        cache.store(attention.name, k, v)
+        return attention.attend_split(q, k, v)
+
+    def _position_rows(self, embedding: Embedding, rows: int) -> torch.Tensor:
+        """Learned embeddings: [1, batch, hidden] under a filled cache, else [rows, 1, hidden]."""
+        if self._now is None or self._now.positions is None:
+            return embedding.own_positions(rows)
+        assert embedding.position is not None
+        return embedding.position[self._now.positions][None]
+
+
+def _split_at(
+    attention: SelfAttention, y: torch.Tensor, positions: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split one token of each sequence [1, batch, ...] into q, k and v, each rotated to its own position.
+
+    ``positions`` int64 [batch], all below ``length``.
+    """
+    if attention.rotary is None:
+        return attention.split(y)
+    cos, sin = attention.rotary.rows_at(positions, length)
+    # Rows are rotated one by one, so the batch stands in for the sequence.
+    q, k, v = attention.providers.split_rotary(y.view(-1, 1, *y.shape[2:]), cos, sin)
+    return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)

@@ -1,0 +1,39 @@
+"""Which fields make two configurations those of the same model."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from megatron_port.config.same_model import FREE, model_differences, with_sizes
+from megatron_port.config.schema import ModelConfig
+
+MODEL = ModelConfig(hidden_size=48, num_attention_heads=4, num_layers=2, position_embedding="rope")
+
+
+def other(value: Any) -> Any:
+    """Return another value of the same type."""
+    return not value if isinstance(value, bool) else value + "x" if isinstance(value, str) else value + 1
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(ModelConfig)])
+def test_every_field_counts_but_the_free_ones(name: str) -> None:
+    sized = with_sizes(MODEL)
+    changed = replace(sized, **{name: other(getattr(sized, name))})
+    found = model_differences(changed, sized)
+    assert not found if name in FREE else any(line.startswith(f"{name} is ") for line in found)
+
+
+def test_a_size_given_or_derived_is_the_same() -> None:
+    given = replace(MODEL, num_query_groups=4, head_dim=12, ffn_hidden_size=MODEL.ffn_size)
+    assert not model_differences(given, MODEL) and not model_differences(MODEL, given)
+    assert model_differences(replace(given, head_dim=16), MODEL) == ["head_dim is 16 there and 12 here"]
+
+
+def test_the_length_is_free_for_weights_under_rope_only() -> None:
+    longer = replace(MODEL, seq_length=2 * MODEL.seq_length)
+    assert model_differences(longer, MODEL) and not model_differences(longer, MODEL, any_length=True)
+    learned = replace(MODEL, position_embedding="learned")
+    assert model_differences(replace(longer, position_embedding="learned"), learned, any_length=True)
