@@ -274,7 +274,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
-        ctx.parameter.weight_gradients.total(ctx.parameter).add_(grad)
+        ctx.parameter.wgrad_accumulator.main_grad_of(ctx.parameter).add_(grad)
 
 
 def _share(parameter: Tensor, place: int) -> Tensor:
