@@ -427,7 +427,7 @@ class RunConfig:
     """Where run folders live."""
     seed: int = 1234
     """Of weights, data order and dropout."""
-    engine: str = "deepspeed"
+    engine: Literal["deepspeed", "native"] = "deepspeed"
     """deepspeed | native"""
     plugins: tuple[str, ...] = ()
     """Python modules that are imported when the configuration is loaded and register further choices: optimizer rules,
