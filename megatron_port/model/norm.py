@@ -12,8 +12,8 @@ from megatron_port.model.spec import NormSpec
 class Norm(nn.Module):
     """Norm over the last dimension of a tensor, e.g. [seq(/tp), batch, hidden].
 
-    Replicated over tp. A rank sees only its tokens under sequence parallelism, or only its heads,
-    so the gradients are partial sums, and the records say so.
+    The parameters are replicated over tp. Where a rank sees only its tokens (sequence parallelism) or only its heads,
+    their gradients are partial sums over tp, and their records are marked partial.
     """
 
     def __init__(self, layer: str, spec: NormSpec, build: BuildContext) -> None:
