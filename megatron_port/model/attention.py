@@ -16,8 +16,8 @@ from megatron_port.parallel.linear import Rows
 
 
 def projection_rows(groups: Groups, ctx: ParallelContext) -> tuple[Rows, Rows] | None:
-    """This tp rank's query rows, and the key and value rows that it shares, of the fused projection; None: nothing is
-    shared. Raises ValueError where the topology says otherwise."""
+    """Return this tp rank's query rows of the fused projection, and the key and value rows that it shares; None where
+    nothing is shared. Raises ValueError where the topology disagrees."""
     copies = groups.held(ctx.topology.tp) // groups.groups
     if ctx.topology.kv_copies != copies:
         raise ValueError(
@@ -39,7 +39,7 @@ def rank_rows(groups: Groups, tp: int, rank: int) -> tuple[Rows, Rows]:
 
 
 class SelfAttention(nn.Module):
-    """[seq(/tp), batch, hidden] → the same, without the bias of ``output``; heads / tp on each rank.
+    """Self-attention [seq(/tp), batch, hidden] → same shape, without the bias of ``output``; heads / tp on each rank.
 
     The rows of the fused projection are ordered by group: the group's query
     heads, its key, its value. A tp slice is then a contiguous range of rows.
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         return self.build.providers.attention(q, k, v, probs_hook=hook)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """[seq, batch, groups/tp, heads of a group + 2, d]: each group's queries, key, value; normed if asked."""
+        """Return [seq, batch, groups/tp, heads of a group + 2, d]: a group's queries, key, value; normed if asked."""
         y = self.qkv(x)
         groups: torch.Tensor = y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
         if self.query_norm is None or self.key_norm is None:
@@ -87,7 +87,7 @@ class SelfAttention(nn.Module):
         return torch.cat((self.query_norm(queries.contiguous()), self.key_norm(keys.contiguous()), values), dim=3)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""
+        """Return queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""
         seq, batch = y.shape[:2]
         if self.build.model.position_embedding != "rope":
             return self.build.providers.split_rotary(y, None, None)

@@ -28,7 +28,7 @@ class Norm(nn.Module):
         return self._run(x, None)[0]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual), in one pass where the provider can."""
+        """Return (norm of x + residual, x + residual), in one pass where the provider can."""
         return self._run(x, residual)
 
     def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,14 +49,14 @@ def _llama3(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 class RotaryTables:
-    """cos and sin, made once and shared by all layers."""
+    """Tables of cos and sin, computed once and shared by all layers."""
 
     def __init__(self) -> None:
         self._made: dict[Key, Tables] = {}
         self._gathered: dict[tuple[Key, Positions], Tables] = {}
 
     def rows(self, positions: Positions, model: ModelConfig, device: torch.device) -> Tables:
-        """The rows of these positions, in their order."""
+        """Return the rows (cos, sin) of these positions, in their order."""
         key, made = self._table(positions.stop, model, device)
         if len(positions.runs) == 1:
             return made if positions.count == len(made[0]) else (positions.take(made[0]), positions.take(made[1]))
@@ -66,7 +66,7 @@ class RotaryTables:
         return found
 
     def rows_at(self, positions: torch.Tensor, length: int, model: ModelConfig) -> Tables:
-        """The rows of any positions below ``length``, int64 [rows], known on the device only."""
+        """Return the rows of positions below ``length``, int64 [rows], that are known on the device only."""
         _, (cos, sin) = self._table(length, model, positions.device)
         return cos[positions], sin[positions]
 
