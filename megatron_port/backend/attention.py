@@ -37,7 +37,7 @@ class Attention(Protocol):
 
 
 def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
-    """Shapes fit; ValueError where they do not."""
+    """Raise ValueError unless the shapes fit together."""
     if k.shape != v.shape or q.shape[1] != k.shape[1] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
     if causal and q.shape[0] != k.shape[0]:
@@ -81,7 +81,7 @@ math_attention = math_attention_with(torch_causal_softmax)
 
 
 def no_hook(name: str, probs_hook: ProbsHook | None) -> None:
-    """Fused kernels never materialise the probabilities; ValueError if someone wants to see them."""
+    """Raise ValueError if a hook wants the probabilities, which fused kernels never materialise."""
     if probs_hook is not None:
         raise ValueError(f"attention provider {name} cannot drop single probabilities; use math")
 
@@ -132,7 +132,7 @@ def flash_attention(function: Callable[..., torch.Tensor]) -> Attention:
 
 
 def gpu_kernels(*, rocm: bool, deterministic: bool) -> list[SDPBackend]:
-    """SDPA's kernels in order of preference. cuDNN's backward pass is not deterministic, and ROCm has none."""
+    """Return SDPA's kernels in order of preference. cuDNN's backward pass is not deterministic, and ROCm has none."""
     found = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return found if rocm or deterministic else [SDPBackend.CUDNN_ATTENTION, *found]
 
@@ -140,7 +140,7 @@ def gpu_kernels(*, rocm: bool, deterministic: bool) -> list[SDPBackend]:
 def serving_kernel(
     kernels: Sequence[SDPBackend], *, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Name of the first kernel that takes (query heads, key heads, head size) on this GPU."""
+    """Return the name of the first kernel that takes (query heads, key heads, head size) on this GPU."""
     queries, groups, size = heads
     q = torch.empty(1, queries, 128, size, dtype=dtype, device=device, requires_grad=True)
     k = torch.empty(1, groups, 128, size, dtype=dtype, device=device, requires_grad=True)

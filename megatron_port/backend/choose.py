@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Chooser:
-    """What all choices of a run have in common. ``load``: own kernels are loaded when one is chosen."""
+    """Chooser of a run's providers. ``load``: load the own kernels when one of them is chosen."""
 
     config: BackendConfig
     device: DeviceInfo
@@ -53,7 +53,7 @@ class Chooser:
 
     @functools.cached_property
     def own_problem(self) -> str:
-        """Why own kernels cannot serve, or nothing."""
+        """Return why own kernels cannot be used, or nothing."""
         if self.config.own_kernels == "off":
             return "own_kernels is off"
         if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -62,11 +62,11 @@ class Chooser:
 
     @functools.cached_property
     def own_library(self) -> str:
-        """What is loaded, in words."""
+        """Description of the loaded library; the first use loads it."""
         return kernels.load(self.device.kind) if self.load else kernels.kernels_status(self.device.kind)[0]
 
     def own(self, make: Callable[[], Any]) -> Candidate:
-        """The candidate of own kernels."""
+        """Return the candidate of the own kernels."""
         def loaded() -> Any:
             _ = self.own_library
             return make()
@@ -74,7 +74,7 @@ class Chooser:
         return Candidate("own", self.own_problem, loaded)
 
     def pick(self, op: str, candidates: Sequence[Candidate]) -> tuple[Any, ProviderRow]:
-        """The one asked for, or the first that can serve, and the row that says why."""
+        """Return the requested provider, or else the first that can be used, with its row of the table."""
         asked = getattr(self.config, op)
         if op in PROVIDERS and asked in PROVIDERS[op].added:
             candidates = [*candidates, self._added(op, asked)]
@@ -114,24 +114,24 @@ class Chooser:
     # ---- the ops, each giving what it chose and its row
 
     def norm(self) -> tuple[tuple[fused.Norm, fused.Norm], ProviderRow]:
-        """LayerNorm and RMSNorm."""
+        """Choose LayerNorm and RMSNorm."""
         return self.pick("norm", [
             self.own(_own_norms), Candidate("apex", self._apex_norm_problem(), _apex_norms, "the residual add: torch"),
             Candidate("torch", "", lambda: (fused.torch_layer_norm, fused.torch_rms_norm)),
         ])
 
     def activation(self) -> tuple[tuple[fused.BiasGelu, fused.SwiGLU], ProviderRow]:
-        """bias + GeLU and SwiGLU."""
+        """Choose bias + GeLU and SwiGLU."""
         return self.pick("activation", [
             self.own(_own_activation), Candidate("torch", "", lambda: (fused.torch_bias_gelu, fused.torch_swiglu)),
         ])
 
     def rotary(self) -> tuple[fused.SplitRotary, ProviderRow]:
-        """Splitting and rotating the packed projection."""
+        """Choose the split and rotation of the packed projection."""
         return self.pick("rotary", [self.own(_own_rotary), Candidate("torch", "", lambda: fused.torch_split_rotary)])
 
     def dropout(self) -> tuple[fused.BiasDropoutAdd | None, ProviderRow]:
-        """bias + dropout + residual."""
+        """Choose bias + dropout + residual."""
         return self.pick("dropout", [self.own(_own_dropout), Candidate("torch", "", lambda: None)])
 
     def softmax(self) -> tuple[fused.CausalSoftmax, ProviderRow]:
@@ -141,19 +141,19 @@ class Chooser:
         ])
 
     def cross_entropy(self) -> tuple[Any, ProviderRow]:
-        """Statistics and gradient of the vocabulary-parallel loss."""
+        """Choose the statistics and gradient of the vocabulary-parallel loss."""
         return self.pick("cross_entropy", [
             self.own(_own_cross_entropy), Candidate("torch", "", lambda: torch_cross_entropy)
         ])
 
     def quantise(self) -> tuple[Quantiser, ProviderRow]:
-        """Casts under precision.fp8."""
+        """Choose the casts under precision.fp8."""
         return self.pick("quantise", [
             self.own(lambda: own_quantiser), Candidate("torch", "", lambda: torch_quantiser)
         ])
 
     def optimizer(self) -> tuple[str, ProviderRow]:
-        """The name of the provider of AdamW's update; a plugin's rule has its own."""
+        """Return the name of the provider of AdamW's update; a plugin's rule has its own."""
         if self.rule in OPTIMIZERS.added:
             return "torch", ProviderRow("optimizer", "torch", f"the rule {self.rule} is a plugin's")
         own = self.own_problem or ("" if self.engine == "native" else "own AdamW is for engine native")
@@ -174,7 +174,7 @@ class Chooser:
         return self.pick("optimizer", order)
 
     def attend(self, softmax: fused.CausalSoftmax) -> tuple[Any, ProviderRow]:
-        """Attention."""
+        """Choose the attention."""
         own = OwnAttention("own attention is for CPUs" if self.device.is_gpu else self.own_problem,
                            lambda: self.own_library)
         return choose_attention(self.config, self.device, self.attention, softmax, own)

@@ -23,7 +23,7 @@ _LARGEST_HEAD = 256
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a run asks of attention."""
+    """Requirements of a run on its attention."""
 
     dtype: torch.dtype
     dropout: float = 0.0
@@ -34,7 +34,7 @@ class AttentionNeeds:
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """What is known of the project's own."""
+    """Availability of the project's own attention."""
 
     problem: str
     """Why it cannot serve; empty: it can."""
@@ -43,7 +43,7 @@ class OwnAttention:
 
 
 def refuse(op: str, provider: str, reason: str, other: str) -> EnvironmentFault:
-    """The error for a provider that was asked for by name and cannot serve."""
+    """Return the error for a provider that was requested by name and cannot be used."""
     return EnvironmentFault(
         f"backend.{op} = \"{provider}\" cannot serve: {reason}; set backend.{op} = \"{other}\" or \"auto\""
     )
@@ -85,7 +85,7 @@ def _newer_flash_problem(which: str, device: DeviceInfo, needs: AttentionNeeds) 
 def choose_attention(
     config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, softmax: CausalSoftmax, own: OwnAttention
 ) -> tuple[attn.Attention, ProviderRow]:
-    """Attention and its row of the table. ``softmax``: what ``math`` uses.
+    """Return the attention and its row of the table. ``softmax``: what ``math`` uses.
 
     Raises:
         EnvironmentFault: the attention that was asked for cannot serve; the message says why.

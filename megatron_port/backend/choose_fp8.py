@@ -1,4 +1,4 @@
-"""Whether this device multiplies in 8 bits, and by what."""
+"""Choice of the 8-bit products on this device, where it has any."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Describe = Callable[[torch.device], tuple[tuple[int, int], str]]
 
 
 def describe_gpu(device: torch.device) -> tuple[tuple[int, int], str]:
-    """(compute capability, AMD's architecture name without features, or empty)."""
+    """Return (compute capability, AMD's architecture name without features, or empty)."""
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor), str(getattr(properties, "gcnArchName", "")).split(":")[0]
 
 
 def device_formats(device: DeviceInfo, describe: Describe = describe_gpu) -> tuple[Formats, str]:
-    """(8-bit formats of the device, "") or (those of NVIDIA's, why the device has no products of them)."""
+    """Return (8-bit formats of the device, "") or (NVIDIA's, why the device has no products of them)."""
     if not device.is_gpu:
         return OCP, ""
     capability, architecture = describe(device.torch_device)
@@ -50,7 +50,7 @@ def device_formats(device: DeviceInfo, describe: Describe = describe_gpu) -> tup
 
 
 def torch_problem(recipe: str, formats: Formats, device: torch.device) -> str:
-    """Why torch's scaled_mm cannot serve a recipe on a device, or nothing; found by asking it for small products."""
+    """Return why torch's scaled_mm cannot run a recipe on a device, or nothing. Tries small products."""
     try:
         for dtype, out in ((formats.precise, torch.bfloat16), (formats.wide, torch.float32)):
             if recipe == "rowwise" and dtype == formats.wide:
@@ -70,7 +70,7 @@ def torch_problem(recipe: str, formats: Formats, device: torch.device) -> str:
 def choose_fp8(
     config: BackendConfig, recipe: str, device: DeviceInfo, describe: Describe = describe_gpu
 ) -> tuple[Fp8, ProviderRow]:
-    """LinearKernels under precision.fp8 and their row of the table. ``recipe``: tensorwise | rowwise.
+    """Return the products under precision.fp8 and their row of the table. ``recipe``: tensorwise | rowwise.
 
     The reference is never taken by itself: it is no faster than bf16, so a run that gets it should have asked.
 

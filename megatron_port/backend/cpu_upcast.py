@@ -28,7 +28,7 @@ def _has_instructions(dtype: torch.dtype) -> bool:
 
 
 def widens(x: Tensor) -> bool:
-    """Whether products of ``x`` are better computed in float32."""
+    """Return whether products of ``x`` are faster in float32."""
     return x.dtype in _INSTRUCTIONS and x.device.type == "cpu" and not _has_instructions(x.dtype)
 
 
@@ -51,7 +51,7 @@ class _Product(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the dtype of both, summed in float32 or wider: [..., m, k], [..., k, n] → [..., m, n].
+    """Return a @ b in the dtype of both, summed in float32 or wider: [..., m, k], [..., k, n] → [..., m, n].
 
     The leading dimensions must be the same.
     """

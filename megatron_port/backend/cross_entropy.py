@@ -1,4 +1,4 @@
-"""The two steps of cross-entropy that a provider makes, by torch's ops and by the project's own kernels.
+"""The two steps of cross-entropy that have providers: torch's ops and the project's own kernels.
 
 What happens between them, over the ranks, is in ``parallel.cross_entropy``.
 """
@@ -26,7 +26,7 @@ class CrossEntropyOps(Protocol):
     def statistics(
         self, logits: Tensor, labels: Tensor, *, offset: int, extent: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(maximum m, Σ exp(x - m), logit of the label or 0) over this rank's columns; leaves the logits alone.
+        """Return (maximum m, Σ exp(x - m), logit of the label or 0) over this rank's columns; logits are unchanged.
 
         With no column, or nothing above -inf: (-inf, 0, ...).
         """
@@ -38,7 +38,7 @@ class CrossEntropyOps(Protocol):
 
 
 class OwnCrossEntropy:
-    """By ``backend.ops``; ``kernels.load`` must have run."""
+    """Cross-entropy through ``backend.ops``; ``kernels.load`` must have run."""
 
     def statistics(
         self, logits: Tensor, labels: Tensor, *, offset: int, extent: int
@@ -52,7 +52,7 @@ class OwnCrossEntropy:
 
 
 class TorchCrossEntropy:
-    """By torch's ops on some rows at a time: wide copies of half-precision logits stay small."""
+    """Cross-entropy in torch ops, some rows at a time, so that wide copies of half-precision logits stay small."""
 
     def statistics(
         self, logits: Tensor, labels: Tensor, *, offset: int, extent: int

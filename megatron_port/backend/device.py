@@ -1,4 +1,4 @@
-"""Which device this rank computes on, and which library its collectives use."""
+"""Choice of the device of a rank, and of the library of its collectives."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class DeviceInfo:
 
     @property
     def is_gpu(self) -> bool:
-        """cuda or rocm."""
+        """Whether the device is a GPU, cuda or rocm."""
         return self.kind != "cpu"
 
 
 @dataclass(frozen=True)
 class Accelerators:
-    """What torch says of the GPUs that this process may use."""
+    """GPUs that this process may use, as torch reports them."""
 
     kind: str | None
     """cuda | rocm: what this torch was built for; None: CPU only."""
@@ -48,7 +48,7 @@ class Accelerators:
 
 
 def identity_of(properties: object) -> str:
-    """Return what tells a GPU from the others of its host: ``UUID at DOMAIN:BUS:DEVICE``; empty if torch knows neither.
+    """Return a GPU's identity, unique on its host: ``UUID at DOMAIN:BUS:DEVICE``; empty if torch knows neither.
 
     A UUID alone does not: virtual GPUs and some drivers report one UUID for all (zeros, for instance), and ranks on
     different GPUs would be taken for ranks that share one. Partitions of a GPU have one address and different UUIDs.
@@ -67,7 +67,7 @@ def _describe(index: int) -> tuple[str, int, str]:
 
 
 def installed_accelerators() -> Accelerators:
-    """Ask torch."""
+    """Return the GPUs that torch reports."""
     kind = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else None
     return Accelerators(kind, torch.cuda.device_count() if kind else 0, _describe)
 
@@ -132,7 +132,7 @@ def choose_device(
 
 
 def describe_device(device: DeviceInfo, backend: str, world_size: int) -> str:
-    """Return the log line that says what rank zero computes on and what carries the collectives (``backend``)."""
+    """Return the log line with rank zero's device and the library of the collectives (``backend``)."""
     where = f"{device.torch_device} {device.name}" if device.is_gpu else "the CPU"
     if world_size == 1:
         carried = "none (1 process)"

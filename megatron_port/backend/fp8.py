@@ -78,26 +78,26 @@ class Quantiser(Protocol):
     """
 
     def tensor(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
-        """x with one scale."""
+        """Cast x with one scale."""
 
     def transposed(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
-        """xᵀ with one scale."""
+        """Cast xᵀ with one scale."""
 
     def both(self, x: Tensor, dtype: torch.dtype) -> tuple[Quantised, Quantised]:
-        """x and xᵀ with one scale."""
+        """Cast x and xᵀ with one scale."""
 
     def rows(self, x: Tensor, dtype: torch.dtype) -> Quantised:
-        """x with a scale for each row."""
+        """Cast x with a scale per row."""
 
     def columns(self, x: Tensor, dtype: torch.dtype) -> Quantised:
-        """xᵀ with a scale for each of its rows."""
+        """Cast xᵀ with a scale per row of xᵀ."""
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """The scale of a matrix, [1, 1], or of each of its lines along ``dim``, kept as a dimension of size 1; fp32.
+    """Return the fp32 scale of a matrix, [1, 1], or of each line along ``dim``, kept as a dimension of size 1.
 
-    Under an infinite or NaN element the scale is 0 or infinite, and what is multiplied with that element NaN: a fault
-    does not hide.
+    An infinite or NaN element makes the scale 0 or infinite, and every product with that element NaN: faults stay
+    visible.
     """
     largest = torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=True, dtype=torch.float32)
     # A number over a tensor would be multiplied by the tensor's reciprocal, which is subnormal above 2^126.
@@ -113,20 +113,20 @@ def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(x: Tensor, dtype: torch.dtype, *, rowwise: bool = False, scale: Tensor | None = None) -> Quantised:
-    """x [rows, columns], float32 or bf16, in 8 bits. ``scale``: of :func:`scale_of`, where it is known already."""
+    """Cast x [rows, columns], float32 or bf16, to 8 bits. ``scale``: from :func:`scale_of`; None: computed here."""
     if scale is None:
         scale = scale_of(x, dtype, 1 if rowwise else None)
     return Quantised(_cast(x, scale, dtype).contiguous(), scale.reciprocal(), rowwise)
 
 
 def quantise_columns(x: Tensor, dtype: torch.dtype) -> Quantised:
-    """xᵀ with a scale for each of its rows, from x [rows, columns]; transposed once it has 8 bits."""
+    """Cast xᵀ, from x [rows, columns], with a scale per row of xᵀ; transposed after the cast."""
     scale = scale_of(x, dtype, 0)
     return Quantised(_cast(x, scale, dtype).t().contiguous(), scale.reciprocal().reshape(-1, 1), True)
 
 
 class TorchQuantiser:
-    """By torch's ops, one pass over memory each. See :class:`Quantiser`."""
+    """Casts in torch ops, with a pass over memory for each (:class:`Quantiser`)."""
 
     def tensor(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
         return quantise(x, dtype, scale=None if inverse is None else inverse.reciprocal())
@@ -146,7 +146,7 @@ class TorchQuantiser:
 
 
 class OwnQuantiser:
-    """By ``backend.ops``, both copies from one read; ``kernels.load`` must have run. See :class:`Quantiser`."""
+    """Casts through ``backend.ops``, both copies from one read (:class:`Quantiser`); ``kernels.load`` must have run."""
 
     def tensor(self, x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> Quantised:
         values, _, found = own.tensor(x.contiguous(), dtype, known=inverse)
@@ -173,7 +173,7 @@ own_quantiser: Quantiser = OwnQuantiser()
 
 @dataclass(frozen=True)
 class Fp8:
-    """How a run multiplies in 8 bits."""
+    """Recipe, formats and providers of a run's 8-bit products."""
 
     recipe: str
     """tensorwise | rowwise"""
@@ -183,7 +183,7 @@ class Fp8:
 
 
 def torch_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    """torch's: cuBLASLt or CUTLASS, hipBLASLt, on a CPU products in fp32. See :data:`ScaledMM`."""
+    """Multiply with torch's kernels (:data:`ScaledMM`): cuBLASLt, CUTLASS or hipBLASLt; on a CPU in fp32."""
     kind = F.ScalingType.RowWise if a.rowwise else F.ScalingType.TensorWise
     right = b.inverse.reshape(1, -1)  # a view whose last stride is 1, which torch wants
     return F.scaled_mm(
@@ -192,6 +192,6 @@ def torch_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: torc
 
 
 def reference_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-    """The same in fp32 on any device: for tests. See :data:`ScaledMM`."""
+    """Multiply in fp32 on any device (:data:`ScaledMM`); for tests."""
     y = (a.values.float() * a.inverse) @ (b.values.float() * b.inverse).t()
     return (y if bias is None else y + bias.float()).to(dtype)

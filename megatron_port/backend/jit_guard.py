@@ -1,4 +1,4 @@
-"""No compilation while training: whatever would build an op at run time stops with the command that prebuilds it.
+"""Guard against compilation while training: building an op at run time fails with the command that prebuilds it.
 
 Ops that were built ahead of time still load. The guard is installed once, before the engine is made;
 :func:`install_guard` returns a function that takes it off again, and ``backend.allow_jit = true`` leaves it off.

@@ -42,7 +42,7 @@ def _processor_flags() -> set[str]:
 
 
 def cpu_levels(flags: set[str], machine: str) -> list[str]:
-    """Levels of the CPU library that a processor with these flags can run, best first."""
+    """Return the levels of the CPU library that a processor with these flags can run, best first."""
     if machine != "x86_64":
         return ["base"]
     out: list[str] = []
@@ -55,7 +55,7 @@ def cpu_levels(flags: set[str], machine: str) -> list[str]:
 
 
 def library_path(kind: str, folder: Path = FOLDER) -> tuple[Path | None, str]:
-    """(library for cpu, cuda or rocm, "") or (None, why there is none)."""
+    """Return (library for cpu, cuda or rocm, "") or (None, why there is none)."""
     names = [f"libmp_{kind}.so"]
     if kind == "cpu":
         names = [f"libmp_cpu-{level}.so" for level in cpu_levels(_processor_flags(), platform.machine())]
@@ -68,7 +68,7 @@ def library_path(kind: str, folder: Path = FOLDER) -> tuple[Path | None, str]:
 
 
 def kernels_status(kind: str, folder: Path = FOLDER) -> tuple[str, str]:
-    """(what is built for cpu, cuda or rocm, "") or ("", why it cannot be used). Loads nothing."""
+    """Return (what is built for cpu, cuda or rocm, "") or ("", why it cannot be used). Loads nothing."""
     path, problem = library_path(kind, folder)
     if path is None:
         return "", problem
@@ -95,7 +95,7 @@ def _binding(path: Path) -> ctypes.CDLL:
 
 
 def load(kind: str, *, folder: Path = FOLDER, library: Path | None = None) -> str:
-    """Load the kernels for tensors of cpu, cuda or rocm; what was loaded, in words.
+    """Load the kernels for tensors of cpu, cuda or rocm; return a description of the library.
 
     A later call for the same kind of tensor replaces the library. ``library``: this file (the tests' emulated ones).
 

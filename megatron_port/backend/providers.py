@@ -14,7 +14,7 @@ from megatron_port.backend.fp8 import Fp8
 
 @dataclass(frozen=True)
 class ProviderRow:
-    """A line of the start-up table."""
+    """Row of the start-up table."""
 
     op: str
     provider: str
@@ -43,14 +43,14 @@ class Providers:
     """Kernels of the layers' linears in 8 bits; None: in the compute dtype."""
 
     def describe(self) -> str:
-        """The table as text."""
+        """Return the table as text."""
         rows = [("op", "provider", "why"), *((r.op, r.provider, r.why) for r in self.table)]
         width = [max(len(row[i]) for row in rows) for i in (0, 1)]
         return "\n".join(f"{op:<{width[0]}}  {provider:<{width[1]}}  {why}" for op, provider, why in rows)
 
 
 def optional_import(name: str) -> tuple[Any | None, str]:
-    """(module, "") or (None, why not). A package built for another torch raises almost anything."""
+    """Return (module, "") or (None, why not). A package built for another torch may raise anything."""
     try:
         return importlib.import_module(name), ""
     except ModuleNotFoundError as error:
@@ -60,7 +60,7 @@ def optional_import(name: str) -> tuple[Any | None, str]:
 
 
 def torch_providers() -> Providers:
-    """Plain torch for everything, math attention: references and proofs."""
+    """Return plain torch for every op, with math attention, for references and proofs."""
     ops = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy", "optimizer")
     table = (ProviderRow("attention", "math", "reference"), *(ProviderRow(op, "torch", "reference") for op in ops))
     return Providers(

@@ -1,4 +1,4 @@
-"""What the loader gives an engine: one micro-batch of one replica."""
+"""Micro-batches, which the loader gives to an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MicroBatch:
     ``sample_ids`` are global sample indices counted from the start of training;
     they key dropout, so every stage needs them. Only the first stage needs
     ``tokens`` and only the last ``labels`` and ``loss_mask``; elsewhere they are None.
-    Whether labels are masked, every stage is told: all take part in counting the step's tokens.
+    Every stage is told whether labels are masked, because all take part in counting the step's tokens.
     """
 
     sample_ids: tuple[int, ...]
@@ -31,5 +31,5 @@ class MicroBatch:
 
     @property
     def masked(self) -> bool:
-        """Some labels may not count, on whatever stage the mask is."""
+        """Whether some labels may not count, on whatever stage the mask is."""
         return self.labels_masked or self.loss_mask is not None

@@ -1,4 +1,4 @@
-"""A blend of corpora: weights from sizes, and how often each corpus is gone through."""
+"""A blend of corpora: weights from sizes, and the number of epochs of each corpus."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Share:
     """All add up to 1."""
 
     def epochs(self, drawn: int) -> float:
-        """Return how often the corpus is gone through when the blend gives ``drawn`` tokens in all."""
+        """Return the epochs of this corpus when the blend gives ``drawn`` tokens in total."""
         return drawn * self.weight / max(self.tokens, 1)
 
 
 def blend(corpora: Sequence[IndexedDataset], given: Mapping[str, float], *, by: str = "tokens",
           temperature: float = 1.0) -> list[Share]:
-    """The weights of a blend.
+    """Return the weights of a blend.
 
     Args:
         given: weights by prefix; all corpora or none.
@@ -75,6 +75,6 @@ def _same_tokenizer(corpora: Sequence[IndexedDataset]) -> None:
 
 
 def as_toml(shares: Sequence[Share]) -> str:
-    """The ``[data]`` part of a run file; another file can extend it."""
+    """Return the ``[data]`` section of a run file, which another file can extend."""
     return ("[data]\n" + f"train = {toml_value([s.prefix for s in shares])}\n"
             + f"weights = {toml_value([round(s.weight, 9) for s in shares])}\n")

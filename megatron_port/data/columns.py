@@ -19,7 +19,7 @@ Piece = tuple[int, float, bytes, list[int]]
 
 
 def texts(source: Source, options: ReadOptions, block_bytes: int) -> Iterator[Piece]:
-    """The texts of a file in pieces of about ``block_bytes``.
+    """Yield the texts of a file in pieces of about ``block_bytes``.
 
     Raises:
         DataError: not such a file, no such column, a column of another type, a text that is too large.

@@ -26,10 +26,10 @@ class TokenDataset(Protocol):
         """Samples in one epoch."""
 
     def sample(self, index: int) -> np.ndarray:
-        """Sample ``index`` of the stored order, int64 [seq + 1]."""
+        """Return sample ``index`` in stored order, int64 [seq + 1]."""
 
     def draw(self, seed: int, k: int) -> np.ndarray:
-        """The k-th sample of a training run, k counted from its start; int64 [seq + 1]."""
+        """Return sample k of a training run, counted from its start; int64 [seq + 1]."""
 
 
 def split_positions(data: IndexedDataset, fractions: Sequence[float], seq_length: int) -> list[tuple[int, int]]:
@@ -88,7 +88,7 @@ class GPTDataset:
 
 
 def too_small(prefix: Path, tokens: int, seq_length: int) -> DataError:
-    """The error for a split that does not hold one sample."""
+    """Return the error for a split that does not hold one sample."""
     return DataError(f"{prefix}: {tokens} tokens in this split, one sample needs model.seq_length + 1 = "
                      f"{seq_length + 1}; use a larger corpus, another data.split or a shorter sequence")
 
@@ -115,7 +115,7 @@ class MegatronGPTDataset:
 
     @cached_property
     def indices(self) -> mo.MegatronIndices:
-        """The three arrays, from the cache where they are there."""
+        """Return the three arrays, from the cache if it has them."""
         lengths = self.data.lengths
         key = mo.content_key("gpt", 1, self.first, self.end, self.seq_length, self.num_samples, self.seed,
                              arrays=[lengths])
@@ -144,13 +144,15 @@ class MegatronGPTDataset:
         return np.concatenate(parts)
 
     def draw(self, seed: int, k: int) -> np.ndarray:
-        """Megatron's order has its own seed; ``seed`` plays no part."""
+        """Return sample k in Megatron's order, which has a seed of its own; ``seed`` is ignored."""
         return self.sample(k)
 
 
 def quantised(weights: Sequence[float], period: int = PERIOD) -> list[int]:
-    """Positive integers in proportion to ``weights`` that add up to at most ``period``: largest remainders, then
-    divided by what they have in common."""
+    """Return positive integers in proportion to ``weights`` that add up to at most ``period``.
+
+    They are rounded by largest remainders, then divided by their greatest common divisor.
+    """
     if not weights or min(weights) <= 0:
         raise DataError(f"data.weights: {list(weights)}; every weight must be above 0 (leave the corpus out instead)")
     exact = np.asarray(mo.normalized(weights)) * period
@@ -165,7 +167,7 @@ def quantised(weights: Sequence[float], period: int = PERIOD) -> list[int]:
 
 
 class BlendedDataset:
-    """Several datasets mixed by weight; which one serves sample k is known from k alone.
+    """Several datasets mixed by weight; the dataset that serves sample k is a function of k alone.
 
     Within a period corpus d serves c_d samples, the j-th of them at the place nearest to
     (j + ½) / c_d of the period, so every stretch of the run has the proportions of the whole.
@@ -204,7 +206,7 @@ class BlendedDataset:
         return [turns * c + int(n) for c, n in zip(self.counts, served)]
 
     def order(self) -> Sequence[np.ndarray] | None:
-        """The given order, made now if it was not yet."""
+        """The given order, computed at the first use."""
         return self._given
 
     @cached_property
@@ -261,5 +263,5 @@ class SyntheticDataset:
         return ((start + step) % np.uint64(self.vocab_size)).astype(np.int64)
 
     def draw(self, seed: int, k: int) -> np.ndarray:
-        """Sample k; its tokens already depend on the dataset's own seed."""
+        """Return sample k; ``seed`` is ignored, since the tokens depend on the dataset's own."""
         return self.sample(k)

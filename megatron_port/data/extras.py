@@ -19,7 +19,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
 
 
 def need(module: str, wanted_for: str) -> Any:
-    """Import an optional module. DataError: it is not there, with the line that installs it."""
+    """Import an optional module. Raises DataError, with the command that installs it, where it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

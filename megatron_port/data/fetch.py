@@ -64,7 +64,7 @@ Log = Callable[[str], None]
 
 
 def tree_sha256(directory: Path) -> tuple[str, int]:
-    """(sha256, bytes) of every .txt below ``directory``: for each, its relative name, NUL, length, NUL, content."""
+    """Return (sha256, bytes) of every .txt below ``directory``: relative name, NUL, length, NUL, content of each."""
     digest, size = hashlib.sha256(), 0
     for path in sorted(directory.rglob("*.txt")):
         data = path.read_bytes()
@@ -75,7 +75,7 @@ def tree_sha256(directory: Path) -> tuple[str, int]:
 
 
 def file_sha256(path: Path) -> str:
-    """sha256 of a file, read in pieces."""
+    """Return the sha256 of a file, read in pieces."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while block := stream.read(1 << 20):
@@ -181,7 +181,7 @@ def _cached(directory: Path) -> Corpus | None:
 
 
 def own_text(path: str | Path) -> Corpus:
-    """The user's own file or directory, used where it lies. DataError: missing."""
+    """Return the user's own file or directory, used in place. Raises DataError where it is missing."""
     path = Path(path)
     if path.is_dir():
         sha, size = tree_sha256(path)
@@ -200,7 +200,7 @@ def fetch(directory: str | Path, *, text: str | Path | None = None, sources: Seq
     ``text``: use this file or directory instead.
 
     Raises:
-        DataError: no source could be reached; says what each answered.
+        DataError: no source could be reached; the message has the answer of each.
     """
     if text is not None:
         return own_text(text)

@@ -1,4 +1,4 @@
-"""What a run's tokens are, as its checkpoints record it, and whether they are still the same."""
+"""Fingerprint of a run's tokens, recorded in checkpoints, and its comparison with the data at hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_port.errors import DataError
 
 
 def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
-    """One entry a corpus, of JSON's types. Hashes are the sidecar's; nothing is read for them."""
+    """Return one entry per corpus, of JSON's types. Hashes come from the sidecars; the tokens are not read."""
     out = []
     for corpus in corpora:
         meta = corpus.meta
@@ -27,7 +27,7 @@ def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
 
 
 def changes(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Corpora that both lists name and that are not the same; a line each. What only one list knows is not compared."""
+    """Return a line for each corpus that both lists name and that differs. Others are not compared."""
     before = {str(p.get("prefix")): p for p in saved if isinstance(p, Mapping)}
     out = []
     for corpus in mine:
@@ -41,7 +41,7 @@ def changes(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]
 
 
 def check_tokenizers(corpora: Sequence[IndexedDataset]) -> None:
-    """The tokenizers that the sidecars name are those that made the corpora.
+    """Check that the tokenizers named in the sidecars are those that made the corpora.
 
     Raises:
         DataError: a tokenizer's files were exchanged since.

@@ -56,7 +56,7 @@ def meta_path(prefix: str | Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusMeta:
-    """What the sidecar ``<prefix>.meta.json`` records."""
+    """Contents of the sidecar ``<prefix>.meta.json``."""
 
     tokenizer: str
     """Name for ``data.tokenizer.get_tokenizer``; ``hf:`` and ``sentencepiece:`` name a file beside the sidecar."""
@@ -87,7 +87,7 @@ class CorpusMeta:
 
 
 def read_meta(prefix: str | Path) -> CorpusMeta | None:
-    """The sidecar, or None where there is none (a corpus of another program). DataError: it is damaged."""
+    """Return the sidecar, or None (a corpus of another program). Raises DataError where it is damaged."""
     path = meta_path(prefix)
     try:
         size = path.stat().st_size
@@ -142,11 +142,11 @@ class BlockHashes:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of each block but the last."""
+        """Size in bytes of each block except the last."""
         return self.leaves * LEAF_BYTES
 
     def update(self, data: bytes | memoryview) -> None:
-        """The next bytes of the stream."""
+        """Hash the next bytes of the stream."""
         self.total.update(data)
         view = memoryview(data).cast("B")
         while len(view):
@@ -158,7 +158,7 @@ class BlockHashes:
                 self._close_leaf()
 
     def hexdigest(self) -> str:
-        """The blocks' hashes one after the other, 16 digits each; the stream may be written further."""
+        """Return the blocks' hashes in order, 16 digits each; :meth:`update` may still be called."""
         # What has not filled a block counts as one: the open leaf, too.
         rest = [*self._open, *([self._leaf.intdigest()] if self._filled else [])]
         return "".join(f"{h:016x}" for h in [*self._done, *([_joined(rest)] if rest else [])])

@@ -1,4 +1,4 @@
-"""Arrays that are made once for a place that processes share, and memory-mapped by all of them.
+"""Arrays that are built once in a shared folder, and memory-mapped by all processes.
 
 Whoever holds the lock builds; the others wait for the files. The files appear by a rename, whole, and every writer
 would write the same bytes, so where a file system has no locks several build at once and nothing is lost but time.
@@ -28,12 +28,12 @@ Make = Callable[[str, Any, tuple[int, ...]], np.ndarray]
 
 
 def in_memory(name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """A ``Make`` without files."""
+    """Allocate in memory: a ``Make`` without files."""
     return np.empty(shape, dtype)
 
 
 def content_key(*parts: object, arrays: Sequence[np.ndarray] = ()) -> str:
-    """A file name for what ``parts`` and the contents of ``arrays`` determine."""
+    """Return a file name that is a hash of ``parts`` and of the contents of ``arrays``."""
     digest = xxhash.xxh3_128(repr(parts).encode())
     for values in arrays:
         for start in range(0, len(values), CHUNK):
@@ -44,7 +44,7 @@ def content_key(*parts: object, arrays: Sequence[np.ndarray] = ()) -> str:
 def cached_arrays(
     directory: Path, key: str, names: Sequence[str], build: Callable[[Make], object], *, check: bool = False
 ) -> list[np.ndarray]:
-    """The arrays that ``build`` makes, memory-mapped from ``directory/<key>-<name>.npy``; made when absent.
+    """Return the arrays of ``build``, memory-mapped from ``directory/<key>-<name>.npy`` and built when absent.
 
     ``check``: compare the files with their hashes first, and make them anew where they differ.
 

@@ -102,7 +102,7 @@ class IndexedDataset:
         return self.sequence_start(int(self.documents[index])) if self.num_documents else 0
 
     def nearest_document(self, position: int) -> int:
-        """The document boundary (a position) closest to ``position``."""
+        """Return the document boundary closest to ``position``, as a position."""
         after = bisect_left(range(self.num_documents + 1), position, key=self.document_start)
         near = [self.document_start(i) for i in (after - 1, after) if 0 <= i <= self.num_documents]
         return min(near, key=lambda start: abs(start - position)) if near else 0
@@ -114,7 +114,7 @@ class IndexedDataset:
         return self._tokens[position:position + count].astype(np.int64)
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of document ``index``, int64; a copy."""
+        """Return the tokens of document ``index``, int64; a copy."""
         if not 0 <= index < self.num_documents:
             raise ValueError(f"{self.prefix}: document {index} of {self.num_documents}")
         start, end = self.document_start(index), self.document_start(index + 1)
@@ -138,7 +138,7 @@ class IndexedDataset:
 
 
 def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataError:
-    """The error for a token that the model has no embedding for."""
+    """Return the error for a token that is outside the model's vocabulary."""
     return DataError(
         f"{bin_path(prefix)}: position {position}: token id {token} is outside the vocabulary of {vocab_size}; "
         "the corpus was made with another tokenizer: set model.vocab_size or prepare it again"
@@ -146,7 +146,7 @@ def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataE
 
 
 def unigram_entropy(data: IndexedDataset | str | Path) -> float:
-    """Entropy of the token frequencies, nats per token; one pass, memory grows with the vocabulary only.
+    """Return the entropy of the token frequencies, nats per token. One pass; memory grows with the vocabulary only.
 
     It is the loss of the best model that ignores context.
     """

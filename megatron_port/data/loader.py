@@ -1,4 +1,4 @@
-"""From datasets to the micro-batches of a step. The only state is how many samples were consumed."""
+"""Loaders that turn datasets into the micro-batches of a step. The only state is the number of consumed samples."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StepLoader:
         self.positions = partition.held(seq_length)
 
     def sample_ids(self, first_sample: int, global_batch: int) -> list[tuple[int, ...]]:
-        """The samples of each micro-batch: n + (m·D + d)·b + i."""
+        """Return the sample numbers of each micro-batch: n + (m·D + d)·b + i."""
         b, replicas = self.micro_batch_size, self.dp_size
         if global_batch < 1 or global_batch % (b * replicas):
             raise DataError(f"a global batch of {global_batch} does not divide into micro-batches of {b} on "
@@ -67,7 +67,7 @@ class StepLoader:
         return [tuple(range(start, start + b)) for start in starts]
 
     def step(self, first_sample: int, global_batch: int) -> list[MicroBatch]:
-        """The micro-batches of the step that consumes samples [first_sample, first_sample + global_batch).
+        """Return the micro-batches of the step that consumes samples [first_sample, first_sample + global_batch).
 
         Raises:
             DataError: a token that the model has no embedding for; a batch that does not divide.
@@ -76,10 +76,10 @@ class StepLoader:
                 for ids in self.sample_ids(first_sample, global_batch)]
 
     def eval_batches(self, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
-        """The first ``batches`` global batches in stored order, the same at each evaluation.
+        """Yield the first ``batches`` global batches in stored order, the same at each evaluation.
 
-        Each sample counts once, whatever the batch and the replicas: it ends with the split's last sample. What the
-        last batch lacks of whole micro-batches on all replicas is filled with samples that are masked.
+        Each sample counts once, whatever the batch and the replicas, and the last batch ends with the split's last
+        sample. Masked samples fill it up to whole micro-batches on all replicas.
         """
         size, unit = len(self.dataset), self.micro_batch_size * self.dp_size
         for first in range(0, min(batches * global_batch, size), global_batch):
@@ -120,7 +120,7 @@ class StepLoader:
 
 @dataclass(frozen=True)
 class Loaders:
-    """The loaders of a run; a split without a single sample is None."""
+    """Loaders of a run; None for a split without any sample."""
 
     train: StepLoader
     valid: StepLoader | None
@@ -135,7 +135,7 @@ class Loaders:
     """What each corpus is (``data.fingerprint``), for checkpoints."""
 
     def eval_batches(self, split: str, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
-        """Sequential batches of ``valid`` or ``test``. DataError: the split is empty."""
+        """Return sequential batches of ``valid`` or ``test``. Raises DataError where the split is empty."""
         loader = {"train": self.train, "valid": self.valid, "test": self.test}[split]
         if loader is None:
             raise DataError(f"data.split leaves no sample for {split}; give it a larger share or use a larger corpus")
@@ -182,7 +182,7 @@ def _check_asked(asked: str, corpus: IndexedDataset, meta: CorpusMeta) -> None:
 
 
 def index_folder(run: RunConfig) -> Path:
-    """Where sample indices of Megatron's order are kept."""
+    """Return the folder of the sample indices of Megatron's order."""
     return Path(run.data.index_cache) if run.data.index_cache else Path(run.output_dir) / "data_cache"
 
 
@@ -243,7 +243,7 @@ def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: 
 
 def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tokens: bool, need_labels: bool,
                   train_samples: int | None = None, partition: SequencePartition = WHOLE_SEQUENCE) -> Loaders:
-    """The loaders of a run for one replica and stage, of the positions that ``partition`` gives this rank.
+    """Return the loaders of a run for one replica and stage, with the positions that ``partition`` gives this rank.
 
     ``train_samples``: samples that the whole run consumes; only Megatron's order depends
     on it (default: training.steps · global_batch_size, right without a ramp-up).
@@ -293,7 +293,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
 
 
 def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> list[str]:
-    """Make what ``data.order = "megatron"`` needs, or check what is there against its hashes; a line for each part.
+    """Build the indices of ``data.order = "megatron"``, or check existing ones; return a line for each part.
 
     Raises:
         DataError: as :func:`build_loaders`, or the folder cannot be written.

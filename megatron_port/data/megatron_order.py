@@ -46,7 +46,7 @@ def split_ranges(fractions: Sequence[float], count: int) -> list[tuple[int, int]
 
 
 def epochs_needed(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> int:
-    """Passes over the documents that give ``num_samples`` samples; None asks for one pass."""
+    """Return the passes over the documents that give ``num_samples`` samples; None: one pass."""
     if num_samples is None:
         return 1
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
@@ -112,14 +112,14 @@ def _fill_samples(index: np.ndarray, lengths: np.ndarray, document: np.ndarray, 
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Weights that add up to 1, with Megatron's rounding."""
+    """Return weights that add up to 1, with Megatron's rounding."""
     w = np.asarray(weights, dtype=np.float64)
     found: list[float] = (w / np.sum(w)).tolist()
     return found
 
 
 def blend_sizes(weights: Sequence[float], size: int) -> list[int]:
-    """Samples that each corpus is built with for a blend of ``size``."""
+    """Return the samples with which each corpus is built for a blend of ``size``."""
     return [int(ceil(ceil(size * w) * (1 + SURPLUS))) for w in normalized(weights)]
 
 

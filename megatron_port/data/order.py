@@ -28,7 +28,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def derive(*values: int) -> int:
-    """A 64-bit key from integers; order matters."""
+    """Return a 64-bit key from integers; their order matters."""
     state = 0
     for value in values:
         state = ((state ^ (value & MASK)) + GOLDEN) & MASK
@@ -51,9 +51,9 @@ def _round_trip(x: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
-    """The images of ``indices`` (integers in [0, n)) under the permutation of [0, n) that ``key`` names, int64.
+    """Apply the permutation of [0, n) given by ``key`` to ``indices`` (integers in [0, n)); return int64.
 
-    O(1) memory an index, n up to 2^62.
+    O(1) memory per index, n up to 2^62.
     """
     x = np.atleast_1d(np.asarray(indices)).astype(np.uint64)
     if n < 1 or (x.size and int(x.max()) >= n):

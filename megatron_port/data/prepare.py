@@ -39,7 +39,7 @@ JOURNAL, LOCK = "journal.json", "lock"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where ``prepare`` stands."""
+    """Progress of ``prepare``."""
 
     done: int
     """Bytes of the input files read."""
@@ -52,7 +52,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class PrepareResult:
-    """What was written."""
+    """Result of ``prepare``."""
 
     prefix: Path
     documents: int

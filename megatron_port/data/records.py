@@ -20,7 +20,7 @@ EXAMPLES = 5
 
 @dataclass(frozen=True)
 class Recipe:
-    """How text becomes tokens."""
+    """Settings of the conversion from text to tokens."""
 
     tokenizer: Tokenizer
     dtype: np.dtype
@@ -33,7 +33,7 @@ class Recipe:
 
 @dataclass
 class Encoded:
-    """A block's documents."""
+    """Encoded documents of a block."""
 
     lengths: np.ndarray
     """i32 [documents]"""
@@ -76,7 +76,7 @@ def encode_block(block: Block, recipe: Recipe) -> Encoded:
 
 
 def texts_of(block: Block, recipe: Recipe) -> Iterator[str]:
-    """The texts of a block, as they would be tokenized. DataError: a damaged record (policy stop)."""
+    """Return the texts of a block as they would be tokenized. Raises DataError at a damaged record (policy stop)."""
     for _, text in _usable(block, recipe, Encoded(np.zeros(0, "<i4"), b"")):
         yield text
 

@@ -67,7 +67,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What the meaning of an input depends on."""
+    """Options on which the meaning of an input depends."""
 
     key: str = "text"
     """JSON key, or column, of the text."""
@@ -95,7 +95,7 @@ def classify(path: Path, suffixes: Sequence[str] = (".txt",)) -> Source | None:
 
 
 def find_sources(paths: Sequence[str | Path], options: ReadOptions | None = None) -> list[Source]:
-    """The files to read, in order: files as given; of a directory every known one below it, sorted by path.
+    """Return the files to read, in order: files as given, and all known ones below a directory, sorted by path.
 
     A folder that ``datasets.save_to_disk`` wrote gives its Arrow files in its own order.
 
@@ -145,7 +145,7 @@ def _saved_dataset(path: Path, options: ReadOptions) -> list[Source]:
 
 
 class Reader:
-    """The blocks of a list of files, with a hash over the files' bytes.
+    """Reader of the blocks of a list of files, with a hash over the files' bytes.
 
     ``source_hash``: xxh3-128 of the files as they are on disk, in order; complete after the last block.
     """
@@ -157,7 +157,7 @@ class Reader:
         self.total = sum(source.path.stat().st_size for source in self.sources)
 
     def blocks(self) -> Iterator[Block]:
-        """In order of the files. DataError: unreadable input."""
+        """Yield the blocks in order of the files. Raises DataError at unreadable input."""
         held = Block(TEXTS, b"")
         parts: list[bytes] = []
         size = 0
@@ -384,7 +384,7 @@ def plain_documents(stream: Any, blank_lines: int) -> Iterator[bytes]:
 
 
 def unfinished(data: bytes) -> int:
-    """Bytes at the end that begin a UTF-8 character which is not complete."""
+    """Return the number of bytes at the end that begin an incomplete UTF-8 character."""
     for back in range(1, min(4, len(data) + 1)):
         byte = data[-back]
         if byte >= 0xC0:

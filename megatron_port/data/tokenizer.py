@@ -58,11 +58,11 @@ class ByteTokenizer:
     eod_id = 256
 
     def encode(self, text: str) -> list[int]:
-        """One id a byte."""
+        """Return one id per byte."""
         return list(text.encode("utf-8"))
 
     def encode_array(self, text: str) -> np.ndarray:
-        """The same, u8 [n]."""
+        """Return one id per byte, u8 [n]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -139,7 +139,7 @@ class GPT2Tokenizer:
         return found
 
     def encode_array(self, text: str) -> np.ndarray:
-        """The same, u32 [n], without a Python object for each id."""
+        """Return ids of plain text, u32 [n], without a Python object for each id."""
         found: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=())
         return found
 
@@ -173,7 +173,7 @@ def identity_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def is_known(name: str) -> bool:
-    """Whether ``get_tokenizer`` could take this name."""
+    """Return whether ``get_tokenizer`` could take this name."""
     return name in NAMES or name.startswith(PREFIXES) or name.endswith((".json", ".model"))
 
 

@@ -1,4 +1,4 @@
-"""Is a corpus what was written? Every fault with its file, byte, and what was expected and found there.
+"""Verification of a corpus: each fault with its file, its byte, and the expected and found values.
 
 The parts of a pair say much twice: sizes follow from counts, offsets from lengths, and the sidecar has hashes.
 So a damaged length can be told from a damaged offset, and a damaged token lies in a known block.
@@ -34,7 +34,7 @@ MOST_FAULTS = 20
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that does not hold."""
+    """One fault of a corpus."""
 
     file: Path
     byte: int
@@ -50,14 +50,14 @@ class Fault:
 
 @dataclass
 class Report:
-    """What ``verify`` saw."""
+    """Result of ``verify``."""
 
     faults: list[Fault] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
     """What was checked and holds, in words."""
 
     def raise_if_bad(self) -> None:
-        """DataError with every fault."""
+        """Raise DataError with all faults, if there are any."""
         if not self.faults:
             return
         if len(self.faults) == 1:

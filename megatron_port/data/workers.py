@@ -1,4 +1,4 @@
-"""A few forked processes that work on blocks. Results come back in the order of the blocks; memory stays bounded.
+"""Pool of forked processes that work on blocks. Results come in the order of the blocks; memory stays bounded.
 
 Only bytes travel: a frame of JSON and the payload, over a pipe for each worker. A worker has one block at a time, and
 the parent takes a result before it sends the next, so neither can wait for the other.

@@ -34,7 +34,7 @@ TOKENS, LENGTHS, INDEX = "tokens", "lengths", "index"
 
 @dataclass(frozen=True)
 class Written:
-    """How far a writer has got."""
+    """Documents and tokens written so far."""
 
     documents: int
     tokens: int
@@ -100,14 +100,14 @@ class IndexedWriter:
         self._meta = meta
 
     def flush(self) -> Written:
-        """Make all of it durable; what :meth:`restore` takes."""
+        """Make all written data durable, and return the state that :meth:`restore` takes."""
         for stream in (self._stream, self._sizes):
             stream.flush()
             os.fsync(stream.fileno())
         return Written(self.documents, self.tokens)
 
     def restore(self, to: Written) -> None:
-        """Go on with the files of an earlier writer of the same folder; what they hold beyond ``to`` is cut off.
+        """Continue with the files of an earlier writer of the same folder; what they hold beyond ``to`` is cut off.
 
         DataError: they hold less.
         """
@@ -124,7 +124,7 @@ class IndexedWriter:
         self.documents, self.tokens = to.documents, to.tokens
 
     def commit(self) -> None:
-        """Give the files their names."""
+        """Move the files to their final names."""
         try:
             self.flush()
             self._stream.close()
@@ -148,7 +148,7 @@ class IndexedWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Forget everything that has no name yet."""
+        """Remove the unfinished files."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

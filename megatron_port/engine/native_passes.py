@@ -66,7 +66,7 @@ class Passes:
         self._weights: dict[PassKey, list[Callable[[], None]]] = {}
 
     def run(self, action: Action, received: Payload | None) -> Payload | None:
-        """See ``pipeline.runner.Worker``."""
+        """Compute one pass, as :meth:`pipeline.runner.Worker.run` describes."""
         if action.kind is Kind.FORWARD:
             return self._forward(action, received)
         self.progress.at(BACKWARD, "micro-batch", action.micro_batch)

@@ -64,7 +64,7 @@ class HostUpdate:
         return self._steps
 
     def restore(self, steps: int) -> None:
-        """See :class:`Update`."""
+        """Continue after ``steps`` updates (:meth:`Update.restore`)."""
         self._steps = steps
 
     def step(
@@ -106,7 +106,7 @@ class TorchUpdate(HostUpdate):
         self.restore(0)
 
     def restore(self, steps: int) -> None:
-        """See :class:`Update`."""
+        """Continue after ``steps`` updates (:meth:`Update.restore`)."""
         super().restore(steps)
         for piece in self.sharded.pieces:
             self.optimizer.state[piece.master] = {"step": torch.tensor(float(steps)), **piece.state}
@@ -165,7 +165,7 @@ class OwnUpdate:
         return int(self.optimizer.step_count)
 
     def restore(self, steps: int) -> None:
-        """See :class:`Update`."""
+        """Continue after ``steps`` updates (:meth:`Update.restore`)."""
         self.optimizer.step_count.fill_(steps)
 
     @torch.no_grad()

@@ -20,8 +20,9 @@ from megatron_port.model.layers import Embedding
 
 
 class KeyValueCache:
-    """Keys and values of one batch. Run the stage on the prompts; then, for each new token, ``at`` and the stage on
-    [batch, 1] tokens.
+    """Cache of one batch's keys and values.
+
+    Run the stage on the prompts; then, for each new token, call ``at`` and run the stage on [batch, 1] tokens.
 
     Memory: 2 · layers · batch · groups · capacity · head size elements on each rank.
     """
@@ -36,11 +37,11 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Positions that the token at hand can see in the longest sequence, itself included."""
+        """Positions that the current token attends to in the longest sequence, itself included."""
         return 0 if self._visible is None else self._visible.shape[-1]
 
     def at(self, positions: Sequence[int], device: torch.device) -> None:
-        """The next pass has one token of each sequence, at these positions (counted from 0)."""
+        """Set the positions (from 0) of the next pass, which has one token per sequence."""
         last = max(positions)
         if last >= self.capacity:
             raise ValueError(f"position {last} of a cache of {self.capacity}")
@@ -49,7 +50,7 @@ class KeyValueCache:
         self._visible = (seen <= self.positions[:, None])[:, None, None, :]
 
     def store(self, layer: str, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keep keys and values [seq, batch, groups, d] of the prompts."""
+        """Store keys and values [seq, batch, groups, d] of the prompts."""
         seq, batch, groups, size = k.shape
         kept = []
         for x in (k, v):
@@ -59,7 +60,7 @@ class KeyValueCache:
         self._layers[layer] = (kept[0], kept[1])
 
     def attend(self, layer: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of one token of each sequence over all before it and itself.
+        """Compute the attention of one token per sequence over itself and all tokens before it.
 
         q [1, batch, heads, d], k and v [1, batch, groups, d] → [1, batch, heads · d]. The query heads of a group are
         the rows of one product, so keys and values are never repeated.

@@ -17,8 +17,8 @@ from megatron_port.parallel.positions import Positions
 
 
 def projection_rows(groups: Groups, ctx: ParallelContext) -> tuple[Rows, Rows] | None:
-    """This tp rank's query rows, and the key and value rows that it shares, of the fused projection; None: nothing is
-    shared. Raises ValueError where the topology says otherwise."""
+    """Return this tp rank's query rows of the fused projection, and the key and value rows that it shares; None where
+    nothing is shared. Raises ValueError where the topology disagrees."""
     copies = groups.held(ctx.topology.tp) // groups.groups
     if ctx.topology.kv_copies != copies:
         raise ValueError(
@@ -44,7 +44,7 @@ AttentionCore = Callable[["SelfAttention", torch.Tensor], torch.Tensor]
 
 
 class SelfAttention(nn.Module):
-    """[seq(/tp), batch, hidden] → the same, without the bias of ``output``; heads / tp on each rank.
+    """Self-attention [seq(/tp), batch, hidden] → same shape, without the bias of ``output``; heads / tp on each rank.
 
     The rows of the fused projection are ordered by group: the group's query
     heads, its key, its value. A tp slice is then a contiguous range of rows.
@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
         return self.providers.attention(q, k, v, probs_hook=hook)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """[seq, batch, groups/tp, heads of a group + 2, d]: each group's queries, key, value; normed if asked."""
+        """Return [seq, batch, groups/tp, heads of a group + 2, d]: a group's queries, key, value; normed if asked."""
         y = self.qkv(x)
         groups: torch.Tensor = y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
         if self.query_norm is None or self.key_norm is None:

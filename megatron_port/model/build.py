@@ -1,4 +1,4 @@
-"""What every module of the model is built with."""
+"""Context that every module of the model is built with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_port.parallel.record import SEQUENCE, InitSpec, attach, make_recor
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Handed down while a stage is built; modules keep what they need of it."""
+    """Configuration, parallel context and providers of a stage. Modules keep the parts that they need."""
 
     model: ModelConfig
     layout: LayoutConfig
@@ -44,13 +44,13 @@ class BuildContext:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Sequence parallelism is on and has more than one rank to split over."""
+        """Whether sequence parallelism is on and there is more than one tensor-parallel rank."""
         return self.layout.sequence_parallel and self.ctx.topology.tp > 1
 
     def column(
         self, layer: str, spec: LinearSpec, *, rows: tuple[Rows, Rows] | None = None, skip_bias: bool = False
     ) -> ColumnParallelLinear:
-        """The linear of a spec, its outputs divided over the tensor-parallel ranks."""
+        """Build the linear layer of a spec with its outputs split over the tensor-parallel ranks."""
         return ColumnParallelLinear(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
@@ -58,7 +58,7 @@ class BuildContext:
         )
 
     def row(self, layer: str, spec: LinearSpec) -> RowParallelLinear:
-        """The linear of a spec, its inputs divided over the tensor-parallel ranks; the caller adds its bias."""
+        """Build the linear layer of a spec with inputs split over tensor-parallel ranks; the caller adds its bias."""
         return RowParallelLinear(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), skip_bias=True,
@@ -66,7 +66,7 @@ class BuildContext:
         )
 
     def unsplit(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
-        """The parameter of a spec that every tensor-parallel rank holds whole; ``layer`` stands before its name."""
+        """Build a parameter that every tensor-parallel rank holds in full; ``layer`` is the prefix of its name."""
         partial = spec.is_partial(self.ctx.size("tp"), self.sequence_parallel)
         record = make_record(
             f"{layer}.{spec.name}" if layer else spec.name, spec.shape, self.ctx, init=InitSpec(spec.init, spec.std),
@@ -90,7 +90,7 @@ class BuildContext:
 
     @cached_property
     def partition(self) -> SequencePartition:
-        """Which positions of a sequence this rank holds."""
+        """Partition of a sequence, as this rank sees it."""
         return sequence_partition(self.ctx.mesh, self.ctx.rank, sequence_parallel=self.sequence_parallel)
 
     @cached_property

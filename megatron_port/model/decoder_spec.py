@@ -26,7 +26,7 @@ WORD_EMBEDDING = "embedding.word.weight"
 
 @lru_cache(maxsize=256)
 def model_spec(model: ModelConfig) -> ModelSpec:
-    """Embedding, layers and head of ``model``. All layers are alike, and one object."""
+    """Return the spec of ``model``: embedding, layers and head. All layers are equal and share one object."""
     return ModelSpec(_embedding(model), (_layer(model),) * model.num_layers, _head(model))
 
 
@@ -60,7 +60,7 @@ def _norm(name: str, model: ModelConfig) -> NormSpec:
 
 
 def _head_norm(name: str, groups: Groups) -> NormSpec:
-    """A norm of each head. Heads are divided over tensor-parallel ranks, so each has a part of the gradient."""
+    """A norm of each head. Heads are split over tensor-parallel ranks, so each rank has a part of the gradient."""
     return NormSpec(name=name, size=groups.head_size, kind="rmsnorm", bias=False, gradient="heads")
 
 
@@ -72,7 +72,7 @@ def _layer(model: ModelConfig) -> LayerSpec:
 
 
 def _residual_std(model: ModelConfig) -> float:
-    """Of the two projections of each layer that write into the residual stream (GPT-2's 1/sqrt(2 L))."""
+    """Initial deviation of the two projections per layer that write to the residual stream (GPT-2's 1/sqrt(2 L))."""
     return model.init_std / math.sqrt(2 * model.num_layers)
 
 

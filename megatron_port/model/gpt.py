@@ -45,7 +45,7 @@ class GPTStage(nn.Module):
 
     @property
     def units(self) -> list[nn.Module]:
-        """What ``forward`` calls, in order: embedding, layers, head."""
+        """Units that ``forward`` calls, in order: embedding, layers, head."""
         return [m for m in (self.embedding, *self.layers, self.head) if m is not None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,13 +63,13 @@ class GPTStage(nn.Module):
         return losses.sum() if mask is None else (losses * mask).sum()
 
     def boundary(self, batch: int, seq: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name → (shape, dtype) of what passes between stages."""
+        """Return the name → (shape, dtype) of each tensor that passes between stages."""
         rows = self.build.partition.residual(seq).count
         return {"hidden": ((rows, batch, self.build.model.hidden_size), self.build.dtype)}
 
 
 def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GPTStage]:
-    """This rank's chunks, given how many transformer layers each virtual stage holds."""
+    """Build this rank's chunks, given the number of transformer layers of each virtual stage."""
     topology, chunks = build.ctx.topology, []
     table: nn.Parameter | None = None
     for chunk in range(topology.vp):
@@ -83,6 +83,6 @@ def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GP
 
 
 def build_stage(build: BuildContext, layers_by_stage: Sequence[int]) -> GPTStage:
-    """The same where a stage is one chunk."""
+    """Build this rank's stage where each stage is one chunk."""
     (stage,) = build_chunks(build, layers_by_stage)
     return stage

@@ -19,7 +19,7 @@ from megatron_port.parallel.linear import linear
 
 
 class Embedding(nn.Module):
-    """Tokens int64 [batch, seq] → [seq(/tp), batch, hidden]: token embedding, learned positions, dropout."""
+    """Token embedding, learned positions and dropout: tokens int64 [batch, seq] → [seq(/tp), batch, hidden]."""
 
     def __init__(self, spec: EmbeddingSpec, build: BuildContext) -> None:
         super().__init__()
@@ -97,8 +97,10 @@ class Head(nn.Module):
         )
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Loss of each token [batch, seq] in nats, for ``labels`` int64 [batch, seq]; in evaluations the
-        cross-entropy."""
+        """Return the loss of each token [batch, seq] in nats for ``labels`` int64 [batch, seq].
+
+        Evaluations use the cross-entropy, whatever loss the run trains with.
+        """
         record = self.weight.record  # type: ignore[attr-defined]
         loss = self.build.loss if self.training else vocab_parallel_cross_entropy
         losses = loss(

@@ -10,7 +10,7 @@ from megatron_port.model.spec import MLPSpec
 
 
 class MLP(nn.Module):
-    """[seq(/tp), batch, hidden] → the same, without the bias of ``down``; ffn / tp features on each rank."""
+    """Feed-forward [seq(/tp), batch, hidden] → same shape, without the bias of ``down``; ffn / tp features per rank."""
 
     def __init__(self, layer: str, spec: MLPSpec, build: BuildContext) -> None:
         super().__init__()

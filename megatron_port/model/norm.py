@@ -12,8 +12,8 @@ from megatron_port.model.spec import NormSpec
 class Norm(nn.Module):
     """Norm over the last dimension of a tensor, e.g. [seq(/tp), batch, hidden].
 
-    Replicated over tp. A rank sees only its tokens under sequence parallelism, or only its heads,
-    so the gradients are partial sums, and the records say so.
+    The parameters are replicated over tp. Where a rank sees only its tokens (sequence parallelism) or only its heads,
+    their gradients are partial sums over tp, and their records are marked partial.
     """
 
     def __init__(self, layer: str, spec: NormSpec, build: BuildContext) -> None:
@@ -28,7 +28,7 @@ class Norm(nn.Module):
         return self._run(x, None)[0]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual), in one pass where the provider can."""
+        """Return (norm of x + residual, x + residual), in one pass where the provider can."""
         return self._run(x, residual)
 
     def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,7 +56,7 @@ class RotaryTables:
         self._gathered: dict[tuple[torch.device, Positions], Tables] = {}
 
     def rows(self, positions: Positions, device: torch.device) -> Tables:
-        """The rows of these positions, in their order."""
+        """Return the rows (cos, sin) of these positions, in their order."""
         made = self._table(positions.stop, device)
         if len(positions.runs) == 1:
             return made if positions.count == len(made[0]) else (positions.take(made[0]), positions.take(made[1]))
@@ -66,7 +66,7 @@ class RotaryTables:
         return found
 
     def rows_at(self, positions: torch.Tensor, length: int) -> Tables:
-        """The rows of any positions below ``length``, int64 [rows], known on the device only."""
+        """Return the rows of any positions below ``length``, int64 [rows], known on the device only."""
         cos, sin = self._table(length, positions.device)
         return cos[positions], sin[positions]
 

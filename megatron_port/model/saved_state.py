@@ -1,4 +1,4 @@
-"""Records of everything of a model that a checkpoint holds: parameters and buffers."""
+"""Records of a model's parameters and buffers, which checkpoints hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_port.parallel.record import ParameterRecord, record_of
 
 
 def state_records(model: ModelConfig) -> dict[str, ParameterRecord]:
-    """Canonical name → record of each parameter, then of each buffer, of the unsplit model. Built on meta tensors."""
+    """Return the records of the unsplit model by canonical name, parameters before buffers. Built on meta tensors."""
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single("meta"),
         providers=torch_providers(), stream=DropoutStream(0, torch.device("meta")), dtype=torch.float32,

@@ -10,7 +10,7 @@ from megatron_port.parallel.record import InitSpec, ParameterRecord, Shard, make
 
 
 def model_records(model: ModelConfig) -> dict[str, ParameterRecord]:
-    """Canonical name → record of the unsplit model, in order."""
+    """Return the records of the unsplit model's parameters by canonical name, in model order."""
     return {spec.name: _record(spec) for spec in model_spec(model).parameters()}
 
 
@@ -23,5 +23,5 @@ def _record(spec: ParameterSpec) -> ParameterRecord:
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name → logical global shape."""
+    """Return the logical global shapes of all parameters by canonical name."""
     return {spec.name: spec.shape for spec in model_spec(model).parameters()}

@@ -31,11 +31,11 @@ class Groups:
     head_size: int
 
     def held(self, tp: int) -> int:
-        """Key/value heads that ``tp`` ranks hold together: each rank at least one, copies included."""
+        """Return the key/value heads that ``tp`` ranks hold together, copies included; each rank has at least one."""
         return max(self.groups, tp)
 
     def rows_held(self, tp: int) -> int:
-        """Rows that ``tp`` ranks hold together, copies included."""
+        """Return the rows that ``tp`` ranks hold together, copies included."""
         return self.head_size * (self.heads + 2 * self.held(tp))
 
     def shared_rows(self, tp: int) -> int:
@@ -95,7 +95,7 @@ class ParameterSpec:
         return rows // tp * rest
 
     def shared_numel(self, tp: int) -> int:
-        """Elements that a rank holds and its neighbours too, each with its heads' part of the gradient."""
+        """Return the elements that neighbouring ranks hold too; each rank has its heads' part of their gradient."""
         if self.split is None or self.split.groups is None:
             return 0
         return self.split.groups.shared_rows(tp) * (self.numel // self.shape[self.split.dim])
@@ -144,7 +144,7 @@ class LinearSpec:
         return self.groups.rows_held(tp) if self.groups is not None else self.packed * self.outputs
 
     def product(self, tp: int) -> tuple[float, float]:
-        """(outputs, inputs) of the product on one of ``tp`` ranks."""
+        """Return (outputs, inputs) of the product on one of ``tp`` ranks."""
         if self.parallel == "column":
             return self.outputs_held(tp) / tp, self.inputs
         return self.outputs, self.inputs / tp
@@ -240,7 +240,7 @@ class LayerSpec:
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
-        """Those over the residual stream."""
+        """Norms of the residual stream."""
         return self.norm1, self.norm2
 
     @property
@@ -257,11 +257,11 @@ class LayerSpec:
 
     @property
     def matmul_numel(self) -> int:
-        """Elements of its matrices."""
+        """Elements of the layer's matrices."""
         return sum(linear.weight_numel for linear in self.linears)
 
     def copied_numel(self, tp: int) -> int:
-        """Elements of its matrices that ``tp`` ranks hold beyond one of each."""
+        """Return the number of matrix elements that ``tp`` ranks hold in addition to one copy of each."""
         qkv = self.attention.qkv
         return (qkv.outputs_held(tp) - qkv.outputs) * qkv.inputs
 
@@ -287,7 +287,7 @@ class EmbeddingSpec:
         return (self.word,) if self.position is None else (self.position, self.word)
 
     def forward_flops(self, seq: int) -> int:
-        """Rows are looked up: no products."""
+        """Return 0: rows are looked up, without any product."""
         return 0
 
 

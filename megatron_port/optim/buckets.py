@@ -1,4 +1,4 @@
-"""How a rank's parameters are laid out in flat buckets, and which part of them each replica owns. Pure arithmetic.
+"""Layout of a rank's parameters in flat buckets, and the part of them that each replica owns. Pure arithmetic.
 
 A bucket is what one collective moves. It holds parameters whose gradients are summed over the same ranks; each tied
 parameter has its own, because its layout must be the same on the two stages that hold it. Buckets follow the order in
@@ -19,7 +19,7 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """Place of a parameter in a bucket."""
+    """Position of a parameter in a bucket."""
 
     index: int
     """Index of the parameter in the engine's list."""

@@ -108,7 +108,7 @@ class FusedAdamW:
         self, grads: Sequence[Sequence[Tensor]], *, lr: float, square_norm: Tensor, max_norm: float,
         inv_scale: float = 1.0, limit: float = sys.float_info.max, veto: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """An update with gradients unscaled and clipped, skipped where their norm is not finite; (norm, skip).
+        """Unscale and clip gradients and update, unless their norm is not finite; return (norm, skip).
 
         ``square_norm`` is of the whole model's gradients as they are given here; see ``clip_factor``, also for
         ``limit`` and ``veto``.

@@ -1,4 +1,4 @@
-"""When every gradient that a bucket waits for has been added to it. Pure counting."""
+"""Counting of the gradients added to each bucket, to find when it is full."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 class GradReadyTracker:
     """Tracker of buckets that fill up together, in one round after another.
 
-    Each use of a parameter adds to its gradient once. How often that is in one pass, the first round counts, and none
-    of its buckets is full before its end; from then on a bucket is full as soon as each of its parameters has had its
-    number times the passes of the round. Buckets count as full in their order only, which is then the same on all
-    replicas, whatever the order in which gradients come.
+    Each use of a parameter adds to its gradient once. The first round counts the uses in one pass, so none of its
+    buckets is full before it ends. From then on a bucket is full as soon as each of its parameters has received that
+    count times the number of passes in the round. Buckets are reported as full in their given order only: the order is
+    then the same on all replicas, whatever the order in which gradients arrive.
 
     Args:
         buckets: (number, its parameters' indices), in the order in which they are to be full.

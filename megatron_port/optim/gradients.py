@@ -1,4 +1,4 @@
-"""What is done with gradients between the last backward pass and the update, driven by the parameter records.
+"""Reductions of gradients between the last backward pass and the update, driven by the parameter records.
 
 Both engines use these, so a layout's gradient rules exist once.
 """

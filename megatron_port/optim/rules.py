@@ -1,4 +1,4 @@
-"""Optimizer rules: which state a parameter has, and how an update changes a parameter and its state.
+"""Optimizer rules: the state of each parameter, and the update of a parameter and its state.
 
 A rule is a formula and nothing else. Which rank owns which elements, the reduction of gradients, clipping, the loss
 scale, skipped steps, the rounding of masters into weights and checkpoints are the engine's; they hold for every rule.
@@ -36,7 +36,7 @@ class UpdateSettings:
 
 
 class OptimizerRule:
-    """What every rule states. Instances hold no state of a run: one serves all parameters."""
+    """Interface of a rule. Instances hold no state of a run, so one serves all parameters."""
 
     def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
         """Return the names of the state tensors of a parameter, each of the parameter's shape and as wide as its
@@ -71,7 +71,7 @@ class AdamW(OptimizerRule):
     """First and second moment."""
 
     def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
-        """Both moments, for every parameter."""
+        """Return the names of both moments, for every parameter."""
         return self.KINDS
 
 

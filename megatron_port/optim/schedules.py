@@ -92,7 +92,7 @@ class BatchSchedule:
         return steps, samples, sizes
 
     def global_batch(self, samples_consumed: int) -> int:
-        """Samples in the step that begins after ``samples_consumed`` samples."""
+        """Return the batch size of the step that begins after ``samples_consumed`` samples."""
         if samples_consumed < 0:
             raise ValueError(f"samples_consumed is {samples_consumed}")
         if samples_consumed >= self._ramp:
@@ -100,14 +100,14 @@ class BatchSchedule:
         return self._start + self._increment * (samples_consumed * self._stages // self._ramp)
 
     def step_plan(self, step: int) -> tuple[int, int]:
-        """``(first sample, global batch)`` of step ``step`` (from 0), in O(log stages)."""
+        """Return ``(first sample, global batch)`` of step ``step`` (from 0), in O(log stages)."""
         if step < 0:
             raise ValueError(f"step {step} is negative")
         i = bisect_right(self._first_steps, step) - 1
         return self._first_samples[i] + (step - self._first_steps[i]) * self._sizes[i], self._sizes[i]
 
     def samples_before(self, step: int) -> int:
-        """Samples consumed by the steps before ``step``; for ``step = total`` the samples of the whole run."""
+        """Samples that the steps before ``step`` consume; for ``step = total`` the samples of the whole run."""
         return self.step_plan(step)[0]
 
 

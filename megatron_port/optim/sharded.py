@@ -36,7 +36,7 @@ Recorded = tuple[ParameterRecord, nn.Parameter]
 
 @dataclass(frozen=True)
 class StateShard:
-    """Range of one parameter that this rank owns; the tensors are views, 1-D, of the same length."""
+    """Range of one parameter that this rank owns; its tensors are 1-D views of equal length."""
 
     record: ParameterRecord
     start: int
@@ -180,12 +180,12 @@ class ShardedParameters:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def weight_tensor(self, bucket: Bucket) -> StateTensor:
-        """A bucket's weights, those of other replicas' shards included, for checks."""
+        """Return all weights of a bucket, including other replicas' shards, for checks."""
         entries = [StateEntry(s.start, s.numel, self.parameters[s.index][0].name, 0) for s in bucket.plan.slots]
         return StateTensor("weight", bucket.weights, entries)
 
     def owned_tensors(self) -> Iterator[StateTensor]:
-        """Masters (where they are not the weights) and optimizer state of this rank's shards."""
+        """Return this rank's masters (where they are not the weights) and optimizer state."""
         for bucket in self.buckets:
             entries = self._owned[id(bucket)]
             if bucket.masters.dtype != bucket.weights.dtype:
@@ -230,7 +230,7 @@ class ShardedParameters:
             self._start(self.buckets[number])
 
     def end_pass(self, chunk: int) -> None:
-        """End a backward pass of a chunk: under stage 2 its gradients are reduced."""
+        """End a backward pass of a chunk; under stage 2, start reducing its gradients."""
         part = self._rounds.get(chunk) if self.shard_gradients and not self._hold else None
         if part is not None:
             for number in part.rest():
@@ -323,14 +323,14 @@ class ShardedParameters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into this rank's weights (where the update has not done so)."""
+        """Round the masters into this rank's weights, unless the update already has."""
         for bucket in self.buckets:
             if bucket.masters.dtype != bucket.weights.dtype:
                 bucket.weights[bucket.own].copy_(bucket.masters)
 
     @torch.no_grad()
     def start_gather(self) -> None:
-        """Start gathering the updated weights, those that the next forward pass needs first."""
+        """Start gathering the updated weights, in the order in which the next forward pass needs them."""
         for bucket in reversed(self.buckets):
             if bucket.shards > 1:
                 own = bucket.weights[bucket.own]
@@ -339,7 +339,7 @@ class ShardedParameters:
                 )
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait until the weights of these buckets (default: all) are there."""
+        """Wait until the weights of these buckets (default: all) have been gathered."""
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()

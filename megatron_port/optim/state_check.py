@@ -137,7 +137,7 @@ class Damage:
 
 
 class StateCheck:
-    """The hashes of one rank's state tensors between two updates. ``interval``: every so many updates; 0: never."""
+    """Hash check of one rank's state tensors between two updates. ``interval``: updates between checks; 0: never."""
 
     def __init__(self, device: torch.device, interval: int) -> None:
         self.interval = interval
@@ -171,7 +171,7 @@ class StateCheck:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Hash again what was recorded, and add the rows that differ to ``differing``. No host synchronisation."""
+        """Hash the recorded tensors again and add rows that differ to ``differing``. No host synchronisation."""
         for key, (t, recorded, _) in self._recorded.items():
             assert self._hash is not None
             found = self._hash(t.flat)
@@ -179,8 +179,10 @@ class StateCheck:
             self.differing += (found != recorded).sum()
 
     def damage(self) -> Damage | None:
-        """What the checks since the update before the last found, with the first damaged kind's places; None: nothing.
-        Waits for the device."""
+        """Return the damage found since the update before the last, with the places of the first damaged kind, or None.
+
+        Waits for the device.
+        """
         rows, kind = 0, ""
         places: list[str] = []
         for t, recorded, found in [*self._before, *self._recorded.values()]:

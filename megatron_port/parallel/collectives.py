@@ -56,13 +56,13 @@ def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 class Started:
-    """A collective under way and what it gives."""
+    """Collective in flight, and the tensor that it will fill."""
 
     def __init__(self, work: dist.Work | None, out: torch.Tensor, *inputs: torch.Tensor) -> None:
         self._work, self._out, self._inputs = work, out, inputs  # inputs live until the collective has read them
 
     def take(self) -> torch.Tensor:
-        """The result, once it is there (a GPU's stream waits, not the host)."""
+        """Wait for the collective and return its result. On a GPU the stream waits, not the host."""
         if self._work is not None:
             self._work.wait()
         self._inputs = ()
@@ -84,7 +84,7 @@ def start_all_gather(x: torch.Tensor, group: Group) -> Started:
 
 
 def start_reduce_scatter(x: torch.Tensor, group: Group) -> Started:
-    """Start the sum of which this rank keeps its piece of dimension 0: [n * size, ...] → [n, ...]."""
+    """Start a reduce-scatter along dimension 0: [n * size, ...] → [n, ...]."""
     if group is None:
         return Started(None, x)
     x, size = x.contiguous(), dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""What a rank knows of its place in the layout: mesh, device and process groups.
+"""Parallel context of a rank: its place on the mesh, its device and its process groups.
 
 An object, handed down; two contexts can live in one process. A group of one rank
 is None, and everything that takes a group treats None as "nothing to do".
@@ -89,7 +89,7 @@ class ParallelContext:
         Collective: every rank of the default group calls it with the same topology.
 
         Only members of a group connect; for the others its creation is local and takes 11 microseconds, so all
-        ranks walk the same list, which keeps the groups' automatic names equal without a word between the ranks.
+        ranks walk the same list, which keeps the groups' automatic names equal without any communication.
         (torch's ``use_local_synchronization`` would skip foreign groups, but it names a group by how many this rank
         is in already, which differs between the stages that tie embeddings and those that do not: a deadlock.)
 
@@ -153,7 +153,7 @@ class ParallelContext:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks and their axes."""
+        """Mesh of the layout."""
         return self.topology.mesh
 
     def index(self, *axes: str) -> int:
@@ -165,7 +165,7 @@ class ParallelContext:
         return self.mesh.size(self.mesh.factors(*axes))
 
     def over(self, *axes: str) -> dist.ProcessGroup | None:
-        """Return the group of ranks that differ from this one along these axes only; None: there is no other rank.
+        """Return the group of ranks that differ from this one along these axes only; None where this rank is alone.
 
         Layers and engines hold what this returns: a look-up takes a microsecond or two.
 
@@ -194,17 +194,17 @@ class ParallelContext:
 
     @property
     def reverse_group(self) -> dist.ProcessGroup | None:
-        """The stages again, for gradients on their way back; None where the backend needs no second queue (gloo)."""
+        """Second group of the stages, for gradients; None where the backend needs no second queue (gloo)."""
         return self.relations.get(REVERSE)
 
     @property
     def is_first_stage(self) -> bool:
-        """Holds the embedding."""
+        """Whether this rank's stage holds the embedding."""
         return self.coords.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Holds the head and computes the loss."""
+        """Whether this rank's stage holds the head and computes the loss."""
         return self.coords.pp == self.topology.last_stage
 
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
@@ -221,7 +221,7 @@ class ParallelContext:
         return self.world_group if name == WORLD else self.over(*name.split("+"))
 
     def close(self) -> None:
-        """Destroy the groups (not the default one). The context is of no use afterwards."""
+        """Destroy the groups, except the default one. The context cannot be used afterwards."""
         for group in dict.fromkeys([*(self.groups or {}).values(), *self.relations.values()]):
             # If a peer died, the error that told so must not be hidden by another.
             with suppress(dist.DistError, RuntimeError):

@@ -71,7 +71,7 @@ def vocab_parallel_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, *, offset: int, extent: int, group: Group,
     ops: CrossEntropyOps = torch_cross_entropy,
 ) -> torch.Tensor:
-    """Loss of each token, in nats. The backward pass overwrites ``logits``; without one they stay as they are.
+    """Return the loss of each token in nats. A backward pass overwrites ``logits``; otherwise they are unchanged.
 
     ``logits`` [seq, batch, padded_vocab/tp], ``labels`` int64 [seq, batch] (global ids); this rank's columns are the
     ids [offset, offset + extent), the rest is padding. A label that is no rank's id counts as a logit of 0: its loss

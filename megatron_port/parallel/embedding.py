@@ -12,7 +12,7 @@ from megatron_port.parallel.record import InitSpec, Shard, attach, make_record
 
 
 def padded_vocab_size(vocab_size: int, *, tp: int, multiple: int) -> int:
-    """Rows after padding to a multiple of ``multiple * tp``: a property of the layout, never of a checkpoint."""
+    """Return the rows padded to a multiple of ``multiple * tp``, as the layout needs; checkpoints hold no padding."""
     unit = multiple * tp
     return -(-vocab_size // unit) * unit
 

@@ -54,7 +54,7 @@ def initial_values(
     extent: tuple[int, ...],
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Initial fp32 values of the box (``offset``, ``extent``) of the parameter ``name`` of logical ``shape``."""
+    """Return the initial fp32 values of a slice (``offset``, ``extent``) of parameter ``name`` of logical ``shape``."""
     device = torch.device(device)
     if init.kind == "zeros":
         return torch.zeros(extent, device=device)

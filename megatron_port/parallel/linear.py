@@ -170,7 +170,7 @@ def linear(
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [start, start + count) of a logical matrix, of which ``copies`` neighbouring tp ranks hold the same."""
+    """Rows [start, start + count) of a logical matrix, held alike by ``copies`` neighbouring tp ranks."""
 
     start: int
     count: int
@@ -259,7 +259,7 @@ class RowParallelLinear(nn.Module):
 
     The bias is whole on every rank and added once, after the sum. Under
     sequence parallelism each rank adds it to its own tokens, so its gradient is
-    partial (``partial_grad_over_tp`` in the record). ``skip_bias``: the caller adds it, with the residual.
+    partial over tp (``partial_over`` in the record). ``skip_bias``: the caller adds it, with the residual.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class LinearKernels(Protocol):
         """Return y = x Wᵀ + b [..., out] for x [..., in], and the scale of x for ``wgrad`` (None: it needs none)."""
 
     def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Any, Any]:
-        """Return the output gradient [tokens, out] as ``dgrad`` takes it, and as ``wgrad`` takes it."""
+        """Return the output gradient [tokens, out] twice: prepared for ``dgrad``, and for ``wgrad``."""
 
     def dgrad(self, grad_output_2d: Any, weight: Tensor, weight_2d: Tensor) -> Tensor:
         """Gradient of the input, dx = dy W [tokens, in]."""

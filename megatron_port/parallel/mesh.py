@@ -109,12 +109,12 @@ class Mesh:
 
     @cached_property
     def everything(self) -> Factors:
-        """All factors: the group of all ranks."""
+        """All factors; their group is the world."""
         return frozenset(range(len(self.sizes)))
 
     @cached_property
     def stage(self) -> Factors:
-        """All factors but the pipeline's: the ranks of a stage."""
+        """All factors except the pipeline's; their group is a stage."""
         return self.everything - self.factors("pp")
 
     def size(self, over: Factors) -> int:
@@ -149,7 +149,7 @@ class Mesh:
             yield tuple(first + step for step in steps)
 
     def peer(self, rank: int, axis: str, position: int) -> int:
-        """Return the rank at another position along one axis, all else alike."""
+        """Return the rank at another position along one axis, with the other coordinates unchanged."""
         over = self.factors(axis)
         return self.first(rank, over) + self._steps(over)[position]
 
@@ -165,9 +165,9 @@ def _spans(axes: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Purpose:
-    """A reason to have communicators.
+    """Use of a set of communicators, e.g. the pipeline's transfers.
 
-    ``ends``: of each group only the members at these positions, e.g. the stages that share a tied embedding;
+    ``ends``: include only the members at these positions of each group, e.g. the stages that share a tied embedding;
     ``queue``: groups of the same ranks with another queue are another communicator, because the operations of one run
     in order (gradients on their way back).
     """
@@ -180,7 +180,7 @@ class Purpose:
 
 @dataclass(frozen=True)
 class Communicator:
-    """Communicators that every rank creates at the same place of the list: one in each of ``groups``."""
+    """Communicators that every rank creates in the same order, one for each of ``groups``."""
 
     names: tuple[str, ...]
     """The purposes that share it."""
@@ -188,7 +188,7 @@ class Communicator:
 
 
 def communicators(mesh: Mesh, purposes: Iterable[Purpose]) -> list[Communicator]:
-    """Return what to create, in the order in which every rank creates it.
+    """Return the communicators of these purposes, in the order in which every rank creates them.
 
     The list is a function of mesh and purposes alone, so all ranks walk the same one. Purposes over the same ranks
     share a communicator; groups of one rank need none.
@@ -223,7 +223,7 @@ def purposes(mesh: Mesh, *, tied_ends: bool, reverse: bool) -> list[Purpose]:
     """Return the communicators of a run, from the layout alone.
 
     They must not be taken from a rank's parameter records: stages hold different ones, and ranks that create different
-    lists wait for each other for ever.
+    lists deadlock.
 
     Args:
         tied_ends: the first and the last stage may hold copies of one embedding.

@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of a sequence in the order of a tensor's rows, as runs. Neighbouring runs should be joined."""
+    """Positions of a tensor's rows, in row order, as runs. Adjacent runs should be merged."""
 
     runs: tuple[Run, ...]
 
@@ -48,11 +48,11 @@ class Positions:
 
     @property
     def stop(self) -> int:
-        """One more than the largest position."""
+        """Largest position plus one."""
         return max(run.start + run.length for run in self.runs)
 
     def piece(self, index: int, pieces: int) -> Positions:
-        """The ``index``-th of equal pieces, in row order. ValueError: they cannot be equal."""
+        """Return piece ``index`` of equal pieces, in row order. Raises ValueError where they would not be equal."""
         size, left = divmod(self.count, pieces)
         if left:
             raise ValueError(f"{self.count} positions do not divide into {pieces} equal pieces")
@@ -65,7 +65,7 @@ class Positions:
         return Positions(tuple(runs))
 
     def take(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The slices of ``x``, which has an entry for each position of the sequence along ``dim``; a view if one run.
+        """Select these positions from ``x``, which has an entry per position along ``dim``. A single run is a view.
 
         Raises:
             RuntimeError: ``x`` is too short.
@@ -74,14 +74,14 @@ class Positions:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def split(self, x: torch.Tensor) -> Iterator[tuple[Run, torch.Tensor]]:
-        """Each run with its rows of ``x``, whose rows are these positions."""
+        """Split ``x``, whose rows are these positions, into (run, rows of the run)."""
         if len(self.runs) == 1:
             yield self.runs[0], x
             return
         yield from zip(self.runs, x.split([run.length for run in self.runs]))
 
     def index(self, device: torch.device) -> torch.Tensor:
-        """int64 [count]: the positions themselves."""
+        """Return the positions, int64 [count]."""
         parts = [torch.arange(s, s + n, dtype=torch.int64, device=device) for s, n in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -118,7 +118,7 @@ class SequencePartition:
         return _residual(self, seq_length)
 
     def seq_length(self, held_rows: int) -> int:
-        """Length of the sequence of which this rank holds so many positions."""
+        """Return the length of a sequence of which this rank holds ``held_rows`` positions."""
         return held_rows * self.chunks // len(self.held_chunks)
 
 

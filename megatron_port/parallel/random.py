@@ -35,7 +35,7 @@ def op_key(op: str) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """What a kept element is multiplied by, so that its expectation stays."""
+    """Return the factor of kept elements that preserves the expectation."""
     return FIELD / (FIELD - drop_threshold(p))
 
 
@@ -60,7 +60,7 @@ def keep_mask(
 
 
 class DropoutStream:
-    """Dropout masks for one model on one rank, and what its engine says of the micro-batch in flight.
+    """Dropout masks of a model on one rank, and the context of the micro-batch in flight.
 
     ``enabled`` is False during evaluation.
     """
@@ -76,7 +76,7 @@ class DropoutStream:
         self, step: int, sample_ids: Sequence[int], *, loss_factor: float = 1.0, global_tokens: float = 1.0,
         document_bounds: torch.Tensor | None = None, auxiliary: AuxiliarySums | None = None,
     ) -> None:
-        """Say what the next forward pass works on; see :class:`~megatron_port.parallel.step.StepContext`."""
+        """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`."""
         samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device)
         self.current = StepContext(
             samples, loss_factor=loss_factor, global_tokens=global_tokens, document_bounds=document_bounds,
@@ -93,11 +93,11 @@ class DropoutStream:
             self.current = saved
 
     def op_key(self, op: str) -> int:
-        """The second key of an op's masks: what the own kernel takes."""
+        """Return the second key of an op's masks, as the own kernel takes it."""
         return op_key(op)
 
     def sample_keys(self, p: float) -> torch.Tensor:
-        """int64 [batch]: the keys of the samples in flight; empty where p is 0 and none are needed."""
+        """Return the keys of the samples in flight, int64 [batch]; empty where p is 0, which needs none."""
         if p == 0.0:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         if self.current is None:

@@ -43,11 +43,11 @@ SEQUENCE = (*REPLICAS, "tp")
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """What is known of a parameter on this rank.
+    """Identity, logical shape and placement of a parameter on this rank.
 
     ``shape`` is the logical, unsplit, unpadded shape. The rank's tensor has shape
     ``local_shape``; its first ``extent[d]`` elements along each dimension are the
-    logical elements from ``offset[d]`` on, whatever lies behind is padding (rows
+    logical elements from ``offset[d]`` on; the rest is padding (rows
     of a padded vocabulary) and is zero.
     """
 
@@ -83,7 +83,7 @@ class ParameterRecord:
         return mesh.factors(*(axis for shard in self.shards for axis in shard.axes))
 
     def replicated_over(self, mesh: Mesh) -> Factors:
-        """Factors along which ranks of a stage hold copies: what a replica check compares."""
+        """Factors along which ranks of a stage hold copies, which a replica check compares."""
         return mesh.stage - self.shard_factors(mesh)
 
     def reduces_over(self, mesh: Mesh) -> Factors:
@@ -110,7 +110,7 @@ class ParameterRecord:
 
     @property
     def place(self) -> tuple[str, tuple[int, ...]]:
-        """Name and offset, which tell a rank's parameters apart: it may hold two slices of one name."""
+        """Name and offset: unique on a rank, which may hold two slices of one name."""
         return self.name, self.offset
 
     @property
@@ -176,7 +176,7 @@ def make_record(
 
 
 def record_of(parameter: torch.Tensor) -> ParameterRecord:
-    """The record attached to a parameter; AttributeError names what lacks one."""
+    """Return the record of a parameter. Raises AttributeError where it has none."""
     record: ParameterRecord | None = getattr(parameter, "record", None)
     if record is None:
         raise AttributeError(f"a parameter of shape {tuple(parameter.shape)} has no ParameterRecord")

@@ -1,4 +1,4 @@
-"""What the engine tells the modules of a model about the micro-batch in flight, and what they tell it.
+"""Context of the micro-batch in flight, which the engine gives to the modules, and the sums that they return.
 
 A module finds the :class:`StepContext` as ``stream.current`` (``parallel.random.DropoutStream``, handed down while the
 model is built). It is the same on every stage: a term of the loss that arises in the middle of the model knows the
@@ -19,7 +19,7 @@ from megatron_port.parallel.to_device import to_device_async
 
 @dataclass(frozen=True)
 class SampleKey:
-    """What identifies the samples of a micro-batch."""
+    """Identity of the samples of a micro-batch."""
 
     seed: int
     step: int
@@ -78,7 +78,7 @@ class StepContext:
         return self.samples.sample_ids
 
     def again(self) -> StepContext:
-        """The same, while a forward pass is recomputed."""
+        """Return this context marked as a recomputed forward pass."""
         return replace(self, recomputing=True)
 
     def add_auxiliary(self, name: str, value: torch.Tensor) -> None:

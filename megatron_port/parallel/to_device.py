@@ -1,4 +1,4 @@
-"""Small tensors from the host to the device, without making the host wait."""
+"""Copies of small tensors from the host to the device that do not block the host."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``; where that is no GPU, a plain copy, or itself.
+    """Return ``tensor`` on ``device`` without blocking the host; off the GPU a plain copy, or the tensor itself.
 
-    A copy from ordinary memory waits for all that the GPU has been given before. From page-locked memory it only joins
+    A copy from pageable memory waits for all work queued on the GPU. From page-locked memory it only joins
     the queue; torch keeps those blocks for later calls, and gives none out again before its copy has ended.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Where a rank stands in the layout, and which chunks of the model its stage holds. Pure; no processes, no torch.
+"""Coordinates of a rank in the layout, and the model chunks of its stage. Pure; no processes, no torch.
 
 ``mesh`` has the ranks and their axes: the tensor axis varies fastest, so a tensor-parallel group sits on neighbouring
 ranks (one node), then context, then data; stages are farthest apart, since they exchange least. This is also the order
@@ -21,7 +21,7 @@ from megatron_port.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands on the axes that every layout has, for messages and logs."""
+    """Coordinates of a rank on the axes that every layout has, for messages and logs."""
 
     pp: int
     dp: int
@@ -67,7 +67,7 @@ class Topology:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The ranks and their axes."""
+        """Mesh of the layout."""
         shard = self.shard or self.dp
         sizes = {"tp": self.tp, "cp": self.cp, "dp_shard": shard, "dp_replicate": self.dp // shard}
         return Mesh.of(sizes, pp=self.pp, ep=self.ep, kv_copies=self.kv_copies)
@@ -97,7 +97,7 @@ class Topology:
 
     @property
     def virtual_stages(self) -> int:
-        """Chunks of the model, over all stages."""
+        """Number of chunks of the model, over all stages."""
         return self.pp * self.vp
 
     @property
@@ -106,12 +106,12 @@ class Topology:
         return 0 if self.folded else self.pp - 1
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Which chunk of the model, counted from the embedding, is ``chunk`` of a stage."""
+        """Return the number, counted from the embedding, of the model chunk that is ``chunk`` of a stage."""
         if self.folded and chunk == 1:
             return 2 * self.pp - 1 - stage
         return chunk * self.pp + stage
 
     def holder(self, virtual: int) -> tuple[int, int]:
-        """(stage, chunk) of a virtual stage."""
+        """Return the (stage, chunk) that holds a virtual stage."""
         chunk, stage = divmod(virtual, self.pp)
         return (self.pp - 1 - stage if self.folded and chunk == 1 else stage), chunk

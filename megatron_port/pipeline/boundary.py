@@ -1,4 +1,4 @@
-"""What travels between two pipeline stages: several tensors, whose names, shapes and dtypes both ends know.
+"""Tensors that pass between two pipeline stages: several tensors, whose names, shapes and dtypes both ends know.
 
 A stage hands over a tuple of tensors in the boundary's order. Downstream go all of them; upstream come the gradients of
 those that have any, the floating-point ones, in the same order. A chunk of the model takes the tuple as its arguments.
@@ -36,20 +36,20 @@ class Boundary:
 
     @classmethod
     def of(cls, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Boundary:
-        """From name → (shape, dtype), as a stage states them (``engine.module.StageModule``)."""
+        """Make a boundary from name → (shape, dtype), as a stage states them (``engine.module.StageModule``)."""
         return cls(tuple(BoundaryTensor(name, shape, dtype) for name, (shape, dtype) in tensors.items()))
 
     @cached_property
     def gradients(self) -> Boundary:
-        """What comes back: of each floating-point tensor its gradient, of its shape and dtype."""
+        """Boundary of the gradients that come back: one per floating-point tensor, with its shape and dtype."""
         return Boundary(tuple(t for t in self.tensors if t.dtype.is_floating_point))
 
     def empty(self, device: torch.device) -> Payload:
-        """Buffers to receive into."""
+        """Return empty buffers to receive into."""
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in self.tensors)
 
     def check(self, payload: Payload) -> None:
-        """Raise ValueError unless the payload is what the other end has made buffers for."""
+        """Raise ValueError unless the payload has the shapes and dtypes for which the other end has made buffers."""
         found = tuple((tuple(x.shape), x.dtype) for x in payload)
         if found != tuple((t.shape, t.dtype) for t in self.tensors):
             made = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in found)

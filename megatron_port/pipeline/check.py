@@ -1,4 +1,4 @@
-"""Is a schedule right? Every pass once and in order, every message taken, no deadlock, bounded memory.
+"""Checks of a schedule: every pass once and in order, every message received, no deadlock, bounded memory.
 
 Used by tests on every schedule there is; a new one is checked here before it runs.
 """
@@ -13,7 +13,7 @@ from megatron_port.registry import SCHEDULES
 
 
 def check_passes(schedule: Schedule) -> None:
-    """Each micro-batch goes once forward and once backward (whole, or INPUT then WEIGHT) through each chunk.
+    """Check that each micro-batch passes forward and backward (whole, or INPUT then WEIGHT) through each chunk once.
 
     Raises:
         ValueError: naming the stage and the pass.
@@ -37,8 +37,10 @@ def check_passes(schedule: Schedule) -> None:
 
 
 def check_messages(schedule: Schedule) -> int:
-    """Run the stages' sends and receives with no buffer at all: a send ends when its receive has been started, and each
-    stage's queue (one for activations, one for gradients) does one thing after the other.
+    """Check that all messages arrive without deadlock when sends are not buffered.
+
+    A send ends when its receive has been started, and the operations in each of a stage's two queues (activations and
+    gradients) run in order.
 
     Returns the largest number of receives that a stage has started and not used.
 
@@ -93,7 +95,7 @@ def check_messages(schedule: Schedule) -> int:
 
 
 def held_bound(schedule: Schedule, stage: int) -> int:
-    """The most (micro-batch, chunk) pairs that a stage of the schedule may hold, by its formula.
+    """Return the most (micro-batch, chunk) pairs that a stage of the schedule may hold, by its formula.
 
     Interleaved 1F1B: its warm-up of 2 (p - s - 1) + (v - 1) p passes and one more (arXiv 2104.04473). A plugin's
     schedule has no formula here, and may hold all.
@@ -107,7 +109,7 @@ def held_bound(schedule: Schedule, stage: int) -> int:
 
 
 def check(schedule: Schedule) -> None:
-    """All of it.
+    """Check passes, messages and memory.
 
     Raises:
         ValueError: saying what is wrong.

@@ -29,7 +29,7 @@ UNTAKEN = 2
 
 @dataclass(frozen=True)
 class Message:
-    """The result of a pass, on its way to the stage that needs it."""
+    """Message with the result of a pass, to the stage that needs it."""
 
     source: int
     target: int
@@ -38,13 +38,13 @@ class Message:
 
     @property
     def downstream(self) -> bool:
-        """An activation; else a gradient."""
+        """Whether it is an activation; else a gradient."""
         return self.action.kind is Kind.FORWARD
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One pass of a stage with what goes before and after it."""
+    """One pass of a stage, with the transfers before and after it."""
 
     action: Action
     post: tuple[Message, ...]
@@ -101,7 +101,7 @@ def _settled(schedule: Schedule, stage: int) -> list[tuple[Message, ...]]:
 
 @lru_cache(maxsize=64)
 def turns(schedule: Schedule, stage: int) -> tuple[Turn, ...]:
-    """What a stage does in a step, pass by pass."""
+    """Return the turns of a stage in a step, in order."""
     queues = {
         down: [m for m in _ordered(schedule)[stage] if m.downstream is down] for down in (True, False)
     }

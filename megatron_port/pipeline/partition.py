@@ -1,4 +1,4 @@
-"""Which layers each stage holds."""
+"""Partition of the layers over the stages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_port.errors import ConfigError
 
 
 def balanced_layers(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Transformer layers on each stage so that the costliest stage is as cheap as can be.
+    """Return the number of transformer layers per stage that makes the costliest stage as cheap as possible.
 
     ``costs``: of [embedding, layer 0, …, layer L-1, head]; the embedding stays
     on the first stage and the head on the last. Every stage gets at least one
     layer. Among equal optima the most even split is taken (least sum of squared
     costs, then the smaller stages last): a heavy head alone sets the maximum, and
-    layers piled up to it on other stages would cost memory for nothing.
+    raising the others to that maximum would cost memory and save no time.
 
     Raises:
         ConfigError: fewer layers than stages.
@@ -36,7 +36,7 @@ def balanced_layers(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _split_equal_layers(count: int, layer: int, head: int, stages: int) -> tuple[int, ...]:
-    """The same for layers of one cost and an embedding of none: a search over the last stage's layers alone.
+    """Split layers of equal cost, with a free embedding, by a search over the number of layers on the last stage.
 
     The other stages get an even share of the rest, the larger first.
     """
@@ -53,7 +53,7 @@ def _split_equal_layers(count: int, layer: int, head: int, stages: int) -> tuple
 
 
 def search_split(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """:func:`balanced_layers` for units of any cost, by dynamic programming over stages and layers."""
+    """Solve :func:`balanced_layers` for units of any cost by dynamic programming over stages and layers."""
     layers = list(costs[1:-1])
     count = len(layers)
     prefix = [0.0]

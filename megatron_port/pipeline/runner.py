@@ -1,4 +1,4 @@
-"""Runs a schedule on one stage: receives, passes and sends, in the order that ``messages`` worked out.
+"""Execution of a schedule on one stage: receives, passes and sends, in the order given by ``messages``.
 
 It knows neither the model nor the optimizer: a :class:`Worker` computes the passes.
 """
@@ -21,7 +21,7 @@ class Worker(Protocol):
     """Computes the passes of one stage's chunks."""
 
     def run(self, action: Action, received: Payload | None) -> Payload | None:
-        """One pass.
+        """Compute one pass.
 
         ``received``: the inputs of a FORWARD (None on the first chunk of the model), the gradients of the outputs for
         BACKWARD and INPUT (None on the last chunk); None for WEIGHT. Returns the outputs, or the gradients of the
@@ -39,13 +39,13 @@ class Runner:
         self.spans: list[Span] = []
 
     def run(self, schedule: Schedule, worker: Worker, boundary_of: Callable[[int], Boundary]) -> None:
-        """All passes of this stage; returns when its sends have been taken.
+        """Run all passes of this stage; return when its sends have been received.
 
         Args:
-            boundary_of: what passes between stages for a micro-batch.
+            boundary_of: returns the boundary between stages for a micro-batch.
 
         Raises:
-            ValueError: a pass made something else than the boundary states.
+            ValueError: the tensors of a pass differ from what the boundary states.
         """
         arriving: dict[Message, Arrival] = {}
         leaving: dict[Message, Departure] = {}

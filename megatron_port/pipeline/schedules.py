@@ -29,7 +29,7 @@ from megatron_port.registry import SCHEDULES
 
 
 class Kind(Enum):
-    """What an action computes."""
+    """Kind of computation that an action is."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -54,8 +54,10 @@ class Action:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The passes of every stage of a pipeline, for one step. Made once and compared by identity: what is worked out of
-    it is looked up every step, and a hash of a hundred thousand passes would cost more than it."""
+    """The passes of every stage of a pipeline, for one step.
+
+    Made once and compared by identity: results derived from it are looked up every step, and hashing a hundred thousand
+    passes would cost more than deriving them."""
 
     name: str
     grid: Topology
@@ -66,21 +68,21 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """p."""
+        """Number of stages, p."""
         return self.grid.pp
 
     @property
     def forward_only(self) -> bool:
-        """An evaluation: no backward passes."""
+        """Whether it is an evaluation, without backward passes."""
         return all(action.kind is Kind.FORWARD for action in self.plans[0])
 
     @property
     def splits_backward(self) -> bool:
-        """Some backward passes leave the weight gradients to passes of their own."""
+        """Whether some backward passes leave the weight gradients to separate passes."""
         return any(action.kind is Kind.WEIGHT for action in self.plans[0])
 
     def before(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """(stage, action) whose result comes to ``action`` from another chunk of the model; None: from none."""
+        """Return the (stage, action) in another chunk of the model whose result ``action`` takes, or None."""
         if action.kind is Kind.WEIGHT:
             return None
         virtual = self.grid.virtual_stage(stage, action.chunk) + (-1 if action.kind is Kind.FORWARD else 1)
@@ -90,7 +92,7 @@ class Schedule:
         return other, Action(action.kind, action.micro_batch, chunk)
 
     def after(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """(stage, action) that needs the result of ``action``, in another chunk of the model; None: none does."""
+        """Return the (stage, action) in another chunk of the model that takes the result of ``action``, or None."""
         if action.kind is Kind.WEIGHT:
             return None
         virtual = self.grid.virtual_stage(stage, action.chunk) + (1 if action.kind is Kind.FORWARD else -1)
@@ -102,12 +104,12 @@ class Schedule:
 
 @lru_cache(maxsize=64)
 def _passes(kind: Kind, micro_batches: int, chunk: int = 0) -> tuple[Action, ...]:
-    """One pass of every micro-batch; the stages share them."""
+    """Return one pass per micro-batch; the stages share these objects."""
     return tuple(Action(kind, m, chunk) for m in range(micro_batches))
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """All forwards, then all backwards; every micro-batch is held at once."""
+    """GPipe: all forward passes, then all backward passes; every micro-batch is held at once."""
     return [*_passes(Kind.FORWARD, micro_batches), *_passes(Kind.BACKWARD, micro_batches)]
 
 
@@ -127,7 +129,7 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
 def _by_groups(stages: int, chunks: int, micro_batches: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch) in the order of interleaving: groups of ``stages`` go through chunk after chunk.
 
-    The last group may be smaller: no divisibility is asked for.
+    The last group may be smaller, so the number of micro-batches need not divide evenly.
     """
     return [
         (chunk, m)
@@ -141,8 +143,7 @@ def interleaved(stage: int, stages: int, chunks: int, micro_batches: int) -> lis
     """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473).
 
     Where the stages do not divide the micro-batches, it is the schedule of the next larger number that they divide
-    without the passes of the micro-batches that are not there: a micro-batch waits for no other, so what is left still
-    runs through.
+    without the passes of the missing micro-batches: no micro-batch waits for another, so the other passes still run.
     """
     whole = -(-micro_batches // stages) * stages
     order = _by_groups(stages, chunks, whole)
@@ -159,7 +160,7 @@ def interleaved(stage: int, stages: int, chunks: int, micro_batches: int) -> lis
 
 @lru_cache(maxsize=64)
 def forward_only(grid: Topology, micro_batches: int) -> Schedule:
-    """Evaluation: no backward passes."""
+    """Schedule of an evaluation: forward passes only."""
     order = tuple(Action(Kind.FORWARD, m, c) for c, m in _by_groups(grid.pp, grid.vp, micro_batches))
     return Schedule("forward", grid, micro_batches, (order,) * grid.pp)
 
@@ -167,7 +168,7 @@ def forward_only(grid: Topology, micro_batches: int) -> Schedule:
 
 @lru_cache(maxsize=64)
 def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The schedule of a step. Made once for each size of a step; lists of all stages, O(stages × micro-batches).
+    """Return the schedule of a step. Made once per step size; lists of all stages, O(stages × micro-batches).
 
     Schedules of one chunk a stage are functions (stage, stages, micro-batches) → the stage's actions; those that
     plugins register are checked here (``pipeline.check``).

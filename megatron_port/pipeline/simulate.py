@@ -1,4 +1,4 @@
-"""When each pass of a schedule starts and ends, for given costs."""
+"""Simulated start and end of each pass of a schedule, for given costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_port.pipeline.schedules import Action, Kind, Schedule, make_schedu
 
 @dataclass(frozen=True)
 class Span:
-    """A pass and its time, in the unit of the costs."""
+    """A pass with its start and end, in the unit of the costs."""
 
     action: Action
     start: float
@@ -27,7 +27,7 @@ _FOLLOWS = {1: 0, 2: 0, 3: 2}
 
 
 def unit_cost(forward: float = 1.0, backward: float = 2.0) -> Cost:
-    """Equal chunks; the halves of a split backward pass take half of it each."""
+    """Return the cost with equal chunks; the two parts of a split backward pass take half of it each."""
     times = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward / 2, Kind.WEIGHT: backward / 2}
     return lambda virtual, action: times[action.kind]
 
@@ -36,7 +36,7 @@ def unit_cost(forward: float = 1.0, backward: float = 2.0) -> Cost:
 class Flow:
     """All passes of a schedule in an order in which each comes after what it waits for; columns of equal length.
 
-    A planner replays one schedule with many costs: what follows from the order alone is worked out once.
+    A planner replays one schedule with many costs, so everything that depends on the order alone is computed once.
     """
 
     virtual_stages: int
@@ -55,7 +55,7 @@ class Flow:
     def times(
         self, costs: Iterable[float], *, transfer: float = 0.0, hidden: bool = True, duplex: bool = True
     ) -> tuple[list[float], list[float]]:
-        """Start and end of every pass, each as early as it can be. ``costs``: of each pass; the rest as for
+        """Return the start and end of every pass, each as early as possible. ``costs``: of each pass; the rest as for
         :func:`simulate`."""
         # A message's time is waited for; unless hidden its sender, and without duplex its receiver, spends it as well.
         hold, waits = 0.0 if hidden else transfer, duplex or hidden
@@ -79,7 +79,7 @@ class Flow:
 
 @lru_cache(maxsize=16)
 def flow(schedule: Schedule) -> Flow:
-    """The order in which the passes of a schedule can be gone through.
+    """Return an order in which the passes of a schedule can run.
 
     Raises:
         ValueError: the schedule deadlocks (an action waits for one that never ends), or a pass comes before the one
@@ -138,7 +138,7 @@ def flow(schedule: Schedule) -> Flow:
 def simulate(
     schedule: Schedule, cost: Cost | None = None, *, transfer: float = 0.0, hidden: bool = True, duplex: bool = True,
 ) -> list[list[Span]]:
-    """The spans of every stage, in order of its plan; each pass as early as it can be.
+    """Return the spans of every stage, in the order of its plan; each pass starts as early as possible.
 
     Args:
         cost: default: forward 1, backward 2.
@@ -161,7 +161,7 @@ def simulate(
 def bubble_fraction(
     name: str, stages: int, micro_batches: int, chunks: int = 1, *, forward: float = 1.0, backward: float = 2.0
 ) -> float:
-    """Idle time over useful time of a stage with equal chunks; (p - 1) / (m v) for gpipe and 1F1B, v chunks a stage."""
+    """Return idle / useful time of a stage with equal chunks; (p - 1) / (m v) for gpipe and 1F1B, v chunks a stage."""
     found = flow(make_schedule(name, stages, micro_batches, chunks))
     cost = unit_cost(forward, backward)
     _, ends = found.times(cost(0, action) for action in found.action)

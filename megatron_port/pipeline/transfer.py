@@ -1,4 +1,4 @@
-"""Point-to-point transfer of what passes between stages, and of its gradients."""
+"""Point-to-point transfer of activations between stages, and of their gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Arrival:
         self._works, self._payload, self._device = works, payload, device
 
     def take(self) -> Payload:
-        """The tensors, once they are there (a GPU's stream waits, not the host)."""
+        """Wait for the tensors and return them. On a GPU the stream waits, not the host."""
         for work in self._works:
             work.wait()
         return tuple(tensor.to(self._device) for tensor in self._payload)
@@ -33,13 +33,13 @@ class Departure:
         self._payload: Payload | None = payload
 
     def finish(self) -> None:
-        """Wait for the receiver to have it (a GPU's stream waits, not the host) and free it."""
+        """Wait until the send has ended and free its tensors. On a GPU the stream waits, not the host."""
         for work in self._works:
             work.wait()
         self._works, self._payload = [], None
 
     def free_if_done(self) -> bool:
-        """Free the payload if the send has ended, without waiting. gloo's work says that it has only after a wait."""
+        """Free the payload if the send has ended, without waiting. gloo reports the end only to a wait."""
         if self._payload is not None and all(work.is_completed() for work in self._works):
             self.finish()
         return self._payload is None
@@ -73,7 +73,7 @@ class StageLink:
         )
 
     def peer(self, stage: int) -> int:
-        """The rank of another stage."""
+        """Return this rank's peer on another stage."""
         return self.ctx.topology.stage_peer(self.ctx.rank, stage)
 
     def _queue(self, downstream: bool) -> tuple[dist.ProcessGroup | None, int]:
@@ -107,16 +107,16 @@ class StageLink:
         return departure
 
     def start_receive(self, expected: Boundary, source: int, *, downstream: bool = True) -> Arrival:
-        """Start receiving what a boundary states."""
+        """Start receiving the tensors of a boundary."""
         out = expected.empty(torch.device("cpu") if self._via_host else self.ctx.device)
         return Arrival(self._start(dist.irecv, out, source, downstream), out, self.ctx.device)
 
     def receive(self, expected: Boundary, source: int, *, downstream: bool = True) -> Payload:
-        """Wait for what a boundary states."""
+        """Receive the tensors of a boundary and wait for them."""
         return self.start_receive(expected, source, downstream=downstream).take()
 
     def drain(self) -> None:
-        """Wait until every send has been taken."""
+        """Wait until every send has ended."""
         for queue in self._pending.values():
             while queue:
                 queue.popleft().finish()

@@ -67,7 +67,7 @@ def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[flo
 
 
 def copy_bytes(case: Case, stage: int) -> float:
-    """Of the weights of a stage's linears in 8 bits, as they are and transposed, held while a step's passes run."""
+    """Return the bytes of the 8-bit copies of a stage's linear weights, plain and transposed, held during a step."""
     if case.fp8 == "none":
         return 0.0
     held = 0.0

@@ -94,8 +94,8 @@ def layer_activation_bytes(case: Case, recompute: str | None = None, layer: Laye
     """Bytes that one layer keeps of one micro-batch between its forward and its backward on a rank.
 
     For GPT in 16 bits with dropout: s·b·h·34 = 10 not split by tp, 24 split; without dropout no masks. Own kernels draw
-    masks again and keep none; torch's ops keep them in the dtype, the inputs of an RMSNorm and its result in fp32 and
-    SwiGLU's sigmoid branch as well, and under rotary positions the packed projection
+    masks again and keep none; torch's ops keep them in the compute dtype, the inputs of an RMSNorm and its result in
+    fp32 and SwiGLU's sigmoid branch as well, and under rotary positions the packed projection
     (tests/unit/test_plan_memory.py measures them). ``recompute`` None: the case's; ``layer`` None: the model's first.
     """
     m, t = case.model, case.tp

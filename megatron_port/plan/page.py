@@ -36,7 +36,7 @@ def study_picture(study: Study, found: Sequence[Planned], measured: Measured | N
         rates = [(x, share if scaling else rate) for x, rate, share in measured.points]
         series.append(Series("measured", rates, 1, dots=True))
     y = Axis("of the smallest", lambda v: f"{100 * v:.4g} %", least=0.8) if scaling else \
-        Axis("hardware TFLOP/s a device", least=0.0)
+        Axis("hardware TFLOP/s per device", least=0.0)
     body = line_chart(series, label=study.title, x=Axis(study.x_label, log=2), y=y, width=460)
     return f"<div><h3>{escape(study.title)}</h3><p>{escape(study.says)}</p>{body}</div>"
 

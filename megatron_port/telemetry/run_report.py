@@ -187,7 +187,7 @@ def _spread(run: RunData) -> str:
     band = [(float(w["step"]), float(w["least"]), float(w["most"])) for w in run.spread if "least" in w and "most" in w]
     lines = [Curve("median", points("median"), 0, band), Curve("slowest", points("most"), 1),
              Curve("fastest", points("least"), 2)]
-    drawn = line_chart(lines, label="own seconds a step by rank", y=Axis(least=0.0))
+    drawn = line_chart(lines, label="own seconds per step by rank", y=Axis(least=0.0))
     last = run.spread[-1]
     named = last.get("own_seconds") or last.get("slowest") or {}
     rows: list[list[Cell]] = [[f"rank {rank}", (f"{seconds:.4g}", "n")]
@@ -195,7 +195,7 @@ def _spread(run: RunData) -> str:
     listed = table(["last window", ("own seconds per step", "n")], rows)
     note = ("A rank's own work: reading samples, forward and backward passes; waits for other ranks are left out. "
             f"{last.get('ranks', '?')} ranks, {len(run.spread)} windows.")
-    return (card(f"{run.name}: own seconds a step, by rank", drawn, note)
+    return (card(f"{run.name}: own seconds per step, by rank", drawn, note)
             + card(f"{run.name}: slowest ranks", listed))
 
 

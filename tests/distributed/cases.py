@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,24 +54,27 @@ __all__ = [
 
 def make_config(
     *,
-    engine: str = "native",
-    dtype: str = "fp32",
+    engine: Any = "native",
+    dtype: Any = "fp32",
     model: dict[str, Any] | None = None,
     layout: dict[str, Any] | None = None,
     micro_batch_size: int = 2,
     global_batch_size: int = 8,
     clip_grad: float = 0.5,
     mask_loss: bool = False,
-    own_kernels: str = "off",
-    fp8: str = "none",
+    own_kernels: Any = "off",
+    fp8: Any = "none",
 ) -> RunConfig:
-    """A small run with clipping active, an odd vocabulary and an uneven number of layers."""
+    """Return a small run with clipping active, an odd vocabulary and an uneven number of layers.
+
+    The choices are not typed: parametrized tests and drawn cases hand them on as plain strings.
+    """
     base: dict[str, Any] = {
         "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 53, "seq_length": 16,
     }
     # Of the providers only ``math`` drops out probabilities, as every layout does.
     own = own_kernels == "on" and dtype != "fp64" and not (model or {}).get("attention_dropout")
-    attention = "own" if own else "math"
+    attention: Literal["own", "math"] = "own" if own else "math"
     config = RunConfig(
         engine=engine,
         model=ModelConfig(**{**base, **(model or {})}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def _own_gradients(config: RunConfig, rank: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "dtype", "zero_stage"), [("bf16", torch.bfloat16, 1), ("fp16", torch.float16, 0)])
 def test_gradients_travel_between_replicas_as_asked(
-    ranks: RankPool, name: str, dtype: torch.dtype, zero_stage: int
+    ranks: RankPool, name: Literal["bf16", "fp16"], dtype: torch.dtype, zero_stage: int
 ) -> None:
     """Each replica's sum is rounded once, and so is the sum of the two; nothing else is."""
     config = make_config(layout={"zero_stage": zero_stage})

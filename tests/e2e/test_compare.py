@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -88,7 +88,8 @@ def test_reads_of_values_are_seen_where_they_are() -> None:
 
 def test_a_peer_that_computes_something_else_is_refused() -> None:
     size = sizes()["tiny"]
-    other = "gelu_tanh" if size.model.activation == "gelu" else "gelu"  # as near as two activations are
+    # As near as two activations are.
+    other: Literal["gelu", "gelu_tanh"] = "gelu_tanh" if size.model.activation == "gelu" else "gelu"
     wrong = replace(size, model=replace(size.model, activation=other))
     outcomes = [
         PeerResult("torch", numbers=numbers("torch", size)), PeerResult("ours", numbers=numbers("torch", wrong)),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,6 +32,8 @@ from megatron_port.parallel.init import initial_values
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec
 from megatron_port.session.assemble import build_engine
+
+Recipe = Literal["none", "tensorwise", "rowwise"]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")]
 
@@ -105,7 +107,9 @@ def test_chosen_attention_is_as_exact_as_eager(heads: int, groups: int, size: in
         assert float((a - reference).abs().max()) <= bound, ("out", "dq", "dk", "dv")[i]
 
 
-def _losses(device: torch.device, dtype: str, steps: int, fp8: str = "none") -> list[float]:
+def _losses(
+    device: torch.device, dtype: Literal["fp32", "bf16", "fp16"], steps: int, fp8: Recipe = "none"
+) -> list[float]:
     config = RunConfig(
         engine="native",
         model=ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=8, vocab_size=1009, seq_length=128,
@@ -136,7 +140,7 @@ def test_fp32_run_equals_the_cpus() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_learns(dtype: str) -> None:
+def test_half_precision_learns(dtype: Literal["bf16", "fp16"]) -> None:
     losses = _losses(_device(), dtype, 30)
     assert losses[-1] < losses[0] - 0.5
 
@@ -173,14 +177,14 @@ def test_8_bit_products_are_the_references(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_8_bit_training_learns_as_bf16_does(recipe: str) -> None:
+def test_8_bit_training_learns_as_bf16_does(recipe: Recipe) -> None:
     _fp8(recipe)
     half, eight = (_losses(_device(), "bf16", 30, fp8=fp8) for fp8 in ("none", recipe))
     assert eight[0] == pytest.approx(half[0], rel=2e-3) and eight[-1] == pytest.approx(half[-1], abs=0.1)
 
 
 @pytest.mark.parametrize("fp8", ["none", "tensorwise", "rowwise"])
-def test_a_step_waits_for_the_gpu_once(fp8: str) -> None:
+def test_a_step_waits_for_the_gpu_once(fp8: Recipe) -> None:
     """Loss, norm and flag come back together at its end; micro-batches, masks, keys and scales make nothing wait."""
     if fp8 != "none":
         _fp8(fp8)

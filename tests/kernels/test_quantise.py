@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -206,7 +206,7 @@ def test_a_run_has_the_same_bits_with_either(own: Path, recipe: str, monkeypatch
 
         monkeypatch.setattr(quantise, name, counted)
 
-    def run(provider: str, **layout: object) -> tuple[Any, dict[str, Tensor]]:
+    def run(provider: Literal["own", "torch"], **layout: object) -> tuple[Any, dict[str, Tensor]]:
         backend = BackendConfig(device="cpu", scaled_mm="reference", quantise=provider)
         out, weights, _ = steps(dataclasses.replace(config(recipe, **layout), backend=backend))
         return out, weights

@@ -314,7 +314,7 @@ def test_tensor_sizes_divide_the_key_value_heads_or_are_multiples_of_them() -> N
 
 
 def test_a_help_that_lists_values_belongs_to_a_literal() -> None:
-    """One source: what the reference documents as ``a | b | c`` is the field's type, so the checks know it."""
+    """One source: what the reference documents as ``a | b | c`` comes from the field's type or its registry."""
     open_ended = {"data.tokenizer", "checkpoint.resume"}  # also a file or a path
     listed = {name for name, text in field_texts().items() if re.match(r"\w[\w-]*( \([^)]*\))? \| ", text)}
     assert listed - open_ended <= set(CHOICES) and open_ended <= listed and len(CHOICES) > 30

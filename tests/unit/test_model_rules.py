@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -33,6 +34,8 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import Positions
 from megatron_port.session.assemble import DTYPES, build_engine
 
+DType = Literal["fp32", "fp64"]
+Own = Literal["on", "off"]
 ROPE = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=40, vocab_size=61,
     seq_length=600, position_embedding="rope", rope_theta=10000.0, normalization="rmsnorm", activation="swiglu",
@@ -40,7 +43,7 @@ ROPE = ModelConfig(
 )
 
 
-def engine_of(model: ModelConfig, dtype: str, own_kernels: str) -> NativeEngine:
+def engine_of(model: ModelConfig, dtype: DType, own_kernels: Own) -> NativeEngine:
     config = RunConfig(
         engine="native", seed=5, model=model, layout=LayoutConfig(vocab_padding_multiple=1),
         batch=BatchConfig(micro_batch_size=1, global_batch_size=1), precision=PrecisionConfig(dtype=dtype),
@@ -117,7 +120,7 @@ def test_tables_are_the_formula_at_every_position(asked: tuple[int, ...]) -> Non
 @pytest.mark.parametrize(
     ("dtype", "own", "bound"), [("fp64", "off", 1e-10), ("fp32", "off", 1e-5), ("fp32", "on", 1e-5)]
 )
-def test_losses_at_600_tokens_are_the_twins(dtype: str, own: str, bound: float) -> None:
+def test_losses_at_600_tokens_are_the_twins(dtype: DType, own: Own, bound: float) -> None:
     """Stretch by stretch: the mask lets in the labels of one after the other."""
     engine = engine_of(ROPE, dtype, own)
     both = torch.from_numpy(sample_rows([1], ROPE.seq_length, ROPE.vocab_size))

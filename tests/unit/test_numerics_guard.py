@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from megatron_port.health.numerics import LeftOut, NumericsGuard, position
 from megatron_port.optim.loss_scale import LossScaler
 
 
-def guard(*, dtype: str = "bf16", clip: float = 1.0, **numerics: Any) -> NumericsGuard:
+def guard(*, dtype: Literal["bf16", "fp16"] = "bf16", clip: float = 1.0, **numerics: Any) -> NumericsGuard:
     return NumericsGuard(RunConfig(
         numerics=NumericsConfig(**numerics), precision=PrecisionConfig(dtype=dtype),
         optimizer=OptimizerConfig(clip_grad=clip),

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_port.checkpoint.disk import write_chunks
 from megatron_port.cli.main import main
-from megatron_port.launch.outcome import FINISHED, OUTCOME, Outcome, write_outcome
+from megatron_port.launch.outcome import FINISHED, OUTCOME, AttemptOutcome, write_outcome
 from megatron_port.runtime.atomic import write_bytes, write_output
 from megatron_port.runtime.permissions import tighten
 
@@ -36,7 +36,7 @@ def test_files_follow_the_umask_and_everybody_never_writes(tmp_path: Path, given
     (tmp_path / "plain").write_text("x")
     write_bytes(tmp_path / "corpus", b"x")
     write_chunks(tmp_path / "shard", 1, [b"x"])
-    write_outcome(tmp_path, Outcome("local", FINISHED, 1))
+    write_outcome(tmp_path, AttemptOutcome("local", FINISHED, 1))
     write_output(tmp_path / "job.sh", "true\n", mode=0o755)
     assert [mode_of(tmp_path / n) for n in ("plain", "corpus", "shard", OUTCOME, "job.sh")] == [file] * 4 + [script]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def torch_rates(decay: str, lr: float, min_lr: float, warmup: int, end: int, ste
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize(("warmup", "end"), [(0, 20), (1, 20), (7, 20), (5, 6), (19, 20)])
-def test_rates_equal_torchs(decay: str, warmup: int, end: int) -> None:
+def test_rates_equal_torchs(decay: Literal["cosine", "linear", "constant"], warmup: int, end: int) -> None:
     config = OptimizerConfig(lr=3e-3, min_lr=2e-4, warmup_steps=warmup, decay=decay)
     # torch's cosine rises again after its end, so it is compared up to there.
     steps = end + 1 if decay == "cosine" else end + 5
@@ -60,7 +61,7 @@ def test_rate_faults() -> None:
     with pytest.raises(ConfigError, match=r"decay_steps 5.*warmup_steps 5"):
         learning_rate(OptimizerConfig(warmup_steps=5, decay_steps=5), 0, 100)
     with pytest.raises(ConfigError, match="'cosin'"):
-        learning_rate(OptimizerConfig(decay="cosin"), 0, 100)
+        learning_rate(OptimizerConfig(decay="cosin"), 0, 100)  # type: ignore[arg-type]
 
 
 def counted(batch: BatchConfig, steps: int) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ FIELD = 1 << 16
 
 
 def drop_threshold(p: float) -> int:
-    """How many of the 65536 values of a field mean dropped, for p in [0, 1): at most 65535."""
+    """Return how many of the 65536 values of a field drop an element, for p in [0, 1): at most 65535."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability {p} is not in [0, 1)")
     return min(round(p * FIELD), FIELD - 1)

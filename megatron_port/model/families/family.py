@@ -1,4 +1,4 @@
-"""What is known of a family of Hugging Face models."""
+"""Description of a family of Hugging Face models: its configuration and its names, in both directions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_port.model.families.fields import Fields
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Where each of our modules is in the family's files: the name without ``.weight`` or ``.bias``."""
+    """Names of our modules in the family's files, without ``.weight`` or ``.bias``."""
 
     prefix: str
     """Before every name but the head's; files of the bare model leave it out."""

@@ -46,7 +46,7 @@ class Fields:
         self.asked: set[str] = set() if asked is None else asked
 
     def get(self, name: str, default: Any, *names: str) -> Any:
-        """The first of ``name`` and ``names`` that is there and not null. Its type must be the default's."""
+        """Return the first of ``name`` and ``names`` that is present and not null. Its type must be the default's."""
         self.asked.update((name, *names))
         for key in (name, *names):
             value = self.values.get(key)
@@ -59,18 +59,18 @@ class Fields:
         return default
 
     def fault(self, what: str) -> CheckpointError:
-        """An error that starts with the file."""
+        """Return an error whose message starts with the file."""
         return CheckpointError(f"{self.where}: {what}")
 
     def refuse(self, name: str, ours: Any, what: str) -> None:
-        """The field must be absent or ``ours``; ``what`` another value asks for."""
+        """Raise CheckpointError unless the field is absent or ``ours``; ``what``: what another value would need."""
         self.asked.add(name)
         value = self.values.get(name)
         if value is not None and value != ours:
             raise self.fault(f"{name} is {value!r:.80}: {what}; only {ours!r} can be imported")
 
     def activation(self, value: str) -> str:
-        """Our name of an activation without a gate."""
+        """Return our name of an ungated activation."""
         if value not in ACTIVATIONS:
             raise self.fault(f"activation {value!r:.80} is not one of {', '.join(ACTIVATIONS)}, which this model has")
         return ACTIVATIONS[value]
