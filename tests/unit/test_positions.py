@@ -17,6 +17,7 @@ from megatron_port.backend.providers import Providers, torch_providers
 from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.layers import Embedding
 from megatron_port.parallel.context import ParallelContext
@@ -123,7 +124,7 @@ def test_embedding_of_two_runs(rank: int) -> None:
     model = dataclasses.replace(MODEL, position_embedding="learned")
     part = zigzag(rank, 2)
     tokens = torch.randint(0, 50, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
-    whole, mine = Embedding(build_of(WHOLE_SEQUENCE, model)), Embedding(build_of(part, model))
+    whole, mine = (Embedding(model_spec(model).embedding, build_of(p, model)) for p in (WHOLE_SEQUENCE, part))
     for p, q in zip(whole.parameters(), mine.parameters()):
         torch.nn.init.normal_(p.data)
         q.data.copy_(p.data)
@@ -141,7 +142,8 @@ def test_embedding_of_two_runs(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rotary_of_two_runs(rank: int, providers: Callable[[], Providers]) -> None:
     model, part = dataclasses.replace(MODEL, position_embedding="rope"), zigzag(rank, 2)
-    whole, mine = (SelfAttention("a", build_of(p, model, providers())) for p in (WHOLE_SEQUENCE, part))
+    spec = model_spec(model).layers[0].attention
+    whole, mine = (SelfAttention("a", spec, build_of(p, model, providers())) for p in (WHOLE_SEQUENCE, part))
     y = torch.randn(SEQ, BATCH, 2, 3, 12, generator=torch.Generator().manual_seed(1))
     for want, got in zip(whole.split(y), mine.split(part.held(SEQ).take(y))):
         assert torch.equal(got, part.held(SEQ).take(want))
