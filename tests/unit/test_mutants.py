@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import mutants
@@ -11,10 +12,42 @@ from mutants import CAUGHT, ERROR, SURVIVED, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = mutants.load()
+CHEAP = (
+    "a group leaves out all but the first factor of its axes",
+    "gradients of shared key/value heads are not summed over their copies",
+    "sequence parallelism's partial gradients forget tp",
+    "both copies of a tied table are owned",
+    "normed heads are partial under sequence parallelism only",
+    "the rows of the second run are those of the first",
+    "a second shard of a parameter starts where the first did",
+    "what must not decay decays, and the other way round",
+    "a resumed run forgets its good steps",
+    "weight gradients are rounded to half precision before they are added",
+    "a replica's micro-batches are neighbours",
+    "a part of a parameter is read from the front",
+)
+"""Faults of each area whose test takes a second or two; ``make mutations`` tries them all."""
 
 
 def test_names_are_unique_and_there_are_many() -> None:
-    assert len({m.name for m in LIST}) == len(LIST) >= 40
+    assert len({m.name for m in LIST}) == len(LIST) >= 90
+
+
+@pytest.fixture(scope="module")
+def copy() -> Iterator[Path]:
+    """The tree without git's ignored files, to be broken."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("the copy is made of what git lists")
+    with mutants.copied_tree() as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_a_silent_fault_is_caught(copy: Path, name: str) -> None:
+    """By its test, which passes without the fault in the same ``make test``."""
+    (mutant,) = (m for m in LIST if m.name == name)
+    row = mutants.judge(copy, mutant)
+    assert row["outcome"] == CAUGHT, row
 
 
 @pytest.mark.parametrize("mutant", LIST, ids=lambda m: m.name)
