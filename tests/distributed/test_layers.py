@@ -22,6 +22,8 @@ from pool import RankPool
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import ModelConfig
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP64, Run, compare
 from megatron_port.parity.run_record import RankTrace, record_run
@@ -180,7 +182,7 @@ def test_these_comparisons_can_fail(ranks: RankPool, mistake: str) -> None:
 def train_without_partial_sums(config: Any, steps: int) -> RankTrace:
     """The native engine that does not know of a partial gradient."""
     ctx = ParallelContext.create(Topology(tp=2), "cpu")
-    with mock.patch("megatron_port.optim.buckets._kind", lambda record: "plain"):
+    with mock.patch.object(ParameterRecord, "reduces_over", lambda record, mesh: mesh.factors(*REPLICAS)):
         engine = build_engine(config, ctx, torch_providers())
         return record_run(engine, ctx, make_batches(config, ctx), steps=steps, lr=lambda step: 1e-2, evaluate=True)
 

@@ -78,7 +78,7 @@ def test_the_emulation_hangs_where_nccl_does(ranks: RankPool) -> None:
 def _no_communicator(absent: int) -> str:
     """Rank ``absent`` never comes to its dp group."""
     if dist.get_rank() == absent:
-        for members in ([0, 1], [2, 3], [0, 2], [1, 3]):  # as the others do; local
+        for members in ([0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2, 3]):  # as the others do; local
             dist.new_group(members)
         time.sleep(5.0)
         return "absent"

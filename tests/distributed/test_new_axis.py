@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cases import LR, make_batches, make_config, providers_of, single_run
@@ -52,7 +52,7 @@ class Wider(Topology):
 def train(config: RunConfig, sizes: dict[str, int], of_tokens: bool) -> RankTrace:
     """Three steps on this rank, with its replicas compared."""
     with an_axis(of_tokens=of_tokens):
-        ctx = ParallelContext.create(Wider(**sizes), "cpu")
+        ctx = ParallelContext.create(Wider(**cast(Any, sizes)), "cpu")
         try:
             engine = build_engine(config, ctx, providers_of(config))
             trace = record_run(engine, ctx, make_batches(config, ctx), steps=STEPS, lr=lambda step: LR)

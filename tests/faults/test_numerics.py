@@ -404,7 +404,7 @@ def test_a_flipped_bit_names_rank_and_tensor(worlds: RankPool, tmp_path: Path, d
         grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, num_query_groups=2))
         name = "layers.1.attention.qkv.weight"
         said = worlds.run(4, flip_and_check, grouped, Topology(tp=4, kv_copies=2), [(3, name)], fresh=True)
-        assert f"copies of {name} differ over the kv group of ranks 2, 3" in said[0][0] and said[0] == said[3]
+        assert f"copies of {name} differ over the kv_copies group of ranks 2, 3" in said[0][0] and said[0] == said[3]
 
 
 def test_the_loop_stops_on_drift(worlds: RankPool, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from megatron_port.config.schema import (
 )
 from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.optim.schedules import BatchSchedule
+from megatron_port.parallel.context import ParallelContext
 from megatron_port.runtime.lease import Fence
 from megatron_port.session.changes import changes_since, check_batch, check_seed
 from megatron_port.session.folders import FOLDER, run_folder
@@ -178,7 +179,7 @@ def config_in(folder: Path, **changes: Any) -> RunConfig:
 def session_in(config: RunConfig, notes: list[str]) -> Any:
     return SimpleNamespace(
         config=config, cpu_group=None, is_rank_zero=True, info=SimpleNamespace(world_size=1, rank=0), fence=Fence(),
-        ctx=SimpleNamespace(topology=SimpleNamespace(dp=1)), logger=SimpleNamespace(log=notes.append),
+        ctx=ParallelContext.single(), logger=SimpleNamespace(log=notes.append),
         progress=SimpleNamespace(step=0),
     )
 
