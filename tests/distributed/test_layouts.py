@@ -66,7 +66,7 @@ def test_every_schedule_equals_one_process(ranks: RankPool, world: int) -> None:
     if len(layouts) > 1:
         place = {d.seed: layouts.index(dataclasses.astuple(d.topology)) for d in draws}
         draws = [d for d in draws
-                 if (place[d.seed] + d.config.model.tie_embeddings) % 2 or d.config.layout.zero_stage == 2]
+                 if (place[d.seed] + d.config.model.tie_embeddings) % 2 or (world == 4 and d.config.layout.zero_stage == 2)]
     # Tied ones with half as many micro-batches, so that a pipeline is also seen when it is hardly filled.
     draws = [dataclasses.replace(d, config=dataclasses.replace(d.config, batch=dataclasses.replace(
                  d.config.batch, micro_batch_size=1 + d.config.model.tie_embeddings))) for d in draws]
@@ -76,10 +76,10 @@ def test_every_schedule_equals_one_process(ranks: RankPool, world: int) -> None:
            for d, _ in results}
     stages = {(name, 1) for name in ("gpipe", "1f1b", "zb-h1", "zb-v")}
     assert ran >= {(*stage, tied) for stage in stages for tied in (True, False)}
-    assert world == 2 or {(name, 2, tied) for name in ("gpipe", "1f1b") for tied in (True, False)} <= ran
+    assert world != 4 or {(name, 2, tied) for name in ("gpipe", "1f1b") for tied in (True, False)} <= ran
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_replicas_and_shards_equal_one_process(ranks: RankPool, world: int) -> None:
     """dp 4 with every ZeRO stage, split over all replicas and over two of them; in fp64."""
     draws = [d for d in replica_matrix() if d.topology.world_size == world]

@@ -180,6 +180,7 @@ def names(report: dict[str, Any], *, step: int, fault: Fault, micro_batch: int) 
 # ---------------------------------------------------------------- forward, backward, spike, transient; skip, stop
 
 
+@pytest.mark.slow  # a pipeline's is found and named below
 def test_nan_in_native_is_found_and_named(worlds: RankPool, tmp_path: Path) -> None:
     """tp 2 x pp 1 x dp 2: the step is not applied, and rank, micro-batch, sample and module are right."""
     t, bad, m = Topology(tp=2, dp=2), 3, 2

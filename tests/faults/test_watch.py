@@ -252,7 +252,8 @@ def test_a_loader_that_sleeps_is_named(endings: dict[str, Future[Ending]]) -> No
 
 
 @pytest.mark.parametrize(("name", "became"), [
-    ("hub-killed", "killed by signal 9"), pytest.param("hub-stopped", "stopped or hung", marks=pytest.mark.slow),
+    pytest.param("hub-killed", "killed by signal 9", marks=pytest.mark.slow),
+    pytest.param("hub-stopped", "stopped or hung", marks=pytest.mark.slow),
 ])
 def test_the_watch_survives_its_own_process(
     endings: dict[str, Future[Ending]], name: str, became: str

@@ -139,6 +139,7 @@ def test_a_throttled_node_is_named(cluster: Cluster) -> None:
     assert found.code("select") == 0 and found.hosts("selected") == "n[1,3-4]"
 
 
+@pytest.mark.slow
 def test_a_missing_device_is_named(eight_devices: Cluster) -> None:
     found = preflight(eight_devices, "missing", network=False, nodes="n[2-3]", number=2)
     assert found.code("report") == 3 and found.hosts("bad") == "n3", found.log
