@@ -7,6 +7,7 @@ with ``--compare BEFORE AFTER``. A digest is SHA-256 of all losses, norms, gradi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import sys
@@ -42,6 +43,16 @@ def traces_digest(traces: Sequence[Any]) -> str:
     digest = hashlib.sha256()
     feed(digest, list(traces))
     return digest.hexdigest()
+
+
+def as_before(one: Draw) -> Draw:
+    """The draw without the options that commits before 2026-11-22 did not have."""
+    later: dict[str, dict[str, Any]] = {"model": {"qk_norm": False}, "layout": {"shard_size": 0}}
+    parts = {name: getattr(one.config, name) for name in later}
+    known = {name: {k: v for k, v in later[name].items() if hasattr(part, k)} for name, part in parts.items()}
+    changes: dict[str, Any] = {name: dataclasses.replace(part, **known[name]) for name, part in parts.items()}
+    config = dataclasses.replace(one.config, **changes)
+    return dataclasses.replace(one, config=config)
 
 
 def run(draws: Sequence[tuple[str, Draw]], out: Path, *, batch_size: int, seconds: float) -> None:
@@ -91,7 +102,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.compare:
         return compare(*args.compare)
-    draws = [(f"draw {seed}", draw(seed)) for seed in range(args.seeds)]
+    draws = [(f"draw {seed}", as_before(draw(seed))) for seed in range(args.seeds)]
     if args.matrix:
         for own in ("off", "on"):
             rows = [*matrix(own), *schedule_matrix(own_kernels=own)]

@@ -65,8 +65,8 @@ def test_every_schedule_equals_one_process(ranks: RankPool, world: int) -> None:
     layouts = sorted({dataclasses.astuple(d.topology) for d in draws})
     if len(layouts) > 1:
         place = {d.seed: layouts.index(dataclasses.astuple(d.topology)) for d in draws}
-        draws = [d for d in draws
-                 if (place[d.seed] + d.config.model.tie_embeddings) % 2 or (world == 4 and d.config.layout.zero_stage == 2)]
+        draws = [d for d in draws if (place[d.seed] + d.config.model.tie_embeddings) % 2
+                 or (world == 4 and d.config.layout.zero_stage == 2)]
     # Tied ones with half as many micro-batches, so that a pipeline is also seen when it is hardly filled.
     draws = [dataclasses.replace(d, config=dataclasses.replace(d.config, batch=dataclasses.replace(
                  d.config.batch, micro_batch_size=1 + d.config.model.tie_embeddings))) for d in draws]
