@@ -195,8 +195,15 @@ class BlendedDataset:
 
     @cached_property
     def _mixed(self) -> int:
-        """Samples in stored order until the first corpus has been used."""
-        return min(len(d) * self.period // c for d, c in zip(self.datasets, self.counts))
+        """Samples in stored order until the first corpus has been used, and never more of a corpus than it has: within
+        a period it may be a sample ahead of its share."""
+        shares = (len(d) * self.period // c for d, c in zip(self.datasets, self.counts))
+        return min(*shares, *(self._place(i, len(d)) for i, d in enumerate(self.datasets)))
+
+    def _place(self, corpus: int, number: int) -> int:
+        """Return which sample of the blend is sample ``number`` of a corpus, counted without end."""
+        turns, rank = divmod(number, self.counts[corpus])
+        return turns * self.period + int(np.flatnonzero((self._owner == corpus) & (self._rank == rank))[0])
 
     @cached_property
     def _used(self) -> list[int]:

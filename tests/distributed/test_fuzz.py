@@ -11,7 +11,7 @@ from pool import RankPool
 from megatron_port.config.checks import problems
 from megatron_port.config.dump import leaves
 
-SEEDS = (*range(15), 37, 67, 81, 336, 374)
+SEEDS = (*range(30), 37, 67, 81, 336, 374)
 """Beyond 30: key/value heads that tp ranks share under ZeRO in fp64, and two heads on tp 4 in bf16 (37, 336); DeepSpeed
 in bf16 on 3 and 5 replicas, with one stage and two (67, 81, 374)."""
 

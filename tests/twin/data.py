@@ -106,6 +106,8 @@ class Blend:
         places = [((2 * j + 1) * common // c, d, j) for d, c in enumerate(self.counts) for j in range(c)]
         self.pattern = [(d, j) for _, d, j in sorted(places)]
         self.mixed = min(p.size * self.period // c for p, c in zip(parts, self.counts))
+        for d, (part, c) in enumerate(zip(parts, self.counts)):  # none beyond its end
+            self.mixed = min(self.mixed, part.size // c * self.period + self.pattern.index((d, part.size % c)))
         self.size = sum(p.size for p in parts)
 
     def _locate(self, k: int) -> tuple[int, int]:

@@ -219,6 +219,14 @@ class Told:
         return np.zeros(2, np.int64)
 
 
+def test_a_corpus_ahead_of_its_share_is_not_read_beyond_its_end() -> None:
+    parts = [Told(n) for n in (1, 1, 1, 10)]
+    mine = BlendedDataset(parts, [1.0, 1.0, 1.0, 29.0])
+    for k in range(len(mine)):
+        mine.sample(k)
+    assert [sorted(p.read) for p in parts] == [[0], [0], [0], list(range(10))]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=4), st.data(), SEEDS)
 def test_blends_are_the_twins_and_each_corpus_has_its_own_seed(
