@@ -1,4 +1,4 @@
-"""What several workers do over time: a row for each, a bar for each piece of work."""
+"""Gantt charts: a row for each worker, a bar for each piece of its work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Bar:
     fill: str
     """CSS colour."""
     mark: str = ""
-    """Written on the bar where it has room."""
+    """Text on the bar, left out where the bar is too narrow."""
     title: str = ""
     """Shown when pointed at."""
     kind: str = "cellmark"

@@ -57,7 +57,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows."""
+    """Range, scale and labels of an axis."""
 
     label: str = ""
     form: Callable[[float], str] = number

@@ -34,7 +34,7 @@ class Slice:
         return prod(self.shape)
 
     def shifted(self, offset: Sequence[int]) -> Slice:
-        """The same slice, moved by ``offset``."""
+        """Return this slice moved by ``offset``, in elements by dimension."""
         return Slice(
             tuple(lo + o for lo, o in zip(self.low, offset)),
             tuple(h + o for h, o in zip(self.high, offset)),

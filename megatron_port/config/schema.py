@@ -264,7 +264,7 @@ class TrainingConfig:
     steps: int = 100
     """Optimizer steps."""
     loss: str = "cross_entropy"
-    """What training minimises, averaged over tokens: cross_entropy, or a loss that a plugin registers. Evaluations
+    """Loss that training minimises, averaged over tokens: cross_entropy, or a loss that a plugin registers. Evaluations
     always report the cross-entropy."""
     eval_interval: int = 0
     """Steps between evaluations; 0: only at the end when eval_batches > 0."""

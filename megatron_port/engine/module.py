@@ -18,7 +18,7 @@ class StageModule(Protocol):
     """One pipeline stage of any model; also an ``nn.Module``."""
 
     auxiliary_names: tuple[str, ...]
-    """Of the sums that modules of the whole model add to in a step (``parallel.step``); the same on every stage."""
+    """Names of the sums that modules of the whole model add to in a step (``parallel.step``), alike on every stage."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Tokens, or the boundary's tensors, in; the boundary's tensors (one may stand alone), or logits, out."""

@@ -8,6 +8,7 @@ piece (:class:`RuleUpdate`), the host deciding.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -50,7 +51,7 @@ def _by_decay(pieces: Sequence[StateShard]) -> list[list[StateShard]]:
     return [[p for p in pieces if p.record.decay is decay] for decay in (True, False)]
 
 
-class HostUpdate:
+class HostUpdate(ABC):
     """An update whose skipping and clipping the host decides."""
 
     square_norm: SquareNorm = None
@@ -84,9 +85,9 @@ class HostUpdate:
         self.sharded.publish()
         return norm, veto
 
+    @abstractmethod
     def _apply(self, lr: float) -> None:
         """Update masters and state from the pieces' gradients, which are unscaled and clipped."""
-        raise NotImplementedError
 
 
 class TorchUpdate(HostUpdate):

@@ -9,6 +9,7 @@ it any range of any parameter, and its result does not depend on how parameters 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,21 +36,22 @@ class UpdateSettings:
     eps: float
 
 
-class OptimizerRule:
+class OptimizerRule(ABC):
     """Interface of a rule. Instances hold no state of a run, so one serves all parameters."""
 
+    @abstractmethod
     def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
         """Return the names of the state tensors of a parameter, each of the parameter's shape and as wide as its
         master.
 
         May depend on the parameter's name, global shape and decay class, not on this rank's slice of it.
         """
-        raise NotImplementedError
 
 
 class ElementwiseRule(OptimizerRule):
     """A rule that updates each element from that element's gradient and state alone."""
 
+    @abstractmethod
     def update_(
         self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
     ) -> None:
@@ -61,7 +63,6 @@ class ElementwiseRule(OptimizerRule):
             state: one tensor for each of :meth:`kinds`, of the same range; zeros before the first update.
             settings: hyperparameters of this update.
         """
-        raise NotImplementedError
 
 
 class AdamW(OptimizerRule):
@@ -84,7 +85,7 @@ def rule_of(config: OptimizerConfig) -> OptimizerRule:
     Raises:
         ConfigError: there is none of that name, or a plugin's is no OptimizerRule.
     """
-    return OPTIMIZERS.get(config.name, OptimizerRule)
+    return OPTIMIZERS.get(config.name, OptimizerRule)  # type: ignore[type-abstract]  # only isinstance is asked
 
 
 def state_kinds(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dict[str, tuple[str, ...]]:
