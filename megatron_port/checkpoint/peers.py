@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.errors import CheckpointError, PortError
+from megatron_port.runtime.agreement import TEXT_CHARACTERS, broadcast_text
 
 T = TypeVar("T")
-_TEXT_BYTES = 4096
 
 
 class Peers(Protocol):
@@ -62,17 +62,12 @@ class GroupPeers:
         self.world_size = dist.get_world_size(group)
 
     def first_failure(self, message: str | None) -> str | None:
-        """Return the first failure by one all-reduce of an integer; on failure also one broadcast of a short text."""
+        """Return the first failure by one all-reduce of an integer; on failure also its text is broadcast."""
         flag = self.maximum([self.world_size - self.rank if message is not None else 0])[0]
         if flag == 0:
             return None
-        first = self.world_size - flag
-        text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        if first == self.rank and message is not None:
-            data = message.encode()[:_TEXT_BYTES]
-            text[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        dist.broadcast(text, group_src=first, group=self._group)
-        return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+        own = None if message is None else message[:TEXT_CHARACTERS]
+        return broadcast_text(own, source=self.world_size - flag, group=self._group)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum by one all-reduce."""

@@ -21,7 +21,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault, PortError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.runtime import process_group
-from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.agreement import agreed
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.fingerprint import Fingerprint
 from megatron_port.runtime.lease import Fence
@@ -204,18 +204,11 @@ def _assemble(
         two_way=config.engine == "native", progress=progress,
     )
     progress.at(START)
-    failure: PortError | None = None
-    providers: Providers | None = None
-    try:
-        providers = choose_providers(
-            config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
-            attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
-        )
-        install_guard(config.backend.allow_jit)
-        if config.backend.allow_jit:
-            logger.log("backend.allow_jit = true: ops may be compiled while this run trains")
-    except PortError as error:
-        failure = error
-    agree(failure, where=str(ctx.coords))
-    assert providers is not None
+    providers = agreed(lambda: choose_providers(
+        config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
+        attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
+    ), where=str(ctx.coords))
+    agreed(lambda: install_guard(config.backend.allow_jit), where=str(ctx.coords))
+    if config.backend.allow_jit:
+        logger.log("backend.allow_jit = true: ops may be compiled while this run trains")
     return Session(config, info, device, ctx, providers, logger, progress)

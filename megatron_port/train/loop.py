@@ -18,7 +18,7 @@ from megatron_port.config.dump import leaves, to_toml
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
-from megatron_port.errors import NumericsError, PortError
+from megatron_port.errors import NumericsError
 from megatron_port.health.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.health.numerics import NumericsGuard
 from megatron_port.health.replay import check_replay_settings, replay_on_neighbour
@@ -28,7 +28,7 @@ from megatron_port.model.flops import hardware_flops, model_flops, parameter_cou
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
 from megatron_port.parallel.positions import sequence_partition
-from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.agreement import agree, agreed
 from megatron_port.runtime.atomic import write_bytes
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
@@ -146,20 +146,12 @@ class Trainer:
             log(line)
 
     def _load_data(self) -> Loaders:
-        failure: PortError | None = None
-        loaders: Loaders | None = None
-        try:
-            loaders = build_loaders(
-                self.config, dp_rank=self.ctx.index("dp"), dp_size=self.ctx.size("dp"),
-                need_tokens=self.ctx.is_first_stage, need_labels=self.ctx.is_last_stage,
-                train_samples=self.batches.samples_before(self.config.training.steps),
-                partition=sequence_partition(self.ctx.mesh, self.ctx.rank),
-            )
-        except PortError as error:
-            failure = error
-        agree(failure, where=str(self.ctx.coords))
-        assert loaders is not None
-        return loaders
+        return agreed(lambda: build_loaders(
+            self.config, dp_rank=self.ctx.index("dp"), dp_size=self.ctx.size("dp"),
+            need_tokens=self.ctx.is_first_stage, need_labels=self.ctx.is_last_stage,
+            train_samples=self.batches.samples_before(self.config.training.steps),
+            partition=sequence_partition(self.ctx.mesh, self.ctx.rank),
+        ), where=str(self.ctx.coords))
 
     def _announce(self, seconds: float, begun_at: Checkpoint | None) -> None:
         c, t, log = self.config, self.ctx.topology, self.session.logger.log
@@ -173,19 +165,18 @@ class Trainer:
         every = self.engine.state_check.interval
         if every != 1:
             log(f"state check every {every} updates (numerics.state_check_interval)" if every else "no state check")
-        failure: PortError | None = None
-        if self.session.is_rank_zero:
-            try:
-                manifest, path = (begun_at.manifest, begun_at.path) if begun_at is not None else (None, None)
-                settle(run_folder(c), c, manifest, self.session.fence, path=path)
-                write_bytes(run_folder(c) / "config.toml", to_toml(c).encode())
-            except PortError as error:
-                failure = error
-            except OSError as error:
-                failure = disk_error(error, run_folder(c))
-            if failure is None:
-                record_start(self.session, self.progress.step)
-        agree(failure)
+        agreed(lambda: self._claim_folder(begun_at) if self.session.is_rank_zero else None)
+
+    def _claim_folder(self, begun_at: Checkpoint | None) -> None:
+        """Write into the run's folder, on rank 0, which run it is of, its configuration, and that it has started."""
+        c, folder = self.config, run_folder(self.config)
+        manifest, path = (begun_at.manifest, begun_at.path) if begun_at is not None else (None, None)
+        try:
+            settle(folder, c, manifest, self.session.fence, path=path)
+            write_bytes(folder / "config.toml", to_toml(c).encode())
+        except OSError as error:
+            raise disk_error(error, folder) from error
+        record_start(self.session, self.progress.step)
 
     def run(self) -> TrainingResult:
         """Train to ``training.steps``; on a signal save and return early."""

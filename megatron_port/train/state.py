@@ -28,18 +28,11 @@ from megatron_port.optim.rules import mixed_kinds, rule_of, state_kinds
 from megatron_port.optim.schedules import learning_rate
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import BUFFER, WEIGHT
-from megatron_port.runtime.agreement import agree, text_of_rank_zero
+from megatron_port.runtime.agreement import agree, agreed, broadcast_text
 from megatron_port.session.changes import check_batch, check_rule, check_seed
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.identity import own_checkpoints
 from megatron_port.session.session import Session
-
-
-def _from_rank_zero(value: Any, session: Session) -> Any:
-    """Return rank 0's value (of JSON's types) on every rank. At start-up only."""
-    if session.cpu_group is None or session.info.world_size == 1:
-        return value
-    return json.loads(text_of_rank_zero(json.dumps(value)) or "null")
 
 
 def find_checkpoints(session: Session) -> list[Path]:
@@ -54,22 +47,20 @@ def find_checkpoints(session: Session) -> list[Path]:
             one is damaged (a run never starts over without being told to), or all are of another run.
         ConfigError: on every rank: the batch schedule, the seed or the optimizer's rule is not that of the newest.
     """
-    found: list[Path] = []
-    failure: PortError | None = None
-    if session.is_rank_zero and session.config.checkpoint.resume != "never":
-        try:
-            whole = _look(session.config, session.logger.log)
-            whole = _of_this_model(whole, session.config, session.logger.log)
-            if whole:
-                path, manifest = whole[0]
-                check_batch(manifest, session.config, session.ctx.size("dp"), str(path))
-                check_seed(manifest, session.config, str(path))
-                check_rule(manifest, session.config, str(path))
-            found = [path for path, _ in whole]
-        except PortError as error:
-            failure = error
-    agree(failure)
-    return [Path(path) for path in _from_rank_zero([str(path) for path in found], session)]
+    def look() -> list[str]:
+        if not session.is_rank_zero or session.config.checkpoint.resume == "never":
+            return []
+        whole = _look(session.config, session.logger.log)
+        whole = _of_this_model(whole, session.config, session.logger.log)
+        if whole:
+            path, manifest = whole[0]
+            check_batch(manifest, session.config, session.ctx.size("dp"), str(path))
+            check_seed(manifest, session.config, str(path))
+            check_rule(manifest, session.config, str(path))
+        return [str(path) for path, _ in whole]
+
+    found = agreed(look)
+    return [Path(path) for path in json.loads(broadcast_text(json.dumps(found)) or "[]")]
 
 
 def _of_this_model(
