@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,40 +20,23 @@ from megatron_port.runtime.agreement import TEXT_CHARACTERS, broadcast_text
 T = TypeVar("T")
 
 
-class Peers(Protocol):
-    """Set of ranks with one operation."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank, 0 to world_size - 1."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def first_failure(self, message: str | None) -> str | None:
-        """Meet the others. ``message``: what failed here, or None. Return the lowest failing rank's, or None."""
-
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of every rank's integers, as many from each."""
-
-
-class Alone:
-    """Peers of a single process."""
+class Peers:
+    """Ranks that save together: here a single process; derived classes meet others."""
 
     rank = 0
+    """Number of this rank, 0 to world_size - 1."""
     world_size = 1
 
     def first_failure(self, message: str | None) -> str | None:
-        """Return its own message."""
+        """Meet the others. ``message``: what failed here, or None. Return the lowest failing rank's, or None."""
         return message
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return its own values."""
+        """Return the element-wise maximum of every rank's integers, as many from each."""
         return list(values)
 
 
-class GroupPeers:
+class GroupPeers(Peers):
     """Peers of a process group whose backend takes CPU tensors (gloo, or cpu:gloo,cuda:nccl)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -74,6 +57,11 @@ class GroupPeers:
         flags = torch.tensor(list(values), dtype=torch.int64)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return [int(v) for v in flags.tolist()]
+
+
+def peers_of(group: dist.ProcessGroup | None) -> Peers:
+    """Return the ranks of a group, or this process alone."""
+    return Peers() if group is None or dist.get_world_size(group) == 1 else GroupPeers(group)
 
 
 def failure_text(peers: Peers, error: Exception) -> str:

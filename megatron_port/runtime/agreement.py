@@ -45,8 +45,8 @@ def broadcast_text(
 ) -> str | None:
     """Collective: the text (or None) of rank ``source`` of the group on every rank.
 
-    What the others bring is not looked at. As bytes in tensors: torch's object collectives would unpickle what a peer sent. Two small broadcasts; without a
-    process group it is the caller's own text.
+    What the others bring is not looked at. As bytes in tensors: torch's object collectives would unpickle what a peer
+    sent. Two small broadcasts; without a process group it is the caller's own text.
 
     Raises:
         EnvironmentFault: more than 1 MiB was announced.

@@ -11,7 +11,7 @@ import time
 
 from megatron_port.checkpoint.background import BackgroundSave, Finished
 from megatron_port.checkpoint.lineage import Committer
-from megatron_port.checkpoint.peers import Alone, GroupPeers
+from megatron_port.checkpoint.peers import peers_of
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError
 from megatron_port.model.saved_state import state_records
@@ -41,9 +41,8 @@ class Saving:
         self._background: BackgroundSave | None = None
         checkpoint = session.config.checkpoint
         if checkpoint.asynchronous:
-            group = session.cpu_group if session.info.world_size > 1 else None
             self._background = BackgroundSave(
-                Alone() if group is None else GroupPeers(group), run_folder(session.config) / FOLDER,
+                peers_of(session.cpu_group), run_folder(session.config) / FOLDER,
                 keep=checkpoint.keep, verify=checkpoint.verify_saves, note=session.logger.log,
                 committer=self._committer,
             )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_port.checkpoint.format import Manifest, SavedState, read_manifest, step_of
 from megatron_port.checkpoint.lineage import Committer
+from megatron_port.checkpoint.peers import peers_of
 from megatron_port.checkpoint.reader import Checkpoint, checkpoints_in, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict, config_hash
@@ -313,7 +314,7 @@ def save_state(engine: Engine, session: Session, at: Position, committer: Commit
     records = state_records(config.model) if session.is_rank_zero else None
     return save_checkpoint(
         run_folder(config) / FOLDER, state_of(engine, config, at, records), engine.state_pieces(),
-        keep=config.checkpoint.keep, group=session.cpu_group if session.info.world_size > 1 else None,
+        keep=config.checkpoint.keep, peers=peers_of(session.cpu_group),
         expected=shapes_of(records), note=session.logger.log, verify=config.checkpoint.verify_saves,
         committer=committer,
     )
