@@ -78,16 +78,15 @@ class PlainConsole:
         self._total, self._interval, self._stream = total_steps, log_interval, stream
         self._peak = LossPeak()
 
-    def step(self, record: Record) -> None:
-        """A training step."""
+    def write(self, record: Record) -> None:
+        """A training step or an evaluation."""
         step = int(record["step"] or 0)
+        if "validation_loss" in record:
+            self._line(f"evaluation after step {step}/{self._total}", cells(record))
+            return
         self._peak.add(record)
         if _is_due(step, self._total, self._interval, record):
             self._line(f"step {step}/{self._total}", self._peak.cells(record))
-
-    def evaluation(self, record: Record) -> None:
-        """An evaluation."""
-        self._line(f"evaluation after step {record['step']}/{self._total}", cells(record))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -120,8 +119,12 @@ class LiveConsole:
         self._live: Any = Live(console=console, auto_refresh=False, get_renderable=self._table)
         self._live.start()
 
-    def step(self, record: Record) -> None:
-        """A training step."""
+    def write(self, record: Record) -> None:
+        """A training step or an evaluation."""
+        if "validation_loss" in record:
+            self._validation = f"validation loss {cells(record)['validation loss']} after step {record['step']}"
+            self._live.refresh()
+            return
         self._last_step = int(record["step"] or 0)
         seconds = record.get("seconds")
         if seconds is not None:
@@ -130,11 +133,6 @@ class LiveConsole:
         if _is_due(self._last_step, self._total, self._interval, record):
             self._rows.append((self._last_step, self._peak.cells(record)))
             self._live.refresh()
-
-    def evaluation(self, record: Record) -> None:
-        """An evaluation."""
-        self._validation = f"validation loss {cells(record).get('validation loss', '?')} after step {record['step']}"
-        self._live.refresh()
 
     def close(self) -> None:
         """Draw once more and leave the table on the screen."""

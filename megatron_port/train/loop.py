@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_port.checkpoint.disk import disk_error
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint
-from megatron_port.config.dump import leaves, to_toml
+from megatron_port.config.dump import to_toml
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
@@ -246,12 +246,9 @@ class Trainer:
             )
 
     def _telemetry(self) -> Telemetry:
-        c = self.config
         return Telemetry(
-            run_folder(c), is_rank_zero=self.session.is_rank_zero, total_steps=c.training.steps,
-            log_interval=c.training.log_interval, resumed_step=self.progress.step, tensorboard=c.telemetry.tensorboard,
-            trackers={"wandb": c.telemetry.wandb, "mlflow": c.telemetry.mlflow}, project=c.telemetry.project,
-            config=dict(leaves(c)), name=c.name, warn=self.session.logger.log, guard=self.session.fence.check,
+            run_folder(self.config), self.config, is_rank_zero=self.session.is_rank_zero,
+            resumed_step=self.progress.step, warn=self.session.logger.log, guard=self.session.fence.check,
         )
 
     def _due(self, interval: int) -> bool:
