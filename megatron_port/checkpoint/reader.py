@@ -257,7 +257,7 @@ class Checkpoint:
         if not all(o < z and a < o + n for o, n, a, z in zip(piece.offset, piece.shape, wanted.low, wanted.high)):
             return
         steps = strides(piece.shape)
-        for part in piece.flat_range().slices():
+        for part in piece.slices():
             common = part.intersect(wanted)
             if common is not None:
                 target = out[tuple(slice(a - w, b - w) for a, b, w in zip(common.low, common.high, wanted.low))]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -31,10 +30,6 @@ class GpuRate:
     """Median sample while all devices work, as they do in training."""
     fault: str = ""
     """What failed; the numbers that came before it stand."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the rates for the node's file."""
-        return asdict(self)
 
 
 def core_rate() -> CoreRate:

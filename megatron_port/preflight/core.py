@@ -29,9 +29,8 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 WINDOW_S = 0.5
 CONCLUSIVE = 0.9
@@ -80,10 +79,6 @@ class CoreRate:
     conclusive: bool
     windows: int
     seconds: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the rate for the node's file."""
-        return asdict(self)
 
 
 def rate_of(windows: list[Window], flop: float, seconds: float) -> CoreRate:

@@ -148,7 +148,7 @@ def write_network(folder: Path, result: NetworkResult, loaded: Mapping[str, Load
     content: dict[str, Any] = {
         "format": files.FORMAT, "attempt": attempt_name(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "version": __version__, "torch": torch.__version__, "backend": backend,
-        **result.as_json(), "library": {host: found.as_json() for host, found in loaded.items()},
+        **result.as_json(), "library": {host: files.known(found) for host, found in loaded.items()},
     }
     files.write_json(folder / files.NETWORK, content)
     good, bad = files.read_hosts(folder / files.GOOD), files.read_hosts(folder / files.BAD)
