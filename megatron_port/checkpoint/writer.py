@@ -45,9 +45,9 @@ from megatron_port.checkpoint.format import (
     shard_name,
     step_of,
 )
-from megatron_port.checkpoint.json_values import plain
 from megatron_port.checkpoint.lineage import Committer, epoch_of_temporary, temporary_name
 from megatron_port.checkpoint.peers import Peers, together
+from megatron_port.checkpoint.schema import plain
 from megatron_port.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
 from megatron_port.errors import CheckpointError
 from megatron_port.parallel.state import StatePiece

@@ -29,7 +29,7 @@ from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.peers import explain_peer_failure
 from megatron_port.runtime.progress import COMMUNICATOR, START, ProgressTracker
 from megatron_port.session.assemble import DTYPES, topology_of
-from megatron_port.session.output import check_output
+from megatron_port.session.folders import check_output
 
 
 @dataclass(frozen=True)

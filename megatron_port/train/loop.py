@@ -36,8 +36,7 @@ from megatron_port.runtime.memory import peak_resident_bytes
 from megatron_port.runtime.progress import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
 from megatron_port.runtime.signals import EXIT_CODES, LEVELS, StopRequest, block_signals, name_of
 from megatron_port.session.assemble import build_engine
-from megatron_port.session.changes import changes_since, check_batch
-from megatron_port.session.data_fingerprint import check_data_fingerprint
+from megatron_port.session.changes import changes_since, check_batch, check_data_fingerprint
 from megatron_port.session.folders import run_folder
 from megatron_port.session.identity import settle
 from megatron_port.session.provenance import record_event, record_start
@@ -132,11 +131,9 @@ class Trainer:
 
     def _resume(self, loaded: Checkpoint) -> None:
         """Take the counters of a checkpoint that the engine has loaded; print lines on what differs."""
-        state, log = loaded.manifest.state, self.session.logger.log
-        self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
-        self.numerics.load(state.extra.get("numerics", {}))
-        self.committer.resumed(loaded.manifest.lineage, state.step)
-        log(f"resumed from {loaded.path} at step {state.step}, {state.samples} samples")
+        log = self.session.logger.log
+        self._take_counters(loaded)
+        log(f"resumed from {loaded.path} at step {self.progress.step}, {self.progress.samples} samples")
         # An older one than the newest may have been taken.
         check_batch(loaded.manifest, self.config, self.ctx.size("dp"), str(loaded.path))
         for line in [
@@ -144,6 +141,12 @@ class Trainer:
             *check_data_fingerprint(loaded, self.config, self.loaders),
         ]:
             log(line)
+
+    def _take_counters(self, loaded: Checkpoint, *, medians_only: bool = False) -> None:
+        p, state = self.progress, loaded.manifest.state
+        p.step, p.samples, p.skipped = state.step, state.samples, int(state.extra.get("skipped_total", 0))
+        self.numerics.load(state.extra.get("numerics", {}), medians_only=medians_only)
+        self.committer.resumed(loaded.manifest.lineage, state.step)
 
     def _load_data(self) -> Loaders:
         return agreed(lambda: build_loaders(
@@ -359,10 +362,7 @@ class Trainer:
                 f"{p.step}, or numerics.on_anomaly = \"skip\""
             )
         loaded = load_first_whole(self.engine, found, session)
-        state = loaded.manifest.state
-        p.step, p.samples, p.skipped = state.step, state.samples, int(state.extra.get("skipped_total", 0))
-        self.numerics.load(state.extra.get("numerics", {}), medians_only=True)
-        self.committer.resumed(loaded.manifest.lineage, p.step)
+        self._take_counters(loaded, medians_only=True)
         loaded.close()
         left = ""
         if anomaly.verdict == REPRODUCIBLE:

@@ -16,11 +16,10 @@ import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state, whole
 
 from megatron_port.checkpoint import background, disk
-from megatron_port.checkpoint.background import BackgroundSave, Finished
+from megatron_port.checkpoint.background import BackgroundSave, Finished, HostBuffer
 from megatron_port.checkpoint.peers import Peers
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.checkpoint.shard import bytes_of, plan_shard
-from megatron_port.checkpoint.snapshot import HostBuffer
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from megatron_port.errors import CheckpointError

@@ -14,11 +14,10 @@ import pytest
 from megatron_port.charts.numbers import quantity
 from megatron_port.config.schema import RunConfig, TelemetryConfig, TrainingConfig
 from megatron_port.telemetry import sinks
-from megatron_port.telemetry.console import LiveConsole, PlainConsole, make_console
+from megatron_port.telemetry.console import LiveConsole, PlainConsole, duration, make_console
 from megatron_port.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_port.telemetry.picture import Curves, draw_loss, loss_picture, read_curves, smoothed
 from megatron_port.telemetry.sinks import Telemetry
-from megatron_port.telemetry.text import duration
 
 
 class Terminal(io.StringIO):
