@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WINDOW_S = 0.5
+LIMIT_S = 12.0
 CONCLUSIVE = 0.9
 SHORT_WINDOWS = 4
 """Conclusive windows that must all fall short before a core is called slow."""
@@ -185,10 +186,10 @@ def accounted_seconds(file: Path = Path("/proc/thread-self/schedstat")) -> float
         return None
 
 
-def measure_core(multiply: Callable[[], object], flop: float, *, limit_s: float = 12.0) -> CoreRate:
+def measure_core(multiply: Callable[[], object], flop: float) -> CoreRate:
     """Repeat ``multiply`` (single-threaded, about a millisecond, ``flop`` operations) until the rate is sure.
 
-    Takes 1 s on a node that is free, and up to ``limit_s`` on one that is busy.
+    Takes 1 s on a node that is free, and up to ``LIMIT_S`` on one that is busy.
     """
     cpus, files, wait = allowed_cpus(), quota_files(), random.Random()
     begin = time.perf_counter()
@@ -199,7 +200,7 @@ def measure_core(multiply: Callable[[], object], flop: float, *, limit_s: float 
     while True:
         windows.append(_window(multiply, cpus, files))
         seconds = time.perf_counter() - begin
-        if enough(windows) or seconds >= limit_s:
+        if enough(windows) or seconds >= LIMIT_S:
             return rate_of(windows, flop, seconds)
         if not windows[-1].conclusive:
             time.sleep(wait.uniform(0.0, pause))

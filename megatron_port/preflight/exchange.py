@@ -178,15 +178,11 @@ def collective_seconds(
 
 def _collective(
     operation: str, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     if operation == ALL_REDUCE:
         whole = torch.zeros(max(1, size // 4), device=device)
-        return lambda: _ignore(dist.all_reduce(whole, group=group))
+        return lambda: dist.all_reduce(whole, group=group)
     assert operation == ALL_GATHER
     part = torch.zeros(max(1, size // 4 // ranks), device=device)
     gathered = torch.empty(part.numel() * ranks, device=device)
-    return lambda: _ignore(all_gather_single(gathered, part, group=group))
-
-
-def _ignore(work: object) -> None:
-    """Synchronous collectives return nothing."""
+    return lambda: all_gather_single(gathered, part, group=group)

@@ -43,14 +43,13 @@ def torch_probe() -> DeviceProbe:
     return DeviceProbe(kind, torch.cuda.device_count() if kind else 0, found)
 
 
-def check_node(config: RunConfig, *, expect: int | None = None, probe: DeviceProbe | None = None) -> dict[str, Any]:
+def check_node(config: RunConfig, *, expect: int | None = None) -> dict[str, Any]:
     """Return the contents of the node's file. Nothing here judges: that needs the other nodes (``preflight.verdict``).
 
     Args:
         expect: devices that the node must have (None: ``cluster.gpus_per_node`` on a node with GPUs).
-        probe: where devices are looked for, for tests.
     """
-    probe = probe or torch_probe()
+    probe = torch_probe()
     begin = time.monotonic()
     vendor = ask_vendor(probe)
     busy: list[Vendor] = []

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from megatron_port import __version__
-from megatron_port.backend.device import DeviceInfo, choose_device
+from megatron_port.backend.device import choose_device
 from megatron_port.config.schema import RunConfig
-from megatron_port.errors import EnvironmentFault, PortError
+from megatron_port.errors import EnvironmentFault
 from megatron_port.preflight import files
 from megatron_port.preflight.exchange import gather_place, meet
 from megatron_port.preflight.library import LoadedNetwork, parse_log, plugin_problem
 from megatron_port.preflight.network import NetworkResult, check_network, default_sizes, render
 from megatron_port.runtime import process_group
+from megatron_port.runtime.agreement import attempt
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.slurm import compress_hosts
@@ -38,7 +39,10 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     Raises:
         EnvironmentFault: launcher, rendezvous or device; a message or a collective that failed, with the hosts.
     """
-    device, fault = _device(config, info)
+    device, fault = attempt(lambda: choose_device(
+        config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
+        share=config.backend.share_devices,
+    ))
     if device is not None and device.is_gpu:
         torch.cuda.set_device(device.torch_device)
         _ask_library(folder, info)
@@ -67,17 +71,6 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     finally:
         process_group.stop(group, failed=failed)
     return result
-
-
-def _device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
-    try:
-        device = choose_device(
-            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
-            share=config.backend.share_devices,
-        )
-    except PortError as error:
-        return None, error
-    return device, None
 
 
 def _ask_library(folder: Path, info: ProcessInfo) -> None:

@@ -123,20 +123,20 @@ def agree(
     raise CLASSES.get(int(code_text), PortError)(message) from error
 
 
-def agreed(
-    action: Callable[[], T], *, group: dist.ProcessGroup | None = None, where: str = "",
-    device: torch.device | str = "cpu",
-) -> T:
+def attempt(action: Callable[[], T]) -> tuple[T | None, PortError | None]:
+    """Return what ``action`` returns, or the PortError that it raised, for the other ranks to hear of."""
+    try:
+        return action(), None
+    except PortError as error:
+        return None, error
+
+
+def agreed(action: Callable[[], T], *, where: str = "") -> T:
     """Collective: run ``action`` and :func:`agree` on whether it went well everywhere; return its result on this rank.
 
     Raises:
         PortError: ``action`` raised one on some rank. Any other error passes at once.
     """
-    result: T | None = None
-    failure: PortError | None = None
-    try:
-        result = action()
-    except PortError as error:
-        failure = error
-    agree(failure, group=group, where=where, device=device)
+    result, failure = attempt(action)
+    agree(failure, where=where)
     return result  # type: ignore[return-value]

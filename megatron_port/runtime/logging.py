@@ -20,18 +20,17 @@ class Logger:
     rank: int = 0
     world_size: int = 1
     host: str = ""
-    prefix: str = ""
     stream: TextIO = field(default_factory=lambda: sys.stdout)
 
     def log(self, message: str) -> None:
         """One message, on rank 0 only."""
         if self.rank == 0:
-            self._write(self.prefix, message)
+            self._write("", message)
 
     def log_any(self, message: str) -> None:
         """One message from whichever rank calls, marked with rank and host."""
         mark = f"[rank {self.rank} of {self.world_size}{' on ' + self.host if self.host else ''}] "
-        self._write(mark + self.prefix, message)
+        self._write(mark, message)
 
     def _write(self, prefix: str, message: str) -> None:
         # One write a message, so that lines of several processes do not interleave.

@@ -56,9 +56,7 @@ class Saving:
         self._wait()
         try:
             if self._background is None:
-                started = time.perf_counter()
-                path = save_state(self._engine, self._session, at, self._committer)
-                self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
+                self._save_now(at)
             else:
                 config = self._session.config
                 records = state_records(config.model) if self._session.is_rank_zero else None
@@ -87,9 +85,12 @@ class Saving:
         """
         self.finish()
         if self.saved_step != at.step:
-            started = time.perf_counter()
-            path = save_state(self._engine, self._session, at, self._committer)
-            self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
+            self._save_now(at)
+
+    def _save_now(self, at: Position) -> None:
+        started = time.perf_counter()
+        path = save_state(self._engine, self._session, at, self._committer)
+        self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
 
     def leave(self, seconds: float = 5.0) -> None:
         """Give a save that is nearly done this long to end when an error ends the run. Not collective."""

@@ -157,7 +157,7 @@ def shape_fault(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]])
     return f"{wrong[0]} has shape {have[wrong[0]]}, the model's has {tuple(expected[wrong[0]])}" if wrong else None
 
 
-def check_resumable(checkpoint: Checkpoint, config: RunConfig, *, weights_only: bool = False) -> None:
+def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Raise DamagedCheckpoint if a tensor of the model, or state that the optimizer's rule keeps, is not there.
 
     An import of weights alone is of step 0; what was trained and has lost its state would resume as another run.
@@ -165,7 +165,7 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig, *, weights_only: 
     records = state_records(config.model)
     parameters = {name: record.shape for name, record in records.items() if record.kind == WEIGHT}
     fault = shape_fault(checkpoint, parameters)
-    if fault is None and not weights_only:
+    if fault is None:
         fault = _state_fault(checkpoint, state_kinds(rule_of(config.optimizer), records.values()))
     if fault:
         raise DamagedCheckpoint(f"{checkpoint.path}: {fault}")
@@ -192,7 +192,7 @@ def has_optimizer_state(kinds: Iterable[str]) -> bool:
     return bool(set(kinds) - {WEIGHT, BUFFER})
 
 
-def load_into(engine: Engine, path: Path, session: Session, *, weights_only: bool = False) -> Checkpoint:
+def load_into(engine: Engine, path: Path, session: Session) -> Checkpoint:
     """Load a checkpoint of any layout into the engine. Collective; the same error on every rank.
 
     Raises:
@@ -209,8 +209,8 @@ def load_into(engine: Engine, path: Path, session: Session, *, weights_only: boo
         except CheckpointError:
             _check_describes_itself(checkpoint)
             raise
-        check_resumable(checkpoint, session.config, weights_only=weights_only)
-        if weights_only or not has_optimizer_state(checkpoint.kinds()):  # an import of weights alone
+        check_resumable(checkpoint, session.config)
+        if not has_optimizer_state(checkpoint.kinds()):  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
             engine.load_state(checkpoint.read, dict(checkpoint.scalars))
