@@ -27,6 +27,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.runtime.agreement import broadcast_text
 from megatron_port.runtime.atomic import write_bytes
 from megatron_port.session.session import Session
+from megatron_port.telemetry.metrics import finite_or_text
 
 TRANSIENT, REPRODUCIBLE = "transient", "reproducible"
 LISTED = 200
@@ -59,9 +60,9 @@ def same_bits(a: StepResult, b: StepResult) -> bool:
 
 
 def _finite_or_text(value: Any) -> Any:
-    """Return a finite number, or one of metrics.jsonl's strings for the others: JSON has no NaN."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    """Return a value with metrics.jsonl's strings for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return finite_or_text(value)
     if isinstance(value, dict):
         return {k: _finite_or_text(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

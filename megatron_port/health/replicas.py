@@ -21,6 +21,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.runtime.agreement import agree, gather_names
+from megatron_port.runtime.logging import ranks_text
 
 CHUNK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 22}
 """Words hashed at a time: what fits a core's cache, and what keeps a GPU busy. Bounds the memory: 16 bytes each."""
@@ -108,15 +109,9 @@ def _explain(
         )
     return NumericsError(
         f"after step {step} the copies of {names[0]}{f' and {len(names) - 1} more parameters' if names[1:] else ''} "
-        f"differ over the {axis} group of ranks {_ranks(members)}: {verdict}. One rank alone: suspect its memory, "
+        f"differ over the {axis} group of {ranks_text(members)}: {verdict}. One rank alone: suspect its memory, "
         "leave the host out; the same parameters again: report the layout. Resume from a checkpoint before this step"
     )
-
-
-def _ranks(members: Sequence[int]) -> str:
-    if len(members) <= 8:
-        return ", ".join(str(r) for r in members)
-    return f"{members[0]}, {members[1]}, … {members[-1]} ({len(members)})"
 
 
 def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:

@@ -9,17 +9,11 @@ from megatron_port.launch.script import Order, render_shipped
 from megatron_port.launch.site import site_block
 from megatron_port.runtime.atomic import write_output
 
-RUNS = {
-    "frontier_22b": "frontier-22b",
-    "frontier_175b": "frontier-175b",
-    "frontier_1t": "frontier-1t",
-    "frontier_1t_tp4": "frontier-1t-tp4",
-    "lumi_22b": "lumi-22b",
-    "lumi_175b": "lumi-175b",
-    "perlmutter_22b": "perlmutter-22b",
-    "perlmutter_175b": "perlmutter-175b",
-}
-"""Script → run file under ``configs/runs``."""
+RUNS = (
+    "frontier-22b", "frontier-175b", "frontier-1t", "frontier-1t-tp4", "lumi-22b", "lumi-175b", "perlmutter-22b",
+    "perlmutter-175b",
+)
+"""Run files under ``configs/runs`` that have a script, with _ for - in its name."""
 
 _MADE = "Made by `megatron-port launch sites` from {}; edit that."
 _USE = "sbatch [options] launch/{}.sh [--set a.b=value …]; options of sbatch win over the lines below."
@@ -49,8 +43,8 @@ def shipped_scripts() -> dict[str, str]:
         note = f"# shellcheck shell=bash disable=SC2034,SC2154\n# {_MADE.format(f'configs/{source}.toml')}\n"
         out[f"sites/{name}.sh"] = note + site_block(load(source).config.cluster)
     out["slurm.sh"] = render_shipped(Order(run=""), site="slurm", head=[*_ANY, _MADE.format("configs/clusters")])
-    for script, run in RUNS.items():
-        source = f"runs/{run}"
+    for run in RUNS:
+        script, source = run.replace("-", "_"), f"runs/{run}"
         config = load(source).config
         head = [_USE.format(script), _MADE.format(f"configs/{source}.toml")]
         order = Order(run=source)

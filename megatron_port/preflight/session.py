@@ -124,15 +124,15 @@ def describe_library(loaded: Mapping[str, LoadedNetwork], backend: str, settings
         return "library: NCCL/RCCL wrote no debug output"
     kinds: dict[str, list[str]] = {}
     for host, found in loaded.items():
-        parts = [found.version, f"network {found.network or 'unknown'}"]
-        parts += [f"plug-in {found.plugin}"] if found.plugin else []
-        parts += [f"provider {found.provider}"] if found.provider else []
-        parts += [f"{found.devices} network devices"] if found.devices else []
-        parts += [f"interfaces {', '.join(found.interfaces)}"] if found.interfaces else []
-        parts += [f"bootstrap over {found.bootstrap}"] if found.bootstrap else []
-        parts += [f"GPU Direct RDMA {'on' if found.gpu_direct else 'off'}"] if found.gpu_direct is not None else []
-        parts += [found.fault] if found.fault else []
-        kinds.setdefault("; ".join(filter(None, parts)), []).append(host)
+        direct = "" if found.gpu_direct is None else "on" if found.gpu_direct else "off"
+        named = (
+            ("{}", found.version), ("network {}", found.network or "unknown"), ("plug-in {}", found.plugin),
+            ("provider {}", found.provider), ("{} network devices", found.devices),
+            ("interfaces {}", ", ".join(found.interfaces)), ("bootstrap over {}", found.bootstrap),
+            ("GPU Direct RDMA {}", direct), ("{}", found.fault),
+        )
+        parts = [form.format(value) for form, value in named if value]
+        kinds.setdefault("; ".join(parts), []).append(host)
     return "\n".join(f"library: {text} ({compress_hosts(hosts)})" for text, hosts in kinds.items())
 
 

@@ -75,7 +75,8 @@ def test_handlers_need_the_main_thread() -> None:
 
     def install() -> None:
         try:
-            StopRequest().install()
+            with StopRequest():
+                pass
         except ValueError as error:
             raised.append(error)
 
