@@ -9,11 +9,11 @@ from megatron_port.launch.script import Order, render_shipped
 from megatron_port.launch.site import site_block
 from megatron_port.runtime.atomic import write_output
 
-RUNS = (
+RUNS = {run.replace("-", "_"): run for run in (
     "frontier-22b", "frontier-175b", "frontier-1t", "frontier-1t-tp4", "lumi-22b", "lumi-175b", "perlmutter-22b",
     "perlmutter-175b",
-)
-"""Run files under ``configs/runs`` that have a script, with _ for - in its name."""
+)}
+"""Script → run file under ``configs/runs``."""
 
 _MADE = "Made by `megatron-port launch sites` from {}; edit that."
 _USE = "sbatch [options] launch/{}.sh [--set a.b=value …]; options of sbatch win over the lines below."
@@ -43,8 +43,8 @@ def shipped_scripts() -> dict[str, str]:
         note = f"# shellcheck shell=bash disable=SC2034,SC2154\n# {_MADE.format(f'configs/{source}.toml')}\n"
         out[f"sites/{name}.sh"] = note + site_block(load(source).config.cluster)
     out["slurm.sh"] = render_shipped(Order(run=""), site="slurm", head=[*_ANY, _MADE.format("configs/clusters")])
-    for run in RUNS:
-        script, source = run.replace("-", "_"), f"runs/{run}"
+    for script, run in RUNS.items():
+        source = f"runs/{run}"
         config = load(source).config
         head = [_USE.format(script), _MADE.format(f"configs/{source}.toml")]
         order = Order(run=source)

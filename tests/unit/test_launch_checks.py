@@ -129,7 +129,7 @@ def test_ranges_are_checked_for_every_run(change: str, words: str) -> None:
     assert len(out) == 1 and change.partition("=")[0] in out[0] and words in out[0], out
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", RUNS.values())
 def test_shipped_runs_can_be_queued(run: str) -> None:
     config = load(f"runs/{run}").config
     assert not launch_problems(config)
