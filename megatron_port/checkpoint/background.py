@@ -26,16 +26,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from megatron_port.checkpoint.format import SavedState, directory_name, shard_name
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Peers, failure_text, together
 from megatron_port.checkpoint.shard import ShardPlan, plan_shard
-from megatron_port.checkpoint.snapshot import HostBuffer
 from megatron_port.checkpoint.writer import (
+    LONGEST_NAP,
     VISIBLE_SECONDS,
+    Cancelled,
     Note,
+    absent_parts,
+    await_visible,
     commit,
-    listing_name,
     prepare,
     tidy,
     work_folder,
@@ -44,8 +49,59 @@ from megatron_port.checkpoint.writer import (
 from megatron_port.errors import CheckpointError
 from megatron_port.parallel.state import StatePiece
 
-_LONGEST_NAP = 0.5
 _NICE = 10
+
+
+class HostBuffer:
+    """Host memory for one snapshot; kept and used again, so that only the first save pays for fresh pages.
+
+    Bounded: there is one, of the size of this rank's largest snapshot. Pinned where the state is on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._data: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self._data is None else self._data.numel()
+
+    def take(self, plan: ShardPlan) -> memoryview:
+        """Copy the data of ``plan`` (not its header), in the order of the file; complete on return.
+
+        The result is valid until the next call.
+
+        Raises:
+            CheckpointError: not so much host memory (bytes are named).
+        """
+        size = plan.data_bytes
+        devices = {p.tensor.device for p in plan.pieces if p.tensor.is_cuda}
+        if size > self.nbytes:
+            self._data = None  # first let go, so that two never exist
+            try:
+                self._data = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
+            except (MemoryError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"no {size} bytes of {'pinned ' if devices else ''}host memory for a snapshot of this rank's state "
+                    f"({str(error).splitlines()[0]}); set checkpoint.asynchronous = false, which needs none"
+                ) from error
+        if not size or self._data is None:
+            return memoryview(b"")
+        for piece, (start, stop) in zip(plan.pieces, plan.spans):
+            _copy(self._data[start:stop], piece.tensor.detach())
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return self._data[:size].numpy().data
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``source``'s elements into as many bytes of host memory."""
+    if source.device.type == "cpu" and source.is_contiguous():
+        flat = source.as_strided(source.shape, (1,)).view(torch.uint8)
+        # numpy's copy is the C library's memcpy, whose streaming stores beat torch's loop on large blocks.
+        np.copyto(target.numpy(), flat.numpy())
+    else:
+        target.view(source.dtype).copy_(source, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -61,10 +117,6 @@ class Finished:
     """How long the step was held up on this rank."""
     seconds: float
     """From the start of the copy until it was seen to have ended."""
-
-
-class _Cancelled(Exception):
-    """Signal that another rank failed, so that this one's part is of no use."""
 
 
 @dataclass
@@ -90,7 +142,7 @@ class _Job:
     def proceed(self) -> None:
         """Raise if the save is lost anyway."""
         if self.cancel.is_set():
-            raise _Cancelled
+            raise Cancelled
 
 
 class BackgroundSave:
@@ -129,11 +181,6 @@ class BackgroundSave:
     def in_flight(self) -> int | None:
         """Step that is being saved; None: nothing is."""
         return None if self._job is None else self._job.state.step
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory held for snapshots."""
-        return self._buffer.nbytes
 
     def start(
         self,
@@ -224,7 +271,7 @@ class BackgroundSave:
         while self._job is not None:
             assert self._job.thread is not None
             # The nap bounds how late a failure elsewhere reaches this rank's thread.
-            self._job.thread.join(_LONGEST_NAP)
+            self._job.thread.join(LONGEST_NAP)
             done = self.poll()
             if done is not None:
                 return done
@@ -245,13 +292,17 @@ class BackgroundSave:
                 self._open_work(job)
             write_part(
                 self._peers.rank, job.work, job.plan, [job.image] if len(job.image) else [], verify=self._verify,
-                visible_seconds=self._visible, proceed=job.proceed,
+                proceed=job.proceed,
             )
             if self._peers.rank == 0:
-                self._await_parts(job)
+                # Once the others have written, what is missing is not visible from here.
+                await_visible(
+                    lambda: absent_parts(job.work, self._peers.world_size), self._visible, since=job.others_done,
+                    cancel=job.cancel,
+                )
                 commit(job.work, job.final, job.state, self._peers.world_size, job.expected, self._committer)
                 tidy(self._directory, job.final, self._keep, self._note, self._committer)
-        except _Cancelled:
+        except Cancelled:
             job.failed = True
         except Exception as error:  # whatever it is, it must come up in every rank's main thread
             self._give_up(job, error)
@@ -261,40 +312,10 @@ class BackgroundSave:
         if self._peers.rank == 0:
             prepare(self._directory, job.work, job.state, self._committer)
             return
-        nap, deadline = 0.002, float("inf")
-        while not job.work.is_dir():
-            now = time.monotonic()
-            if job.begun.is_set():  # rank 0 has begun too
-                deadline = min(deadline, now + self._visible)
-            if now >= deadline:
-                raise CheckpointError(
-                    f"{job.work}: not visible after {self._visible:g} s: checkpoints need a directory that all nodes "
-                    "share; set output_dir to a path on the shared file system"
-                )
-            if job.cancel.wait(nap):
-                raise _Cancelled
-            nap = min(2 * nap, _LONGEST_NAP)
-
-    def _await_parts(self, job: _Job) -> None:
-        """Wait until every rank's list is in the directory."""
-        missing = {listing_name(rank) for rank in range(self._peers.world_size)}
-        nap, deadline = 0.01, float("inf")
-        while True:
-            missing.difference_update(os.listdir(job.work))
-            if not missing:
-                return
-            now = time.monotonic()
-            if job.others_done.is_set():  # they have written; what is missing now is not visible from here
-                deadline = min(deadline, now + self._visible)
-            if now >= deadline:
-                raise CheckpointError(
-                    f"{job.work}: nothing visible from {len(missing)} of {self._peers.world_size} ranks (first: "
-                    f"{min(missing)}): checkpoints need a directory that all nodes share; set output_dir to a path on "
-                    "the shared file system"
-                )
-            if job.cancel.wait(nap):
-                raise _Cancelled
-            nap = min(2 * nap, _LONGEST_NAP)
+        await_visible(
+            lambda: "" if job.work.is_dir() else f"{job.work}: not visible", self._visible, since=job.begun,
+            cancel=job.cancel,
+        )
 
 
 def _yield_to_training() -> None:

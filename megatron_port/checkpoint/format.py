@@ -31,9 +31,8 @@ from typing import Any
 import xxhash
 
 from megatron_port.checkpoint.disk import open_regular
-from megatron_port.checkpoint.json_values import plain
 from megatron_port.checkpoint.lineage import Lineage, order, parse_lineage
-from megatron_port.checkpoint.schema import MAX_COUNT, MAX_TEXT, field_fault, is_count, shown
+from megatron_port.checkpoint.schema import MAX_COUNT, MAX_TEXT, field_fault, is_count, plain, shown
 from megatron_port.checkpoint.slices import FlatRange, cover_fault, stacked
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
@@ -58,25 +57,22 @@ _MAX_DIMS = 8
 
 
 @dataclass(frozen=True)
-class PieceEntry:
+class PieceEntry(FlatRange):
     """Where one piece of one tensor lies: element range ``flat_start + numel`` of a box, under ``key`` in ``file``."""
 
     name: str
     kind: str
     global_shape: tuple[int, ...]
     dtype: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    flat_start: int
-    numel: int
     file: str
     key: str
     hash: str = ""
     """xxh3-128 of its bytes if they are fewer than a block, to tell tensors of a damaged block apart; else empty."""
 
-    def flat_range(self) -> FlatRange:
-        """The geometry alone."""
-        return FlatRange(self.offset, self.shape, self.flat_start, self.numel, self.file)
+    @property
+    def label(self) -> str:
+        """The file."""
+        return self.file
 
 
 @dataclass(frozen=True)
@@ -259,7 +255,7 @@ def check_cover(pieces: tuple[PieceEntry, ...], where: str) -> None:
                 )
         if stacked(members, first.global_shape):
             continue
-        fault = cover_fault([m.flat_range() for m in members], first.global_shape)
+        fault = cover_fault(members, first.global_shape)
         if fault:
             raise DamagedCheckpoint(f"{where}: {kind} of {name} {first.global_shape}: {fault}")
 
@@ -373,13 +369,9 @@ class _Parser:
         state = SavedState(
             kinds=kinds, **{name: body[name] for name in (*names, *(later if self.version > 1 else ()))}
         )
-        try:
-            lineage = parse_lineage(body.get("lineage"))
-        except ValueError as error:
-            raise self.fail(str(error)) from None
         return Manifest(
             state=state, saved_at=float(body["saved_at"]), versions=body["versions"], files=files, pieces=pieces,
-            lineage=lineage,
+            lineage=parse_lineage(body.get("lineage", {})),
         )
 
     def check_files(self, files: Mapping[str, FileEntry], pieces: tuple[PieceEntry, ...]) -> None:

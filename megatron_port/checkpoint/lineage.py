@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_port.runtime.lease import Fence
 
 _TEMPORARY = re.compile(r"step-\d{8,18}(?:\.e(\d{1,18}))?\.tmp")
-_TEXT, _COUNT = 256, 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +47,15 @@ class Lineage:
         return out | ({"parent": dict(vars(self.parent))} if self.parent is not None else {})
 
 
-def parse_lineage(value: Any) -> Lineage:
-    """Parse the ``lineage`` of a manifest; absent in older ones. Raises ValueError."""
-    if value is None:
-        return Lineage()
-    texts, counts = ("run", "attempt"), ("commit", "epoch")
-    parent = value.get("parent") if isinstance(value, Mapping) else None
-    return Lineage(
-        **_typed(value, texts, counts),
-        parent=None if parent is None else Parent(**_typed(parent, ("run",), ("commit", "step"))),
-    )
+def parse_lineage(body: Mapping[str, Any]) -> Lineage:
+    """Return the ``lineage`` of a manifest whose fields were checked (``schema``); older ones have none of them."""
+    def known(cls: type[Lineage] | type[Parent], values: Mapping[str, Any]) -> dict[str, Any]:
+        return {f.name: values[f.name] for f in fields(cls) if f.name in values}
 
-
-def _typed(value: Any, texts: tuple[str, ...], counts: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"lineage is {value!r:.60}; expected an object")
-    for name in texts:
-        if not isinstance(value.get(name, ""), str) or len(value.get(name, "")) > _TEXT:
-            raise ValueError(f"lineage.{name} is {value.get(name)!r:.60}; expected a text")
-    for name in counts:
-        if type(value.get(name, 0)) is not int or not 0 <= value.get(name, 0) < _COUNT:
-            raise ValueError(f"lineage.{name} is {value.get(name)!r:.60}; expected an integer from 0 to 2^63 - 1")
-    return {name: value[name] for name in (*texts, *counts) if name in value}
+    found = known(Lineage, body)
+    if "parent" in found:
+        found["parent"] = Parent(**known(Parent, found["parent"]))
+    return Lineage(**found)
 
 
 def temporary_name(name: str, epoch: int) -> str:

@@ -9,51 +9,34 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_port.errors import CheckpointError, PortError
+from megatron_port.runtime.agreement import TEXT_CHARACTERS, broadcast_text
 
 T = TypeVar("T")
-_TEXT_BYTES = 4096
 
 
-class Peers(Protocol):
-    """Set of ranks with one operation."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank, 0 to world_size - 1."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def first_failure(self, message: str | None) -> str | None:
-        """Meet the others. ``message``: what failed here, or None. Return the lowest failing rank's, or None."""
-
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of every rank's integers, as many from each."""
-
-
-class Alone:
-    """Peers of a single process."""
+class Peers:
+    """Ranks that save together: here a single process; derived classes meet others."""
 
     rank = 0
+    """Number of this rank, 0 to world_size - 1."""
     world_size = 1
 
     def first_failure(self, message: str | None) -> str | None:
-        """Return its own message."""
+        """Meet the others. ``message``: what failed here, or None. Return the lowest failing rank's, or None."""
         return message
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return its own values."""
+        """Return the element-wise maximum of every rank's integers, as many from each."""
         return list(values)
 
 
-class GroupPeers:
+class GroupPeers(Peers):
     """Peers of a process group whose backend takes CPU tensors (gloo, or cpu:gloo,cuda:nccl)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -62,23 +45,23 @@ class GroupPeers:
         self.world_size = dist.get_world_size(group)
 
     def first_failure(self, message: str | None) -> str | None:
-        """Return the first failure by one all-reduce of an integer; on failure also one broadcast of a short text."""
+        """Return the first failure by one all-reduce of an integer; on failure also its text is broadcast."""
         flag = self.maximum([self.world_size - self.rank if message is not None else 0])[0]
         if flag == 0:
             return None
-        first = self.world_size - flag
-        text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        if first == self.rank and message is not None:
-            data = message.encode()[:_TEXT_BYTES]
-            text[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        dist.broadcast(text, group_src=first, group=self._group)
-        return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+        own = None if message is None else message[:TEXT_CHARACTERS]
+        return broadcast_text(own, source=self.world_size - flag, group=self._group)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum by one all-reduce."""
         flags = torch.tensor(list(values), dtype=torch.int64)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return [int(v) for v in flags.tolist()]
+
+
+def peers_of(group: dist.ProcessGroup | None) -> Peers:
+    """Return the ranks of a group, or this process alone."""
+    return Peers() if group is None or dist.get_world_size(group) == 1 else GroupPeers(group)
 
 
 def failure_text(peers: Peers, error: Exception) -> str:

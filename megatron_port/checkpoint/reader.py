@@ -43,23 +43,21 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         )
     checkpoint = Checkpoint(directory, manifest)
     for name, entry in manifest.files.items():
-        try:
-            found = (directory / name).lstat()
-        except OSError as error:
-            raise DamagedCheckpoint(
-                f"{directory / name}: {error.strerror or error}; it held {checkpoint.contents(name)}"
-            ) from None
-        if not stat.S_ISREG(found.st_mode):
-            what = kind_of(found.st_mode)
-            raise DamagedCheckpoint(
-                f"{directory / name} is {what}, not a regular file; it held {checkpoint.contents(name)}"
-            )
-        size = found.st_size
-        if size != entry.size:
-            raise DamagedCheckpoint(
-                f"{directory / name}: {size} bytes, the manifest says {entry.size}; in it: {checkpoint.contents(name)}"
-            )
+        fault = _file_fault(directory / name, entry.size)
+        if fault:
+            raise DamagedCheckpoint(f"{directory / name}: {fault}; it held {checkpoint.contents(name)}")
     return checkpoint
+
+
+def _file_fault(path: Path, size: int) -> str:
+    """Return why this cannot be the regular file of ``size`` bytes that was saved; empty: it may be."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISREG(found.st_mode):
+        return f"it is {kind_of(found.st_mode)}, not a regular file"
+    return "" if found.st_size == size else f"{found.st_size} bytes, the manifest says {size}"
 
 
 def checkpoints_in(
@@ -257,7 +255,7 @@ class Checkpoint:
         if not all(o < z and a < o + n for o, n, a, z in zip(piece.offset, piece.shape, wanted.low, wanted.high)):
             return
         steps = strides(piece.shape)
-        for part in piece.flat_range().slices():
+        for part in piece.slices():
             common = part.intersect(wanted)
             if common is not None:
                 target = out[tuple(slice(a - w, b - w) for a, b, w in zip(common.low, common.high, wanted.low))]

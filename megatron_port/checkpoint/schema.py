@@ -8,7 +8,10 @@ left alone. To add one, add a line here; unless ``_REQUIRED`` names it, manifest
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from typing import Any
+
+from megatron_port.errors import CheckpointError
 
 MAX_COUNT = 1 << 63
 MAX_TEXT = 4096
@@ -47,6 +50,7 @@ NUMBER: _Type = (is_number, "a finite number")
 POSITIVE: _Type = ((lambda x: is_number(x) and x > 0), "a finite number above 0")
 SECONDS: _Type = ((lambda x: is_number(x) and 0 <= x < _LAST_SECOND), "seconds since 1970")
 WORD: _Type = (_is_word, f"a text of at most {MAX_TEXT} printable characters")
+NAME: _Type = (lambda x: _is_word(x) and len(x) <= 256, "a text of at most 256 printable characters")
 TEXT: _Type = (_is_text, f"a text of at most {MAX_TEXT} characters")
 TEXT_OR_NULL: _Type = (lambda x: x is None or _is_text(x), f"null or a text of at most {MAX_TEXT} characters")
 TABLE: _Type = (lambda x: isinstance(x, dict), "an object")
@@ -81,8 +85,8 @@ FIELDS: dict[str, _Type] = {
     "tokenizer": TABLE, "tokenizer.name": TEXT, "tokenizer.hash": TEXT, "tokenizer.eod_id": NUMBER,
     "kinds": TABLE, "kinds.*": WORDS,
     # Which run wrote it, and after which commit of that run.
-    "lineage": TABLE, "lineage.run": WORD, "lineage.commit": COUNT, "lineage.epoch": COUNT, "lineage.attempt": TEXT,
-    "lineage.parent": TABLE, "lineage.parent.run": WORD, "lineage.parent.commit": COUNT, "lineage.parent.step": COUNT,
+    "lineage": TABLE, "lineage.run": NAME, "lineage.commit": COUNT, "lineage.epoch": COUNT, "lineage.attempt": NAME,
+    "lineage.parent": TABLE, "lineage.parent.run": NAME, "lineage.parent.commit": COUNT, "lineage.parent.step": COUNT,
 }
 """Dotted path → type. ``*`` stands for every key of an object."""
 
@@ -142,3 +146,31 @@ def _value_fault(value: Any, where: str, depth: int) -> str | None:
             if fault:
                 return fault
     return None
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON holds it: dataclasses and mappings become dicts, tuples lists.
+
+    Raises:
+        CheckpointError: something in it is not a JSON value; the message names where it is.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    return _plain(value, "")
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and value - value == 0.0:
+        return float(value)
+    raise CheckpointError(
+        f"{where.lstrip('.') or 'value'} is {value!r:.80} ({type(value).__name__}); a manifest holds only finite "
+        "numbers, strings, booleans, lists and dicts: convert it before saving"
+    )

@@ -20,7 +20,7 @@ import torch
 from megatron_port.checkpoint.digest import CHUNK, Digest, SpanHashes, block_bytes
 from megatron_port.checkpoint.disk import disk_error, write_chunks
 from megatron_port.checkpoint.format import DTYPES, FileEntry, PieceEntry
-from megatron_port.checkpoint.slices import FlatRange, range_fault
+from megatron_port.checkpoint.slices import range_fault
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.parallel.state import StatePiece
 
@@ -51,7 +51,7 @@ def piece_entry(piece: StatePiece, file: str, key: str) -> PieceEntry:
         file=file,
         key=key,
     )
-    fault = range_fault(FlatRange(entry.offset, entry.shape, entry.flat_start, entry.numel), entry.global_shape)
+    fault = range_fault(entry, entry.global_shape)
     if fault:
         raise CheckpointError(f"{piece.kind} of {piece.name}: {fault}")
     return entry

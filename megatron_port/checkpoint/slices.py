@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 Shape = tuple[int, ...]
 
@@ -78,13 +78,17 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Slice]:
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A piece without its data: a flat range of a slice of a tensor. ``label`` names it in messages."""
+    """A piece without its data: a flat range of a slice of a tensor."""
 
     offset: Shape
     shape: Shape
     flat_start: int
     numel: int
-    label: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name in messages; empty: none."""
+        return ""
 
     def slices(self) -> Iterator[Slice]:
         """Disjoint slices, in coordinates of the global tensor."""
@@ -108,20 +112,7 @@ def range_fault(piece: FlatRange, global_shape: Shape) -> str | None:
     return None
 
 
-class Ranged(Protocol):
-    """A flat range of a slice: FlatRange, or what has one."""
-
-    @property
-    def offset(self) -> Shape: ...
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def flat_start(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
-
-
-def stacked(pieces: Sequence[Ranged], global_shape: Shape) -> bool:
+def stacked(pieces: Sequence[FlatRange], global_shape: Shape) -> bool:
     """Are they whole slices one behind the other along the first dimension, in order, and the tensor together?
 
     Most tensors of most layouts are saved so, and it costs a tenth of :func:`cover_fault`, which such pieces pass.

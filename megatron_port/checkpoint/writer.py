@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import platform
 import shutil
@@ -23,11 +24,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
+from threading import Event
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_port.checkpoint.disk import disk_error, write_text
 from megatron_port.checkpoint.format import (
@@ -46,19 +45,25 @@ from megatron_port.checkpoint.format import (
     shard_name,
     step_of,
 )
-from megatron_port.checkpoint.json_values import plain
 from megatron_port.checkpoint.lineage import Committer, epoch_of_temporary, temporary_name
-from megatron_port.checkpoint.peers import Alone, GroupPeers, Peers, together
+from megatron_port.checkpoint.peers import Peers, together
+from megatron_port.checkpoint.schema import plain
 from megatron_port.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
 from megatron_port.errors import CheckpointError
 from megatron_port.parallel.state import StatePiece
 from megatron_port.runtime.atomic import fsync_directory, write_bytes
+from megatron_port.runtime.fingerprint import package_versions
 from megatron_port.runtime.lease import LeaseLost
 
 Note = Callable[[str], None]
 _PACKAGES = ("megatron_port", "torch", "deepspeed", "numpy", "safetensors", "xxhash")
+LONGEST_NAP = 0.5
 VISIBLE_SECONDS = 30.0
 """How long one rank's file may take to appear to another; network file systems cache."""
+
+
+class Cancelled(Exception):
+    """Signal that another rank failed, so that this one's part is of no use."""
 
 
 def save_checkpoint(
@@ -67,13 +72,14 @@ def save_checkpoint(
     pieces: Iterable[StatePiece],
     *,
     keep: int = 0,
-    group: dist.ProcessGroup | None = None,
+    peers: Peers | None = None,
     expected: Mapping[str, tuple[int, ...]] | None = None,
     note: Note | None = None,
     verify: bool = True,
+    visible_seconds: float = VISIBLE_SECONDS,
     committer: Committer | None = None,
 ) -> Path:
-    """Commit ``directory/step-N``. Collective over ``group``.
+    """Commit ``directory/step-N``. Collective over ``peers``.
 
     Args:
         directory: where checkpoints live; the same shared folder on every rank.
@@ -81,11 +87,12 @@ def save_checkpoint(
         pieces: what this rank saves; over all ranks every element of every kind exactly once. Tensors stay where
             they are until their turn to be written, so views cost nothing.
         keep: newest checkpoints kept, this one included; 0: all.
-        group: ranks that save, on a backend that takes CPU tensors; None: this process alone.
+        peers: ranks that save; None: this process alone.
         expected: name → global shape of every parameter; a checkpoint that lacks one is not committed.
         note: called on rank 0 with things worth a line that are no failure.
         verify: read every file back before the commit. It comes from the page cache as a rule: that proves what the
             file system was given, not what the platter holds.
+        visible_seconds: how long rank 0's directory may take to appear to another rank.
         committer: of the run, where there is one; the same object for all of its saves. On every rank the same epoch.
 
     Returns:
@@ -94,26 +101,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, if any rank failed. Earlier checkpoints are untouched.
     """
-    peers: Peers = Alone() if group is None else GroupPeers(group)
-    return save_among(
-        peers, directory, state, pieces, keep=keep, expected=expected, note=note, verify=verify, committer=committer
-    )
-
-
-def save_among(
-    peers: Peers,
-    directory: Path,
-    state: SavedState,
-    pieces: Iterable[StatePiece],
-    *,
-    keep: int = 0,
-    expected: Mapping[str, tuple[int, ...]] | None = None,
-    note: Note | None = None,
-    verify: bool = True,
-    visible_seconds: float = VISIBLE_SECONDS,
-    committer: Committer | None = None,
-) -> Path:
-    """:func:`save_checkpoint` over any :class:`Peers`. ``visible_seconds``: see ``VISIBLE_SECONDS``."""
+    peers = peers or Peers()
     committer = committer or Committer()
     final = directory / directory_name(state.step)
     work = work_folder(final, committer)
@@ -136,14 +124,14 @@ def work_folder(final: Path, committer: Committer) -> Path:
     return final.with_name(temporary_name(final.name, committer.fence.epoch))
 
 
-def prepare(directory: Path, work: Path, state: SavedState, committer: Committer | None = None) -> None:
+def prepare(directory: Path, work: Path, state: SavedState, committer: Committer) -> None:
     """Rank 0: an empty ``work`` in ``directory``. Raises CheckpointError; LeaseLost: it is another attempt's by now."""
     # Found now, before gigabytes are written: state that a manifest cannot hold.
     for part in vars(state).values():
         plain(part)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(directory, committer or Committer())
+        remove_leftovers(directory, committer)
         work.mkdir()  # durable with the commit; until then it is of no use
     except OSError as error:
         raise disk_error(error, work) from error
@@ -178,11 +166,10 @@ def _remove(path: Path, tries: int = 3) -> None:
 def _write_rank(
     rank: int, work: Path, pieces: Iterable[StatePiece], verify: bool, visible_seconds: float
 ) -> None:
+    await_visible(lambda: "" if work.is_dir() else f"{work} was made by rank 0 but is not visible here",
+                  visible_seconds)
     plan = plan_shard(shard_name(rank), (piece for piece in pieces if piece.tensor.numel()))
-    write_part(
-        rank, work, plan, (bytes_of(piece.tensor) for piece in plan.pieces), verify=verify,
-        visible_seconds=visible_seconds,
-    )
+    write_part(rank, work, plan, (bytes_of(piece.tensor) for piece in plan.pieces), verify=verify)
 
 
 def write_part(
@@ -192,11 +179,9 @@ def write_part(
     data: Iterable[memoryview],
     *,
     verify: bool,
-    visible_seconds: float = VISIBLE_SECONDS,
     proceed: Callable[[], None] | None = None,
 ) -> None:
     """A rank's data file and then its list, whose appearance says that the data are durable. Raises CheckpointError."""
-    _await_directory(work, visible_seconds)
     listing: dict[str, Any] = {"file": None, "pieces": []}
     if plan.pieces:
         path = work / shard_name(rank)
@@ -211,15 +196,41 @@ def write_part(
         raise disk_error(error, work) from error
 
 
-def _await_directory(work: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not work.is_dir():
-        if time.monotonic() >= deadline:
+def await_visible(
+    absent: Callable[[], str], seconds: float, *, since: Event | None = None, cancel: Event | None = None
+) -> None:
+    """Wait until what other ranks wrote is visible here.
+
+    Args:
+        absent: says what is not there yet; empty: nothing.
+        since: the ``seconds`` count from when it is set; None: from now.
+        cancel: set when the save is lost anyway.
+
+    Raises:
+        CheckpointError: something was not visible in time.
+        Cancelled: ``cancel`` was set.
+    """
+    nap, deadline, cancel = 0.002, math.inf, cancel or Event()
+    while what := absent():
+        now = time.monotonic()
+        if since is None or since.is_set():
+            deadline = min(deadline, now + seconds)
+        if now >= deadline:
             raise CheckpointError(
-                f"{work} was made by rank 0 but is not visible here after {seconds:g} s: checkpoints need a directory "
-                "that all nodes share; set output_dir to a path on the shared file system"
+                f"{what} after {seconds:g} s: checkpoints need a directory that all nodes share; set output_dir to a "
+                "path on the shared file system"
             )
-        time.sleep(0.2)
+        if cancel.wait(nap):
+            raise Cancelled
+        nap = min(2 * nap, LONGEST_NAP)
+
+
+def absent_parts(work: Path, world_size: int) -> str:
+    """Say of how many ranks nothing is in the directory; empty: every rank has written its part."""
+    there = set(os.listdir(work)) if work.is_dir() else set()
+    missing = [rank for rank in range(world_size) if listing_name(rank) not in there]
+    first = f"(first: rank {missing[0]})" if missing else ""
+    return f"{work}: nothing visible from {len(missing)} of {world_size} ranks {first}" if missing else ""
 
 
 def listing_name(rank: int) -> str:
@@ -229,7 +240,7 @@ def listing_name(rank: int) -> str:
 
 def commit(
     work: Path, final: Path, state: SavedState, world_size: int, expected: Mapping[str, tuple[int, ...]] | None,
-    committer: Committer | None = None,
+    committer: Committer,
 ) -> None:
     """Rank 0, when every rank has written its part: manifest, fsync, rename.
 
@@ -237,14 +248,14 @@ def commit(
         CheckpointError: something is missing, or the file system refused.
         LeaseLost: the folder is another attempt's by now; nothing was renamed.
     """
-    committer = committer or Committer()
     files, pieces = _gather(work, world_size)
     where = f"step {state.step} was not saved"
     check_cover(pieces, where)
     _check_complete(pieces, state.kinds, expected, where)
     lineage = committer.lineage(0 if committer.counting else _highest_commit(final.parent))
     manifest = Manifest(
-        state=state, saved_at=time.time(), versions=_versions(), files=files, pieces=pieces, lineage=lineage
+        state=state, saved_at=time.time(), files=files, pieces=pieces, lineage=lineage,
+        versions={"python": platform.python_version(), **package_versions(_PACKAGES)},
     )
     write_text(work / MANIFEST, encode_manifest(manifest))
     try:
@@ -273,12 +284,7 @@ def _gather(work: Path, world_size: int) -> tuple[dict[str, FileEntry], tuple[Pi
     """Read the ranks' lists from the shared directory and check each file's size on disk."""
     files: dict[str, FileEntry] = {}
     pieces: list[PieceEntry] = []
-    missing = [rank for rank in range(world_size) if not (work / listing_name(rank)).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{work}: nothing visible from {len(missing)} of {world_size} ranks (first: rank {missing[0]}): "
-            "checkpoints need a directory that all nodes share; set output_dir to a path on the shared file system"
-        )
+    await_visible(lambda: absent_parts(work, world_size), 0.0)
     for rank in range(world_size):
         try:
             listing = json.loads((work / listing_name(rank)).read_bytes())
@@ -320,16 +326,6 @@ def _check_complete(
             raise CheckpointError(f"{where}: {name} was saved as {shapes[name]}; the model has {tuple(shape)}")
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
 def _move_into_place(work: Path, final: Path) -> None:
     """The commit. A checkpoint of the same step steps aside first: at every instant one of the two has a name."""
     if final.exists():
@@ -340,27 +336,20 @@ def _move_into_place(work: Path, final: Path) -> None:
     os.rename(work, final)
 
 
-def tidy(
-    directory: Path, final: Path, keep: int, note: Note | None, committer: Committer | None = None
-) -> None:
+def tidy(directory: Path, final: Path, keep: int, note: Note | None, committer: Committer) -> None:
     """Rank 0, after the commit: ``latest``, leftovers, retention. Trouble here is worth a line, not the run."""
     try:
-        _tidy(directory, final, keep, committer or Committer())
-    except (OSError, LeaseLost) as error:
-        if note is not None:
-            note(f"{final.name} is saved, but cleaning up after it failed: {error}")
-
-
-def _tidy(directory: Path, final: Path, keep: int, committer: Committer) -> None:
-    write_bytes(directory / LATEST, f"{final.name}\n".encode(), guard=committer.fence.check)
-    remove_leftovers(directory, committer)
-    if keep > 0:
-        for path in _beyond(directory, final, keep, committer):
+        write_bytes(directory / LATEST, f"{final.name}\n".encode(), guard=committer.fence.check)
+        remove_leftovers(directory, committer)
+        for path in _beyond(directory, final, keep, committer) if keep > 0 else ():
             # Renamed first: a half-deleted directory must not look like a checkpoint.
             doomed = work_folder(path, committer)
             committer.fence.check()
             os.rename(path, doomed)
             _remove(doomed)
+    except (OSError, LeaseLost) as error:
+        if note is not None:
+            note(f"{final.name} is saved, but cleaning up after it failed: {error}")
 
 
 def _beyond(directory: Path, final: Path, keep: int, committer: Committer) -> list[Path]:

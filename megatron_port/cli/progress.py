@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from megatron_port.charts.numbers import quantity
 from megatron_port.runtime.printable import trusted
-from megatron_port.telemetry.text import duration
+from megatron_port.telemetry.console import duration
 
 if TYPE_CHECKING:
     from megatron_port.data.prepare import Progress

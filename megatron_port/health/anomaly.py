@@ -24,8 +24,10 @@ from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import Engine, StepLimits, StepResult
 from megatron_port.engine.probe import NOWHERE, Probe, StepDiagnostics, trace_diagnostics
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.runtime.agreement import broadcast_text
 from megatron_port.runtime.atomic import write_bytes
 from megatron_port.session.session import Session
+from megatron_port.telemetry.metrics import finite_or_text
 
 TRANSIENT, REPRODUCIBLE = "transient", "reproducible"
 LISTED = 200
@@ -58,9 +60,9 @@ def same_bits(a: StepResult, b: StepResult) -> bool:
 
 
 def _finite_or_text(value: Any) -> Any:
-    """Return a finite number, or one of metrics.jsonl's strings for the others: JSON has no NaN."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    """Return a value with metrics.jsonl's strings for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return finite_or_text(value)
     if isinstance(value, dict):
         return {k: _finite_or_text(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -121,17 +123,9 @@ def _culprit(found: StepDiagnostics, by: str, rank: int, group: dist.ProcessGrou
 
 
 def _tell(value: dict[str, Any], source: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Send a small JSON object of one rank to all: its length, then its bytes."""
-    if group is None:
-        return value
-    data = json.dumps(_finite_or_text(value), allow_nan=False).encode() if dist.get_rank() == source else b""
-    length = torch.tensor([len(data)])
-    dist.broadcast(length, src=source, group=group)
-    packet = torch.zeros(int(length), dtype=torch.uint8)
-    if data:
-        packet.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(packet, src=source, group=group)
-    told: dict[str, Any] = json.loads(bytes(packet.tolist()))
+    """Send a small JSON object of one rank to all."""
+    own = json.dumps(_finite_or_text(value), allow_nan=False)
+    told: dict[str, Any] = json.loads(broadcast_text(own, source=source, group=group) or "{}")
     return told
 
 

@@ -10,6 +10,7 @@ sum, and so all weights stay equal.
 from __future__ import annotations
 
 import copy
+import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,10 +24,10 @@ from megatron_port.data.loader import StepLoader
 from megatron_port.engine.api import Engine
 from megatron_port.engine.probe import NOWHERE, Probe
 from megatron_port.errors import ConfigError, NumericsError
-from megatron_port.health.replicas import BitsHash, check_replicas, hosts_of
+from megatron_port.health.replicas import BitsHash, check_replicas
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord
-from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.agreement import agree, gather_names
 from megatron_port.session.session import Session
 
 _STAGES, _PLACES = 1 << 12, 1 << 24
@@ -127,17 +128,13 @@ def replay_on_neighbour(
         probes.append(_compute(engine, ctx, digest, batches, step))
     mine, again = probes[0].hashes(), probes[1].hashes()
     found = _first_difference(ctx, digest, mine, again)
-    key = NOWHERE if found is None else probes[0].keys[found[0]]
+    least = torch.tensor([NOWHERE if found is None else probes[0].keys[found[0]]])
+    key = int(least)
     if session.info.world_size > 1:
-        least = torch.tensor([key])
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=session.cpu_group)
-        if found is not None and key == int(least):
-            what = probes[0].names[found[0]]
-            error = _explain(ctx, what, found[1], first_sample, step)
-        else:
-            error = None
-    else:
-        error = None if found is None else _explain(ctx, probes[0].names[found[0]], found[1], first_sample, step)
+    error = None
+    if found is not None and key == int(least):
+        error = _explain(ctx, probes[0].names[found[0]], found[1], first_sample, step)
     agree(error, where=str(ctx.coords), group=session.cpu_group)
 
 
@@ -190,7 +187,8 @@ def _explain(ctx: ParallelContext, what: str, suspects: Sequence[int], first_sam
     members, hosts = [ctx.rank], ["this host"]
     group = ctx.over("dp")
     if group is not None:
-        members, hosts = dist.get_process_group_ranks(group), hosts_of(group, ctx.device)
+        members = dist.get_process_group_ranks(group)
+        hosts = gather_names(socket.gethostname(), group=group, device=ctx.device)
     named = [f"rank {members[r]} on {hosts[r]}" for r in suspects]
     verdict = f"{named[0]} computes wrongly" if len(named) == 1 else f"{' or '.join(named[:4])} computes wrongly"
     if ctx.size("tp") > 1:

@@ -20,11 +20,11 @@ from megatron_port.errors import NumericsError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.mesh import REPLICAS
-from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.agreement import agree, gather_names
+from megatron_port.runtime.logging import ranks_text
 
 CHUNK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 22}
 """Words hashed at a time: what fits a core's cache, and what keeps a GPU busy. Bounds the memory: 16 bytes each."""
-HOST_BYTES = 64
 COPIES = (REPLICAS, ("tp",), ("kv_copies",))
 """Sets of axes over which copies are compared: the first that a parameter is replicated over, then what is left."""
 
@@ -81,16 +81,6 @@ def odd_ones(hashes: Sequence[int]) -> list[int]:
     return [i for i, h in enumerate(hashes) if h != reference]
 
 
-def hosts_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Return the host name of each member, in group order."""
-    own = torch.zeros(HOST_BYTES, dtype=torch.uint8)
-    name = socket.gethostname().encode()[:HOST_BYTES]
-    own[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
-    all_names = [torch.empty(HOST_BYTES, dtype=torch.uint8, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_names, own.to(device), group=group)
-    return [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in all_names]
-
-
 def _explain(
     axis: str, group: dist.ProcessGroup, hashes: torch.Tensor, names: Sequence[str], ctx: ParallelContext, step: int
 ) -> NumericsError | None:
@@ -102,7 +92,7 @@ def _explain(
     members = dist.get_process_group_ranks(group)
     gathered = [torch.empty_like(hashes) for _ in members]
     dist.all_gather(gathered, hashes, group=group)
-    hosts = hosts_of(group, hashes.device)
+    hosts = gather_names(socket.gethostname(), group=group, device=hashes.device)
     values = [g.tolist() for g in gathered]
     odd = odd_ones([v[0] for v in values])
     if members[odd[0]] != ctx.rank:
@@ -119,15 +109,9 @@ def _explain(
         )
     return NumericsError(
         f"after step {step} the copies of {names[0]}{f' and {len(names) - 1} more parameters' if names[1:] else ''} "
-        f"differ over the {axis} group of ranks {_ranks(members)}: {verdict}. One rank alone: suspect its memory, "
+        f"differ over the {axis} group of {ranks_text(members)}: {verdict}. One rank alone: suspect its memory, "
         "leave the host out; the same parameters again: report the layout. Resume from a checkpoint before this step"
     )
-
-
-def _ranks(members: Sequence[int]) -> str:
-    if len(members) <= 8:
-        return ", ".join(str(r) for r in members)
-    return f"{members[0]}, {members[1]}, … {members[-1]} ({len(members)})"
 
 
 def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:

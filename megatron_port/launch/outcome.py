@@ -15,15 +15,17 @@ import contextlib
 import json
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from megatron_port.errors import EXIT_INTERRUPTED, PortError
 from megatron_port.runtime.atomic import write_new, write_text
 from megatron_port.runtime.job import LOCAL
 from megatron_port.runtime.redact import redact
 
+T = TypeVar("T")
 OUTCOME = "outcome.json"
 FAILURES = "failures"
 FINISHED, SAVED = "finished", "saved"
@@ -68,11 +70,7 @@ def write_outcome(run_folder: Path, outcome: AttemptOutcome) -> None:
 
 def read_outcome(run_folder: Path) -> AttemptOutcome | None:
     """Return the last committed outcome, of whatever attempt; None if there is none that can be read."""
-    values = _read(run_folder / OUTCOME)
-    try:
-        return None if values is None else AttemptOutcome(**values)
-    except TypeError:
-        return None
+    return _read(run_folder / OUTCOME, AttemptOutcome)
 
 
 def record_failure(
@@ -103,16 +101,11 @@ def record_failure(
 
 def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> Failure | None:
     """Return the first failure of an attempt, if any rank could record it."""
-    values = _read(run_folder / FAILURES / f"{attempt}.{'lost' if lost_peer else 'json'}")
-    try:
-        return None if values is None else Failure(**values)
-    except TypeError:
-        return None
+    return _read(run_folder / FAILURES / f"{attempt}.{'lost' if lost_peer else 'json'}", Failure)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, cls: Callable[..., T]) -> T | None:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # TypeError: no object, or one with other fields
         return None
-    return values if isinstance(values, dict) else None

@@ -9,16 +9,10 @@ from megatron_port.launch.script import Order, render_shipped
 from megatron_port.launch.site import site_block
 from megatron_port.runtime.atomic import write_output
 
-RUNS = {
-    "frontier_22b": "frontier-22b",
-    "frontier_175b": "frontier-175b",
-    "frontier_1t": "frontier-1t",
-    "frontier_1t_tp4": "frontier-1t-tp4",
-    "lumi_22b": "lumi-22b",
-    "lumi_175b": "lumi-175b",
-    "perlmutter_22b": "perlmutter-22b",
-    "perlmutter_175b": "perlmutter-175b",
-}
+RUNS = {run.replace("-", "_"): run for run in (
+    "frontier-22b", "frontier-175b", "frontier-1t", "frontier-1t-tp4", "lumi-22b", "lumi-175b", "perlmutter-22b",
+    "perlmutter-175b",
+)}
 """Script → run file under ``configs/runs``."""
 
 _MADE = "Made by `megatron-port launch sites` from {}; edit that."

@@ -18,7 +18,7 @@ from megatron_port.launch import shipped
 from megatron_port.launch.script import Order, render
 from megatron_port.plan.guard import memory_problem
 from megatron_port.runtime.atomic import write_output
-from megatron_port.runtime.job import run_tool
+from megatron_port.runtime.job import ask_record, run_tool
 
 SBATCH_TIMEOUT_S = 300.0
 """A busy controller answers late; giving up earlier leaves a job that nobody knows of."""
@@ -102,6 +102,4 @@ def submit(config: RunConfig, text: str, options: Sequence[str] = ()) -> Submitt
 
 def _log_of(config: RunConfig, job_id: str) -> str:
     """Return the job's output file by SLURM's record; by the script where SLURM does not answer."""
-    code, text = run_tool(["scontrol", "show", "job", job_id])
-    found = re.search(r"^\s*StdOut=(.+)$", text, re.MULTILINE) if code == 0 else None
-    return found.group(1) if found else str(Path.cwd() / f"{config.name}-{job_id}.out")
+    return ask_record(job_id).get("StdOut") or str(Path.cwd() / f"{config.name}-{job_id}.out")

@@ -44,8 +44,8 @@ from megatron_port.parallel.mesh import (
     purposes,
 )
 from megatron_port.parallel.topology import Coordinates, Topology
+from megatron_port.runtime.logging import ranks_text
 from megatron_port.runtime.progress import START, ProgressTracker
-from megatron_port.runtime.rendezvous import ranges
 
 STAGES = ("pp", REVERSE)
 """Groups whose ranks also send to one another, each to its two neighbours in the ring of stages."""
@@ -136,7 +136,7 @@ class ParallelContext:
         NCCL also blocks at the first message between two ranks.
         """
         members = dist.get_process_group_ranks(group)
-        what = f"communicator {name} ({ranges(members)})"
+        what = f"communicator {name} ({ranks_text(members)})"
         progress.at(START, what)
         # gloo carries no GPU tensors in point-to-point messages.
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.device

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -31,10 +31,6 @@ class GpuRate:
     """Median sample while all devices work, as they do in training."""
     fault: str = ""
     """What failed; the numbers that came before it stand."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the rates for the node's file."""
-        return asdict(self)
 
 
 def core_rate() -> CoreRate:
@@ -83,33 +79,32 @@ def gpu_rates(meanwhile: Callable[[], None]) -> list[GpuRate]:
     results = [GpuRate(i) for i in range(torch.cuda.device_count())]
     gpus: dict[int, _Gpu] = {}
     for r in results:
-        try:
+        with _noting_fault(r):
             r.name = torch.cuda.get_device_name(r.index)
             r.memory_free, r.memory_total = (int(n) for n in torch.cuda.mem_get_info(r.index))
             gpu = _Gpu(r.index)
             gpu.rates(gpu.enqueue(2))  # warm-up
             r.alone_tflops = max(gpu.rates(gpu.enqueue(8)))
             gpus[r.index] = gpu
-        except RuntimeError as error:
-            r.fault = _first_line(error)
     events: dict[int, list[torch.cuda.Event]] = {}
     for i, gpu in gpus.items():
         seconds = GROUP * 2.0 * GPU_SIZE**3 / (results[i].alone_tflops * 1e12)
-        try:
+        with _noting_fault(results[i]):
             events[i] = gpu.enqueue(max(3, min(200, int(TOGETHER_S / seconds))))
-        except RuntimeError as error:
-            results[i].fault = _first_line(error)
     meanwhile()
     for i, started in events.items():
         r, gpu = results[i], gpus[i]
-        try:
+        with _noting_fault(r):
             r.tflops = statistics.median(gpu.rates(started))
             if not torch.equal(gpu.first, gpu.out):
                 r.fault = "the same product gave other bits the second time"
-        except RuntimeError as error:
-            r.fault = _first_line(error)
     return results
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+@contextmanager
+def _noting_fault(rate: GpuRate) -> Iterator[None]:
+    """Keep the first line of what torch says when the device fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        rate.fault = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

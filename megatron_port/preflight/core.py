@@ -29,11 +29,11 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 WINDOW_S = 0.5
+LIMIT_S = 12.0
 CONCLUSIVE = 0.9
 SHORT_WINDOWS = 4
 """Conclusive windows that must all fall short before a core is called slow."""
@@ -80,10 +80,6 @@ class CoreRate:
     conclusive: bool
     windows: int
     seconds: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the rate for the node's file."""
-        return asdict(self)
 
 
 def rate_of(windows: list[Window], flop: float, seconds: float) -> CoreRate:
@@ -190,10 +186,10 @@ def accounted_seconds(file: Path = Path("/proc/thread-self/schedstat")) -> float
         return None
 
 
-def measure_core(multiply: Callable[[], object], flop: float, *, limit_s: float = 12.0) -> CoreRate:
+def measure_core(multiply: Callable[[], object], flop: float) -> CoreRate:
     """Repeat ``multiply`` (single-threaded, about a millisecond, ``flop`` operations) until the rate is sure.
 
-    Takes 1 s on a node that is free, and up to ``limit_s`` on one that is busy.
+    Takes 1 s on a node that is free, and up to ``LIMIT_S`` on one that is busy.
     """
     cpus, files, wait = allowed_cpus(), quota_files(), random.Random()
     begin = time.perf_counter()
@@ -204,7 +200,7 @@ def measure_core(multiply: Callable[[], object], flop: float, *, limit_s: float 
     while True:
         windows.append(_window(multiply, cpus, files))
         seconds = time.perf_counter() - begin
-        if enough(windows) or seconds >= limit_s:
+        if enough(windows) or seconds >= LIMIT_S:
             return rate_of(windows, flop, seconds)
         if not windows[-1].conclusive:
             time.sleep(wait.uniform(0.0, pause))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_port.parallel.compat import all_gather_single
 from megatron_port.preflight.bandwidth import ALL_GATHER, ALL_REDUCE
+from megatron_port.runtime.agreement import gather_names
 
 PAIR_BUDGET_S = 0.1
 """A sender takes no further sample of a pair when the samples have taken this long;"""
@@ -80,12 +81,7 @@ def largest(values: list[float], group: dist.ProcessGroup | None = None) -> list
 
 def gather_place(host: str, device: torch.device) -> RankPlacement:
     """Return this rank's :class:`RankPlacement` from every rank's host name (cut at 128 bytes). Collective."""
-    packet = torch.zeros(128, dtype=torch.uint8)
-    data = host.encode()[:128]
-    packet[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    packets = torch.empty(dist.get_world_size() * 128, dtype=torch.uint8)
-    all_gather_single(packets, packet)
-    names = [bytes(p.tolist()).rstrip(b"\0").decode(errors="ignore") for p in packets.view(-1, 128)]
+    names = gather_names(host)
     members: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         members.setdefault(name, []).append(rank)
@@ -182,15 +178,11 @@ def collective_seconds(
 
 def _collective(
     operation: str, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     if operation == ALL_REDUCE:
         whole = torch.zeros(max(1, size // 4), device=device)
-        return lambda: _ignore(dist.all_reduce(whole, group=group))
+        return lambda: dist.all_reduce(whole, group=group)
     assert operation == ALL_GATHER
     part = torch.zeros(max(1, size // 4 // ranks), device=device)
     gathered = torch.empty(part.numel() * ranks, device=device)
-    return lambda: _ignore(all_gather_single(gathered, part, group=group))
-
-
-def _ignore(work: object) -> None:
-    """Synchronous collectives return nothing."""
+    return lambda: all_gather_single(gathered, part, group=group)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.errors import EnvironmentFault
 from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.redact import redacted
 from megatron_port.runtime.slurm import compress_hosts, expand_hosts
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT = 1
 REPORT, NETWORK = "preflight.json", "network.json"
@@ -25,6 +29,11 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write JSON as :func:`write_text` does, without secrets."""
     write_text(path, json.dumps(redacted(value), indent=1, ensure_ascii=False) + "\n")
+
+
+def known(result: DataclassInstance) -> dict[str, Any]:
+    """Return the fields of a result that hold something, for JSON."""
+    return {name: value for name, value in asdict(result).items() if value not in (None, "", ())}
 
 
 def read_json(path: Path) -> dict[str, Any]:

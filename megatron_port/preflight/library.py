@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 OFI_NAMES = ("aws libfabric", "libfabric", "ofi")
@@ -25,7 +25,7 @@ class LoadedNetwork:
     """libfabric's: cxi, efa, tcp …"""
     interfaces: tuple[str, ...] = ()
     """Interfaces used by IB or Socket."""
-    devices: int = 0
+    devices: int | None = None
     """Network devices that the OFI plug-in found."""
     bootstrap: str = ""
     """Interface of the first contact, which is TCP always."""
@@ -34,10 +34,6 @@ class LoadedNetwork:
     version: str = ""
     fault: str = ""
     """Why a plug-in that was asked for was not used."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the network for network.json."""
-        return {k: v for k, v in asdict(self).items() if v not in (None, "", (), 0)}
 
 
 _NETWORK = re.compile(r"(?:NCCL INFO )Using network (.+?)\s*$")

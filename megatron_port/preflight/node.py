@@ -6,6 +6,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,13 @@ def torch_probe() -> DeviceProbe:
     return DeviceProbe(kind, torch.cuda.device_count() if kind else 0, found)
 
 
-def check_node(config: RunConfig, *, expect: int | None = None, probe: DeviceProbe | None = None) -> dict[str, Any]:
+def check_node(config: RunConfig, *, expect: int | None = None) -> dict[str, Any]:
     """Return the contents of the node's file. Nothing here judges: that needs the other nodes (``preflight.verdict``).
 
     Args:
         expect: devices that the node must have (None: ``cluster.gpus_per_node`` on a node with GPUs).
-        probe: where devices are looked for, for tests.
     """
-    probe = probe or torch_probe()
+    probe = torch_probe()
     begin = time.monotonic()
     vendor = ask_vendor(probe)
     busy: list[Vendor] = []
@@ -65,14 +65,14 @@ def check_node(config: RunConfig, *, expect: int | None = None, probe: DevicePro
         "attempt": attempt_name(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "cpus": usable_cpus(),
-        "core": core_rate().as_json(),
-        "gpus": [g.as_json() for g in gpus],
+        "core": asdict(core_rate()),
+        "gpus": [asdict(g) for g in gpus],
         "device_counts": found,
         "expected_devices": expected,
         "missing_devices": missing_devices(found, expected, probe.environment),
         "unmeasured": unmeasured(found, sum(bool(g.tflops) for g in gpus), expected),
         "vendor": {"tool": loaded.tool, "fault": vendor.fault if expected else "",
-                   "devices": [d.as_json() for d in loaded.devices]},
+                   "devices": [files.known(d) for d in loaded.devices]},
         "memory": {"total": psutil.virtual_memory().total, "available": psutil.virtual_memory().available},
         "disk": _disk(config),
         "shm": _space(Path("/dev/shm")),

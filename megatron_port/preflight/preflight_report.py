@@ -83,12 +83,11 @@ def make_report(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightC
     """
     verdicts, middle = judge(nodes, limits)
     for verdict in verdicts:
-        for host, text in (network or {}).get("bad", {}).items():
-            if same_host(host, verdict.node):
-                verdict.reasons.append(NodeIssue("network", text, ""))
-        for host, text in (unfit or {}).items():
-            if same_host(host, verdict.node):
-                verdict.reasons.append(NodeIssue("staging", text, "look at the node's own disk (cluster.local_disk)"))
+        for what, bad, fix in (
+            ("network", (network or {}).get("bad", {}), ""),
+            ("staging", unfit or {}, "look at the node's own disk (cluster.local_disk)"),
+        ):
+            verdict.reasons += [NodeIssue(what, text, fix) for h, text in bad.items() if same_host(h, verdict.node)]
     return Report(verdicts, middle, {n: c for n, c in nodes.items() if not isinstance(c, str)})
 
 

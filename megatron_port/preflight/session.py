@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from megatron_port import __version__
-from megatron_port.backend.device import DeviceInfo, choose_device
+from megatron_port.backend.device import choose_device
 from megatron_port.config.schema import RunConfig
-from megatron_port.errors import EnvironmentFault, PortError
+from megatron_port.errors import EnvironmentFault
 from megatron_port.preflight import files
 from megatron_port.preflight.exchange import gather_place, meet
 from megatron_port.preflight.library import LoadedNetwork, parse_log, plugin_problem
 from megatron_port.preflight.network import NetworkResult, check_network, default_sizes, render
 from megatron_port.runtime import process_group
+from megatron_port.runtime.agreement import attempt
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.slurm import compress_hosts
@@ -38,7 +39,10 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     Raises:
         EnvironmentFault: launcher, rendezvous or device; a message or a collective that failed, with the hosts.
     """
-    device, fault = _device(config, info)
+    device, fault = attempt(lambda: choose_device(
+        config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
+        share=config.backend.share_devices,
+    ))
     if device is not None and device.is_gpu:
         torch.cuda.set_device(device.torch_device)
         _ask_library(folder, info)
@@ -67,17 +71,6 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     finally:
         process_group.stop(group, failed=failed)
     return result
-
-
-def _device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
-    try:
-        device = choose_device(
-            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
-            share=config.backend.share_devices,
-        )
-    except PortError as error:
-        return None, error
-    return device, None
 
 
 def _ask_library(folder: Path, info: ProcessInfo) -> None:
@@ -131,15 +124,15 @@ def describe_library(loaded: Mapping[str, LoadedNetwork], backend: str, settings
         return "library: NCCL/RCCL wrote no debug output"
     kinds: dict[str, list[str]] = {}
     for host, found in loaded.items():
-        parts = [found.version, f"network {found.network or 'unknown'}"]
-        parts += [f"plug-in {found.plugin}"] if found.plugin else []
-        parts += [f"provider {found.provider}"] if found.provider else []
-        parts += [f"{found.devices} network devices"] if found.devices else []
-        parts += [f"interfaces {', '.join(found.interfaces)}"] if found.interfaces else []
-        parts += [f"bootstrap over {found.bootstrap}"] if found.bootstrap else []
-        parts += [f"GPU Direct RDMA {'on' if found.gpu_direct else 'off'}"] if found.gpu_direct is not None else []
-        parts += [found.fault] if found.fault else []
-        kinds.setdefault("; ".join(filter(None, parts)), []).append(host)
+        direct = "" if found.gpu_direct is None else "on" if found.gpu_direct else "off"
+        named = (
+            ("{}", found.version), ("network {}", found.network or "unknown"), ("plug-in {}", found.plugin),
+            ("provider {}", found.provider), ("{} network devices", found.devices),
+            ("interfaces {}", ", ".join(found.interfaces)), ("bootstrap over {}", found.bootstrap),
+            ("GPU Direct RDMA {}", direct), ("{}", found.fault),
+        )
+        parts = [form.format(value) for form, value in named if value]
+        kinds.setdefault("; ".join(parts), []).append(host)
     return "\n".join(f"library: {text} ({compress_hosts(hosts)})" for text, hosts in kinds.items())
 
 
@@ -148,7 +141,7 @@ def write_network(folder: Path, result: NetworkResult, loaded: Mapping[str, Load
     content: dict[str, Any] = {
         "format": files.FORMAT, "attempt": attempt_name(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "version": __version__, "torch": torch.__version__, "backend": backend,
-        **result.as_json(), "library": {host: found.as_json() for host, found in loaded.items()},
+        **result.as_json(), "library": {host: files.known(found) for host, found in loaded.items()},
     }
     files.write_json(folder / files.NETWORK, content)
     good, bad = files.read_hosts(folder / files.GOOD), files.read_hosts(folder / files.BAD)

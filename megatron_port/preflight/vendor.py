@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 NVIDIA_QUERY = (
@@ -43,10 +43,6 @@ class VendorDevice:
     ecc_corrected: int | None = None
     needs_reset: str = ""
     """Memory repairs that wait for a reset, or failed."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the device for the node's file."""
-        return {k: v for k, v in asdict(self).items() if v not in (None, "", ())}
 
 
 def _number(text: object) -> float | None:

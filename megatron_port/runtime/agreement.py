@@ -6,6 +6,8 @@ Without it the others would wait in the next collective for a rank that has left
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +22,12 @@ from megatron_port.errors import (
     PortError,
 )
 
+T = TypeVar("T")
 MOST_BYTES = 1 << 20
-TEXT_BYTES = 8192
+TEXT_CHARACTERS = 4096
 """A longer message is cut."""
+NAME_BYTES = 128
+"""A longer name is cut."""
 CLASSES: dict[int, type[PortError]] = {
     cls.exit_code: cls for cls in (ConfigError, EnvironmentFault, DataError, CheckpointError, NumericsError, HangError)
 }
@@ -35,30 +40,44 @@ def _describe(error: BaseException, where: str) -> str:
     return f"{place}{f' ({where})' if where else ''}: {text}"
 
 
-def text_of_rank_zero(text: str | None) -> str | None:
-    """Collective: rank 0's text (or None) on every rank; what the others bring is not looked at.
+def broadcast_text(
+    text: str | None, *, source: int = 0, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> str | None:
+    """Collective: the text (or None) of rank ``source`` of the group on every rank.
 
-    As bytes in tensors: torch's object collectives would unpickle what a peer sent. Two small broadcasts; without a
-    process group it is the caller's own text.
+    What the others bring is not looked at. As bytes in tensors: torch's object collectives would unpickle what a peer
+    sent. Two small broadcasts; without a process group it is the caller's own text.
 
     Raises:
         EnvironmentFault: more than 1 MiB was announced.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return text
     data = b"" if text is None else text.encode()
-    size = torch.tensor([-1 if text is None else len(data)], dtype=torch.int64)
-    dist.broadcast(size, src=0)
+    size = torch.tensor([-1 if text is None else len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, group=group, group_src=source)
     count = int(size)
     if count > MOST_BYTES:
-        raise EnvironmentFault(f"rank 0 announced a text of {count} bytes; at most {MOST_BYTES}")
+        raise EnvironmentFault(f"rank {source} announced a text of {count} bytes; at most {MOST_BYTES}")
     if count <= 0:
         return None if count < 0 else ""
     packet = torch.zeros(count, dtype=torch.uint8)
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == source:
         packet = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(packet, src=0)
+    packet = packet.to(device)
+    dist.broadcast(packet, group=group, group_src=source)
     return bytes(packet.tolist()).decode()
+
+
+def gather_names(
+    name: str, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> list[str]:
+    """Collective: the name that each rank of the group gives, in the order of the ranks."""
+    data = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    names = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(names, own, group=group)
+    return [bytes(packet.tolist()).rstrip(b"\0").decode(errors="ignore") for packet in names]
 
 
 def agree(
@@ -70,8 +89,8 @@ def agree(
 ) -> None:
     """Collective: meet the other ranks; if any brings an error, all raise that of the lowest such rank.
 
-    Costs one all-reduce of an integer, and on failure one broadcast of 8 KiB. Without a
-    process group it raises the error, if any.
+    Costs one all-reduce of an integer, and on failure two broadcasts. Without a process group it raises the error,
+    if any.
 
     Args:
         error: what happened on this rank, or None.
@@ -93,14 +112,31 @@ def agree(
     if worst == 0:
         return
     first = size - worst
-    packet = torch.zeros(1 + TEXT_BYTES, dtype=torch.uint8)
-    if error is not None and first == rank:
-        packet[0] = error.exit_code if isinstance(error, PortError) else 1
-        data = _describe(error, where).encode()[:TEXT_BYTES]
-        packet[1 : 1 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    packet = packet.to(device)
-    dist.broadcast(packet, group=group, group_src=first)
-    values = bytes(packet.tolist())
+    own = None
+    if error is not None:
+        code = error.exit_code if isinstance(error, PortError) else 1
+        own = f"{code} {_describe(error, where)[:TEXT_CHARACTERS]}"
+    told = broadcast_text(own, source=first, group=group, device=device) or own or ""
     if error is not None and not isinstance(error, PortError):
         raise error
-    raise CLASSES.get(values[0], PortError)(values[1:].rstrip(b"\0").decode(errors="ignore")) from error
+    code_text, _, message = told.partition(" ")
+    raise CLASSES.get(int(code_text), PortError)(message) from error
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, PortError | None]:
+    """Return what ``action`` returns, or the PortError that it raised, for the other ranks to hear of."""
+    try:
+        return action(), None
+    except PortError as error:
+        return None, error
+
+
+def agreed(action: Callable[[], T], *, where: str = "") -> T:
+    """Collective: run ``action`` and :func:`agree` on whether it went well everywhere; return its result on this rank.
+
+    Raises:
+        PortError: ``action`` raised one on some rank. Any other error passes at once.
+    """
+    result, failure = attempt(action)
+    agree(failure, where=where)
+    return result  # type: ignore[return-value]

@@ -106,14 +106,9 @@ class _Reader:
 
     def integer(self, name: str, *variables: str, default: int | None = None) -> int:
         """The first variable that is set; EnvironmentFault if it is not a number or none is set and no default."""
-        for variable in variables:
-            text = self.env.get(variable, "")
-            if not text:
-                continue
-            if not text.isdigit():
-                raise LauncherFault(f"{variable}=\"{text}\" is not a whole number ({self.launcher} sets it)")
-            self.sources[name] = variable
-            return int(text)
+        found = launchers.read_int(self.env, variables, self.sources, name)
+        if found is not None:
+            return found
         if default is None:
             raise LauncherFault(
                 f"this looks like {self.launcher}, but {' and '.join(variables)} "

@@ -10,7 +10,8 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +56,16 @@ class Fingerprint:
 
 def installed_versions() -> dict[str, str]:
     """Versions that ranks must share; a package that is not there is ``absent``."""
-    found = {"megatron_port": __version__, "Python": platform.python_version()}
-    for name in PACKAGES:
-        try:
+    known = {"megatron_port": __version__, "Python": platform.python_version()}
+    return {**known, **dict.fromkeys(PACKAGES, "absent"), **package_versions(PACKAGES)}
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those of the packages that are installed. None is imported."""
+    found = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
     return found
 
 

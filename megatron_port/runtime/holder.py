@@ -81,9 +81,9 @@ class Holder:
         return f"attempt {self.attempt}{job} on {self.host or 'an unknown host'}, process {self.pid}, since {since}"
 
 
-def this_process(env: Mapping[str, str] | None = None) -> Holder:
+def this_process() -> Holder:
     """The holder that this process would be."""
-    job = current_job(env)
+    job = current_job()
     mine = Holder(
         host=socket.gethostname(), space=process_space(), pid=os.getpid(), born=born(os.getpid()), since=time.time()
     )

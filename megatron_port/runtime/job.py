@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_port.runtime.slurm import FIRST_RESERVED_STEP
+from megatron_port.runtime.slurm import in_step
 
 LOCAL = "local"
 """Attempt of a run that no job scheduler started."""
@@ -57,15 +57,10 @@ def current_job(env: Mapping[str, str] | None = None) -> Job | None:
     restart = env.get("SLURM_RESTART_COUNT", "")
     return Job(
         number, int(restart) if restart.isdigit() else 0, env.get(SERIES, "") or number,
-        env.get("SLURM_JOB_NODELIST", ""), step=_step(number, env.get("SLURM_STEP_ID", "")),
+        env.get("SLURM_JOB_NODELIST", ""), step=f"{number}.{env['SLURM_STEP_ID']}" if in_step(env) else "",
         cluster=env.get("SLURM_CLUSTER_NAME", ""), array_job=env.get("SLURM_ARRAY_JOB_ID", ""),
         array_task=env.get("SLURM_ARRAY_TASK_ID", ""),
     )
-
-
-def _step(job: str, step: str) -> str:
-    numbered = step.isdigit() and int(step) < FIRST_RESERVED_STEP
-    return f"{job}.{step}" if numbered else ""
 
 
 def attempt_name(env: Mapping[str, str] | None = None) -> str:

@@ -113,7 +113,7 @@ class RankAssignment:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-def _number(env: Mapping[str, str], names: Sequence[str], sources: dict[str, str], key: str) -> int | None:
+def read_int(env: Mapping[str, str], names: Sequence[str], sources: dict[str, str], key: str) -> int | None:
     """The first of the variables that is set; None: none is. Raises LauncherFault if it is not a number."""
     for name in names:
         text = env.get(name, "")
@@ -136,12 +136,12 @@ def claims(env: Mapping[str, str]) -> list[Claim]:
         if launcher is GENERIC and not env.get("WORLD_SIZE") and not env.get("RANK", "").strip("0").isdigit():
             continue  # RANK alone is a name that anything may use; above zero it says that there are others
         sources: dict[str, str] = {}
-        rank = _number(env, launcher.rank, sources, "rank")
+        rank = read_int(env, launcher.rank, sources, "rank")
         if rank is None:
             continue
-        size = _number(env, (*launcher.size, *GENERIC.size), sources, "size")
+        size = read_int(env, (*launcher.size, *GENERIC.size), sources, "size")
         found.append(Claim(launcher, rank, size or 0, sources))
-    world = _number(env, GENERIC.size, {}, "size")
+    world = read_int(env, GENERIC.size, {}, "size")
     if not found and world is not None and world > 1:
         raise LauncherFault(
             f"WORLD_SIZE={world} says that {world} processes run, and no RANK says which of them this is; set RANK, or "
@@ -190,9 +190,9 @@ def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bo
             f"are; set WORLD_SIZE for every rank, or unset {claim.sources['rank']} to run one process"
         )
     sources["world_size"] = claim.sources["size"]
-    local_rank = _number(env, (*launcher.local_rank, "LOCAL_RANK"), sources, "local_rank")
-    nodes = _number(env, launcher.nodes, sources, "num_nodes")
-    local_size = _number(env, (*launcher.local_size, "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), sources, "local_world_size")
+    local_rank = read_int(env, (*launcher.local_rank, "LOCAL_RANK"), sources, "local_rank")
+    nodes = read_int(env, launcher.nodes, sources, "num_nodes")
+    local_size = read_int(env, (*launcher.local_size, "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), sources, "local_world_size")
     sources["master_addr"] = "MASTER_ADDR"
     if local_size is None and nodes:
         local_size, sources["local_world_size"] = -(-claim.size // nodes), "ranks / nodes, rounded up"
@@ -214,7 +214,7 @@ def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bo
         local_rank, sources["local_rank"] = claim.rank % local_size, "rank modulo ranks a host"
     if nodes is None:
         nodes, sources["num_nodes"] = -(-claim.size // local_size), "ranks / ranks a host, rounded up"
-    node_rank = _number(env, launcher.node_rank, sources, "node_rank")
+    node_rank = read_int(env, launcher.node_rank, sources, "node_rank")
     if node_rank is None:
         node_rank, sources["node_rank"] = min(claim.rank // local_size, nodes - 1), "rank / ranks a host"
     if not address and nodes == 1:
@@ -225,7 +225,7 @@ def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bo
 
 def _port(claim: Claim, env: Mapping[str, str], sources: dict[str, str]) -> int:
     """Return ``MASTER_PORT``; else a number that the job's name gives; else torch's default."""
-    given = _number(env, ("MASTER_PORT",), sources, "master_port")
+    given = read_int(env, ("MASTER_PORT",), sources, "master_port")
     if given is not None:
         return given
     names = [name for name in claim.launcher.job if env.get(name)]

@@ -1,12 +1,16 @@
-"""Plain lines by rank. An object, not a module global: two runs in one process do not mix."""
+"""Plain lines by rank, and ranks in words. An object, not a module global: two runs in one process do not mix."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TextIO
 
 from megatron_port.runtime.printable import printable
+
+SHOWN = 16
+"""Ranges of ranks that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -16,18 +20,17 @@ class Logger:
     rank: int = 0
     world_size: int = 1
     host: str = ""
-    prefix: str = ""
     stream: TextIO = field(default_factory=lambda: sys.stdout)
 
     def log(self, message: str) -> None:
         """One message, on rank 0 only."""
         if self.rank == 0:
-            self._write(self.prefix, message)
+            self._write("", message)
 
     def log_any(self, message: str) -> None:
         """One message from whichever rank calls, marked with rank and host."""
         mark = f"[rank {self.rank} of {self.world_size}{' on ' + self.host if self.host else ''}] "
-        self._write(mark + self.prefix, message)
+        self._write(mark, message)
 
     def _write(self, prefix: str, message: str) -> None:
         # One write a message, so that lines of several processes do not interleave.
@@ -37,3 +40,17 @@ class Logger:
             self.stream.flush()
         except BrokenPipeError:
             pass  # the reader of our output left (head, a closed terminal); that must not end a training run
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ``ranks 1, 4-7``, cut after some ranges."""
+    pieces: list[list[int]] = []
+    count = 0
+    for rank in sorted(ranks):
+        count += 1
+        if pieces and rank == pieces[-1][1] + 1:
+            pieces[-1][1] = rank
+        else:
+            pieces.append([rank, rank])
+    text = [str(a) if a == b else f"{a}-{b}" for a, b in pieces[:SHOWN]]
+    return f"rank{'s' if count != 1 else ''} " + ", ".join(text) + (" …" if len(pieces) > SHOWN else "")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import socket
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch.distributed as dist
@@ -20,44 +19,35 @@ CONSEQUENCE = "this is a consequence: the cause is with the rank that ended or f
 _ADDRESS = r"\[?(?P<peer>[^\s\]]+)\]?:\d+"
 
 
-@dataclass(frozen=True)
-class _Sign:
-    """A text that tells of a lost peer, and what it means."""
-
-    pattern: re.Pattern[str]
-    meaning: str
-    """May name groups of the pattern: ``{peer}``, ``{wait}``."""
-    of: type[BaseException] = RuntimeError
-    """Only errors of this class count."""
-
-
-def _sign(pattern: str, meaning: str, of: type[BaseException] = RuntimeError) -> _Sign:
-    return _Sign(re.compile(pattern, re.DOTALL), meaning, of)
-
-
-SIGNS = (
-    # gloo/transport/tcp: pair.cc, unbound_buffer.cc, socket.cc
-    _sign(rf"gloo/\S+\] Connection closed by peer {_ADDRESS}", "{peer} closed the connection"),
-    _sign(rf"gloo/\S+\] Read error {_ADDRESS}: (?P<why>[^.]+)", "{peer}: {why}"),
-    _sign(r"gloo/\S+\] (?:Write error|writev|write|send)\b[^:]*?(?:\[[^\]]+\]:\d+)?: (?P<why>[^.]+)", "{why}"),
-    _sign(r"gloo/\S+\] Timed out waiting (?P<wait>\d+)ms for (?P<why>send|recv) operation", "no answer for {wait}"),
-    _sign(r"gloo/\S+\] (?:Connect timeout|Socket Timeout|SO_ERROR|connect)\b(?P<why>[^.]*)", "cannot connect{why}"),
-    _sign(r"Gloo connectFullMesh failed with (?P<why>[^\n]+)", "cannot connect: {why}"),
-    _sign(r"Application timeout caused pair closure", "an earlier exchange with it timed out"),
-    # ProcessGroupNCCL
-    _sign(r"Watchdog caught collective operation timeout.*?ran for (?P<wait>\d+) milliseconds",
-          "no answer for {wait}", dist.DistBackendError),
-    _sign(r"NCCL communicator was aborted", "the communicator was aborted", dist.DistBackendError),
-    _sign(r"ncclRemoteError", "NCCL: a remote process ended, or the network failed", dist.DistBackendError),
-    _sign(r"nccl(?:SystemError|InternalError).*?(?P<why>[Cc]onnection (?:closed by (?:remote )?peer|reset by peer|"
-          r"refused|timed out)|[Bb]roken pipe|[Nn]o route to host|peer \S+ (?:closed|timed out))",
-          "NCCL: {why}", dist.DistBackendError),
+SIGNS: dict[type[BaseException], tuple[tuple[str, str], ...]] = {
+    RuntimeError: (
+        # gloo/transport/tcp: pair.cc, unbound_buffer.cc, socket.cc
+        (rf"gloo/\S+\] Connection closed by peer {_ADDRESS}", "{peer} closed the connection"),
+        (rf"gloo/\S+\] Read error {_ADDRESS}: (?P<why>[^.]+)", "{peer}: {why}"),
+        (r"gloo/\S+\] (?:Write error|writev|write|send)\b[^:]*?(?:\[[^\]]+\]:\d+)?: (?P<why>[^.]+)", "{why}"),
+        (r"gloo/\S+\] Timed out waiting (?P<wait>\d+)ms for (?P<why>send|recv) operation", "no answer for {wait}"),
+        (r"gloo/\S+\] (?:Connect timeout|Socket Timeout|SO_ERROR|connect)\b(?P<why>[^.]*)", "cannot connect{why}"),
+        (r"Gloo connectFullMesh failed with (?P<why>[^\n]+)", "cannot connect: {why}"),
+        (r"Application timeout caused pair closure", "an earlier exchange with it timed out"),
+    ),
+    dist.DistBackendError: (  # ProcessGroupNCCL
+        (r"Watchdog caught collective operation timeout.*?ran for (?P<wait>\d+) milliseconds", "no answer for {wait}"),
+        (r"NCCL communicator was aborted", "the communicator was aborted"),
+        (r"ncclRemoteError", "NCCL: a remote process ended, or the network failed"),
+        (r"nccl(?:SystemError|InternalError).*?(?P<why>[Cc]onnection (?:closed by (?:remote )?peer|reset by peer|"
+         r"refused|timed out)|[Bb]roken pipe|[Nn]o route to host|peer \S+ (?:closed|timed out))", "NCCL: {why}"),
+    ),
     # TCPStore: it is rank 0 (or torchrun's agent) that is gone
-    _sign(r"Broken pipe|Connection (?:was likely closed|reset by peer|refused)|failed to recv|Socket Timeout",
-          "the rendezvous store, on rank 0's host, is gone", dist.DistNetworkError),
-    _sign(r"wait timeout after (?P<wait>\d+)ms, keys: (?P<why>\S+)",
-          "no answer for {wait} while a group was being connected", dist.DistStoreError),
-)
+    dist.DistNetworkError: (
+        (r"Broken pipe|Connection (?:was likely closed|reset by peer|refused)|failed to recv|Socket Timeout",
+         "the rendezvous store, on rank 0's host, is gone"),
+    ),
+    dist.DistStoreError: (
+        (r"wait timeout after (?P<wait>\d+)ms, keys: (?P<why>\S+)",
+         "no answer for {wait} while a group was being connected"),
+    ),
+}
+"""Class of an error → texts that tell of a lost peer, and what each means (may name groups of its pattern)."""
 
 
 def explain_peer_failure(error: BaseException, info: ProcessInfo | None = None) -> PeerLost | None:
@@ -93,13 +83,13 @@ def explain_peer_failure(error: BaseException, info: ProcessInfo | None = None) 
 def _meaning(error: BaseException) -> str | None:
     """A few words for a recognised error."""
     text = str(error)
-    for sign in SIGNS:
-        found = sign.pattern.search(text) if isinstance(error, sign.of) else None
+    for pattern, meaning in (sign for cls, signs in SIGNS.items() if isinstance(error, cls) for sign in signs):
+        found = re.search(pattern, text, re.DOTALL)
         if found:
             words = {name: value or "" for name, value in found.groupdict().items()}
             if "wait" in words:
                 words["wait"] = f"{int(words['wait']) / 1000:g} s"
-            return sign.meaning.format(**words).strip()
+            return meaning.format(**words).strip()
     return None
 
 

@@ -20,8 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megatron_port.errors import EnvironmentFault, PortError
 from megatron_port.runtime.discovery import ProcessInfo, is_loopback, resolve_host
 from megatron_port.runtime.fingerprint import Fingerprint
+from megatron_port.runtime.logging import ranks_text
 from megatron_port.runtime.master_store import connect, within
-from megatron_port.runtime.rendezvous import abandon, leave, meet, ranges
+from megatron_port.runtime.rendezvous import abandon, leave, meet
 
 SHARE_DEVICES = "set backend.share_devices = true (collectives then go over gloo, through host memory: slow)"
 
@@ -71,7 +72,7 @@ def _shared_device(info: ProcessInfo, store: Store, identity: str) -> str:
     key = store.get("device/shared").decode()
     holders = sorted(int(store.get(f"{key}/{i + 1}")) for i in range(store.add(key, 0)))
     _, host, gpu = key.split("/", 2)
-    return f"{ranges(holders)} on {host} hold the same GPU ({gpu})"
+    return f"{ranks_text(holders)} on {host} hold the same GPU ({gpu})"
 
 
 def start(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -27,3 +30,21 @@ def process_space() -> str:
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+def kill(processes: Iterable[tuple[int, int]], number: int = signal.SIGKILL) -> None:
+    """Send a signal to those of (process id, start) that still are the same process."""
+    for pid, start in processes:
+        if start and born(pid) == start:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+def out_of_memory_kills() -> int:
+    """Return how many processes this host's kernel has killed for memory since boot; 0 where it is not known."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0

@@ -8,8 +8,8 @@ loop. A reader may see a new phase beside an old operation; nothing but a log li
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 START, STEP, EVALUATE, SAVE, END = "start", "step", "evaluate", "save", "end"
 """Scopes: what the loop is at. Deadlines are by scope."""
@@ -28,24 +28,6 @@ OWN = (DATA, FORWARD, BACKWARD)
 
 class ProgressTracker:
     """The state of one rank. ``clock`` gives seconds and never goes back."""
-
-    __slots__ = (
-        "_began",
-        "_clock",
-        "_seconds",
-        "counter",
-        "first_step",
-        "last_seconds",
-        "number",
-        "operation",
-        "phase",
-        "scope",
-        "since",
-        "step",
-        "step_seconds",
-        "steps_done",
-        "totals",
-    )
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -77,11 +59,7 @@ class ProgressTracker:
 
     def tick(self, operation: str, number: int = -1) -> None:
         """Progress within a phase."""
-        self.operation, self.number = operation, number
-        now = self._clock()
-        self._seconds[self.phase] += now - self.since
-        self.since = now
-        self.counter += 1
+        self.at(self.phase, operation, number)
 
     def begin_step(self, step: int) -> None:
         """An optimizer step begins, after ``step`` others."""
@@ -105,34 +83,18 @@ class ProgressTracker:
         self.scope = STEP
         self.steps_done += 1
 
-    def enter(self, scope: str, operation: str = "") -> Span:
+    @contextmanager
+    def enter(self, scope: str, operation: str = "") -> Iterator[None]:
         """Enter another scope for a while: ``with progress.enter("save"): …``. Spans inside keep their own phases."""
-        return Span(self, scope, operation)
+        before, self.scope = self.scope, scope
+        self.at(scope if scope in (EVALUATE, SAVE) else IDLE, operation)
+        yield
+        self.scope = before  # after an error what was under way stays readable
+        self.at(IDLE)
 
     def doing(self) -> str:
         """Return ``backward, micro-batch 3``: phase and last operation."""
         return describe(self.phase, self.operation, self.number)
-
-
-class Span:
-    """The scope of a ``with`` block."""
-
-    __slots__ = ("_before", "_operation", "_progress", "_scope")
-
-    def __init__(self, progress: ProgressTracker, scope: str, operation: str) -> None:
-        self._progress, self._scope, self._operation = progress, scope, operation
-        self._before = progress.scope
-
-    def __enter__(self) -> Span:
-        self._before = self._progress.scope
-        self._progress.scope = self._scope
-        self._progress.at(self._scope if self._scope in (EVALUATE, SAVE) else IDLE, self._operation)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None:  # else what was under way stays readable
-            self._progress.scope = self._before
-            self._progress.at(IDLE)
 
 
 def describe(phase: str, operation: str, number: int) -> str:

@@ -26,10 +26,11 @@ from torch.distributed.distributed_c10d import Store
 from megatron_port.errors import EnvironmentFault, PortError
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.fingerprint import WORLD, Fingerprint, differences
+from megatron_port.runtime.logging import ranks_text
 from megatron_port.runtime.master_store import spoken_locally
 
 SHOWN = 16
-"""Ranges, and missing hosts, that a message lists."""
+"""Missing hosts that a message lists."""
 GRACE_S = 10.0
 """After something is found to be wrong, the others may still report for so long, so that one message names them all."""
 OUTLAST_S = 15.0
@@ -155,7 +156,7 @@ def _explain(info: ProcessInfo, store: Store) -> str:
         return store.get("fault").decode() + more
     prints = _prints(store)
     hosts, ranks = _names(store, max(int(p.versions[WORLD]) for p in prints.values()))
-    return differences(prints, ranks, lambda found: f"{_some_hosts(info, found, hosts, 4)} ({ranges(found)})")
+    return differences(prints, ranks, lambda found: f"{_some_hosts(info, found, hosts, 4)} ({ranks_text(found)})")
 
 
 def _prints(store: Store) -> dict[str, Fingerprint]:
@@ -207,9 +208,9 @@ def places(info: ProcessInfo, ranks: list[int], known: dict[int, str]) -> str:
     parts = []
     if whole:
         found = [r for n in whole for r in by_node[n]]
-        parts.append(f"all of {_some_hosts(info, found, known)} ({ranges(found)})")
+        parts.append(f"all of {_some_hosts(info, found, known)} ({ranks_text(found)})")
     split = [n for n in by_node if n in met]
-    parts += [f"{ranges(by_node[n])} ({_host(info, by_node[n][0], known)})" for n in split[:SHOWN]]
+    parts += [f"{ranks_text(by_node[n])} ({_host(info, by_node[n][0], known)})" for n in split[:SHOWN]]
     if len(split) > SHOWN:
         parts.append(f"and some of {len(split) - SHOWN} more nodes")
     return "; ".join(parts)
@@ -227,18 +228,6 @@ def _host(info: ProcessInfo, rank: int, known: dict[int, str]) -> str:
 def _some_hosts(info: ProcessInfo, ranks: list[int], known: dict[int, str], shown: int = SHOWN) -> str:
     hosts = list(dict.fromkeys(_host(info, r, known) for r in ranks))
     return ", ".join(hosts[:shown]) + (f" and {len(hosts) - shown} more hosts" if len(hosts) > shown else "")
-
-
-def ranges(ranks: list[int]) -> str:
-    """Return ``ranks 1, 4-7`` of sorted numbers, cut after some."""
-    pieces: list[list[int]] = []
-    for rank in ranks:
-        if pieces and rank == pieces[-1][1] + 1:
-            pieces[-1][1] = rank
-        else:
-            pieces.append([rank, rank])
-    text = [str(a) if a == b else f"{a}-{b}" for a, b in pieces[:SHOWN]]
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(text) + (" …" if len(pieces) > SHOWN else "")
 
 
 def _arrived(store: Store) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from megatron_port.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
@@ -61,7 +61,7 @@ class StopRequest:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def install(self) -> StopRequest:
+    def __enter__(self) -> StopRequest:
         """Take over the signals; ValueError outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("signal handlers can be installed in the main thread only")
@@ -70,17 +70,11 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what block_signals() kept arrives now
         return self
 
-    def restore(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Give the signals back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
-
-    def __enter__(self) -> StopRequest:
-        return self.install()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.restore()
 
 
 def block_signals() -> None:

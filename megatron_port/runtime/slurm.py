@@ -98,11 +98,10 @@ def in_step(env: Mapping[str, str]) -> bool:
     return step.isdigit() and int(step) < FIRST_RESERVED_STEP
 
 
-def step_rank(env: Mapping[str, str] | None = None) -> int:
+def step_rank() -> int:
     """This task's number in its step; 0 outside of one."""
-    env = os.environ if env is None else env
-    text = env.get("SLURM_PROCID", "")
-    return int(text) if in_step(env) and text.isdigit() else 0
+    text = os.environ.get("SLURM_PROCID", "")
+    return int(text) if in_step(os.environ) and text.isdigit() else 0
 
 
 def step_port(env: Mapping[str, str]) -> int:

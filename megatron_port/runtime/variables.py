@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 COMMUNICATION = ("FI_", "NCCL_", "RCCL_", "HSA_", "GLOO_", "UCX_", "MIOPEN_")
 """Prefixes of the variables that decide how ranks talk to each other."""
@@ -12,15 +12,11 @@ VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 """What a launcher sets to show a task some devices only."""
 
 
-def variables(
-    names: Sequence[str] = (), prefixes: Sequence[str] = (), env: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def variables(names: Sequence[str] = (), prefixes: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables that are set and are named, or begin with one of ``prefixes``."""
-    env = os.environ if env is None else env
-    return {k: v for k, v in sorted(env.items()) if k in names or k.startswith(tuple(prefixes) or ("\0",))}
+    return {k: v for k, v in sorted(os.environ.items()) if k in names or k.startswith(tuple(prefixes))}
 
 
-def node_name(env: Mapping[str, str] | None = None) -> str:
+def node_name() -> str:
     """This node as SLURM calls it, else the short host name."""
-    env = os.environ if env is None else env
-    return env.get("SLURMD_NODENAME", "") or socket.gethostname().split(".")[0]
+    return os.environ.get("SLURMD_NODENAME", "") or socket.gethostname().split(".")[0]

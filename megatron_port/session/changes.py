@@ -7,11 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_port.checkpoint.format import Manifest, SavedState
+from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.dump import as_dict, config_hash
 from megatron_port.config.same_model import with_sizes
 from megatron_port.config.schema import BatchConfig, ModelConfig, OptimizerConfig, RunConfig
+from megatron_port.data.fingerprint import changes
+from megatron_port.data.loader import Loaders
 from megatron_port.data.tokenizer import NAMES, identity
-from megatron_port.errors import ConfigError
+from megatron_port.errors import ConfigError, DataError
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.state import BUFFER, WEIGHT
 
@@ -188,3 +191,28 @@ def changes_since(manifest: Manifest, config: RunConfig, tokenizer: str | None, 
 def _section(state: SavedState, name: str) -> Mapping[str, Any]:
     saved = state.config.get(name, {}) if isinstance(state.config, dict) else {}
     return saved if isinstance(saved, dict) else {}
+
+
+def check_data_fingerprint(checkpoint: Checkpoint, config: RunConfig, loaders: Loaders) -> list[str]:
+    """Return a line for each difference, where differences are allowed: ``data.pinned`` is false, or
+    ``checkpoint.resume`` names a checkpoint, so that this may be another run on other data. All ranks return the same.
+
+    Raises:
+        DataError: the data of this run has changed since its checkpoint.
+    """
+    state = checkpoint.manifest.state
+    saved = state.data.get("corpora", []) if isinstance(state.data, dict) else []
+    found = changes(saved if isinstance(saved, list) else [], loaders.data_fingerprint)
+    before, now = str((state.tokenizer or {}).get("hash", "")), str(loaders.tokenizer.get("hash", ""))
+    if before and now and before != now and not found:
+        found.append(f"the tokenizer was {state.tokenizer.get('name')} ({before[:12]}), is "
+                     f"{loaders.tokenizer.get('name')} ({now[:12]})")
+    if not found:
+        return []
+    if config.data.pinned and config.checkpoint.resume == "auto":
+        raise DataError(
+            f"{checkpoint.path.name} was trained on other data under the same name: {'; '.join(found)}. Put the old "
+            "files back, continue with the new ones by data.pinned = false, or start another run from it with "
+            "checkpoint.resume = PATH and another name"
+        )
+    return [f"note: other data than when {checkpoint.path.name} was saved: {line}" for line in found]

@@ -7,7 +7,9 @@ processes), and the slices of all ranks are checked to cover the model exactly.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -50,9 +52,7 @@ def static_bytes(parameters: int, config: RunConfig, dp: int) -> int:
     return parameters * (weight + wide) + (3 * wide * parameters) // shards
 
 
-def _records(config: RunConfig, topology: Topology, pp: int, tp: int) -> list[ParameterRecord]:
-    rank = topology.first_rank(pp=pp, tp=tp)
-    ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
+def _records(config: RunConfig, ctx: ParallelContext) -> list[ParameterRecord]:
     chunks = torch.nn.ModuleList(build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device)))
     return [record_of(p) for p in chunks.parameters()]
 
@@ -64,33 +64,23 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     """
     split = layers_by_chunk(config, topology)
     config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once per rank
-    covered: dict[str, int] = {}
+    covered: Counter[str] = Counter()
     out = []
     for stage in range(topology.pp):
         largest = 0
         for tp in range(topology.tp):
             rank = topology.first_rank(pp=stage, tp=tp)
             ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
-            elements = 0
-            for record in _records(config, topology, stage, tp):
-                size = 1
-                for n in record.local_shape:
-                    size *= n
-                elements += size
-                if record.is_owned(ctx.mesh, ctx.rank):
-                    logical = 1
-                    for n in record.extent:
-                        logical *= n
-                    covered[record.name] = covered.get(record.name, 0) + logical
-            largest = max(largest, elements)
+            records = _records(config, ctx)
+            for record in records:
+                if record.is_owned(ctx.mesh, rank):
+                    covered[record.name] += prod(record.extent)
+            largest = max(largest, sum(prod(record.local_shape) for record in records))
         layers = sum(split[topology.virtual_stage(stage, chunk)] for chunk in range(topology.vp))
         out.append(StageSummary(stage, layers, largest, static_bytes(largest, config, topology.dp)))
     for name, shape in parameter_shapes(config.model).items():
-        whole = 1
-        for n in shape:
-            whole *= n
-        if covered.get(name) != whole:
-            raise ConfigError(f"{name}: the ranks hold {covered.get(name, 0)} of its {whole} elements")
+        if covered[name] != prod(shape):
+            raise ConfigError(f"{name}: the ranks hold {covered[name]} of its {prod(shape)} elements")
     return out
 
 

@@ -11,7 +11,7 @@ from megatron_port.checkpoint.disk import disk_error
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.writer import remove_leftovers
 from megatron_port.errors import PortError
-from megatron_port.runtime.agreement import agree, text_of_rank_zero
+from megatron_port.runtime.agreement import agreed, broadcast_text
 from megatron_port.runtime.lease import Fence, Lease, acquire, refuse_array_in_one_folder
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
@@ -29,16 +29,10 @@ def leased_session(session: Session) -> Iterator[Session]:
         EnvironmentFault: the folder cannot be written.
     """
     lease: Lease | None = None
-    failure: PortError | None = None
-    if session.is_rank_zero:
-        try:
-            lease = _take(session)
-        except PortError as error:
-            failure = error
     try:
-        agree(failure)
+        lease = agreed(lambda: _take(session) if session.is_rank_zero else None)
         told = json.dumps([lease.epoch, lease.attempt]) if lease is not None else None
-        epoch, attempt = json.loads(text_of_rank_zero(told) or "[0, \"\"]")
+        epoch, attempt = json.loads(broadcast_text(told) or "[0, \"\"]")
         yield replace(session, fence=lease or Fence(epoch, attempt))
     finally:
         if lease is not None:

@@ -6,7 +6,6 @@ Written by rank 0 alone. A file that cannot be written is passed over: the run m
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from typing import Any
 from megatron_port import __version__
 from megatron_port.config.dump import config_hash
 from megatron_port.runtime.atomic import write_bytes
+from megatron_port.runtime.fingerprint import package_versions
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.runtime.redact import redact
@@ -48,10 +48,9 @@ def commit() -> str:
 
 def environment(session: Session) -> dict[str, Any]:
     """Return versions, device, ranks and providers, as JSON types; what is not known has no entry."""
-    versions: dict[str, str] = {"python": platform.python_version(), "megatron_port": __version__}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+    versions = {
+        "python": platform.python_version(), "megatron_port": __version__, **package_versions(PACKAGES),
+    }
     t, info = session.ctx.topology, session.info
     kind, name = session.device.kind, session.device.name
     device = kind if name in ("", kind) else f"{kind}: {name}"

@@ -18,10 +18,10 @@ from megatron_port.backend.providers import Providers
 from megatron_port.config.checks import problems, resolve
 from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import RunConfig
-from megatron_port.errors import ConfigError, EnvironmentFault, PortError
+from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.runtime import process_group
-from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.agreement import agreed, attempt
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.fingerprint import Fingerprint
 from megatron_port.runtime.lease import Fence
@@ -29,7 +29,7 @@ from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.peers import explain_peer_failure
 from megatron_port.runtime.progress import COMMUNICATOR, START, ProgressTracker
 from megatron_port.session.assemble import DTYPES, topology_of
-from megatron_port.session.output import check_output
+from megatron_port.session.folders import check_output
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,9 @@ def open_session(
     if fitted:
         logger.log(fitted)
     started = time.perf_counter()
-    device, fault = _choose_device(config, info)
+    device, fault = attempt(lambda: _choose_device(config, info))
     if writes and info.rank == 0 and fault is None:
-        try:
-            check_output(config)
-        except EnvironmentFault as error:
-            fault = error
+        _, fault = attempt(lambda: check_output(config))
     meeting_s, collective_s = config.launch.rendezvous_timeout, config.launch.collective_timeout
     fingerprint = Fingerprint.of(info.world_size, config)
     if device is None or fault is not None:
@@ -180,17 +177,14 @@ def open_session(
         process_group.stop(group, failed=failed)
 
 
-def _choose_device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
-    """Return this rank's device, or what is wrong with it, for all ranks to know."""
-    try:
-        device = choose_device(
-            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
-            share=config.backend.share_devices,
-        )
-        _refuse(config, device)
-    except PortError as error:
-        return None, error
-    return device, None
+def _choose_device(config: RunConfig, info: ProcessInfo) -> DeviceInfo:
+    """Return this rank's device. Raises PortError."""
+    device = choose_device(
+        config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
+        share=config.backend.share_devices,
+    )
+    _refuse(config, device)
+    return device
 
 
 def _assemble(
@@ -204,18 +198,11 @@ def _assemble(
         two_way=config.engine == "native", progress=progress,
     )
     progress.at(START)
-    failure: PortError | None = None
-    providers: Providers | None = None
-    try:
-        providers = choose_providers(
-            config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
-            attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
-        )
-        install_guard(config.backend.allow_jit)
-        if config.backend.allow_jit:
-            logger.log("backend.allow_jit = true: ops may be compiled while this run trains")
-    except PortError as error:
-        failure = error
-    agree(failure, where=str(ctx.coords))
-    assert providers is not None
+    providers = agreed(lambda: choose_providers(
+        config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
+        attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
+    ), where=str(ctx.coords))
+    agreed(lambda: install_guard(config.backend.allow_jit), where=str(ctx.coords))
+    if config.backend.allow_jit:
+        logger.log("backend.allow_jit = true: ops may be compiled while this run trains")
     return Session(config, info, device, ctx, providers, logger, progress)

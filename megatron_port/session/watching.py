@@ -24,7 +24,7 @@ def watch_ranks(
     An ``around`` of ``session.session.open_session``: no group exists yet, so a rank that hangs while they are made is
     seen.
     """
-    topology, logger = topology_of(config), Logger(info.rank)
+    topology, logger = topology_of(config), Logger(info.rank, info.world_size, info.hostname)
     fits = topology.world_size == info.world_size  # else the session refuses at once
     place = topology.coordinates(info.rank if fits else 0)
 

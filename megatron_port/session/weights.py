@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_port.checkpoint.reader import Checkpoint, find_latest, open_checkpoint
 from megatron_port.config.loader import load
@@ -14,14 +13,14 @@ from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
 from megatron_port.data.tokenizer_files import load as load_tokenizer
 from megatron_port.engine.api import Engine
-from megatron_port.errors import CheckpointError, PortError
+from megatron_port.errors import CheckpointError
 from megatron_port.interop.hf_files import HFFolder, is_hf
 from megatron_port.interop.hf_tokenizer import end_ids
 from megatron_port.interop.import_hf import KEPT
 from megatron_port.interop.pinned_tokenizer import FILES, Trained, pinned_file, trained_with
 from megatron_port.interop.sidecar import model_of
 from megatron_port.parallel.state import StateReader
-from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.agreement import agreed
 from megatron_port.session.session import Session
 
 
@@ -116,11 +115,9 @@ def load_initial(engine: Engine, session: Session) -> str:
     """
     config: RunConfig = session.config
     asked = config.checkpoint.initial_weights
-    failure: PortError | None = None
-    where: Any = asked
-    try:
+
+    def load_own() -> Path:
         weights = open_weights(asked)
-        where = weights.path
         different = model_differences(weights.model, config.model, any_length=True)
         if different:
             raise CheckpointError(
@@ -129,9 +126,9 @@ def load_initial(engine: Engine, session: Session) -> str:
             )
         engine.load_weights(weights.read)
         weights.close()
-    except PortError as error:
-        failure = error
-    agree(failure, where=str(session.ctx.coords))
+        return weights.path
+
+    where = agreed(load_own, where=str(session.ctx.coords))
     return f"weights from {where}; moments and counters start fresh"
 
 

@@ -31,19 +31,15 @@ class BackgroundSink:
     def __init__(self, name: str, make: Callable[[], Any], warn: Callable[[str], None], *,
                  close_s: float = CLOSE_S) -> None:
         self._name, self._make, self._warn, self._close_s = name, make, warn, close_s
-        self._records: queue.Queue[tuple[str, Record] | None] = queue.Queue(BACKLOG)
+        self._records: queue.Queue[Record | None] = queue.Queue(BACKLOG)
         self._dropped = 0
         self._off = False
         self._thread = threading.Thread(target=self._run, name=f"telemetry-{name}", daemon=True)
         self._thread.start()
 
-    def step(self, record: Record) -> None:
-        """A training step."""
-        self._put(("step", record))
-
-    def evaluation(self, record: Record) -> None:
-        """An evaluation."""
-        self._put(("evaluation", record))
+    def write(self, record: Record) -> None:
+        """A training step or an evaluation."""
+        self._put(record)
 
     def close(self) -> None:
         """Give the tracker ``close_s`` to finish; a second call does nothing."""
@@ -59,7 +55,7 @@ class BackgroundSink:
                        "them)")
             self._dropped = 0
 
-    def _put(self, item: tuple[str, Record] | None) -> None:
+    def _put(self, item: Record | None) -> None:
         if self._off:
             return
         while True:
@@ -77,8 +73,7 @@ class BackgroundSink:
         try:
             sink = self._make()
             while (item := self._records.get()) is not None:
-                kind, record = item
-                (sink.step if kind == "step" else sink.evaluation)(record)
+                sink.write(item)
             sink.close()
         except BaseException as error:  # SystemExit, too: a library may not end a run
             self._off = True

@@ -7,9 +7,9 @@ from collections import deque
 from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megatron_port.charts.numbers import quantity
 from megatron_port.runtime.printable import trusted
 from megatron_port.telemetry.metrics import Record
-from megatron_port.telemetry.text import cells, duration
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -17,6 +17,49 @@ if TYPE_CHECKING:
 _ROWS = 12
 _PEAK = 1.1
 """A peak is this many times as high as the losses of the lines on both sides: more than batches differ."""
+
+
+def duration(seconds: float) -> str:
+    """Return ``2 d 03:04:05`` or ``03:04:05``."""
+    whole = int(seconds)
+    days, rest = divmod(whole, 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days} d {clock}" if days else clock
+
+
+def cells(record: Record) -> dict[str, str]:
+    """Label → text of what a record knows, in the order of a console line. Unknown values have no entry."""
+    known = {name: value for name, value in record.items() if value is not None}
+    out: dict[str, str] = {}
+    for field, label, form in (
+        ("loss", "loss", "{:.4f}"),
+        ("validation_loss", "validation loss", "{:.4f}"),
+        ("learning_rate", "lr", "{:.3e}"),
+        ("grad_norm", "grad norm", "{:.3f}"),
+    ):
+        if field in known:
+            out[label] = form.format(known[field])
+    if "loss_scale" in known and known["loss_scale"] != 1:
+        out["loss scale"] = f"{known['loss_scale']:g}"
+    if known.get("skipped"):
+        out["skipped"] = "this step"
+    if known.get("skipped_total"):
+        out["skipped in total"] = str(known["skipped_total"])
+    if "tokens" in known:
+        out["tokens"] = quantity(int(known["tokens"]))
+    if "tokens_per_second" in known:
+        out["tokens/s"] = quantity(float(known["tokens_per_second"]))
+    if "seconds" in known:
+        out["s/step"] = f"{known['seconds']:.3f}"
+    if "model_tflops_per_device" in known:
+        out["model TFLOP/s"] = f"{known['model_tflops_per_device']:.4g}"
+    if "mfu" in known:
+        out["MFU"] = f"{100 * known['mfu']:.1f} %"
+    if "hfu" in known:
+        out["HFU"] = f"{100 * known['hfu']:.1f} %"
+    if "memory_bytes" in known:
+        out["memory"] = f"{quantity(int(known['memory_bytes']))}B"
+    return out
 
 
 def make_console(
@@ -78,16 +121,15 @@ class PlainConsole:
         self._total, self._interval, self._stream = total_steps, log_interval, stream
         self._peak = LossPeak()
 
-    def step(self, record: Record) -> None:
-        """A training step."""
+    def write(self, record: Record) -> None:
+        """A training step or an evaluation."""
         step = int(record["step"] or 0)
+        if "validation_loss" in record:
+            self._line(f"evaluation after step {step}/{self._total}", cells(record))
+            return
         self._peak.add(record)
         if _is_due(step, self._total, self._interval, record):
             self._line(f"step {step}/{self._total}", self._peak.cells(record))
-
-    def evaluation(self, record: Record) -> None:
-        """An evaluation."""
-        self._line(f"evaluation after step {record['step']}/{self._total}", cells(record))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -120,8 +162,12 @@ class LiveConsole:
         self._live: Any = Live(console=console, auto_refresh=False, get_renderable=self._table)
         self._live.start()
 
-    def step(self, record: Record) -> None:
-        """A training step."""
+    def write(self, record: Record) -> None:
+        """A training step or an evaluation."""
+        if "validation_loss" in record:
+            self._validation = f"validation loss {cells(record)['validation loss']} after step {record['step']}"
+            self._live.refresh()
+            return
         self._last_step = int(record["step"] or 0)
         seconds = record.get("seconds")
         if seconds is not None:
@@ -130,11 +176,6 @@ class LiveConsole:
         if _is_due(self._last_step, self._total, self._interval, record):
             self._rows.append((self._last_step, self._peak.cells(record)))
             self._live.refresh()
-
-    def evaluation(self, record: Record) -> None:
-        """An evaluation."""
-        self._validation = f"validation loss {cells(record).get('validation loss', '?')} after step {record['step']}"
-        self._live.refresh()
 
     def close(self) -> None:
         """Draw once more and leave the table on the screen."""

@@ -75,7 +75,11 @@ def _json_value(name: str, value: Any) -> Value | str:
         raise ValueError(f"{name} is {value!r} ({type(value).__name__}); expected {want.__name__}")
     if want is int:
         return int(value)
-    number = float(value)
+    return finite_or_text(float(value))
+
+
+def finite_or_text(number: float) -> float | str:
+    """Return a finite number as it is, any other as the string that stands for it: JSON has no NaN."""
     if math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"

@@ -12,9 +12,8 @@ from megatron_port.charts.lines import Axis, Mark, line_chart
 from megatron_port.charts.lines import Series as Curve
 from megatron_port.charts.numbers import number, quantity
 from megatron_port.charts.page import Cell, card, columns, fold, page, table
-from megatron_port.telemetry.run_data import RunData
-from megatron_port.telemetry.series import Series
-from megatron_port.telemetry.text import duration
+from megatron_port.telemetry.console import duration
+from megatron_port.telemetry.run_data import RunData, Series
 
 MOST_EVENT_ROWS = 200
 BAD_EVENTS = ("failed", "anomaly", "rewind", "straggler")

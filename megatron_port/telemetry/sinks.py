@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
+from megatron_port.config.schema import RunConfig
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.telemetry.console import make_console
 from megatron_port.telemetry.metrics import FILE_NAME, MetricsWriter, Record, encode
-from megatron_port.telemetry.trackers import tracker
+from megatron_port.telemetry.trackers import TensorBoardSink, tracker
 
 _BACKLOG = 10_000
 
@@ -20,11 +21,8 @@ _BACKLOG = 10_000
 class Sink(Protocol):
     """Takes records; may raise anything, once."""
 
-    def step(self, record: Record) -> None:
-        """A training step."""
-
-    def evaluation(self, record: Record) -> None:
-        """An evaluation."""
+    def write(self, record: Record) -> None:
+        """Take a training step, or an evaluation (it has a ``validation_loss``)."""
 
     def close(self) -> None:
         """Finish."""
@@ -44,14 +42,10 @@ class MetricsSink:
         self._failing = False
         self._flush()
 
-    def step(self, record: Record) -> None:
-        """A training step."""
+    def write(self, record: Record) -> None:
+        """A training step or an evaluation."""
         self._waiting.append(record)
         self._flush()
-
-    def evaluation(self, record: Record) -> None:
-        """An evaluation."""
-        self.step(record)
 
     def close(self) -> None:
         """Last try, fsync, close."""
@@ -84,55 +78,34 @@ class Telemetry:
     Only the rank with ``is_rank_zero`` writes and prints; elsewhere every call returns at once.
 
     Args:
-        run_dir: folder of the run; gets metrics.jsonl and, if asked for, tensorboard/.
+        run_dir: folder of the run; gets metrics.jsonl and, if asked for, tensorboard/ and what trackers write.
+        config: of the run: what is written and shown, and what trackers show as its settings.
         is_rank_zero: this rank reports.
-        total_steps: of the run, for "step 3/100".
-        log_interval: steps between console lines; metrics.jsonl has every step.
         resumed_step: steps done by the state that this run starts from; later lines are removed.
-        tensorboard: also write TensorBoard events.
-        trackers: kind (wandb, mlflow) → offline or online.
-        project: under which trackers file the run.
-        config: what trackers show as its settings; dotted name → value.
-        name: title of the live table.
         stream: where the console writes; None: standard output.
         warn: takes a line about a sink that failed.
         guard: called before each change of metrics.jsonl; raises LeaseLost when the folder is another attempt's.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        is_rank_zero: bool,
-        total_steps: int,
-        log_interval: int = 1,
-        resumed_step: int = 0,
-        tensorboard: bool = False,
-        trackers: Mapping[str, str] | None = None,
-        project: str = "megatron_port",
-        config: Mapping[str, Any] | None = None,
-        name: str = "run",
-        stream: TextIO | None = None,
-        warn: Callable[[str], None] | None = None,
-        guard: Callable[[], None] = lambda: None,
+        self, run_dir: Path, config: RunConfig, *, is_rank_zero: bool, warn: Callable[[str], None],
+        resumed_step: int = 0, stream: TextIO | None = None, guard: Callable[[], None] = lambda: None,
     ) -> None:
-        self._warn = warn if warn is not None else logging.getLogger(__name__).warning
+        self._warn = warn
         self._sinks: list[Sink] = []
-        self._clock = time.time
         if not is_rank_zero:
             return
-        self.metrics_path = run_dir / FILE_NAME
-        self._add("metrics", lambda: MetricsSink(self.metrics_path, resumed_step, self._warn, guard))
-        self._add(
-            "console",
-            lambda: make_console(total_steps=total_steps, log_interval=log_interval, stream=stream, name=name),
-        )
-        if tensorboard:
-            self._add("TensorBoard", lambda: _tensorboard(run_dir / "tensorboard", resumed_step))
-        for kind, mode in (trackers or {}).items():
+        chosen = config.telemetry
+        self._add("metrics", lambda: MetricsSink(run_dir / FILE_NAME, resumed_step, warn, guard))
+        self._add("console", lambda: make_console(
+            total_steps=config.training.steps, log_interval=config.training.log_interval, stream=stream,
+            name=config.name,
+        ))
+        if chosen.tensorboard:
+            self._add("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", resumed_step))
+        for kind, mode in (("wandb", chosen.wandb), ("mlflow", chosen.mlflow)):
             if mode != "off":
-                self._sinks.append(tracker(kind, run_dir, mode=mode, project=project, name=name, config=config or {},
-                                           resumed_step=resumed_step, warn=self._warn))
+                self._sinks.append(tracker(kind, run_dir, config, mode=mode, resumed_step=resumed_step, warn=warn))
 
     def step(self, record: Record) -> None:
         """Report a training step. ``record``: fields of docs/metrics.md; ``time`` is filled in.
@@ -140,12 +113,11 @@ class Telemetry:
         Raises:
             ValueError: not a record (a programming mistake).
         """
-        self._report(record, lambda sink, full: sink.step(full))
+        self._report(record)
 
     def evaluation(self, *, step: int, validation_loss: float, seconds: float | None = None) -> None:
         """Report an evaluation after ``step`` steps: mean loss in nats per token, and the seconds it took."""
-        record: Record = {"step": step, "validation_loss": validation_loss, "seconds": seconds}
-        self._report(record, lambda sink, full: sink.evaluation(full))
+        self._report({"step": step, "validation_loss": validation_loss, "seconds": seconds})
 
     def close(self) -> None:
         """Finish all sinks; a second call does nothing."""
@@ -153,13 +125,13 @@ class Telemetry:
             self._guard(sink, sink.close)
         self._sinks.clear()
 
-    def _report(self, record: Record, send: Callable[[Sink, Record], None]) -> None:
+    def _report(self, record: Record) -> None:
         if not self._sinks:
             return
-        full = {"time": self._clock(), **{k: v for k, v in record.items() if v is not None}}
+        full = {"time": time.time(), **{k: v for k, v in record.items() if v is not None}}
         encode(full)
         for sink in list(self._sinks):
-            self._guard(sink, lambda sink=sink: send(sink, full))  # type: ignore[misc]
+            self._guard(sink, partial(sink.write, full))
 
     def _add(self, name: str, make: Callable[[], Sink]) -> None:
         try:
@@ -173,13 +145,3 @@ class Telemetry:
         except Exception as error:  # no sink is worth a run
             self._sinks.remove(sink)
             self._warn(f"{type(sink).__name__} is off from here on: {type(error).__name__}: {error}")
-
-
-def _tensorboard(folder: Path, resumed_step: int) -> Sink:
-    from megatron_port.telemetry.tensorboard import TensorBoardSink
-
-    try:
-        return TensorBoardSink(folder, resumed_step)
-    except ImportError as error:
-        fix = "install it with `pip install tensorboard`, or set telemetry.tensorboard = false"
-        raise ImportError(f"{error}; {fix}") from error

@@ -1,22 +1,41 @@
-"""Weights & Biases and MLflow: the numbers of metrics.jsonl under the same tags as TensorBoard's. Optional.
+"""TensorBoard, Weights & Biases and MLflow: the numbers of metrics.jsonl under the same tags. All optional.
 
-Offline is the default of both: files below the run's folder, no account, no network. ``wandb sync`` and MLflow's own
-tools publish them later. Addresses and keys come from the libraries' own variables, which are not read here.
+Offline is the default of the latter two: files below the run's folder, no account, no network. ``wandb sync`` and
+MLflow's own tools publish them later. Addresses and keys come from the libraries' own variables, which are not read
+here.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_port.config.dump import leaves
+from megatron_port.config.schema import RunConfig
 from megatron_port.telemetry.background import BackgroundSink
 from megatron_port.telemetry.metrics import Record
-from megatron_port.telemetry.tensorboard import TAGS
 
+TAGS = {
+    "loss": "loss/train",
+    "validation_loss": "loss/validation",
+    "learning_rate": "optimizer/learning_rate",
+    "grad_norm": "optimizer/grad_norm",
+    "loss_scale": "optimizer/loss_scale",
+    "skipped_total": "optimizer/skipped_total",
+    "samples": "progress/samples",
+    "tokens": "progress/tokens",
+    "tokens_per_second": "speed/tokens_per_second",
+    "seconds": "speed/seconds_per_step",
+    "model_tflops_per_device": "speed/model_tflops_per_device",
+    "hardware_tflops_per_device": "speed/hardware_tflops_per_device",
+    "mfu": "speed/mfu",
+    "hfu": "speed/hfu",
+    "memory_bytes": "memory/bytes",
+}
 MLFLOW_BATCH = 100
 """Steps that are sent to MLflow in one call: its file store opens a file for each number."""
 PARAMETER_CHARACTERS = 500
@@ -29,26 +48,47 @@ def finite(record: Record) -> dict[str, float]:
     return {tag: float(v) for tag, v in values.items() if v is not None and math.isfinite(v)}
 
 
+class TensorBoardSink:
+    """TensorBoard events in ``folder``, as scalars by step. Raises ImportError if TensorBoard is not installed.
+
+    ``resumed_step``: events after it, of an attempt that ended later, are hidden by TensorBoard.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
+        board = _library("tensorboard", "torch.utils.tensorboard", off="false")
+        self._writer: Any = board.SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
+
+    def write(self, record: Record) -> None:
+        """A training step; an evaluation is shown at once."""
+        for name, tag in TAGS.items():
+            value = record.get(name)
+            if value is not None:
+                self._writer.add_scalar(tag, float(value), int(record["step"] or 0), walltime=record.get("time"))
+        if "validation_loss" in record:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
 class WandbSink:
     """A Weights & Biases run in ``folder``/wandb. Raises ImportError where wandb is not installed."""
 
-    def __init__(self, folder: Path, *, mode: str, project: str, name: str, config: Mapping[str, Any],
-                 resumed_step: int) -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, mode: str, resumed_step: int) -> None:
         wandb = _library("wandb")
         folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(console="off", silent=True, disable_git=True)
         self._run = wandb.init(
-            project=project, name=name, dir=str(folder), mode=mode, config=dict(config), settings=settings,
+            project=config.telemetry.project, name=config.name, dir=str(folder), mode=mode,
+            config=dict(leaves(config)), settings=settings,
             # One record there for all attempts of a run; offline, each attempt is a folder and sync joins them.
-            id=None if mode == "offline" else name, resume=None if mode == "offline" else "allow",
+            id=None if mode == "offline" else config.name, resume=None if mode == "offline" else "allow",
         )
-        self._resumed = resumed_step
 
-    def step(self, record: Record) -> None:
-        """A training step, or an evaluation."""
+    def write(self, record: Record) -> None:
+        """A training step or an evaluation."""
         self._run.log(finite(record), step=int(record["step"] or 0))
-
-    evaluation = step
 
     def close(self) -> None:
         """Write what is left."""
@@ -58,8 +98,7 @@ class WandbSink:
 class MLflowSink:
     """An MLflow run: in ``folder``/mlflow, or at the server that MLFLOW_TRACKING_URI names. ImportError: not there."""
 
-    def __init__(self, folder: Path, *, mode: str, project: str, name: str, config: Mapping[str, Any],
-                 resumed_step: int) -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, mode: str, resumed_step: int) -> None:
         mlflow = _library("mlflow")
         self._entities = import_module("mlflow.entities")
         # The client, not the module's functions: those keep a current run in globals.
@@ -69,28 +108,24 @@ class MLflowSink:
             # Newer versions want a database, and with it three more packages; `mlflow migrate-filestore` makes one.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+        project = config.telemetry.project
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        self._id = self._client.create_run(number, run_name=name).info.run_id
+        self._id = self._client.create_run(number, run_name=config.name).info.run_id
         self._client.set_tag(self._id, "resumed_step", str(resumed_step))
-        parameters = [self._entities.Param(key, str(value)[:PARAMETER_CHARACTERS]) for key, value in config.items()]
+        parameters = [self._entities.Param(key, str(value)[:PARAMETER_CHARACTERS]) for key, value in leaves(config)]
         for start in range(0, len(parameters), 100):
             self._client.log_batch(self._id, params=parameters[start:start + 100])
         self._waiting: list[Any] = []
         self._steps = 0
 
-    def step(self, record: Record) -> None:
-        """A training step."""
+    def write(self, record: Record) -> None:
+        """A training step; an evaluation is sent at once, with what waits."""
         when, at = int(1000 * float(record.get("time") or 0)), int(record["step"] or 0)
         self._waiting += [self._entities.Metric(tag, value, when, at) for tag, value in finite(record).items()]
         self._steps += 1
-        if self._steps >= MLFLOW_BATCH:
+        if self._steps >= MLFLOW_BATCH or "validation_loss" in record:
             self._send()
-
-    def evaluation(self, record: Record) -> None:
-        """An evaluation, sent at once."""
-        self.step(record)
-        self._send()
 
     def close(self) -> None:
         """Send what is left and end the run."""
@@ -103,22 +138,17 @@ class MLflowSink:
         self._waiting, self._steps = [], 0
 
 
-def _library(name: str) -> Any:
+def _library(name: str, module: str = "", off: str = '"off"') -> Any:
     try:
-        return import_module(name)
+        return import_module(module or name)
     except ImportError as error:
         package = {"mlflow": "mlflow-skinny"}.get(name, name)
-        fix = f"install it with `pip install {package}`, or set telemetry.{name} = \"off\""
+        fix = f"install it with `pip install {package}`, or set telemetry.{name} = {off}"
         raise ImportError(f"{error}; {fix}") from error
 
 
-KINDS: Mapping[str, Callable[..., Any]] = {"wandb": WandbSink, "mlflow": MLflowSink}
-
-
-def tracker(kind: str, folder: Path, *, mode: str, project: str, name: str, config: Mapping[str, Any],
-            resumed_step: int, warn: Callable[[str], None]) -> BackgroundSink:
+def tracker(kind: str, folder: Path, config: RunConfig, *, mode: str, resumed_step: int,
+            warn: Callable[[str], None]) -> BackgroundSink:
     """A tracker that cannot stop or slow the run. ``kind``: wandb | mlflow; ``mode``: offline | online."""
-    def make() -> Any:
-        return KINDS[kind](folder, mode=mode, project=project, name=name, config=config, resumed_step=resumed_step)
-
-    return BackgroundSink(kind, make, warn)
+    sink = {"wandb": WandbSink, "mlflow": MLflowSink}[kind]
+    return BackgroundSink(kind, lambda: sink(folder, config, mode=mode, resumed_step=resumed_step), warn)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron_port.checkpoint.disk import disk_error
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint
-from megatron_port.config.dump import leaves, to_toml
+from megatron_port.config.dump import to_toml
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
-from megatron_port.errors import NumericsError, PortError
+from megatron_port.errors import NumericsError
 from megatron_port.health.anomaly import REPRODUCIBLE, Anomaly, investigate
 from megatron_port.health.numerics import NumericsGuard
 from megatron_port.health.replay import check_replay_settings, replay_on_neighbour
@@ -28,7 +28,7 @@ from megatron_port.model.flops import hardware_flops, model_flops, parameter_cou
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
 from megatron_port.parallel.positions import sequence_partition
-from megatron_port.runtime.agreement import agree
+from megatron_port.runtime.agreement import agree, agreed
 from megatron_port.runtime.atomic import write_bytes
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.lease import LeaseLost
@@ -36,8 +36,7 @@ from megatron_port.runtime.memory import peak_resident_bytes
 from megatron_port.runtime.progress import DATA, EVALUATE, IDLE, REDUCE, SAVE, START
 from megatron_port.runtime.signals import EXIT_CODES, LEVELS, StopRequest, block_signals, name_of
 from megatron_port.session.assemble import build_engine
-from megatron_port.session.changes import changes_since, check_batch
-from megatron_port.session.data_fingerprint import check_data_fingerprint
+from megatron_port.session.changes import changes_since, check_batch, check_data_fingerprint
 from megatron_port.session.folders import run_folder
 from megatron_port.session.identity import settle
 from megatron_port.session.provenance import record_event, record_start
@@ -132,11 +131,9 @@ class Trainer:
 
     def _resume(self, loaded: Checkpoint) -> None:
         """Take the counters of a checkpoint that the engine has loaded; print lines on what differs."""
-        state, log = loaded.manifest.state, self.session.logger.log
-        self.progress = Progress(state.step, state.samples, int(state.extra.get("skipped_total", 0)))
-        self.numerics.load(state.extra.get("numerics", {}))
-        self.committer.resumed(loaded.manifest.lineage, state.step)
-        log(f"resumed from {loaded.path} at step {state.step}, {state.samples} samples")
+        log = self.session.logger.log
+        self._take_counters(loaded)
+        log(f"resumed from {loaded.path} at step {self.progress.step}, {self.progress.samples} samples")
         # An older one than the newest may have been taken.
         check_batch(loaded.manifest, self.config, self.ctx.size("dp"), str(loaded.path))
         for line in [
@@ -145,21 +142,19 @@ class Trainer:
         ]:
             log(line)
 
+    def _take_counters(self, loaded: Checkpoint, *, medians_only: bool = False) -> None:
+        p, state = self.progress, loaded.manifest.state
+        p.step, p.samples, p.skipped = state.step, state.samples, int(state.extra.get("skipped_total", 0))
+        self.numerics.load(state.extra.get("numerics", {}), medians_only=medians_only)
+        self.committer.resumed(loaded.manifest.lineage, state.step)
+
     def _load_data(self) -> Loaders:
-        failure: PortError | None = None
-        loaders: Loaders | None = None
-        try:
-            loaders = build_loaders(
-                self.config, dp_rank=self.ctx.index("dp"), dp_size=self.ctx.size("dp"),
-                need_tokens=self.ctx.is_first_stage, need_labels=self.ctx.is_last_stage,
-                train_samples=self.batches.samples_before(self.config.training.steps),
-                partition=sequence_partition(self.ctx.mesh, self.ctx.rank),
-            )
-        except PortError as error:
-            failure = error
-        agree(failure, where=str(self.ctx.coords))
-        assert loaders is not None
-        return loaders
+        return agreed(lambda: build_loaders(
+            self.config, dp_rank=self.ctx.index("dp"), dp_size=self.ctx.size("dp"),
+            need_tokens=self.ctx.is_first_stage, need_labels=self.ctx.is_last_stage,
+            train_samples=self.batches.samples_before(self.config.training.steps),
+            partition=sequence_partition(self.ctx.mesh, self.ctx.rank),
+        ), where=str(self.ctx.coords))
 
     def _announce(self, seconds: float, begun_at: Checkpoint | None) -> None:
         c, t, log = self.config, self.ctx.topology, self.session.logger.log
@@ -173,19 +168,18 @@ class Trainer:
         every = self.engine.state_check.interval
         if every != 1:
             log(f"state check every {every} updates (numerics.state_check_interval)" if every else "no state check")
-        failure: PortError | None = None
-        if self.session.is_rank_zero:
-            try:
-                manifest, path = (begun_at.manifest, begun_at.path) if begun_at is not None else (None, None)
-                settle(run_folder(c), c, manifest, self.session.fence, path=path)
-                write_bytes(run_folder(c) / "config.toml", to_toml(c).encode())
-            except PortError as error:
-                failure = error
-            except OSError as error:
-                failure = disk_error(error, run_folder(c))
-            if failure is None:
-                record_start(self.session, self.progress.step)
-        agree(failure)
+        agreed(lambda: self._claim_folder(begun_at) if self.session.is_rank_zero else None)
+
+    def _claim_folder(self, begun_at: Checkpoint | None) -> None:
+        """Write into the run's folder, on rank 0, which run it is of, its configuration, and that it has started."""
+        c, folder = self.config, run_folder(self.config)
+        manifest, path = (begun_at.manifest, begun_at.path) if begun_at is not None else (None, None)
+        try:
+            settle(folder, c, manifest, self.session.fence, path=path)
+            write_bytes(folder / "config.toml", to_toml(c).encode())
+        except OSError as error:
+            raise disk_error(error, folder) from error
+        record_start(self.session, self.progress.step)
 
     def run(self) -> TrainingResult:
         """Train to ``training.steps``; on a signal save and return early."""
@@ -255,12 +249,9 @@ class Trainer:
             )
 
     def _telemetry(self) -> Telemetry:
-        c = self.config
         return Telemetry(
-            run_folder(c), is_rank_zero=self.session.is_rank_zero, total_steps=c.training.steps,
-            log_interval=c.training.log_interval, resumed_step=self.progress.step, tensorboard=c.telemetry.tensorboard,
-            trackers={"wandb": c.telemetry.wandb, "mlflow": c.telemetry.mlflow}, project=c.telemetry.project,
-            config=dict(leaves(c)), name=c.name, warn=self.session.logger.log, guard=self.session.fence.check,
+            run_folder(self.config), self.config, is_rank_zero=self.session.is_rank_zero,
+            resumed_step=self.progress.step, warn=self.session.logger.log, guard=self.session.fence.check,
         )
 
     def _due(self, interval: int) -> bool:
@@ -371,10 +362,7 @@ class Trainer:
                 f"{p.step}, or numerics.on_anomaly = \"skip\""
             )
         loaded = load_first_whole(self.engine, found, session)
-        state = loaded.manifest.state
-        p.step, p.samples, p.skipped = state.step, state.samples, int(state.extra.get("skipped_total", 0))
-        self.numerics.load(state.extra.get("numerics", {}), medians_only=True)
-        self.committer.resumed(loaded.manifest.lineage, p.step)
+        self._take_counters(loaded, medians_only=True)
         loaded.close()
         left = ""
         if anomaly.verdict == REPRODUCIBLE:

@@ -11,7 +11,7 @@ import time
 
 from megatron_port.checkpoint.background import BackgroundSave, Finished
 from megatron_port.checkpoint.lineage import Committer
-from megatron_port.checkpoint.peers import Alone, GroupPeers
+from megatron_port.checkpoint.peers import peers_of
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError
 from megatron_port.model.saved_state import state_records
@@ -41,9 +41,8 @@ class Saving:
         self._background: BackgroundSave | None = None
         checkpoint = session.config.checkpoint
         if checkpoint.asynchronous:
-            group = session.cpu_group if session.info.world_size > 1 else None
             self._background = BackgroundSave(
-                Alone() if group is None else GroupPeers(group), run_folder(session.config) / FOLDER,
+                peers_of(session.cpu_group), run_folder(session.config) / FOLDER,
                 keep=checkpoint.keep, verify=checkpoint.verify_saves, note=session.logger.log,
                 committer=self._committer,
             )
@@ -57,9 +56,7 @@ class Saving:
         self._wait()
         try:
             if self._background is None:
-                started = time.perf_counter()
-                path = save_state(self._engine, self._session, at, self._committer)
-                self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
+                self._save_now(at)
             else:
                 config = self._session.config
                 records = state_records(config.model) if self._session.is_rank_zero else None
@@ -88,9 +85,12 @@ class Saving:
         """
         self.finish()
         if self.saved_step != at.step:
-            started = time.perf_counter()
-            path = save_state(self._engine, self._session, at, self._committer)
-            self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
+            self._save_now(at)
+
+    def _save_now(self, at: Position) -> None:
+        started = time.perf_counter()
+        path = save_state(self._engine, self._session, at, self._committer)
+        self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
 
     def leave(self, seconds: float = 5.0) -> None:
         """Give a save that is nearly done this long to end when an error ends the run. Not collective."""

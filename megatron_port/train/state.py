@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_port.checkpoint.format import Manifest, SavedState, read_manifest, step_of
 from megatron_port.checkpoint.lineage import Committer
+from megatron_port.checkpoint.peers import peers_of
 from megatron_port.checkpoint.reader import Checkpoint, checkpoints_in, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict, config_hash
@@ -28,18 +29,11 @@ from megatron_port.optim.rules import mixed_kinds, rule_of, state_kinds
 from megatron_port.optim.schedules import learning_rate
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import BUFFER, WEIGHT
-from megatron_port.runtime.agreement import agree, text_of_rank_zero
+from megatron_port.runtime.agreement import agree, agreed, broadcast_text
 from megatron_port.session.changes import check_batch, check_rule, check_seed
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.identity import own_checkpoints
 from megatron_port.session.session import Session
-
-
-def _from_rank_zero(value: Any, session: Session) -> Any:
-    """Return rank 0's value (of JSON's types) on every rank. At start-up only."""
-    if session.cpu_group is None or session.info.world_size == 1:
-        return value
-    return json.loads(text_of_rank_zero(json.dumps(value)) or "null")
 
 
 def find_checkpoints(session: Session) -> list[Path]:
@@ -54,22 +48,20 @@ def find_checkpoints(session: Session) -> list[Path]:
             one is damaged (a run never starts over without being told to), or all are of another run.
         ConfigError: on every rank: the batch schedule, the seed or the optimizer's rule is not that of the newest.
     """
-    found: list[Path] = []
-    failure: PortError | None = None
-    if session.is_rank_zero and session.config.checkpoint.resume != "never":
-        try:
-            whole = _look(session.config, session.logger.log)
-            whole = _of_this_model(whole, session.config, session.logger.log)
-            if whole:
-                path, manifest = whole[0]
-                check_batch(manifest, session.config, session.ctx.size("dp"), str(path))
-                check_seed(manifest, session.config, str(path))
-                check_rule(manifest, session.config, str(path))
-            found = [path for path, _ in whole]
-        except PortError as error:
-            failure = error
-    agree(failure)
-    return [Path(path) for path in _from_rank_zero([str(path) for path in found], session)]
+    def look() -> list[str]:
+        if not session.is_rank_zero or session.config.checkpoint.resume == "never":
+            return []
+        whole = _look(session.config, session.logger.log)
+        whole = _of_this_model(whole, session.config, session.logger.log)
+        if whole:
+            path, manifest = whole[0]
+            check_batch(manifest, session.config, session.ctx.size("dp"), str(path))
+            check_seed(manifest, session.config, str(path))
+            check_rule(manifest, session.config, str(path))
+        return [str(path) for path, _ in whole]
+
+    found = agreed(look)
+    return [Path(path) for path in json.loads(broadcast_text(json.dumps(found)) or "[]")]
 
 
 def _of_this_model(
@@ -165,7 +157,7 @@ def shape_fault(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]])
     return f"{wrong[0]} has shape {have[wrong[0]]}, the model's has {tuple(expected[wrong[0]])}" if wrong else None
 
 
-def check_resumable(checkpoint: Checkpoint, config: RunConfig, *, weights_only: bool = False) -> None:
+def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Raise DamagedCheckpoint if a tensor of the model, or state that the optimizer's rule keeps, is not there.
 
     An import of weights alone is of step 0; what was trained and has lost its state would resume as another run.
@@ -173,7 +165,7 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig, *, weights_only: 
     records = state_records(config.model)
     parameters = {name: record.shape for name, record in records.items() if record.kind == WEIGHT}
     fault = shape_fault(checkpoint, parameters)
-    if fault is None and not weights_only:
+    if fault is None:
         fault = _state_fault(checkpoint, state_kinds(rule_of(config.optimizer), records.values()))
     if fault:
         raise DamagedCheckpoint(f"{checkpoint.path}: {fault}")
@@ -200,7 +192,7 @@ def has_optimizer_state(kinds: Iterable[str]) -> bool:
     return bool(set(kinds) - {WEIGHT, BUFFER})
 
 
-def load_into(engine: Engine, path: Path, session: Session, *, weights_only: bool = False) -> Checkpoint:
+def load_into(engine: Engine, path: Path, session: Session) -> Checkpoint:
     """Load a checkpoint of any layout into the engine. Collective; the same error on every rank.
 
     Raises:
@@ -217,8 +209,8 @@ def load_into(engine: Engine, path: Path, session: Session, *, weights_only: boo
         except CheckpointError:
             _check_describes_itself(checkpoint)
             raise
-        check_resumable(checkpoint, session.config, weights_only=weights_only)
-        if weights_only or not has_optimizer_state(checkpoint.kinds()):  # an import of weights alone
+        check_resumable(checkpoint, session.config)
+        if not has_optimizer_state(checkpoint.kinds()):  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
             engine.load_state(checkpoint.read, dict(checkpoint.scalars))
@@ -322,7 +314,7 @@ def save_state(engine: Engine, session: Session, at: Position, committer: Commit
     records = state_records(config.model) if session.is_rank_zero else None
     return save_checkpoint(
         run_folder(config) / FOLDER, state_of(engine, config, at, records), engine.state_pieces(),
-        keep=config.checkpoint.keep, group=session.cpu_group if session.info.world_size > 1 else None,
+        keep=config.checkpoint.keep, peers=peers_of(session.cpu_group),
         expected=shapes_of(records), note=session.logger.log, verify=config.checkpoint.verify_saves,
         committer=committer,
     )

@@ -23,13 +23,12 @@ from typing import Any
 from megatron_port.config.schema import WatchConfig
 from megatron_port.errors import PortError
 from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.processes import born
+from megatron_port.runtime.processes import born, kill
 from megatron_port.runtime.progress import END, PHASES, ProgressTracker
 from megatron_port.watch import wire
 from megatron_port.watch.format import FOREIGN, Stack
 from megatron_port.watch.hub import STACK_SIGNAL
 from megatron_port.watch.hub_process import HUB_STARTS_S, HubProcess
-from megatron_port.watch.processes import kill
 from megatron_port.watch.rules import PAUSE_S
 from megatron_port.watch.secret import Store, look_up, publish
 

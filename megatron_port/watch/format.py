@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 Frame = tuple[str, int, str]
 """File, line, function."""
@@ -11,21 +11,6 @@ Stack = tuple[str, list[Frame]]
 
 FOREIGN = "not Python's"
 """Name of a thread that Python did not start, autograd's for one."""
-SHOWN = 16
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ``ranks 1, 4-7``, cut after some ranges."""
-    pieces: list[list[int]] = []
-    count = 0
-    for rank in sorted(ranks):
-        count += 1
-        if pieces and rank == pieces[-1][1] + 1:
-            pieces[-1][1] = rank
-        else:
-            pieces.append([rank, rank])
-    text = [str(a) if a == b else f"{a}-{b}" for a, b in pieces[:SHOWN]]
-    return f"rank{'s' if count != 1 else ''} " + ", ".join(text) + (" …" if len(pieces) > SHOWN else "")
 
 
 def stack_text(stacks: Sequence[Stack]) -> str:

@@ -32,11 +32,12 @@ from megatron_port.config.schema import WatchConfig
 from megatron_port.errors import EnvironmentFault, HangError, PortError
 from megatron_port.launch.outcome import record_failure
 from megatron_port.runtime.job import attempt_name
+from megatron_port.runtime.logging import ranks_text
+from megatron_port.runtime.processes import kill, out_of_memory_kills
 from megatron_port.runtime.redact import redact
 from megatron_port.runtime.signals import ignore_in_child
 from megatron_port.watch import judge, wire
-from megatron_port.watch.format import Stack, ranks_text
-from megatron_port.watch.processes import kill, out_of_memory_kills, poke
+from megatron_port.watch.format import Stack
 from megatron_port.watch.rules import LAGS_S, Alarm, Beat, RankIdentity, Rules
 from megatron_port.watch.stragglers import Stragglers
 from megatron_port.watch.watch_report import add_event, add_spread, write_hang
@@ -253,7 +254,7 @@ class Hub:
         if alarm.kind == "hang":
             self.collect_until = now + COLLECT_S
             self._order(wire.ASK)
-            poke([(s.place.pid, s.place.born) for r, s in self.rules.ranks.items()
+            kill([(s.place.pid, s.place.born) for r, s in self.rules.ranks.items()
                   if s.here and s.place.host == self.host and now - s.heard_at >= LAGS_S], STACK_SIGNAL)
         elif alarm.kind == "lost":
             hint = ""

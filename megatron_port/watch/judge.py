@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from megatron_port.errors import EXIT_ENVIRONMENT, EXIT_HANG
 from megatron_port.launch.outcome import GONE
+from megatron_port.runtime.logging import ranks_text
 from megatron_port.runtime.progress import WAITING, describe
-from megatron_port.watch.format import Stack, innermost, ranks_text, waits_in
+from megatron_port.watch.format import Stack, innermost, waits_in
 from megatron_port.watch.rules import Alarm, Rank, Rules
 
 KINDS_SHOWN = 4

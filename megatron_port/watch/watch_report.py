@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_port.runtime.atomic import write_text
+from megatron_port.runtime.logging import ranks_text
 from megatron_port.runtime.redact import redact, redacted
-from megatron_port.watch.format import Stack, ranks_text, stack_text
+from megatron_port.watch.format import Stack, stack_text
 from megatron_port.watch.judge import Diagnosis, doing
 from megatron_port.watch.rules import LAGS_S, Rank
 

@@ -17,6 +17,7 @@ from pool import RankPool
 
 from megatron_port.backend.device import choose_device
 from megatron_port.checkpoint.format import SavedState
+from megatron_port.checkpoint.peers import peers_of
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.checks import resolve
@@ -84,7 +85,7 @@ def one_step(config: RunConfig, topology: Topology, folder: Path) -> RankTrace:
         state = SavedState(step=1, samples=8, tokens=8 * config.model.seq_length, layout=config.layout,
                            config=as_dict(config), scalars=engine.scalar_state(), extra={})
         save_checkpoint(
-            folder, state, engine.state_pieces(), group=torch.distributed.group.WORLD,
+            folder, state, engine.state_pieces(), peers=peers_of(torch.distributed.group.WORLD),
             expected=parameter_shapes(config.model) if ctx.rank == 0 else None,
         )
         return trace

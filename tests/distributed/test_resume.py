@@ -14,6 +14,7 @@ from pool import RankPool
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.format import SavedState, directory_name
+from megatron_port.checkpoint.peers import peers_of
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import RunConfig
@@ -98,7 +99,7 @@ class Rank:
             config={}, scalars=engine.scalar_state(), extra={},
         )
         return save_checkpoint(
-            folder or self.folder, state, engine.state_pieces(), group=dist.group.WORLD,
+            folder or self.folder, state, engine.state_pieces(), peers=peers_of(dist.group.WORLD),
             expected=parameter_shapes(self.config.model),
         )
 

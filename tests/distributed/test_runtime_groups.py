@@ -14,7 +14,7 @@ from pool import RankPool
 from megatron_port.errors import CheckpointError, EnvironmentFault, PortError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
-from megatron_port.runtime.agreement import agree, text_of_rank_zero
+from megatron_port.runtime.agreement import agree, broadcast_text
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.process_group import start, stop
 
@@ -220,13 +220,13 @@ def test_a_long_message_is_cut_not_lost(ranks: RankPool) -> None:
 
 
 def _say(texts: list[str | None]) -> list[str | None]:
-    return [text_of_rank_zero(text if dist.get_rank() == 0 else "not asked") for text in texts]
+    return [broadcast_text(text if dist.get_rank() == 0 else "not asked") for text in texts]
 
 
 def test_rank_0_tells_the_others_a_text(ranks: RankPool) -> None:
     texts = [None, "", "x", "/räume/" + 1000 * "ß"]
     assert ranks.run(2, _say, texts) == [texts, texts]
-    assert text_of_rank_zero("alone") == "alone"
+    assert broadcast_text("alone") == "alone"
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp", "copies"), [

@@ -26,6 +26,7 @@ import xxhash
 from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.digest import Digest
 from megatron_port.checkpoint.format import SavedState, shard_name
+from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.checkpoint.shard import bytes_of, plan_shard
 from megatron_port.checkpoint.writer import commit, prepare, write_part
@@ -95,12 +96,12 @@ class CheckpointCase:
         )
         final = self.home / f"step-{step:08d}"
         work = final.with_name(final.name + ".tmp")
-        prepare(self.home, work, saved)
+        prepare(self.home, work, saved, Committer())
         pieces = list(self.engine.state_pieces())
         for rank in range(RANKS):
             plan = plan_shard(shard_name(rank), pieces[rank::RANKS])
             write_part(rank, work, plan, (bytes_of(p.tensor) for p in plan.pieces), verify=True)
-        commit(work, final, saved, RANKS, None)
+        commit(work, final, saved, RANKS, None, Committer())
 
     @property
     def bad(self) -> Path:

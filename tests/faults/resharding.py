@@ -29,6 +29,7 @@ from cases import LR, REORDERINGS, Reordering, make_batches, make_config, provid
 from pool import RankPool
 
 from megatron_port.checkpoint.format import SavedState, directory_name
+from megatron_port.checkpoint.peers import peers_of
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import LayoutConfig, RunConfig
@@ -157,7 +158,7 @@ def _save(engine: Engine, config: RunConfig, folder: Path) -> None:
         step=SAVE_AT, samples=0, tokens=0, layout=config.layout, config={}, scalars=engine.scalar_state(), extra={}
     )
     save_checkpoint(
-        folder, state, engine.state_pieces(), group=dist.group.WORLD, expected=parameter_shapes(config.model)
+        folder, state, engine.state_pieces(), peers=peers_of(dist.group.WORLD), expected=parameter_shapes(config.model)
     )
 
 

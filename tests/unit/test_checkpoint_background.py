@@ -16,11 +16,10 @@ import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state, whole
 
 from megatron_port.checkpoint import background, disk
-from megatron_port.checkpoint.background import BackgroundSave, Finished
-from megatron_port.checkpoint.peers import Alone
+from megatron_port.checkpoint.background import BackgroundSave, Finished, HostBuffer
+from megatron_port.checkpoint.peers import Peers
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.checkpoint.shard import bytes_of, plan_shard
-from megatron_port.checkpoint.snapshot import HostBuffer
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from megatron_port.errors import CheckpointError
@@ -56,7 +55,7 @@ def test_what_is_saved_is_what_was_there_at_the_start(tmp_path: Path, monkeypatc
             go.clear()
             saver.start(state(step), [part(peers.rank, mine)])
             assert saver.in_flight == step and saver.poll() is None
-            held = saver.buffer_bytes
+            held = saver._buffer.nbytes
             mine.add_(10)
             peers.first_failure(None)
             go.set()
@@ -123,7 +122,7 @@ def test_the_thread_yields_to_training(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(background, "write_part", looks)
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    saver = BackgroundSave(Alone(), tmp_path)
+    saver = BackgroundSave(Peers(), tmp_path)
     saver.start(state(), [whole("w", torch.ones(4))])
     done = saver.finish()
     assert done is not None and done.failure is None
@@ -171,7 +170,7 @@ def test_another_rank_s_list_is_never_seen(tmp_path: Path) -> None:
         return done.failure
 
     messages = over_threads(2, act)
-    assert messages[0] == messages[1] and "1 of 2 ranks (first: rank-00001.json)" in str(messages[0])
+    assert messages[0] == messages[1] and "1 of 2 ranks (first: rank 1)" in str(messages[0])
 
 
 def test_a_save_that_cannot_begin(tmp_path: Path) -> None:
@@ -190,7 +189,7 @@ def test_a_save_that_cannot_begin(tmp_path: Path) -> None:
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:
-    saver = BackgroundSave(Alone(), tmp_path)
+    saver = BackgroundSave(Peers(), tmp_path)
     saver.start(state(1), [whole("w", torch.ones(4))])
     with pytest.raises(ValueError, match="step 1 is in flight"):
         saver.start(state(2), [whole("w", torch.ones(4))])

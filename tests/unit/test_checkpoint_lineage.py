@@ -16,7 +16,7 @@ from megatron_port.checkpoint import writer
 from megatron_port.checkpoint.background import BackgroundSave
 from megatron_port.checkpoint.format import encode_manifest, read_manifest
 from megatron_port.checkpoint.lineage import Committer, Lineage, Parent
-from megatron_port.checkpoint.peers import Alone
+from megatron_port.checkpoint.peers import Peers
 from megatron_port.checkpoint.reader import checkpoints_in, find_latest, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli.main import main
@@ -217,7 +217,7 @@ def test_retention_leaves_other_runs_alone(tmp_path: Path) -> None:
 
 def test_a_save_in_the_background_is_fenced_too(tmp_path: Path) -> None:
     attempt = Attempt(3)
-    saver = BackgroundSave(Alone(), tmp_path, keep=1, committer=Committer(attempt))
+    saver = BackgroundSave(Peers(), tmp_path, keep=1, committer=Committer(attempt))
     saver.start(state(1), [whole("w", torch.ones(4))])
     done = saver.finish()
     assert done is not None and done.failure is None and read_manifest(done.path).lineage.epoch == 3

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 from megatron_port.checkpoint import writer
 from megatron_port.checkpoint.format import SavedState
+from megatron_port.checkpoint.peers import Peers
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
-from megatron_port.checkpoint.writer import save_among, save_checkpoint
+from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.parallel.state import StatePiece
@@ -40,7 +41,7 @@ def whole(name: str, tensor: torch.Tensor, kind: str = "weight") -> StatePiece:
     return StatePiece(name, kind, shape, (0,) * len(shape), shape, 0, tensor.reshape(-1))
 
 
-class ThreadPeers:
+class ThreadPeers(Peers):
     """Ranks of one process; each stage ends at a barrier, as an all-reduce does."""
 
     def __init__(
@@ -132,8 +133,8 @@ def test_any_layout_reads_any_layout(tmp_path_factory: pytest.TempPathFactory, d
     owner = [data.draw(st.integers(0, world - 1)) for _ in pieces]
     results = over_threads(
         world,
-        lambda peers: save_among(
-            peers, folder, state(), [p for p, o in zip(pieces, owner) if o == peers.rank]
+        lambda peers: save_checkpoint(
+            folder, state(), [p for p, o in zip(pieces, owner) if o == peers.rank], peers=peers
         ),
     )
     assert results == [folder / "step-00000001"] * world
@@ -194,7 +195,7 @@ def test_vocabulary_padding_is_not_saved(tmp_path: Path) -> None:
                    table[4 * r : 4 * r + 4].reshape(-1))
         for r in range(4)
     ]
-    over_threads(4, lambda peers: save_among(peers, tmp_path / "a", state(), [cut[peers.rank]]))
+    over_threads(4, lambda peers: save_checkpoint(tmp_path / "a", state(), [cut[peers.rank]], peers=peers))
     save_checkpoint(tmp_path / "b", state(), [whole("e", table)])
     a, b = (open_checkpoint(find_latest(tmp_path / d) or "") for d in "ab")
     assert torch.equal(a.read("e", "weight", (0, 0), (10, 3)), b.read("e", "weight", (0, 0), (10, 3)))
@@ -208,7 +209,7 @@ def test_a_failing_rank_fails_all_with_one_message(tmp_path: Path) -> None:
     def act(peers: ThreadPeers) -> object:
         dtype = torch.int64 if peers.rank == 1 else torch.float32
         half = StatePiece("w", "weight", (4,), (2 * peers.rank,), (2,), 0, torch.ones(2, dtype=dtype))
-        return save_among(peers, tmp_path, state(2), [half])
+        return save_checkpoint(tmp_path, state(2), [half], peers=peers)
 
     errors = over_threads(2, act)
     assert all(isinstance(e, CheckpointError) for e in errors)
@@ -219,8 +220,8 @@ def test_a_failing_rank_fails_all_with_one_message(tmp_path: Path) -> None:
 def test_a_bug_on_one_rank_does_not_hang_the_others(tmp_path: Path) -> None:
     def act(peers: ThreadPeers) -> object:
         if peers.rank == 1:
-            return save_among(peers, tmp_path, state(), iter(int, 1))  # type: ignore[arg-type]
-        return save_among(peers, tmp_path, state(), [whole("w", torch.ones(4))])
+            return save_checkpoint(tmp_path, state(), iter(int, 1), peers=peers)  # type: ignore[arg-type]
+        return save_checkpoint(tmp_path, state(), [whole("w", torch.ones(4))], peers=peers)
 
     errors = over_threads(2, act)
     assert isinstance(errors[0], CheckpointError) and "AttributeError" in str(errors[0])
@@ -229,8 +230,8 @@ def test_a_bug_on_one_rank_does_not_hang_the_others(tmp_path: Path) -> None:
 
 def test_disks_that_are_not_shared(tmp_path: Path) -> None:
     def act(peers: ThreadPeers) -> object:
-        return save_among(
-            peers, tmp_path / f"node{peers.rank}", state(), [whole("w", torch.ones(4))], visible_seconds=0
+        return save_checkpoint(
+            tmp_path / f"node{peers.rank}", state(), [whole("w", torch.ones(4))], peers=peers, visible_seconds=0
         )
 
     for error in over_threads(2, act):
@@ -242,7 +243,7 @@ def test_a_stale_directory_on_another_disk_is_seen_through(tmp_path: Path) -> No
 
     def act(peers: ThreadPeers) -> object:
         half = StatePiece("w", "weight", (4,), (2 * peers.rank,), (2,), 0, torch.ones(2))
-        return save_among(peers, tmp_path / f"node{peers.rank}", state(), [half], visible_seconds=0)
+        return save_checkpoint(tmp_path / f"node{peers.rank}", state(), [half], peers=peers, visible_seconds=0)
 
     for error in over_threads(2, act):
         assert isinstance(error, CheckpointError) and "1 of 2 ranks (first: rank 1)" in str(error)

@@ -15,6 +15,13 @@ from hypothesis import strategies as st
 
 from megatron_port.checkpoint.slices import FlatRange, cover_fault, range_slices, stacked
 
+
+@dataclasses.dataclass(frozen=True)
+class Named(FlatRange):
+    """A range with a name for messages."""
+
+    label: str = ""  # type: ignore[assignment, misc]
+
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 
@@ -75,17 +82,17 @@ def test_what_is_stacked_covers(rows: list[int], inner: tuple[int, ...], data: s
 @pytest.mark.parametrize(
     ("pieces", "says"),
     [
-        ([FlatRange((0,), (4,), 0, 4, "a")], "4 of 10 elements are covered; none covers element (4,)"),
+        ([Named((0,), (4,), 0, 4, "a")], "4 of 10 elements are covered; none covers element (4,)"),
         ([], "0 of 10"),
-        ([FlatRange((0,), (10,), 0, 10, "a"), FlatRange((0,), (10,), 0, 10, "b")], "(a) and range 0 + 10"),
+        ([Named((0,), (10,), 0, 10, "a"), Named((0,), (10,), 0, 10, "b")], "(a) and range 0 + 10"),
         # As many elements as the tensor has, one twice and one never.
-        ([FlatRange((0,), (6,), 0, 6, "a"), FlatRange((5,), (4,), 0, 4, "b")], "overlap at element (5,)"),
-        ([FlatRange((0,), (10,), 0, 6, "a"), FlatRange((0,), (10,), 5, 5, "b")], "overlap"),
-        ([FlatRange((0,), (6,), 0, 6, "a"), FlatRange((5,), (5,), 0, 5, "b")], "overlap"),
-        ([FlatRange((0,), (11,), 0, 11, "a")], "leaves the tensor"),
-        ([FlatRange((0,), (10,), 5, 6, "a")], "leaves its slice"),
-        ([FlatRange((-1,), (10,), 0, 10, "a")], "negative"),
-        ([FlatRange((0, 0), (1, 10), 0, 10, "a")], "other dimensions"),
+        ([Named((0,), (6,), 0, 6, "a"), Named((5,), (4,), 0, 4, "b")], "overlap at element (5,)"),
+        ([Named((0,), (10,), 0, 6, "a"), Named((0,), (10,), 5, 5, "b")], "overlap"),
+        ([Named((0,), (6,), 0, 6, "a"), Named((5,), (5,), 0, 5, "b")], "overlap"),
+        ([Named((0,), (11,), 0, 11, "a")], "leaves the tensor"),
+        ([Named((0,), (10,), 5, 6, "a")], "leaves its slice"),
+        ([Named((-1,), (10,), 0, 10, "a")], "negative"),
+        ([Named((0, 0), (1, 10), 0, 10, "a")], "other dimensions"),
     ],
 )
 def test_faults_are_named(pieces: list[FlatRange], says: str) -> None:
@@ -94,12 +101,12 @@ def test_faults_are_named(pieces: list[FlatRange], says: str) -> None:
 
 def _columns(n: int) -> list[FlatRange]:
     """Columns that are each their own piece: all are open at once in a sweep along the first dimension."""
-    return [FlatRange((0, i), (3, 1), 0, 3, "f") for i in range(n)]
+    return [Named((0, i), (3, 1), 0, 3, "f") for i in range(n)]
 
 
 def _ragged(n: int) -> list[FlatRange]:
     """Two ranges of each slice, cut in the middle of a row, in no order."""
-    return [FlatRange((0, 2 * i), (3, 2), a, 3, "f") for i in range(n // 2) for a in (3, 0)]
+    return [Named((0, 2 * i), (3, 2), a, 3, "f") for i in range(n // 2) for a in (3, 0)]
 
 
 @pytest.mark.parametrize("fault", [False, True])

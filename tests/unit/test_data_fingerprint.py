@@ -23,7 +23,7 @@ from megatron_port.data.prepare import prepare
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.errors import DataError
-from megatron_port.session.data_fingerprint import check_data_fingerprint
+from megatron_port.session.changes import check_data_fingerprint
 
 
 def corpus(folder, name, text, tokenizer=None):

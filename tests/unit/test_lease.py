@@ -373,7 +373,7 @@ def test_whoever_was_taken_for_dead_stops(tmp_path: Path) -> None:
         MetricsWriter(folder / "metrics.jsonl", resumed_step=0, guard=lease.check)
     warned: list[str] = []
     sink = MetricsSink(folder / "metrics.jsonl", 0, warned.append, lease.check)
-    sink.step({"step": 2, "loss": 1.0})
+    sink.write({"step": 2, "loss": 1.0})
     sink.close()
     assert [r["step"] for r in read_metrics(folder / "metrics.jsonl")] == [1] and not warned
     lease.release()

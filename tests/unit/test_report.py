@@ -14,9 +14,8 @@ from megatron_port.charts.numbers import ticks
 from megatron_port.cli.main import main
 from megatron_port.errors import ConfigError
 from megatron_port.telemetry.metrics import MetricsWriter
-from megatron_port.telemetry.run_data import read_run
+from megatron_port.telemetry.run_data import POINTS, Series, read_run
 from megatron_port.telemetry.run_report import Comparison, render
-from megatron_port.telemetry.series import POINTS, Series
 
 
 class Checked(HTMLParser):

@@ -16,8 +16,7 @@ from megatron_port.errors import DataError, EnvironmentFault
 from megatron_port.parallel.context import ParallelContext, planned
 from megatron_port.parallel.topology import Topology
 from megatron_port.runtime.agreement import agree
-from megatron_port.runtime.logging import Logger
-from megatron_port.runtime.rendezvous import ranges
+from megatron_port.runtime.logging import Logger, ranks_text
 from megatron_port.runtime.signals import EXIT_CODES, StopRequest, name_of
 
 
@@ -76,7 +75,8 @@ def test_handlers_need_the_main_thread() -> None:
 
     def install() -> None:
         try:
-            StopRequest().install()
+            with StopRequest():
+                pass
         except ValueError as error:
             raised.append(error)
 
@@ -93,8 +93,8 @@ def test_agreement_of_one() -> None:
 
 
 def test_ranges_of_ranks_are_short() -> None:
-    assert ranges([1, 4, 5, 6, 9]) == "ranks 1, 4-6, 9" and ranges([3]) == "rank 3"
-    assert ranges(list(range(0, 100, 2))).endswith("30 …")
+    assert ranks_text([1, 4, 5, 6, 9]) == "ranks 1, 4-6, 9" and ranks_text([3]) == "rank 3"
+    assert ranks_text(list(range(0, 100, 2))).endswith("30 …")
 
 
 def test_a_single_context_has_no_groups() -> None:

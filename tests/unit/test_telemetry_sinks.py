@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import re
 import sys
@@ -13,12 +12,12 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_port.charts.numbers import quantity
+from megatron_port.config.schema import RunConfig, TelemetryConfig, TrainingConfig
 from megatron_port.telemetry import sinks
-from megatron_port.telemetry.console import LiveConsole, PlainConsole, make_console
+from megatron_port.telemetry.console import LiveConsole, PlainConsole, duration, make_console
 from megatron_port.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_port.telemetry.picture import Curves, draw_loss, loss_picture, read_curves, smoothed
 from megatron_port.telemetry.sinks import Telemetry
-from megatron_port.telemetry.text import duration
 
 
 class Terminal(io.StringIO):
@@ -26,11 +25,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def make(folder: Path, warnings: list[str], **options: Any) -> Telemetry:
-    settings: dict[str, Any] = {
-        "is_rank_zero": True, "total_steps": 20, "stream": io.StringIO(), "warn": warnings.append,
-    }
-    return Telemetry(folder, **{**settings, **options})
+def make(folder: Path, warnings: list[str], *, tensorboard: bool = False, **options: Any) -> Telemetry:
+    config = RunConfig(training=TrainingConfig(steps=20), telemetry=TelemetryConfig(tensorboard=tensorboard))
+    settings: dict[str, Any] = {"is_rank_zero": True, "stream": io.StringIO(), "warn": warnings.append}
+    return Telemetry(folder, config, **{**settings, **options})
 
 
 def test_plain_lines() -> None:
@@ -38,9 +36,9 @@ def test_plain_lines() -> None:
     console = make_console(total_steps=20, log_interval=10, stream=out)
     assert isinstance(console, PlainConsole)
     for step in range(1, 21):
-        console.step({"step": step, "loss": 2.5, "learning_rate": 3e-4, "skipped": step == 7, "mfu": 0.4321,
-                      "tokens_per_second": 12345.6, "grad_norm": None})
-    console.evaluation({"step": 20, "validation_loss": 2.25})
+        console.write({"step": step, "loss": 2.5, "learning_rate": 3e-4, "skipped": step == 7, "mfu": 0.4321,
+                       "tokens_per_second": 12345.6, "grad_norm": None})
+    console.write({"step": 20, "validation_loss": 2.25})
     console.close()
     lines = out.getvalue().splitlines()
     assert [line.split(" | ")[0] for line in lines] == [
@@ -59,7 +57,7 @@ def test_a_spike_between_two_lines_is_shown() -> None:
     out = io.StringIO()
     console = make_console(total_steps=40, log_interval=10, stream=out)
     for step in range(1, 41):
-        console.step({"step": step, "loss": float("nan") if step == 33 else spiked(step), "grad_norm": 1.0})
+        console.write({"step": step, "loss": float("nan") if step == 33 else spiked(step), "grad_norm": 1.0})
     lines = out.getvalue().splitlines()
     assert lines[1].startswith("step 10/40 | loss 4.5000 | grad")
     assert lines[2].startswith("step 20/40 | loss 4.0000 | peak 9.4000 at step 14 | grad")
@@ -71,7 +69,7 @@ def test_noise_between_two_lines_is_no_peak() -> None:
     out = io.StringIO()
     console = make_console(total_steps=30, log_interval=10, stream=out)
     for step in range(1, 31):
-        console.step({"step": step, "loss": 3.0 + 0.2 * (step % 3) - step / 100})
+        console.write({"step": step, "loss": 3.0 + 0.2 * (step % 3) - step / 100})
     assert "peak" not in out.getvalue() and len(out.getvalue().splitlines()) == 4
 
 
@@ -82,8 +80,8 @@ def test_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
     console = make_console(total_steps=100, stream=out, name="demo")
     assert isinstance(console, LiveConsole)
     for step in range(1, 31):
-        console.step({"step": step, "loss": step / 8, "seconds": 2.0})
-    console.evaluation({"step": 30, "validation_loss": 2.25})
+        console.write({"step": step, "loss": step / 8, "seconds": 2.0})
+    console.write({"step": 30, "validation_loss": 2.25})
     console.close()
     last = out.getvalue().rsplit("demo: step", 1)[1]
     assert last.startswith(" 30 of 100, 00:02:20 to go")
@@ -130,14 +128,7 @@ def test_all_sinks(tmp_path: Path) -> None:
 
 
 def test_no_tensorboard_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **options: Any) -> Any:
-        if name == "torch.utils.tensorboard":
-            raise ImportError("No module named 'tensorboard'")
-        return real(name, *args, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     warnings: list[str] = []
     telemetry = make(tmp_path, warnings, tensorboard=True)
     for step in (1, 2, 3):

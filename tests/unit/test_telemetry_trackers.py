@@ -9,16 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from megatron_port.config.schema import OptimizerConfig, RunConfig, TelemetryConfig, TrainingConfig
 from megatron_port.telemetry import background
 from megatron_port.telemetry.background import BackgroundSink
 from megatron_port.telemetry.metrics import read_metrics
 from megatron_port.telemetry.sinks import Telemetry
 
 
-def run(folder, warn, trackers, steps=5, resumed=0, config=None):
-    telemetry = Telemetry(folder, is_rank_zero=True, total_steps=steps, resumed_step=resumed, trackers=trackers,
-                          warn=warn, stream=open("/dev/null", "w"), project="proj", name="demo",  # noqa: SIM115
-                          config=config or {"optimizer.lr": 1e-3, "name": "demo"})
+def run(folder, warn, trackers, steps=5, resumed=0):
+    config = RunConfig(
+        name="demo", training=TrainingConfig(steps=steps), telemetry=TelemetryConfig(**trackers, project="proj"),
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
+    telemetry = Telemetry(folder, config, is_rank_zero=True, resumed_step=resumed, warn=warn,
+                          stream=open("/dev/null", "w"))  # noqa: SIM115
     for step in range(1, steps + 1):
         telemetry.step({"step": step, "loss": 2.0 / step, "tokens": step * 10, "skipped": False,
                         "grad_norm": float("inf") if step == 2 else 1.0})
@@ -92,7 +96,7 @@ def test_a_tracker_that_hangs_is_left_behind():
     sink = BackgroundSink("slow", make, warned.append, close_s=0.1)
     started = time.perf_counter()
     for step in range(200):
-        sink.step({"step": step})
+        sink.write({"step": step})
     assert time.perf_counter() - started < 1.0
     sink.close()
     assert time.perf_counter() - started < 5.0 and "did not finish within 0.1 s" in warned[0]
@@ -104,7 +108,7 @@ def test_a_full_queue_drops_the_oldest(monkeypatch):
     release, seen, warned = threading.Event(), [], []
 
     class Sink:
-        def step(self, record):
+        def write(self, record):
             seen.append(record["step"])
 
         def close(self):
@@ -116,7 +120,7 @@ def test_a_full_queue_drops_the_oldest(monkeypatch):
 
     sink = BackgroundSink("slow", make, warned.append)
     for step in range(10):
-        sink.step({"step": step})
+        sink.write({"step": step})
     release.set()
     sink.close()
     assert seen[-1] == 9 and len(seen) >= 3 and "could not keep up" in warned[0]
