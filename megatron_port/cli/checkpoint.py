@@ -32,10 +32,8 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|diff|export|import")
     ls = actions.add_parser("ls", help="checkpoints of a run, newest first")
     ls.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
-    ls.set_defaults(run=run)
     verify = actions.add_parser("verify", help="read and hash every block; exit 5 if one is damaged")
     verify.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
-    verify.set_defaults(run=run)
     diff = actions.add_parser(
         "diff", help="largest difference of each tensor, and settings that differ; exit 1 if tensors differ"
     )
@@ -44,7 +42,6 @@ def add_parser(subparsers: Any) -> None:
     diff.add_argument("--kind", default="weight", help="weight, exp_avg, exp_avg_sq or all (default: weight)")
     diff.add_argument("--tolerance", type=float, default=0.0, help="differences up to this are equal (default: 0)")
     diff.add_argument("--all", action="store_true", help="also list the parameters that are equal")
-    diff.set_defaults(run=run)
     checkpoint_convert.add_actions(actions)
 
 

@@ -70,7 +70,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     blend.add_argument("--tokens", type=float, default=0.0, metavar="N", help="tokens that the run draws, e.g. 300e9 "
                        "(default: the size of the corpora)")
     blend.add_argument("--out", type=Path, help="also write the [data] part here, for `extends`")
-    parser.set_defaults(run=run)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:

@@ -47,7 +47,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--master-port", type=int, help="under srun: its port")
     parser.add_argument("--record", metavar="LAYOUT", help=argparse.SUPPRESS)
     parser.add_argument("--single", nargs="+", metavar="RUN", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
 
 
 def world_of(layout: LayoutConfig) -> int:

@@ -158,7 +158,7 @@ def test_commands(tmp_path, capsys, sources):
 
     def command(*words):
         args = parser.parse_args(["data", *map(str, words)])
-        assert args.run(args) == 0
+        assert cli.run(args) == 0
         return capsys.readouterr().out
 
     assert "sha256" in command("fetch", tmp_path / "d")
