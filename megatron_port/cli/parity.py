@@ -173,9 +173,9 @@ def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _record(config: RunConfig, info: ProcessInfo, out: Path, steps: int) -> int:
-    from megatron_port.parity.recording import record_to
+    from megatron_port.parity.recording import record_orders
 
-    record_to(config, info, out, steps=steps)
+    record_orders(config, info, [(None, out)], steps=steps)
     return EXIT_OK
 
 

@@ -38,7 +38,7 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     Raises:
         EnvironmentFault: launcher, rendezvous or device; a message or a collective that failed, with the hosts.
     """
-    device, fault = _device(config, info)
+    device, fault = device_or_fault(config, info)
     if device is not None and device.is_gpu:
         torch.cuda.set_device(device.torch_device)
         _ask_library(folder, info)
@@ -69,7 +69,8 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     return result
 
 
-def _device(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
+def device_or_fault(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
+    """Return this rank's device, or what is wrong with it, for all ranks to know."""
     try:
         device = choose_device(
             config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
