@@ -99,9 +99,9 @@ def shapes_of(kind: str, model: ModelConfig | None, tensor: Sequence[int]) -> li
 
 def measure(
     *, device: torch.device, kind: str, name: str, ranks: int, memory_bytes: int, shapes: Sequence[Shape],
-    dtypes: Sequence[str], groups: dist.ProcessGroup | None = None, budget_s: float = 0.15,
+    dtypes: Sequence[str], budget_s: float = 0.15,
 ) -> Measured:
-    """Measure this rank and combine over all. ``groups``: of the device's tensors (None: the default, or one rank)."""
+    """Measure this rank and combine over all."""
     found = Measured(
         host=platform.node(), device=name, kind=kind, ranks=ranks, torch=torch.__version__,
         memory_bytes=memory_bytes if kind != "cpu" else memory_bytes // ranks, reserved_bytes=_reserved(device),
@@ -132,7 +132,7 @@ def measure(
     mean = total / count
     found.jitter = math.sqrt(max(spread[1].item() / count - mean * mean, 0.0)) / mean
     if ranks > 1:
-        found.collectives = list(_collectives(device, ranks, groups, budget_s))
+        found.collectives = list(_collectives(device, ranks, budget_s))
     return found
 
 
@@ -168,18 +168,16 @@ def _attention(device: torch.device, budget_s: float) -> list[float]:
     return [once, max(seconds_of(both, device, budget_s=budget_s) - once, 1e-9)]
 
 
-def _collectives(
-    device: torch.device, ranks: int, group: dist.ProcessGroup | None, budget_s: float
-) -> Iterator[CollectiveTime]:
+def _collectives(device: torch.device, ranks: int, budget_s: float) -> Iterator[CollectiveTime]:
     """All-reduce, all-gather and reduce-scatter of fp32 buffers, small to large; as many calls on each rank."""
     sizes = (4 << 10, 256 << 10, 4 << 20, 64 << 20) if device.type == "cuda" else (4 << 10, 64 << 10, 1 << 20, 8 << 20)
     for size in sizes:
         whole = torch.ones(size // 4 // ranks * ranks, device=device)
         part = torch.ones(whole.numel() // ranks, device=device)
         works: dict[str, Callable[[], object]] = {
-            "all-reduce": partial(dist.all_reduce, whole, group=group),
-            "all-gather": partial(all_gather_single, whole, part, group=group),
-            "reduce-scatter": partial(reduce_scatter_single, part, whole, group=group),
+            "all-reduce": partial(dist.all_reduce, whole),
+            "all-gather": partial(all_gather_single, whole, part),
+            "reduce-scatter": partial(reduce_scatter_single, part, whole),
         }
         for kind, work in works.items():
             yield CollectiveTime(kind, whole.numel() * 4, _agreed_seconds(work, device, budget_s))

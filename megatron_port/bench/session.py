@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_port.backend.device import choose_device
 from megatron_port.bench.calibration import calibrated, described, table, to_toml
 from megatron_port.bench.probe import measure, shapes_of
 from megatron_port.config.schema import RunConfig
-from megatron_port.errors import ConfigError, PortError
+from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Machine, machine_problems
+from megatron_port.preflight.session import device_or_fault
 from megatron_port.runtime import process_group
 from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.discovery import ProcessInfo
@@ -41,17 +41,9 @@ def calibrate(
         lacking = machine_problems(Machine(cluster=config.cluster, hardware=config.hardware))
         if lacking:
             raise ConfigError(lacking)
-    fault: PortError | None = None
-    device = None
-    try:
-        device = choose_device(
-            config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
-            share=config.backend.share_devices,
-        )
-        if device.is_gpu:
-            torch.cuda.set_device(device.torch_device)
-    except PortError as error:
-        fault = error
+    device, fault = device_or_fault(config, info)
+    if device is not None and device.is_gpu:
+        torch.cuda.set_device(device.torch_device)
     if info.world_size == 1 and fault is not None:
         raise fault
     group = None

@@ -15,7 +15,7 @@ from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.model.flops import hardware_flops
 from megatron_port.plan.case import Case, case_of
-from megatron_port.plan.page import Measured, study_picture
+from megatron_port.plan.page import study_picture
 from megatron_port.plan.search import Candidate, fullest, options_of, settings_of
 from megatron_port.plan.step import plan_step
 from megatron_port.plan.studies import Planned, Point, Study, planned, studies
@@ -127,7 +127,7 @@ def _page(
     config: RunConfig, devices: int, found: Sequence[Study], lines: dict[str, list[Planned]],
     measured: dict[str, list[tuple[float, float, float]]],
 ) -> str:
-    pictures = [study_picture(s, lines[s.name], Measured(points=measured[s.name])) for s in found]
+    pictures = [study_picture(s, lines[s.name], measured[s.name]) for s in found]
     head = f"<h1>{config.name}: the paper's studies, measured</h1>"
     words = (
         f"Up to {devices} devices of {config.cluster.name}; model {config.model.name}, {config.precision.dtype}, "

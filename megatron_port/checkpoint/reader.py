@@ -143,6 +143,11 @@ class Checkpoint:
         """Return the global logical shape. Raises CheckpointError if it is not in the checkpoint."""
         return self._find(name, kind)[0].global_shape
 
+    def dtype(self, name: str, kind: str = "weight") -> torch.dtype:
+        """Return the dtype that was saved. Raises CheckpointError if it is not in the checkpoint."""
+        found: torch.dtype = getattr(torch, self._find(name, kind)[0].dtype)
+        return found
+
     def read(
         self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
         out: torch.Tensor | None = None,
@@ -168,7 +173,7 @@ class Checkpoint:
                 "the checkpoint is of another model"
             )
         wanted = Slice(offset, tuple(o + n for o, n in zip(offset, shape)))
-        dtype = getattr(torch, pieces[0].dtype)
+        dtype = self.dtype(name, kind)
         if out is None or not (
             out.device.type == "cpu" and out.dtype == dtype and tuple(out.shape) == shape and out.is_contiguous()
         ):

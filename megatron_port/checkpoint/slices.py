@@ -47,6 +47,22 @@ class Slice:
         return Slice(low, high) if all(lo < h for lo, h in zip(low, high)) else None
 
 
+def slabs(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield slices (offset, shape) of at most ``elements`` elements that tile a tensor, in row-major order."""
+    if prod(shape) <= elements or not shape:
+        yield (0,) * len(shape), shape
+        return
+    inner = prod(shape[1:])
+    if inner > elements:
+        for i in range(shape[0]):
+            for offset, size in slabs(shape[1:], elements):
+                yield (i, *offset), (1, *size)
+        return
+    rows = elements // inner
+    for start in range(0, shape[0], rows):
+        yield (start,) + (0,) * (len(shape) - 1), (min(rows, shape[0] - start), *shape[1:])
+
+
 def strides(shape: Sequence[int]) -> Shape:
     """Row-major strides in elements."""
     return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -6,7 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.bench.sweep import NAMES, sweep
+from megatron_port.cli.main import add_overrides, add_rendezvous_options, add_run_options, load_run, on_ranks
+from megatron_port.cli.tune import add_trial_options, trial_problems
+from megatron_port.config.loader import load
 from megatron_port.errors import EXIT_OK, ConfigError
+from megatron_port.tune.trial import choose_launcher
 
 if TYPE_CHECKING:
     from megatron_port.runtime.discovery import ProcessInfo
@@ -14,9 +19,6 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     """Register the command and its actions."""
-    from megatron_port.cli.main import add_run_options
-    from megatron_port.cli.train import add_rendezvous_options
-
     parser = subparsers.add_parser("bench", help="measure one node for the planner; run the paper's scaling studies")
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
 
@@ -31,28 +33,22 @@ def add_parser(subparsers: Any) -> None:
     calibrate.add_argument("--model", metavar="NAME", help="also the products of this model's layers, e.g. "
                            "models/gpt-22b")
     calibrate.add_argument("--fresh", action="store_true", help="write a whole [hardware] also where there is one")
-    calibrate.add_argument("--set", dest="overrides", metavar="a.b=VALUE", action="append", default=[],
-                           help="replace one value, e.g. --set backend.device=cpu")
+    add_overrides(calibrate, "backend.device=cpu")
     calibrate.add_argument("--seconds", type=float, default=0.15, metavar="S", help="for each measurement (0.15)")
     add_rendezvous_options(calibrate)
 
-    sweep = actions.add_parser(
+    studies = actions.add_parser(
         "sweep", help="run the paper's studies and draw measured beside planned",
         description="Tensor parallel size, micro-batches, stages at a fixed batch and at a fixed ratio, weak and "
         "strong scaling (arXiv 2312.12705): a few real steps of each layout, on this machine (--nproc) or by srun "
         "inside an allocation. Resumable.",
     )
-    add_run_options(sweep)
-    sweep.add_argument("--nproc", type=int, metavar="N", help="up to N ranks on this machine")
-    sweep.add_argument("--devices", type=int, metavar="N", help="largest number of devices (default: the run's)")
-    sweep.add_argument("--study", action="append", default=[], metavar="NAME",
-                       help="only this one (repeatable): tensor, micro-batches, stages, ratio, weak, strong")
-    sweep.add_argument("--steps", type=int, default=5, metavar="N", help="steps of a point (default 5)")
-    sweep.add_argument("--warm-up", type=int, default=2, metavar="N", help="of which so many do not count (default 2)")
-    sweep.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="longest point, seconds")
-    sweep.add_argument("--out", type=Path, metavar="DIR", help="folder (default: output_dir/NAME-sweep)")
-    sweep.add_argument("--fresh", action="store_true", help="forget the points in that folder")
-    parser.set_defaults(run=run)
+    add_run_options(studies)
+    studies.add_argument("--nproc", type=int, metavar="N", help="up to N ranks on this machine")
+    studies.add_argument("--devices", type=int, metavar="N", help="largest number of devices (default: the run's)")
+    studies.add_argument("--study", action="append", default=[], metavar="NAME",
+                         help="only this one (repeatable): tensor, micro-batches, stages, ratio, weak, strong")
+    add_trial_options(studies, "point", "sweep")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure on this rank; return the exit code. Raises ConfigError, EnvironmentFault."""
-    from megatron_port.config.loader import load
-
     if args.seconds <= 0:
         raise ConfigError(f"--seconds {args.seconds:g}: above 0")
     config = load([args.cluster, *([args.model] if args.model else [])], args.overrides).config
@@ -79,28 +73,15 @@ def run_calibrate(args: argparse.Namespace) -> int:
             print(text, flush=True)
         return EXIT_OK
 
-    if args.nproc:
-        from megatron_port.runtime.local import run_local
-
-        return run_local(args.nproc, measure, preload=["torch", "megatron_port.bench.session"], port=args.master_port)
-    from megatron_port.runtime.discovery import discover
-
-    return measure(discover(master_addr=args.master_addr, master_port=args.master_port))
+    return on_ranks(args, measure, "torch", "megatron_port.bench.session")
 
 
 def run_sweep(args: argparse.Namespace) -> int:
     """Run the studies; return the exit code. Raises ConfigError, EnvironmentFault."""
-    from megatron_port.bench.sweep import NAMES, sweep
-    from megatron_port.cli.main import load_run
-    from megatron_port.tune.trial import choose_launcher
-
     out = [f"--study {name} is unknown; use {', '.join(NAMES)}" for name in args.study if name not in NAMES]
-    if args.warm_up < 0 or args.steps <= args.warm_up:
-        out.append(f"--steps {args.steps} leaves nothing to measure after --warm-up {args.warm_up}")
+    out += trial_problems(args)
     if args.devices is not None and args.devices < 1:
         out.append(f"--devices {args.devices}: at least 1")
-    if args.timeout <= 0:
-        out.append(f"--timeout {args.timeout:g}: above 0")
     if out:
         raise ConfigError(out)
     loaded = load_run(args)

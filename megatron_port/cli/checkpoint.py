@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.charts.numbers import quantity
 from megatron_port.cli import checkpoint_convert
 from megatron_port.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError
 from megatron_port.runtime.printable import one_line
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_port.checkpoint.format import Manifest
     from megatron_port.checkpoint.reader import Checkpoint
 
@@ -30,12 +28,10 @@ def add_parser(subparsers: Any) -> None:
     """Add ``checkpoint`` and its actions to the program's parser."""
     parser = subparsers.add_parser("checkpoint", help="list, verify and compare checkpoints")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|diff|export|import")
-    ls = actions.add_parser("ls", help="checkpoints of a run, newest first")
-    ls.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
-    ls.set_defaults(run=run)
-    verify = actions.add_parser("verify", help="read and hash every block; exit 5 if one is damaged")
-    verify.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
-    verify.set_defaults(run=run)
+    for name, text in (("ls", "checkpoints of a run, newest first"),
+                       ("verify", "read and hash every block; exit 5 if one is damaged")):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("directory", type=Path, help="a run's folder, a folder of checkpoints, or one checkpoint")
     diff = actions.add_parser(
         "diff", help="largest difference of each tensor, and settings that differ; exit 1 if tensors differ"
     )
@@ -44,13 +40,12 @@ def add_parser(subparsers: Any) -> None:
     diff.add_argument("--kind", default="weight", help="weight, exp_avg, exp_avg_sq or all (default: weight)")
     diff.add_argument("--tolerance", type=float, default=0.0, help="differences up to this are equal (default: 0)")
     diff.add_argument("--all", action="store_true", help="also list the parameters that are equal")
-    diff.set_defaults(run=run)
     checkpoint_convert.add_actions(actions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action; return its exit code. Raises CheckpointError where there is nothing to look at."""
-    if args.action in checkpoint_convert.ACTIONS:
+    if args.action in ("export", "import"):
         return checkpoint_convert.run(args)
     if args.action == "ls":
         return _ls(args.directory)
@@ -90,11 +85,11 @@ def _ls(directory: Path) -> int:
     )
     for path, manifest in whole:
         shapes = {p.name: p.global_shape for p in manifest.pieces if p.kind == "weight"}
-        size = sum(f.size for f in manifest.files.values())
+        size = quantity(sum(f.size for f in manifest.files.values()))
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
         print(
             f"{path.name:<20} {manifest.state.samples:>12,} {manifest.state.tokens:>15,} "
-            f"{sum(prod(s) for s in shapes.values()):>15,} {len(manifest.files):>6} {_human(size):>10}  "
+            f"{sum(prod(s) for s in shapes.values()):>15,} {len(manifest.files):>6} {size:>9}B  "
             f"{_age(time.time() - manifest.saved_at):>8}  {saved}  {'whole':<6}  {_layout(manifest)}"
         )
     for path, fault in broken:
@@ -128,15 +123,6 @@ def _layout(manifest: Manifest) -> str:
     return " ".join([*parts, *(str(x) for x in (config.get("engine"), dtype) if x)]) or "-"
 
 
-def _human(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable")
-
-
 def _verify(directory: Path) -> int:
     from megatron_port.checkpoint.reader import open_checkpoint
 
@@ -158,9 +144,9 @@ def _verify(directory: Path) -> int:
             continue
         files = checkpoint.manifest.files
         blocks = sum(len(f.blocks) for f in files.values())
-        size = _human(sum(f.size for f in files.values()))
+        size = quantity(sum(f.size for f in files.values()))
         counted = f"{blocks} blocks, " if blocks else ""
-        print(f"{path.name}: whole: {len(files)} files, {counted}{size}, every hash matches")
+        print(f"{path.name}: whole: {len(files)} files, {counted}{size}B, every hash matches")
     return code
 
 
@@ -171,38 +157,18 @@ def _newest(path: Path) -> Checkpoint:
     return open_checkpoint(find_latest(folder) or path)
 
 
-@dataclass
-class _Difference:
-    """Differences over the elements seen so far. ``worst`` is infinite where only one side is not a number."""
+def _compare(a: Checkpoint, b: Checkpoint, name: str, kind: str) -> tuple[float, int]:
+    """Return (largest difference, elements that differ); it is infinite where only one side is not a number."""
+    from megatron_port.checkpoint.slices import slabs
 
-    worst: float = 0.0
-    elements: int = 0
-
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        a, b = a.double(), b.double()
-        unequal = (a != b) & ~(a.isnan() & b.isnan())
-        count = int(unequal.sum())
-        if count:
-            delta = (a[unequal] - b[unequal]).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
-            self.worst = max(self.worst, float(delta.max()))
-            self.elements += count
-
-
-def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield slices of complete rows, about _SLAB elements each: constant memory for any parameter."""
-    if not shape:
-        yield (), ()
-        return
-    rows = max(1, _SLAB // max(prod(shape[1:]), 1))
-    for start in range(0, shape[0], rows):
-        yield (start,) + (0,) * (len(shape) - 1), (min(rows, shape[0] - start), *shape[1:])
-
-
-def _compare(a: Checkpoint, b: Checkpoint, name: str, kind: str) -> _Difference:
-    difference = _Difference()
-    for offset, size in _slabs(a.shape(name, kind)):
-        difference.add(a.read(name, kind, offset, size), b.read(name, kind, offset, size))
-    return difference
+    worst, count, infinite = 0.0, 0, float("inf")
+    for offset, size in slabs(a.shape(name, kind), _SLAB):  # constant memory for any parameter
+        x, y = (checkpoint.read(name, kind, offset, size).double() for checkpoint in (a, b))
+        unequal = (x != y) & ~(x.isnan() & y.isnan())
+        if unequal.any():
+            delta = (x[unequal] - y[unequal]).abs().nan_to_num(nan=infinite, posinf=infinite)
+            worst, count = max(worst, float(delta.max())), count + delta.numel()
+    return worst, count
 
 
 def _diff(path_a: Path, path_b: Path, *, kind: str, tolerance: float, every: bool) -> int:
@@ -254,9 +220,7 @@ def _verdict(
         return f"only in {'A' if present[0] else 'B'}", True
     if a.shape(name, kind) != b.shape(name, kind):
         return f"shape {a.shape(name, kind)} in A, {b.shape(name, kind)} in B", True
-    difference = _compare(a, b, name, kind)
-    if not difference.elements:
+    worst, count = _compare(a, b, name, kind)
+    if not count:
         return "equal", False
-    total = prod(a.shape(name, kind))
-    text = f"max |a - b| {difference.worst:.3e} ({difference.elements} of {total} elements)"
-    return text, difference.worst > tolerance
+    return f"max |a - b| {worst:.3e} ({count} of {prod(a.shape(name, kind))} elements)", worst > tolerance

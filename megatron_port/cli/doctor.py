@@ -13,15 +13,15 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+from megatron_port.cli import doctor_machine as machine
 from megatron_port.cli.doctor_report import CheckResult, render, strictly
+from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EXIT_ENVIRONMENT, EXIT_OK
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    from megatron_port.cli.main import add_run_options
-
     parser = subparsers.add_parser("doctor", help="print the machine, versions and providers, and what is wrong")
     add_run_options(parser, optional=True)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -34,13 +34,10 @@ def add_parser(subparsers: Any) -> None:
         "--device", choices=("cpu", "cuda", "rocm"),
         help="check what is installed for this device, of which none need be visible here (an image, a login node)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report for the run file given, or for the defaults; return 0, or 3 if something needed is broken."""
-    from megatron_port.cli.main import load_run
-
     config = load_run(args).config
     if args.device:
         config = replace(config, backend=replace(config.backend, device=args.device))
@@ -62,8 +59,6 @@ def examine(config: RunConfig, *, installed_only: bool = False) -> list[CheckRes
 
     ``installed_only``: a GPU of the kind ``backend.device`` need not be visible.
     """
-    from megatron_port.cli import doctor_machine as machine
-
     findings = [*machine.machine(), *machine.packages(config), *machine.tools()]
     if any(f.name == "torch" and f.status == "wrong" for f in findings):
         return findings

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.train import add_rendezvous_options
+from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -42,9 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="tasks: examples before each question")
     parser.add_argument("--limit", type=float, metavar="N", help="tasks: questions of each, or a share below 1")
     parser.add_argument("--json", metavar="FILE", help="write the result there too")
-    parser.add_argument("--set", dest="overrides", metavar="a.b=VALUE", action="append", default=[])
+    add_overrides(parser, "layout.tensor_parallel_size=2")
     add_rendezvous_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,16 +53,10 @@ def run(args: argparse.Namespace) -> int:
             f"--micro-batch-size {args.micro_batch_size}, --stride {args.stride}, --max-tokens {args.max_tokens}: the "
             "first must be at least 1, the others at least 0"
         )
-    if args.nproc:
-        from megatron_port.runtime.local import run_local
-
-        preload = ["torch", "megatron_port.inference.perplexity"]
-        if any(o.replace(" ", "") == "engine=deepspeed" for o in args.overrides):
-            preload.append("megatron_port.runtime.deepspeed_import")
-        return run_local(args.nproc, lambda info: evaluate(args, info), preload=preload, port=args.master_port)
-    from megatron_port.runtime.discovery import discover
-
-    return evaluate(args, discover(master_addr=args.master_addr, master_port=args.master_port))
+    preload = ["torch", "megatron_port.inference.perplexity"]
+    if any(o.replace(" ", "") == "engine=deepspeed" for o in args.overrides):
+        preload.append("megatron_port.runtime.deepspeed_import")
+    return on_ranks(args, lambda info: evaluate(args, info), *preload)
 
 
 def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.train import add_rendezvous_options
+from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,9 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts in one pass (default 8)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="a JSON object a prompt (always so with several prompts)")
-    parser.add_argument("--set", dest="overrides", metavar="a.b=VALUE", action="append", default=[])
+    add_overrides(parser, "layout.tensor_parallel_size=2")
     add_rendezvous_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,16 +51,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = [*args.prompt, *_lines(args.prompts)]
     if not prompts:
         raise ConfigError("nothing to continue: give --prompt TEXT or --prompts FILE")
-    if args.nproc:
-        from megatron_port.runtime.local import run_local
-
-        return run_local(
-            args.nproc, lambda info: generate(args, prompts, sampling, info),
-            preload=("torch", "megatron_port.inference.generation"), port=args.master_port,
-        )
-    from megatron_port.runtime.discovery import discover
-
-    return generate(args, prompts, sampling, discover(master_addr=args.master_addr, master_port=args.master_port))
+    rank_main = partial(generate, args, prompts, sampling)
+    return on_ranks(args, rank_main, "torch", "megatron_port.inference.generation")
 
 
 def _lines(path: str | None) -> list[str]:

@@ -1,7 +1,6 @@
 """The ``megatron-port`` command: find the command's module, import only that, and turn errors into exit codes.
 
-A command is ``cli/<module>.py`` with ``add_parser(subparsers)`` and ``run(args) -> int``. A command whose
-module is not there is not listed.
+A command is ``cli/<name>.py`` with ``add_parser(subparsers)`` and ``run(args) -> int``.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_port import __version__
@@ -23,24 +21,25 @@ from megatron_port.runtime.rank_zero import is_rank_zero
 
 if TYPE_CHECKING:
     from megatron_port.config.loader import Loaded
+    from megatron_port.runtime.discovery import ProcessInfo
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("train", "train a model, or resume a run"),
-    "config": ("config", "show, check and explain configurations"),
-    "data": ("data", "fetch, tokenize, index, verify, inspect and blend corpora"),
-    "generate": ("generate", "continue prompts from a checkpoint or a Hugging Face folder"),
-    "evaluate": ("evaluate", "perplexity on a corpus, and tasks of lm-eval-harness"),
-    "parity": ("parity", "compare layouts with one process, gradient by gradient"),
-    "doctor": ("doctor", "print the machine, versions and providers, and what is wrong with them"),
-    "checkpoint": ("checkpoint", "list, verify and convert checkpoints"),
-    "launch": ("launch", "write or submit the job script of a run"),
-    "report": ("report", "one HTML file about a run, or several side by side"),
-    "plan": ("plan", "does a run fit, how fast is it, what would be better"),
-    "tune": ("tune", "find the fastest layout: planned, then measured"),
-    "bench": ("bench", "measure one node for the planner; run the paper's scaling studies"),
-    "preflight": ("preflight", "check the nodes of a job and the network between them"),
+COMMANDS = {
+    "train": "train a model, or resume a run",
+    "config": "show, check and explain configurations",
+    "data": "fetch, tokenize, index, verify, inspect and blend corpora",
+    "generate": "continue prompts from a checkpoint or a Hugging Face folder",
+    "evaluate": "perplexity on a corpus, and tasks of lm-eval-harness",
+    "parity": "compare layouts with one process, gradient by gradient",
+    "doctor": "print the machine, versions and providers, and what is wrong with them",
+    "checkpoint": "list, verify and convert checkpoints",
+    "launch": "write or submit the job script of a run",
+    "report": "one HTML file about a run, or several side by side",
+    "plan": "does a run fit, how fast is it, what would be better",
+    "tune": "find the fastest layout: planned, then measured",
+    "bench": "measure one node for the planner; run the paper's scaling studies",
+    "preflight": "check the nodes of a job and the network between them",
 }
-"""Name → (module in ``cli/``, one line of help)."""
+"""Name of the command and of its module → one line of help."""
 
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -78,14 +77,38 @@ def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) 
         "run_file", metavar="run.toml", nargs="?" if optional else None,
         help="run file, the name of a shipped one, e.g. runs/quickstart, or a run's folder (its config.toml)",
     )
-    parser.add_argument(
-        "--set", dest="overrides", metavar="a.b=VALUE", action="append", default=[],
-        help="replace one value (repeatable), e.g. --set training.steps=20",
-    )
+    add_overrides(parser, "training.steps=20")
     parser.add_argument(
         "--data", metavar="PREFIX", action=_Corpus, default=[],
         help="train on this .bin/.idx pair (repeatable); same as --set data.train=… and data.synthetic=false",
     )
+
+
+def add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add ``--set``, which ``args.overrides`` collects."""
+    parser.add_argument("--set", dest="overrides", metavar="a.b=VALUE", action="append", default=[],
+                        help=f"replace one value (repeatable), e.g. --set {example}")
+
+
+def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--master-addr``, ``--master-port`` and ``--nproc``, which every command on several ranks has."""
+    parser.add_argument("--master-addr", help="host of rank 0; wins over the launcher's")
+    parser.add_argument("--master-port", type=int, help="its port; wins over the launcher's")
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine (instead of torchrun)")
+
+
+def on_ranks(args: argparse.Namespace, rank_main: Callable[[ProcessInfo], int], *preload: str) -> int:
+    """Return ``rank_main``'s exit code for this process's rank, or with ``--nproc`` of ranks that are started here.
+
+    ``preload``: modules that the ranks need, imported once before they are forked.
+    """
+    if args.nproc:
+        from megatron_port.runtime.local import run_local
+
+        return run_local(args.nproc, rank_main, preload=preload, port=args.master_port)
+    from megatron_port.runtime.discovery import discover
+
+    return rank_main(discover(master_addr=args.master_addr, master_port=args.master_port))
 
 
 def load_run(args: argparse.Namespace) -> Loaded:
@@ -100,15 +123,6 @@ def load_run(args: argparse.Namespace) -> Loaded:
     own = [f"{n}={toml_value(v)}" for n, v in leaves(loaded.config) if loaded.origins[n].startswith(OF_FOLDER)]
     args.overrides = [*own, *args.overrides]
     return loaded
-
-
-def available_commands() -> dict[str, tuple[str, str]]:
-    """Return the rows of COMMANDS whose module is installed."""
-    here = Path(__file__).parent
-    return {
-        name: row for name, row in COMMANDS.items()
-        if (here / f"{row[0]}.py").is_file() or (here / row[0] / "__init__.py").is_file()
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,8 +168,7 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    commands = available_commands()
-    parser = _top_parser(commands)
+    parser = _top_parser()
     name = arguments[0] if arguments else ""
     if not name:
         parser.print_help()
@@ -163,19 +176,19 @@ def _dispatch(arguments: list[str]) -> int:
     if name.startswith("-"):
         parser.parse_args(arguments)  # --help and --version leave here
         parser.error("give a command first")
-    if name not in commands:
+    if name not in COMMANDS:
         from megatron_port.config.loader import did_you_mean
 
-        near = did_you_mean(name, list(commands))
-        raise ConfigError(f"unknown command {name!r}; commands: {', '.join(commands)}{near}")
-    module = importlib.import_module(f"megatron_port.cli.{commands[name][0]}")
+        near = did_you_mean(name, list(COMMANDS))
+        raise ConfigError(f"unknown command {name!r}; commands: {', '.join(COMMANDS)}{near}")
+    module = importlib.import_module(f"megatron_port.cli.{name}")
     module.add_parser(parser.add_subparsers(dest="command", metavar="command"))
     return int(module.run(parser.parse_args(arguments)) or 0)
 
 
-def _top_parser(commands: dict[str, tuple[str, str]]) -> Parser:
-    width = max((len(name) for name in commands), default=0)
-    listing = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in commands.items())
+def _top_parser() -> Parser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     parser = Parser(
         prog="megatron-port",
         description="Train GPT-like models with tensor, pipeline and data parallelism.",

@@ -47,7 +47,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--master-port", type=int, help="under srun: its port")
     parser.add_argument("--record", metavar="LAYOUT", help=argparse.SUPPRESS)
     parser.add_argument("--single", nargs="+", metavar="RUN", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
 
 
 def world_of(layout: LayoutConfig) -> int:
@@ -174,9 +173,9 @@ def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _record(config: RunConfig, info: ProcessInfo, out: Path, steps: int) -> int:
-    from megatron_port.parity.recording import record_to
+    from megatron_port.parity.recording import record_orders
 
-    record_to(config, info, out, steps=steps)
+    record_orders(config, info, [(None, out)], steps=steps)
     return EXIT_OK
 
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_port.errors import EXIT_CONFIG, EXIT_OK
-
-if TYPE_CHECKING:
-    from megatron_port.config.loader import Loaded
-    from megatron_port.config.schema import RunConfig
+from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.config.loader import DEFAULT, Loaded
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import EXIT_CONFIG, EXIT_OK, ConfigError
+from megatron_port.plan.page import report_page
+from megatron_port.plan.text import as_json, explain, render
+from megatron_port.plan.verdict import make_plan
+from megatron_port.runtime.atomic import write_output
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    from megatron_port.cli.main import add_run_options
-
     parser = subparsers.add_parser("plan", help="does a run fit, how fast is it, what would be better")
     add_run_options(parser)
     parser.add_argument("--nodes", type=int, metavar="N", help="same as --set cluster.nodes=N; dp follows")
@@ -35,16 +37,10 @@ def add_parser(subparsers: Any) -> None:
         "--fractional", action="store_true",
         help="plan also where global_batch_size does not divide by micro-batch x dp, with accumulation rounded up",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 0 if the run fits, 2 if not. Raises ConfigError for what cannot be planned."""
-    from megatron_port.cli.main import load_run
-    from megatron_port.errors import ConfigError
-    from megatron_port.plan.text import as_json, explain, render
-    from megatron_port.plan.verdict import make_plan
-
     if args.nodes is not None:
         if args.nodes < 1:
             raise ConfigError(f"--nodes {args.nodes}: a plan needs at least 1 node")
@@ -60,9 +56,6 @@ def run(args: argparse.Namespace) -> int:
         if args.explain:
             print(explain(plan))
     if args.report is not None:
-        from megatron_port.plan.page import report_page
-        from megatron_port.runtime.atomic import write_output
-
         write_output(args.report, report_page(config, plan))
         if not args.json:
             print(f"report    {args.report}")
@@ -74,10 +67,6 @@ def with_nodes(loaded: Loaded) -> tuple[RunConfig, str]:
 
     A number of nodes or replicas that was given, 0 as well, is left as it is.
     """
-    from dataclasses import replace
-
-    from megatron_port.config.loader import DEFAULT
-
     config = loaded.config
     layout, per_node = config.layout, config.cluster.gpus_per_node
     if config.cluster.nodes or layout.data_parallel_size or loaded.origins["cluster.nodes"] != DEFAULT or per_node < 1:

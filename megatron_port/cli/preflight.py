@@ -13,12 +13,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.cli.train import add_rendezvous_options
+from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.errors import EXIT_ENVIRONMENT, EXIT_OK, ConfigError
+from megatron_port.preflight import files, preflight_report
+from megatron_port.runtime.job import attempt_name
+from megatron_port.runtime.slurm import expand_hosts
 
 if TYPE_CHECKING:
-    from megatron_port.config.schema import RunConfig
     from megatron_port.runtime.discovery import ProcessInfo
 
 
@@ -86,37 +87,25 @@ def run_node(args: argparse.Namespace) -> int:
 
 def run_report(args: argparse.Namespace) -> int:
     """Judge all nodes; write the lists and print the table."""
-    from megatron_port.preflight import files
-    from megatron_port.preflight.preflight_report import (
-        make_report,
-        read_network,
-        read_nodes,
-        render,
-        select,
-        write_report,
-    )
-    from megatron_port.runtime.job import attempt_name
-    from megatron_port.runtime.slurm import expand_hosts
-
     config, folder, attempt = load_run(args).config, args.out, attempt_name()
     if args.select is not None and args.select < 1:
         raise ConfigError(f"--select {args.select}: at least 1")
     hosts = expand_hosts(args.nodes) if args.nodes else []
-    nodes = read_nodes(folder, hosts, attempt)
+    nodes = preflight_report.read_nodes(folder, hosts, attempt)
     if not nodes:
         raise ConfigError(
             f"no node of this job ({attempt}) has written to {folder}; run `preflight node` on each first"
         )
-    network = read_network(folder, attempt)
+    network = preflight_report.read_network(folder, attempt)
     unfit = files.read_reasons(args.unfit) if args.unfit else {}
-    report = make_report(nodes, config.preflight, network, unfit)
-    write_report(folder, report, config.preflight, attempt)
-    print(render(report))
+    report = preflight_report.make_report(nodes, config.preflight, network, unfit)
+    preflight_report.write_report(folder, report, config.preflight, attempt)
+    print(preflight_report.render(report))
     faults = (network or {}).get("faults", [])
     for text in faults:
         print(f"fault of the job: {text}")
     if args.select is not None:
-        chosen = select(report, args.select)
+        chosen = preflight_report.select(report, args.select)
         files.write_hosts(folder / files.SELECTED, chosen)
         print(f"selected: {(folder / files.SELECTED).read_text().strip()}")
         return EXIT_OK
@@ -130,22 +119,11 @@ def run_network(args: argparse.Namespace) -> int:
         raise ConfigError(f"--message-kib {args.message_kib}: at least 0")
 
     def measure(info: ProcessInfo) -> int:
-        return _network(config, info, args.out, args.message_kib << 10)
+        from megatron_port.preflight.session import network_check
 
-    if args.nproc:
-        from megatron_port.runtime.local import run_local
+        result = network_check(config, info, args.out, message=args.message_kib << 10)
+        # Rank 0 speaks for all: with srun --kill-on-bad-exit others must not end it.
+        found = result.blames or result.bad or result.faults
+        return EXIT_ENVIRONMENT if found and info.rank == 0 else EXIT_OK
 
-        return run_local(args.nproc, measure, preload=["torch", "megatron_port.preflight.session"],
-                         port=args.master_port)
-    from megatron_port.runtime.discovery import discover
-
-    return measure(discover(master_addr=args.master_addr, master_port=args.master_port))
-
-
-def _network(config: RunConfig, info: ProcessInfo, folder: Path, message: int) -> int:
-    from megatron_port.preflight.session import network_check
-
-    result = network_check(config, info, folder, message=message)
-    # Rank 0 speaks for all: with srun --kill-on-bad-exit others must not end it.
-    found = result.blames or result.bad or result.faults
-    return EXIT_ENVIRONMENT if found and info.rank == 0 else EXIT_OK
+    return on_ranks(args, measure, "torch", "megatron_port.preflight.session")

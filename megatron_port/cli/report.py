@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_port.errors import EXIT_OK, EnvironmentFault
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from megatron_port.telemetry.run_data import RunData
-    from megatron_port.telemetry.run_report import Comparison
+from megatron_port.errors import EXIT_OK, EnvironmentFault, PortError
+from megatron_port.plan.compare import compare_run
+from megatron_port.runtime.atomic import write_bytes
+from megatron_port.telemetry.run_data import RunData, read_run
+from megatron_port.telemetry.run_report import Comparison, render
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,15 +24,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, e.g. runs/quickstart")
     parser.add_argument("--out", type=Path, help="the file (default: report.html in the first run's folder)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the report; 0. ConfigError: a folder is not a run's."""
-    from megatron_port.runtime.atomic import write_bytes
-    from megatron_port.telemetry.run_data import read_run
-    from megatron_port.telemetry.run_report import render
-
     runs = [read_run(folder) for folder in args.runs]
     for one in runs:
         if one.left_out:
@@ -50,10 +44,6 @@ def run(args: argparse.Namespace) -> int:
 
 def predictions(runs: Sequence[RunData]) -> Mapping[str, Sequence[Comparison]]:
     """Return the planner's predictions beside what was measured, by run name, for the runs that it can plan."""
-    from megatron_port.errors import PortError
-    from megatron_port.plan.compare import compare_run
-    from megatron_port.telemetry.run_report import Comparison
-
     out: dict[str, Sequence[Comparison]] = {}
     for one in runs:
         try:

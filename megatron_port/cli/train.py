@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run
 from megatron_port.errors import PortError
 
 if TYPE_CHECKING:
@@ -32,14 +32,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--ignore-memory", action="store_true",
                         help="start also where the planner says that the run cannot fit its devices; same as "
                         "--set launch.memory_check=warn")
-    parser.set_defaults(run=run)
-
-
-def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--master-addr``, ``--master-port`` and ``--nproc``, which every command on several ranks has."""
-    parser.add_argument("--master-addr", help="host of rank 0; wins over the launcher's")
-    parser.add_argument("--master-port", type=int, help="its port; wins over the launcher's")
-    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine (instead of torchrun)")
 
 
 def run(args: argparse.Namespace) -> int:

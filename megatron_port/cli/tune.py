@@ -10,16 +10,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.config.loader import load
 from megatron_port.errors import EXIT_OK, ConfigError
+from megatron_port.launch.submit import checked_script, order_of
+from megatron_port.tune.results import Results
+from megatron_port.tune.space import best_legal, make_space
+from megatron_port.tune.strategies import STRATEGIES, make_strategy
+from megatron_port.tune.trial import choose_launcher, run_trial
+from megatron_port.tune.tuner import label_of, render, tune, write_winner
 
 MOST = 10_000
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    from megatron_port.cli.main import add_run_options
-    from megatron_port.tune.strategies import STRATEGIES
-
     parser = subparsers.add_parser("tune", help="find the fastest layout: planned, then measured",
                                    description=(__doc__ or "").partition("\n")[2])
     add_run_options(parser)
@@ -30,35 +35,38 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[], metavar="N",
                         help="numbers of nodes to try (default: the run's)")
     parser.add_argument("--nproc", type=int, metavar="N", help="measure with N ranks on this machine")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps of a trial (default 5)")
-    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="of which so many do not count (default 2)")
-    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="longest trial, seconds")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: output_dir/NAME-tune)")
-    parser.add_argument("--fresh", action="store_true", help="forget the trials in that folder")
+    add_trial_options(parser, "trial", "tune")
     parser.add_argument("--plan-only", action="store_true", help="print the model's ranking; measure nothing")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random and deephyper")
-    parser.set_defaults(run=run)
 
 
-def _refuse(args: argparse.Namespace) -> None:
+def add_trial_options(parser: argparse.ArgumentParser, one: str, folder: str) -> None:
+    """Add what every measurement by short runs has; ``one``: what such a run is called."""
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help=f"steps of a {one} (default 5)")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="of which so many do not count (default 2)")
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help=f"longest {one}, seconds")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder (default: output_dir/NAME-{folder})")
+    parser.add_argument("--fresh", action="store_true", help=f"forget the {one}s in that folder")
+
+
+def trial_problems(args: argparse.Namespace) -> list[str]:
+    """Return what is wrong with the options of ``add_trial_options``, a sentence each."""
     out = []
-    if not 1 <= args.trials <= MOST:
-        out.append(f"--trials {args.trials}: from 1 to {MOST}")
     if args.warm_up < 0 or args.steps <= args.warm_up:
         out.append(f"--steps {args.steps} leaves nothing to measure after --warm-up {args.warm_up}; e.g. --steps "
                    f"{max(args.warm_up, 0) + 3}")
     if args.timeout <= 0:
         out.append(f"--timeout {args.timeout:g}: above 0")
-    if out:
-        raise ConfigError(out)
+    return out
 
 
 def run(args: argparse.Namespace) -> int:
     """Tune; return 0 when a layout was found (with --plan-only: planned). Raises ConfigError, EnvironmentFault."""
-    from megatron_port.cli.main import load_run
-    from megatron_port.tune.space import best_legal, make_space
-
-    _refuse(args)
+    out = trial_problems(args)
+    if not 1 <= args.trials <= MOST:
+        out.append(f"--trials {args.trials}: from 1 to {MOST}")
+    if out:
+        raise ConfigError(out)
     loaded = load_run(args)
     space = make_space(loaded.config, world_size=args.nproc, nodes=args.nodes)
     fitting = space.fitting
@@ -82,20 +90,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
-    from megatron_port.tune import trial as trials
-    from megatron_port.tune.results import Results
-    from megatron_port.tune.strategies import make_strategy
-    from megatron_port.tune.tuner import render, tune
-
     config = space.config
-    launcher = trials.choose_launcher(args.nproc)
+    launcher = choose_launcher(args.nproc)
     folder = (args.out or Path(config.output_dir) / f"{config.name}-tune").absolute()
     results = Results.open(folder, config, args.steps, fresh=args.fresh)
     strategy = make_strategy(args.strategy, space, count=args.trials, seed=args.seed, folder=str(folder / "deephyper"))
     run_file = loaded.files[-1]
 
     def measure(candidate: Any, settings: dict[str, Any]) -> Any:
-        return trials.run_trial(
+        return run_trial(
             run_file, args.overrides, config, candidate, settings, launcher=launcher, steps=args.steps,
             warm_up=args.warm_up, timeout_s=args.timeout, folder=folder / "trials",
         )
@@ -110,10 +113,6 @@ def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
 
 def _say_winner(args: argparse.Namespace, loaded: Any, best: Any, folder: Path) -> str:
     """Write the winner's run file; return a text with the job script that runs it."""
-    from megatron_port.config.loader import load
-    from megatron_port.launch.submit import checked_script, order_of
-    from megatron_port.tune.tuner import label_of, write_winner
-
     path = folder / "winner.toml"
     config = write_winner(loaded, best, path)
     lines = [f"winner: {label_of(best)} on {best.world} devices: {path}"]

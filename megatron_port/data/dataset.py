@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_port.data import megatron_order as mo
-from megatron_port.data.index_cache import Make
+from megatron_port.data.index_cache import Make, cached_arrays, content_key
 from megatron_port.data.indexed import IndexedDataset, bad_token
 from megatron_port.data.order import derive, mix, sample_at
 from megatron_port.errors import DataError
@@ -117,15 +117,15 @@ class MegatronGPTDataset:
     def indices(self) -> mo.MegatronIndices:
         """Return the three arrays, from the cache if it has them."""
         lengths = self.data.lengths
-        key = mo.content_key("gpt", 1, self.first, self.end, self.seq_length, self.num_samples, self.seed,
-                             arrays=[lengths])
+        key = content_key("gpt", 1, self.first, self.end, self.seq_length, self.num_samples, self.seed,
+                          arrays=[lengths])
 
         def build(make: Make) -> None:
             mo.build_indices(lengths, self.first, self.end, seq_length=self.seq_length,
                              num_samples=self.num_samples, seed=self.seed, make=make)
 
         names = ("document", "sample", "shuffle")
-        return mo.MegatronIndices(*mo.cached_arrays(self.cache, key, names, build, check=self.check))
+        return mo.MegatronIndices(*cached_arrays(self.cache, key, names, build, check=self.check))
 
     def sample(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
@@ -148,19 +148,19 @@ class MegatronGPTDataset:
         return self.sample(k)
 
 
-def quantised(weights: Sequence[float], period: int = PERIOD) -> list[int]:
-    """Return positive integers in proportion to ``weights`` that add up to at most ``period``.
+def quantised(weights: Sequence[float]) -> list[int]:
+    """Return positive integers in proportion to ``weights`` that add up to at most ``PERIOD``.
 
     They are rounded by largest remainders, then divided by their greatest common divisor.
     """
     if not weights or min(weights) <= 0:
         raise DataError(f"data.weights: {list(weights)}; every weight must be above 0 (leave the corpus out instead)")
-    exact = np.asarray(mo.normalized(weights)) * period
+    exact = np.asarray(mo.normalized(weights)) * PERIOD
     counts = np.maximum(np.floor(exact).astype(np.int64), 1)
     # Corpora of nearly no weight still get one sample; those with more pay for it.
-    while counts.sum() > period:
+    while counts.sum() > PERIOD:
         counts[int(np.argmax(np.where(counts > 1, counts - exact, -np.inf)))] -= 1
-    for i in np.argsort(-(exact - counts), kind="stable")[:period - int(counts.sum())]:
+    for i in np.argsort(-(exact - counts), kind="stable")[:PERIOD - int(counts.sum())]:
         counts[i] += 1
     found: list[int] = (counts // np.gcd.reduce(counts)).tolist()
     return found
@@ -212,20 +212,17 @@ class BlendedDataset:
         served = np.bincount(self._owner[:rest], minlength=len(self.counts))
         return [turns * c + int(n) for c, n in zip(self.counts, served)]
 
-    def order(self) -> Sequence[np.ndarray] | None:
-        """The given order, computed at the first use."""
-        return self._given
-
     @cached_property
-    def _given(self) -> Sequence[np.ndarray] | None:
+    def given(self) -> Sequence[np.ndarray] | None:
+        """The given order, computed at the first use."""
         return self._order() if self._order else None
 
     def locate(self, k: int) -> tuple[int, int]:
         """Return (dataset, how many samples it served before) for sample k. O(1)."""
-        if self._given is not None:
-            if k >= len(self._given[0]):
-                raise DataError(f"sample {k} of a Megatron blend that was built for {len(self._given[0])} samples")
-            return int(self._given[0][k]), int(self._given[1][k])
+        if self.given is not None:
+            if k >= len(self.given[0]):
+                raise DataError(f"sample {k} of a Megatron blend that was built for {len(self.given[0])} samples")
+            return int(self.given[0][k]), int(self.given[1][k])
         turn, at = divmod(k, self.period)
         owner = int(self._owner[at])
         return owner, turn * self.counts[owner] + int(self._rank[at])

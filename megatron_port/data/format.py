@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -32,6 +33,26 @@ LEAF_BYTES = 1 << 20
 """The smallest block of a .bin file that has a hash of its own."""
 MOST_BLOCKS = 1024
 """Hashes that a sidecar holds; blocks double when there would be more."""
+
+
+def file_blocks(path: Path, size: int = 8 * CHUNK) -> Iterator[bytes]:
+    """Yield a file's bytes, ``size`` at a time."""
+    with open(path, "rb") as stream:
+        while block := stream.read(size):
+            yield block
+
+
+def file_xxh3(path: Path) -> str:
+    """Return the xxh3-128 of a file's bytes, 32 hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    for block in file_blocks(path):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def mapped(path: Path, dtype: str | np.dtype, offset: int, count: int) -> np.ndarray:
+    """Return ``count`` elements of a file as a memory map; an empty one cannot be made, and needs none."""
+    return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

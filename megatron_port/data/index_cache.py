@@ -18,10 +18,10 @@ import numpy as np
 import xxhash
 from numpy.lib.format import open_memmap
 
+from megatron_port.data.format import CHUNK, file_xxh3
 from megatron_port.errors import DataError
 from megatron_port.runtime.atomic import fsync_directory, fsync_file, write_bytes
 
-CHUNK = 1 << 20
 POLL_S = 0.2
 Make = Callable[[str, Any, tuple[int, ...]], np.ndarray]
 """``make(name, dtype, shape)``: an array to fill; backed by a file, so it costs no anonymous memory."""
@@ -110,7 +110,7 @@ def _build(directory: Path, key: str, paths: Sequence[Path], names: Sequence[str
         for name, path in zip(names, paths):
             made[name].flush()
             fsync_file(parts[name])
-            hashes[path.name] = _hash(parts[name])
+            hashes[path.name] = file_xxh3(parts[name])
         for name, path in zip(names, paths):
             os.replace(parts[name], path)
         fsync_directory(directory)
@@ -120,18 +120,10 @@ def _build(directory: Path, key: str, paths: Sequence[Path], names: Sequence[str
             part.unlink(missing_ok=True)
 
 
-def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as stream:
-        while block := stream.read(CHUNK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _whole(directory: Path, key: str, paths: Sequence[Path]) -> bool:
     """Whether the files are what was written."""
     try:
         expected = json.loads((directory / f"{key}.json").read_text(encoding="utf-8"))
-        return all(_hash(path) == expected.get(path.name) for path in paths)
+        return all(file_xxh3(path) == expected.get(path.name) for path in paths)
     except (OSError, ValueError, AttributeError):
         return False

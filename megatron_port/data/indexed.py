@@ -17,6 +17,7 @@ from megatron_port.data.format import (
     CorpusMeta,
     bin_path,
     idx_path,
+    mapped,
     meta_path,
     read_meta,
     token_dtype,
@@ -60,16 +61,14 @@ class IndexedDataset:
         if size != found:
             raise DataError(f"{bin_path(prefix)}: expected {size} bytes for {self.num_tokens} tokens, found {found}; "
                             "copy or prepare the corpus again")
-        self._tokens = np.memmap(bin_path(prefix), dtype=self.dtype, mode="r") if size else np.zeros(0, self.dtype)
+        self._tokens = mapped(bin_path(prefix), self.dtype, 0, self.num_tokens)
         self.meta = read_meta(prefix)
 
     def _map_index(self, path: Path, boundaries: int) -> None:
         count = self.num_sequences
-        def mapped(dtype: str, offset: int, size: int) -> np.ndarray:
-            return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(size,)) if size else np.zeros(0, dtype)
-        self.lengths = mapped("<i4", HEADER_BYTES, count)
-        self.pointers = mapped("<i8", HEADER_BYTES + 4 * count, count)
-        self.documents = mapped("<i8", HEADER_BYTES + 12 * count, boundaries)
+        self.lengths = mapped(path, "<i4", HEADER_BYTES, count)
+        self.pointers = mapped(path, "<i8", HEADER_BYTES + 4 * count, count)
+        self.documents = mapped(path, "<i8", HEADER_BYTES + 12 * count, boundaries)
         if count and int(self.lengths.min()) < 0:
             raise DataError(f"{path}: a sequence has a negative length; the file is damaged")
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))

@@ -25,6 +25,7 @@ from megatron_port.data.dataset import (
 )
 from megatron_port.data.fingerprint import check_tokenizers, data_fingerprint
 from megatron_port.data.format import tokenizer_name
+from megatron_port.data.index_cache import cached_arrays, content_key
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.order import derive
 from megatron_port.data.plugin_source import plugin_datasets
@@ -231,10 +232,10 @@ def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: 
                                     check=check)
                  for i, n in zip(usable, wanted)]
         if split == "train" and len(parts) > 1:
-            key = mo.content_key("blend", 1, weights, train_samples)
+            key = content_key("blend", 1, weights, train_samples)
             # Bound now: it is called at the first sample, when the loop's names belong to another split.
             build = partial(mo.build_blend, weights, train_samples)
-            order = partial(mo.cached_arrays, cache, key, ("corpus", "sample"), build, check=check)
+            order = partial(cached_arrays, cache, key, ("corpus", "sample"), build, check=check)
             made.append(BlendedDataset(parts, weights, order=order))
         else:
             made.append(_joined(parts, weights))
@@ -307,7 +308,7 @@ def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> l
     for split, dataset in zip(SPLITS, _megatron(run, corpora, total, check=True)):
         parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
         if isinstance(dataset, BlendedDataset):
-            dataset.order()
+            _ = dataset.given
         for part in parts:
             if isinstance(part, MegatronGPTDataset):
                 made = part.indices

@@ -17,7 +17,7 @@ from math import ceil
 
 import numpy as np
 
-from megatron_port.data.index_cache import Make, cached_arrays, content_key, in_memory
+from megatron_port.data.index_cache import Make, in_memory
 
 SEPARATE_BELOW = 0.80
 """A last epoch that is used to less than this share is shuffled apart from the others."""
@@ -136,7 +136,3 @@ def build_blend(weights: Sequence[float], size: int, make: Make = in_memory) -> 
         corpus[i], sample[i] = chosen, counts[chosen]
         counts[chosen] += 1
     return corpus, sample
-
-
-__all__ = ["CHUNK", "SEPARATE_BELOW", "SURPLUS", "MegatronIndices", "blend_sizes", "build_blend", "build_indices",
-           "cached_arrays", "content_key", "epochs_needed", "normalized", "samples_built", "split_ranges"]

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import xxhash
 
 from megatron_port.data import sources
 from megatron_port.data.format import CorpusMeta, token_dtype
-from megatron_port.data.records import EXAMPLES, POLICIES, SKIP, STOP, Encoded, Recipe, encode_block
+from megatron_port.data.records import EXAMPLES, POLICIES, STOP, Encoded, Recipe, encode_block
 from megatron_port.data.sources import Block, Reader, ReadOptions, find_sources
 from megatron_port.data.tokenizer import Tokenizer, identity_of
 from megatron_port.data.workers import ordered
@@ -114,9 +115,8 @@ def _work_folder(prefix: Path) -> Iterator[Path]:
 
 def prepare(
     paths: Sequence[str | Path], prefix: str | Path, *, tokenizer: Tokenizer, options: ReadOptions | None = None,
-    blank_lines: int = 0, json_key: str = "text", append_eod: bool = True, bad_input: str = STOP, workers: int = 1,
-    fresh: bool = False, progress: Callable[[Progress], None] | None = None,
-    log: Callable[[str], None] = lambda line: None,
+    append_eod: bool = True, bad_input: str = STOP, workers: int = 1, fresh: bool = False,
+    progress: Callable[[Progress], None] | None = None, log: Callable[[str], None] = lambda line: None,
 ) -> PrepareResult:
     """Tokenize ``paths`` into ``<prefix>.bin/.idx/.meta.json``; nothing appears under these names unless all succeeds.
 
@@ -126,7 +126,7 @@ def prepare(
     unless ``append_eod`` is false. The result does not depend on ``workers``, nor on interruptions.
 
     Args:
-        options: how inputs are read; ``blank_lines`` and ``json_key`` are short for two of its fields.
+        options: how inputs are read.
         bad_input: stop at a damaged record | skip (leave it out) | repair (U+FFFD for bytes that are not UTF-8, NUL
             removed; leave out what cannot be repaired).
         workers: processes that tokenize; 1: this one.
@@ -139,7 +139,7 @@ def prepare(
     """
     if bad_input not in POLICIES:
         raise DataError(f"bad_input is {bad_input!r}; choose one of {', '.join(POLICIES)}")
-    options = replace(options or ReadOptions(key=json_key, blank_lines=blank_lines), leave_out=bad_input != STOP)
+    options = replace(options or ReadOptions(), leave_out=bad_input != STOP)
     if options.blank_lines < 0:
         raise DataError(f"blank_lines is {options.blank_lines}; 0 keeps files whole, n > 0 splits at n blank lines")
     prefix = Path(prefix)
@@ -222,8 +222,7 @@ class _Job:
                 hashes.append((self.payload.hexdigest(), len(block.payload)))
                 yield block
 
-        work = _work(self.recipe)
-        with closing(ordered(hashed(), work, workers)) as results:
+        with closing(ordered(hashed(), partial(encode_block, recipe=self.recipe), workers)) as results:
             for block, made in results:
                 digest, size = hashes.popleft()
                 self.writer.add_block(made.lengths, made.data)
@@ -267,10 +266,6 @@ class _Job:
             source_xxh3=reader.source_hash.hexdigest(), left_out=self.journal.left_out, repaired=self.journal.repaired))
 
 
-def _work(recipe: Recipe) -> Callable[[Block], Encoded]:
-    return lambda block: encode_block(block, recipe)
-
-
 def _keep_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:
     """The name for the sidecar. A tokenizer that is a file is copied beside the corpus, which then stands alone."""
     path: Path | None = getattr(tokenizer, "path", None)
@@ -297,6 +292,3 @@ def _empty(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != LOCK:
             shutil.rmtree(path) if path.is_dir() else os.unlink(path)
-
-
-__all__ = ["SKIP", "STOP", "PrepareResult", "Progress", "prepare"]

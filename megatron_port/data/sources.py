@@ -198,7 +198,7 @@ class Reader:
 
     # JSON lines.
 
-    def _lines(self, source: Source, stream: _Stream) -> Iterator[Block]:
+    def _lines(self, source: Source, stream: io.BufferedReader) -> Iterator[Block]:
         number, where, limit = 1, str(source.path), self.options.largest_record
         while data := stream.read(BLOCK_BYTES):
             dropped: list[str] = []
@@ -221,7 +221,7 @@ class Reader:
 
     # Plain text.
 
-    def _texts(self, source: Source, stream: _Stream) -> Iterator[Block]:
+    def _texts(self, source: Source, stream: io.BufferedReader) -> Iterator[Block]:
         held: list[bytes] = []
         size = at = 0
         where = str(source.path)
@@ -251,10 +251,6 @@ class Reader:
                         position=before + int(share * size))
 
 
-class _Stream(io.BufferedIOBase):
-    """What ``_unpacked`` gives: ``read`` and ``readline``."""
-
-
 class _Counted(io.RawIOBase):
     """A file whose bytes are hashed and counted as they pass."""
 
@@ -280,17 +276,20 @@ class _Counted(io.RawIOBase):
 
 
 class _Limited(io.RawIOBase):
-    """An unpacked stream that may not grow without bound."""
+    """An unpacked stream that may not grow without bound; the ``error`` of its library becomes zlib's."""
 
-    def __init__(self, inner: Any, raw: _Counted, where: Path) -> None:
-        self._inner, self._raw, self._where = inner, raw, where
+    def __init__(self, inner: Any, raw: _Counted, where: Path, error: type[Exception] = zlib.error) -> None:
+        self._inner, self._raw, self._where, self._error = inner, raw, where, error
         self._out = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._inner.read(len(buffer))
+        try:
+            data = self._inner.read(len(buffer))
+        except self._error as error:
+            raise zlib.error(str(error)) from error
         buffer[:len(data)] = data
         self._out += len(data)
         if self._out > EXPANSION_FREE and self._out > EXPANSION * self._raw.count:
@@ -300,33 +299,16 @@ class _Limited(io.RawIOBase):
         return len(data)
 
 
-def _unpacked(source: Source, raw: _Counted) -> Any:
+def _unpacked(source: Source, raw: _Counted) -> io.BufferedReader:
     if not source.packed:
         return io.BufferedReader(raw, 1 << 20)
-    inner: Any
     if source.packed == ".gz":
-        inner = gzip.GzipFile(fileobj=io.BufferedReader(raw, 1 << 17))
-        return io.BufferedReader(_Limited(inner, raw, source.path), 1 << 20)
+        unzipped = gzip.GzipFile(fileobj=io.BufferedReader(raw, 1 << 17))
+        return io.BufferedReader(_Limited(unzipped, raw, source.path), 1 << 20)
     zstandard = need("zstandard", str(source.path))
     check_frames(source.path)
     inner = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True)
-    return io.BufferedReader(_Checked(_Limited(inner, raw, source.path), zstandard.ZstdError), 1 << 20)
-
-
-class _Checked(io.RawIOBase):
-    """zstandard's own error as one that is known here."""
-
-    def __init__(self, inner: io.RawIOBase, error: type[Exception]) -> None:
-        self._inner, self._error = inner, error
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        try:
-            return self._inner.readinto(buffer)
-        except self._error as error:
-            raise zlib.error(str(error)) from error
+    return io.BufferedReader(_Limited(inner, raw, source.path, zstandard.ZstdError), 1 << 20)
 
 
 def check_frames(path: Path) -> None:

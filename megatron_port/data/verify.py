@@ -7,12 +7,10 @@ So a damaged length can be told from a damaged offset, and a damaged token lies 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from megatron_port.data.format import (
     CHUNK,
@@ -22,7 +20,10 @@ from megatron_port.data.format import (
     BlockHashes,
     CorpusMeta,
     bin_path,
+    file_blocks,
+    file_xxh3,
     idx_path,
+    mapped,
     meta_path,
     read_meta,
 )
@@ -56,6 +57,10 @@ class Report:
     checked: list[str] = field(default_factory=list)
     """What was checked and holds, in words."""
 
+    def add(self, file: Path, byte: int, what: str, expected: object, found: object) -> None:
+        """Note a fault; its arguments are the fields of :class:`Fault`."""
+        self.faults.append(Fault(file, byte, what, str(expected), str(found)))
+
     def raise_if_bad(self) -> None:
         """Raise DataError with all faults, if there are any."""
         if not self.faults:
@@ -77,7 +82,7 @@ def verify(prefix: str | Path, *, vocab_size: int | None = None) -> Report:
     report = Report()
     for path in (idx_path(prefix), bin_path(prefix)):
         if not path.is_file():
-            report.faults.append(Fault(path, -1, "the file", "a regular file", "none"))
+            report.add(path, -1, "the file", "a regular file", "none")
     if report.faults:
         return report
     meta = read_meta(prefix)
@@ -108,19 +113,19 @@ class _Index:
         with open(path, "rb") as stream:
             header = stream.read(HEADER_BYTES)
         if len(header) < HEADER_BYTES:
-            self._add(0, "the header", f"{HEADER_BYTES} bytes", f"{len(header)}")
+            self._add(0, "the header", f"{HEADER_BYTES} bytes", len(header))
             return
         version, code, self.sequences, boundaries = struct.unpack("<QBQQ", header[9:])
         if header[:9] != MAGIC:
             self._add(0, "the header of a Megatron index", repr(MAGIC), repr(header[:9]))
         if version != 1:
-            self._add(9, "version", "1", str(version))
+            self._add(9, "version", 1, version)
         if code not in DTYPES:
-            self._add(17, "type code", f"one of {sorted(DTYPES)}", str(code))
+            self._add(17, "type code", f"one of {sorted(DTYPES)}", code)
         expected = HEADER_BYTES + 12 * self.sequences + 8 * boundaries
         if expected != size:
             self._add(-1, f"size for {self.sequences} sequences and {boundaries} document boundaries (bytes 18 and 26)",
-                      f"{expected} bytes", f"{size}")
+                      f"{expected} bytes", size)
         if report.faults:
             return
         self.dtype = np.dtype(DTYPES[code])
@@ -133,30 +138,25 @@ class _Index:
                 f"sizes: {self.sequences} sequences, {self.documents} documents, {self.tokens} tokens",
                 "offsets and document boundaries are consistent"]
 
-    def _add(self, byte: int, what: str, expected: str, found: str) -> None:
-        self.report.faults.append(Fault(self.path, byte, what, expected, found))
-
-    def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        if not count:
-            return np.zeros(0, dtype)
-        return np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    def _add(self, byte: int, what: str, expected: object, found: object) -> None:
+        self.report.add(self.path, byte, what, expected, found)
 
     def _check_offsets(self) -> None:
         """Each sequence begins where the one before it ends; one wrong value is told apart from its neighbours."""
         assert self.dtype is not None
         n, width, reported = self.sequences, self.dtype.itemsize, 0
-        lengths = self._map("<i4", HEADER_BYTES, n)
-        pointers = self._map("<i8", HEADER_BYTES + 4 * n, n)
+        lengths = mapped(self.path, "<i4", HEADER_BYTES, n)
+        pointers = mapped(self.path, "<i8", HEADER_BYTES + 4 * n, n)
         good, total = True, 0
         if n and int(pointers[0]) != 0:
             good = False
-            self._add(HEADER_BYTES + 4 * n, "offset of sequence 0", "0", str(int(pointers[0])))
+            self._add(HEADER_BYTES + 4 * n, "offset of sequence 0", 0, pointers[0])
         for start in range(0, n, CHUNK):
             size = np.asarray(lengths[start:start + CHUNK], dtype=np.int64)
             for at in np.flatnonzero(size < 0)[:MOST_FAULTS]:
                 good = False
-                self._add(HEADER_BYTES + 4 * (start + int(at)), f"length of sequence {start + int(at)}",
-                          "0 or more", str(int(size[at])))
+                self._add(HEADER_BYTES + 4 * (start + int(at)), f"length of sequence {start + int(at)}", "0 or more",
+                          size[at])
             total += int(size.sum())
             here = np.asarray(pointers[start:start + CHUNK + 1])
             # Compared by subtraction modulo 2^64: hostile offsets may not overflow into a warning.
@@ -178,42 +178,30 @@ class _Index:
         precedes = i == 0 or here - int(pointers[i - 1]) == int(lengths[i - 1]) * width
         if not precedes and follows:
             return 0  # the offset of i itself is wrong, and was named one step before
-        later = int(pointers[i + 2]) if i + 2 < n else None
-        if not follows and later is not None and later == here + size + int(lengths[i + 1]) * width:
-            byte, found = HEADER_BYTES + 4 * n + 8 * (i + 1), there
-            self._add(byte, f"sequence {i + 1} has a wrong byte offset", str(here + size), str(found))
-            return 1
-        if follows and later is not None:
+        if follows and i + 2 < n:
             # The offsets agree with one another before and after: it is the length that does not fit.
-            expected = (there - here) / width
-            self._add(HEADER_BYTES + 4 * i, f"length of sequence {i}", f"{expected:g}", str(int(lengths[i])))
-            return 1
-        self._add(HEADER_BYTES + 4 * n + 8 * (i + 1), f"sequence {i + 1} has a wrong byte offset", str(here + size),
-                  str(there))
+            self._add(HEADER_BYTES + 4 * i, f"length of sequence {i}", f"{(there - here) / width:g}", lengths[i])
+        else:
+            self._add(HEADER_BYTES + 4 * n + 8 * (i + 1), f"sequence {i + 1} has a wrong byte offset", here + size,
+                      there)
         return 1
 
     def _check_documents(self) -> None:
         n, count = self.sequences, self._boundaries
         begin = HEADER_BYTES + 12 * n
-        documents = self._map("<i8", begin, count)
+        documents = mapped(self.path, "<i8", begin, count)
         if count and int(documents[0]) != 0:
-            self._add(begin, "first sequence of document 0", "0", str(int(documents[0])))
+            self._add(begin, "first sequence of document 0", 0, documents[0])
         if count and int(documents[-1]) != n:
-            self._add(begin + 8 * (count - 1), "end of the last document", f"{n} sequences", str(int(documents[-1])))
+            self._add(begin + 8 * (count - 1), "end of the last document", f"{n} sequences", documents[-1])
         reported = 0
         for start in range(0, count, CHUNK):
             part = np.asarray(documents[start:start + CHUNK + 1])
             for at in np.flatnonzero(part[1:] < part[:-1]):
                 if reported < MOST_FAULTS:
                     self._add(begin + 8 * (start + int(at) + 1), f"boundary {start + int(at) + 1} goes backwards",
-                              f"{int(part[at])} or more", str(int(part[at + 1])))
+                              f"{part[at]} or more", part[at + 1])
                     reported += 1
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as stream:
-        while block := stream.read(8 * CHUNK):
-            yield block
 
 
 def _check_bin(path: Path, index: _Index, meta: CorpusMeta | None, vocab_size: int | None, report: Report) -> None:
@@ -221,24 +209,21 @@ def _check_bin(path: Path, index: _Index, meta: CorpusMeta | None, vocab_size: i
     assert index.dtype is not None
     width, size = index.dtype.itemsize, path.stat().st_size
     if index.tokens is not None and size != index.tokens * width:
-        what = f"size for {index.tokens} tokens"
-        report.faults.append(Fault(path, -1, what, f"{index.tokens * width} bytes", str(size)))
+        report.add(path, -1, f"size for {index.tokens} tokens", f"{index.tokens * width} bytes", size)
     limit = vocab_size or (meta.vocab_size if meta else 0)
     hashes, position, bad = BlockHashes(), 0, 0
-    for block in _blocks(path):
+    for block in file_blocks(path):
         hashes.update(block)
         ids = np.frombuffer(block[:len(block) // width * width], dtype=index.dtype)
         if limit and ids.size and (int(ids.max()) >= limit or int(ids.min()) < 0):
             for at in np.flatnonzero((ids >= limit) | (ids < 0)):
                 bad += 1
                 if bad <= MOST_FAULTS:
-                    report.faults.append(Fault(
-                        path, (position + int(at)) * width,
-                        f"position {position + int(at)}: token id {int(ids[at])} is outside the vocabulary of {limit}",
-                        f"0 to {limit - 1}", str(int(ids[at]))))
+                    what = f"position {position + int(at)}: token id {ids[at]} is outside the vocabulary of {limit}"
+                    report.add(path, (position + int(at)) * width, what, f"0 to {limit - 1}", ids[at])
         position += len(block) // width
     if bad > MOST_FAULTS:
-        report.faults.append(Fault(path, -1, "ids outside the vocabulary", "none", f"{bad} (the first are above)"))
+        report.add(path, -1, "ids outside the vocabulary", "none", f"{bad} (the first are above)")
     if limit and not bad:
         report.checked.append(f"every id is below {limit}")
     if meta and meta.bin_xxh3:
@@ -255,26 +240,24 @@ def _check_bin_hash(path: Path, hashes: BlockHashes, meta: CorpusMeta, report: R
         different = [i for i in range(len(mine) // 16) if mine[16 * i:16 * i + 16] != theirs[16 * i:16 * i + 16]]
         for i in different[:MOST_FAULTS]:
             last = min((i + 1) * hashes.block_bytes, path.stat().st_size)
-            report.faults.append(Fault(path, i * hashes.block_bytes, f"xxh3-64 of the bytes up to {last}",
-                                       theirs[16 * i:16 * i + 16], mine[16 * i:16 * i + 16]))
+            report.add(path, i * hashes.block_bytes, f"xxh3-64 of the bytes up to {last}",
+                       theirs[16 * i:16 * i + 16], mine[16 * i:16 * i + 16])
         if different:
             return
-    report.faults.append(Fault(path, -1, "xxh3-128", meta.bin_xxh3, found))
+    report.add(path, -1, "xxh3-128", meta.bin_xxh3, found)
 
 
 def _check_counts(path: Path, meta: CorpusMeta, index: _Index, report: Report) -> None:
     pairs = (("documents", index.documents, meta.documents), ("tokens", index.tokens, meta.tokens))
     for what, expected, found in pairs:
         if expected is not None and expected != found:
-            report.faults.append(Fault(path, -1, f"{what}, which the index counts", str(expected), str(found)))
+            report.add(path, -1, f"{what}, which the index counts", expected, found)
 
 
 def _check_index_hash(path: Path, meta: CorpusMeta, report: Report) -> None:
-    digest = xxhash.xxh3_128()
-    for block in _blocks(path):
-        digest.update(block)
-    if digest.hexdigest() == meta.idx_xxh3:
+    found = file_xxh3(path)
+    if found == meta.idx_xxh3:
         report.checked.append(f"xxh3-128 of the index {meta.idx_xxh3} matches")
     elif not any(fault.file == path for fault in report.faults):
         # Consistent in itself, and not what was written: of another corpus of the same size, or lengths that moved.
-        report.faults.append(Fault(path, -1, "xxh3-128", meta.idx_xxh3, digest.hexdigest()))
+        report.add(path, -1, "xxh3-128", meta.idx_xxh3, found)

@@ -22,6 +22,7 @@ from megatron_port.data.format import (
     BlockHashes,
     CorpusMeta,
     bin_path,
+    file_blocks,
     idx_path,
     meta_path,
     token_dtype,
@@ -118,9 +119,8 @@ class IndexedWriter:
                 raise DataError(f"{stream.name}: expected at least {size} bytes, found {found}")
             stream.truncate(size)
             stream.seek(size)
-        with open(self.folder / TOKENS, "rb") as done:
-            while block := done.read(CHUNK):
-                self._hashes.update(block)
+        for block in file_blocks(self.folder / TOKENS):
+            self._hashes.update(block)
         self.documents, self.tokens = to.documents, to.tokens
 
     def commit(self) -> None:
@@ -158,9 +158,8 @@ class IndexedWriter:
         self._sizes.close()
 
     def _lengths(self) -> Iterator[np.ndarray]:
-        with open(self.folder / LENGTHS, "rb") as stream:
-            while block := stream.read(4 * CHUNK):
-                yield np.frombuffer(block, dtype="<i4")
+        for block in file_blocks(self.folder / LENGTHS):
+            yield np.frombuffer(block, dtype="<i4")
 
     def _write_index(self) -> str:
         count = self.documents
@@ -189,8 +188,7 @@ class IndexedWriter:
 def _open(path: Path) -> BinaryIO:
     """For writing, without taking away what is there."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    stream = os.fdopen(handle, "r+b", buffering=CHUNK)
-    return stream
+    return os.fdopen(handle, "r+b", buffering=CHUNK)
 
 
 def outside(ids: np.ndarray, vocab_size: int) -> str:

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.checkpoint.slices import slabs
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.folder import building
 from megatron_port.interop.sidecar import write_sidecar
@@ -52,22 +53,6 @@ def dcp_key(name: str, kind: str) -> str:
 def dcp_path(name: str, kind: str) -> tuple[str, ...]:
     """The same as a path in the nested state dict."""
     return ("model", name) if kind in (WEIGHT, BUFFER) else ("optimizer", "state", name, kind)
-
-
-def slabs(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Slices (offset, shape) of at most ``elements`` elements that tile a tensor, in row-major order."""
-    if prod(shape) <= elements or not shape:
-        yield (0,) * len(shape), shape
-        return
-    inner = prod(shape[1:])
-    if inner > elements:
-        for i in range(shape[0]):
-            for offset, size in slabs(shape[1:], elements):
-                yield (i, *offset), (1, *size)
-        return
-    rows = elements // inner
-    for start in range(0, shape[0], rows):
-        yield (start,) + (0,) * (len(shape) - 1), (min(rows, shape[0] - start), *shape[1:])
 
 
 def export_dcp(checkpoint: Checkpoint, out: Path, *, chunk_bytes: int = CHUNK_BYTES) -> Path:
@@ -114,8 +99,7 @@ class _Planner(SavePlanner):
         self.paths: dict[str, tuple[str, ...]] = {k: dcp_path(*source) for k, source in self.sources.items()}
         updated = dict.fromkeys(name for kind in state for name in checkpoint.names(kind))
         self.paths |= {dcp_key(name, "step"): dcp_path(name, "step") for name in updated}
-        self.dtypes = {key: checkpoint.read(*source, *_nothing(checkpoint.shape(*source))).dtype
-                       for key, source in self.sources.items()}
+        self.dtypes = {key: checkpoint.dtype(*source) for key, source in self.sources.items()}
         self.bytes = sum(prod(checkpoint.shape(*s)) * self.dtypes[k].itemsize for k, s in self.sources.items())
         self.last: torch.Tensor | None = None
 
@@ -160,8 +144,3 @@ class _Planner(SavePlanner):
             # A copy of our own: what a reader returns may lie in memory that cannot be given back early.
             self.last = self.checkpoint.read(*source, tuple(data.chunk.offsets), tuple(data.chunk.sizes)).clone()
         return self.last
-
-
-def _nothing(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """An empty box: reading it tells the dtype."""
-    return (0,) * len(shape), (0,) * len(shape)

@@ -93,9 +93,7 @@ def _dtype(checkpoint: Checkpoint, asked: str) -> torch.dtype:
         if asked not in NAMES:
             raise CheckpointError(f"--dtype {asked}: use {', '.join(NAMES)}")
         return NAMES[asked]
-    name = next(iter(checkpoint.names()))
-    shape = checkpoint.shape(name)
-    return checkpoint.read(name, "weight", (0,) * len(shape), (0,) * len(shape)).dtype
+    return checkpoint.dtype(next(iter(checkpoint.names())))
 
 
 def _shards(tensors: list[Tensor], width: int, limit: int) -> list[_Shard]:

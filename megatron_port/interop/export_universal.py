@@ -65,8 +65,8 @@ def export_universal(checkpoint: Checkpoint, out: Path, *, names: str = "megatro
         for name in checkpoint.names():
             there = table[name].name if names == "megatron" else name
             _write_parameter(checkpoint, name, folder / "zero" / there, table[name], steps)
-        _save(_optimizer_state(), folder / "zero" / "optimizer_state.pt")
-        _save(_model_states(checkpoint, names), folder / "mp_rank_00_model_states.pt")
+        torch.save(_optimizer_state(), folder / "zero" / "optimizer_state.pt")
+        torch.save(_model_states(checkpoint, names), folder / "mp_rank_00_model_states.pt")
         write_sidecar(folder, checkpoint, names)
         write_text(part / "latest_universal", tag)
     return out
@@ -83,9 +83,9 @@ def _write_parameter(checkpoint: Checkpoint, name: str, folder: Path, foreign: F
             entry["vocab_tensor"] = True
         if foreign.parts > 1:
             entry["param_n_sub_params"] = foreign.parts
-        _save(entry, folder / f"{file}.pt")
+        torch.save(entry, folder / f"{file}.pt")
     # A 0-dim integer tensor: torch's optimizers add to it in place, DeepSpeed's use it as an integer.
-    _save(torch.tensor(steps), folder / "step.pt")
+    torch.save(torch.tensor(steps), folder / "step.pt")
 
 
 def _optimizer_state() -> dict[str, Any]:
@@ -104,7 +104,3 @@ def _model_states(checkpoint: Checkpoint, names: str) -> dict[str, Any]:
         # Megatron-DeepSpeed's own: what its load_checkpoint asks for.
         "iteration": state.step, "checkpoint_version": 3.0, "tokens": state.tokens, "names": names,
     }
-
-
-def _save(value: Any, path: Path) -> None:
-    torch.save(value, path)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_port.checkpoint.disk import disk_error, free_bytes
 from megatron_port.errors import CheckpointError
 from megatron_port.runtime.atomic import fsync_directory, fsync_file
+
+
+def tagged_folder(source: Path, latest: str, wanted: Callable[[Path], bool]) -> Path | None:
+    """Return ``source``, or the folder in it that its file ``latest`` names, whichever is ``wanted``; None: neither."""
+    if wanted(source):
+        return source
+    path = source / latest
+    if path.is_file() and path.stat().st_size < 4096:
+        tag = path.read_text(errors="replace").strip()
+        if tag and "/" not in tag and not tag.startswith(".") and wanted(source / tag):
+            return source / tag
+    return None
 
 
 @contextmanager

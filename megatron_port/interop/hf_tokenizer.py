@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_port.checkpoint.disk import write_text
 from megatron_port.checkpoint.reader import Checkpoint
-from megatron_port.data.tokenizer import ByteTokenizer, GPT2Tokenizer, get_tokenizer, gpt2_directory
+from megatron_port.data.tokenizer import ByteTokenizer, GPT2Tokenizer, byte_characters, get_tokenizer, gpt2_directory
 from megatron_port.errors import DataError, shortened
 from megatron_port.interop.import_hf import TOKENIZER_FILES
 from megatron_port.interop.pinned_tokenizer import (
@@ -28,29 +28,17 @@ from megatron_port.interop.pinned_tokenizer import (
 
 FILE = "tokenizer.json"
 _END = "<|endoftext|>"
-_MAX_BYTES = 1 << 28
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
     """The ids that end a text, as generation_config.json or else config.json says; empty: neither does."""
     for name in ("generation_config.json", "config.json"):
-        value = _json(folder / name).get("eos_token_id")
+        value = read_json(folder / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         found = tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
         if found:
             return found
     return ()
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            return {}
-        body = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return body if isinstance(body, dict) else {}
 
 
 def write_tokenizer(
@@ -178,18 +166,8 @@ def _write_settings(part: Path, pieces: dict[str, str], **more: int) -> None:
     write_text(part / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-def _byte_characters() -> list[str]:
-    """The character that byte-level vocabularies write for each byte: itself where printable, else from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    out, other = [], 0
-    for byte in range(256):
-        out.append(chr(byte) if byte in printable else chr(256 + other))
-        other += byte not in printable
-    return out
-
-
 def _byte_json() -> dict[str, Any]:
-    vocabulary = {char: byte for byte, char in enumerate(_byte_characters())}
+    vocabulary = {char: byte for byte, char in enumerate(byte_characters())}
     return _byte_level(vocabulary, [], end=ByteTokenizer.eod_id, words=False)
 
 

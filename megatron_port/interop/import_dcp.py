@@ -20,11 +20,10 @@ from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import Imported, saved_rule
 from megatron_port.interop.export_dcp import dcp_key
 from megatron_port.interop.inert import MAX_BYTES, Inert, read_inert
-from megatron_port.interop.pickle_size import check_torch_file
+from megatron_port.interop.pickle_size import check_torch_file, first_line
 from megatron_port.interop.sidecar import model_of, read_sidecar
 from megatron_port.interop.staged import Stage
 from megatron_port.model.shapes import model_records, parameter_shapes
-from megatron_port.parallel.state import StatePiece
 
 METADATA = ".metadata"
 _MAX_CHUNK = 1 << 33
@@ -62,7 +61,6 @@ def read_dcp(source: Path, stage: Stage, model: ModelConfig | None = None) -> Im
     sidecar = read_sidecar(source)
     model = model or model_of(sidecar.config if sidecar else {}, str(source))
     rule = saved_rule(sidecar.config if sidecar else None)
-    numbers: list[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]] = []
     for name, record in model_records(model).items():
         shape = record.shape
         for kind in ("weight", *rule.kinds(record)):
@@ -76,11 +74,8 @@ def read_dcp(source: Path, stage: Stage, model: ModelConfig | None = None) -> Im
             for chunk in chunks.get(dcp_key(name, kind), []):
                 size = entry.sizes.get(chunk.offset)
                 tensor = _load(source, chunk, size, dcp_key(name, kind))
-                numbers.append((name, kind, shape, chunk.offset, tuple(tensor.shape), stage.put(tensor)))
-    pieces = [
-        StatePiece(name=n, kind=k, global_shape=g, offset=o, shape=s, flat_start=0, tensor=stage.view(i).reshape(-1))
-        for n, k, g, o, s, i in numbers
-    ]
+                stage.put(name, kind, shape, chunk.offset, tensor)
+    pieces = stage.pieces()
     if sidecar is None:
         return Imported(model=model, pieces=pieces, optimizer_steps=_steps(source, model, chunks))
     return Imported(
@@ -116,15 +111,11 @@ def _load(source: Path, chunk: _Chunk, size: tuple[int, ...] | None, key: str) -
     except CheckpointError:
         raise
     except Exception as error:  # torch's readers raise many kinds
-        raise CheckpointError(f"{path}: {key} cannot be read: {_short(error)}") from None
+        raise CheckpointError(f"{path}: {key} cannot be read: {first_line(error)}") from None
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != size:
         shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise CheckpointError(f"{path}: {key} at {chunk.offset} is {shape}, {METADATA} says {size}; it is damaged")
     return tensor
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
 def _metadata(path: Path) -> tuple[dict[str, _Entry], dict[str, list[_Chunk]]]:
@@ -149,7 +140,7 @@ def _metadata(path: Path) -> tuple[dict[str, _Entry], dict[str, list[_Chunk]]]:
                 _Chunk(_sizes(index.state["offset"]), file, _count(info.state["offset"]), _count(info.state["length"]))
             )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged, or of another version of torch: {_short(error)}") from None
+        raise CheckpointError(f"{path}: damaged, or of another version of torch: {first_line(error)}") from None
     return entries, chunks
 
 

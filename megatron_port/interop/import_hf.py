@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 
 from megatron_port.checkpoint.disk import write_text
+from megatron_port.checkpoint.slices import slabs
 from megatron_port.config.dump import leaves, toml_value
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import Imported
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.staged import Stage
-from megatron_port.parallel.state import StatePiece
 from megatron_port.runtime.atomic import write_bytes
 
 KEPT = "huggingface"
@@ -28,37 +26,13 @@ SLAB_BYTES = 1 << 26
 _MAX_COMPANION = 1 << 28
 
 
-def slabs(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Slices (offset, shape) of at most about ``elements`` elements that tile a tensor by its first dimensions."""
-    if prod(shape) <= elements or not shape:
-        yield (0,) * len(shape), shape
-        return
-    inner = prod(shape[1:])
-    if inner > elements and len(shape) > 1:
-        for i in range(shape[0]):
-            for offset, size in slabs(shape[1:], elements):
-                yield (i, *offset), (1, *size)
-        return
-    rows = max(1, elements // inner)
-    for start in range(0, shape[0], rows):
-        yield (start,) + (0,) * (len(shape) - 1), (min(rows, shape[0] - start), *shape[1:])
-
-
 def read_hf(folder: HFFolder, stage: Stage, *, slab_bytes: int = SLAB_BYTES) -> Imported:
     """All weights, a slab at a time through ``stage``. Raises CheckpointError."""
-    numbers = []
     for name in folder.names():
         shape, width = folder.mapping[name].shape, folder.dtype(name).itemsize
         for offset, size in slabs(shape, max(1, slab_bytes // width)):
-            numbers.append((name, shape, offset, size, stage.put(folder.read(name, "weight", offset, size))))
-    pieces = [
-        StatePiece(
-            name=name, kind="weight", global_shape=shape, offset=offset, shape=size, flat_start=0,
-            tensor=stage.view(number).reshape(-1),
-        )
-        for name, shape, offset, size, number in numbers
-    ]
-    return Imported(model=folder.model, pieces=pieces)
+            stage.put(name, "weight", shape, offset, folder.read(name, "weight", offset, size))
+    return Imported(model=folder.model, pieces=stage.pieces())
 
 
 def keep_companions(source: Path, out: Path, model: ModelConfig) -> None:

@@ -27,7 +27,7 @@ from megatron_port.interop.megatron_files import (
 )
 from megatron_port.interop.megatron_model import model_from_args
 from megatron_port.interop.names import Foreign, megatron_names
-from megatron_port.interop.unpickle import ForeignFile, Stubbed, read_pickles
+from megatron_port.interop.unpickle import Stubbed, read_pickles
 from megatron_port.optim.rules import AdamW
 from megatron_port.parallel.state import StatePiece
 
@@ -53,7 +53,7 @@ def read_megatron(
     elif not weights_only:
         wanted += files.optimizer.values()
     content = read_pickles(wanted, scratch, trusted=trusted, note=note)
-    common = _mapping(content[files.model[0]].tree, files.model[0])
+    common = _mapping(content[files.model[0]], files.model[0])
     version = common.get("checkpoint_version", 3.0)
     if isinstance(version, (int, float)) and version < 2:
         raise CheckpointError(
@@ -154,11 +154,9 @@ def _count(value: Any) -> int:
     return int(value) if good else 0
 
 
-def _layer_weights(
-    files: MegatronFiles, content: Mapping[Path, ForeignFile]
-) -> tuple[dict[tuple[int, str], str], Weights]:
+def _layer_weights(files: MegatronFiles, content: Mapping[Path, Any]) -> tuple[dict[tuple[int, str], str], Weights]:
     tensors = {
-        (layer, rank): {n: t for n, t in _mapping(content[path].tree, path).items() if isinstance(t, torch.Tensor)}
+        (layer, rank): {n: t for n, t in _mapping(content[path], path).items() if isinstance(t, torch.Tensor)}
         for layer, ranks in files.layers.items() for rank, path in ranks.items()
     }
     named = name_layers({layer: tensors[layer, 0] for layer in files.layers}, files.folder)
@@ -171,10 +169,10 @@ def _layer_weights(
     return named, weights
 
 
-def _whole_weights(files: MegatronFiles, content: Mapping[Path, ForeignFile]) -> Weights:
+def _whole_weights(files: MegatronFiles, content: Mapping[Path, Any]) -> Weights:
     weights: Weights = {}
     for rank, path in files.model.items():
-        module = _mapping(content[path].tree, path).get("module")
+        module = _mapping(content[path], path).get("module")
         if not isinstance(module, dict):
             raise CheckpointError(f"{path}: no weights in it, and there are no layer_*-model_states.pt beside it")
         for there, tensor in _flatten(module, ""):
@@ -215,7 +213,7 @@ _Fragments = dict[tuple[str, int], dict[int, dict[int, dict[str, torch.Tensor]]]
 
 
 def _optimizer_pieces(
-    shards: Mapping[tuple[int, int], ForeignFile], layers: Mapping[tuple[int, str], str], layout: _Layout
+    shards: Mapping[tuple[int, int], Any], layers: Mapping[tuple[int, str], str], layout: _Layout
 ) -> tuple[list[StatePiece], int | None, float | None]:
     """Masters and moments from ZeRO-1 shards; how many updates they have seen, and the loss scale."""
     shard_ranges: _Fragments = {}
@@ -224,7 +222,7 @@ def _optimizer_pieces(
     for (replica, model_rank), file in sorted(shards.items()):
         where = f"{layout.where}: the shard of replica {replica}, model-parallel rank {model_rank}"
         try:
-            state = file.tree["optimizer_state_dict"]
+            state = file["optimizer_state_dict"]
             base, flats, mappings = (
                 state[k] for k in ("base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings")
             )

@@ -16,24 +16,16 @@ from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import Imported, whole
 from megatron_port.interop.export_universal import KINDS
+from megatron_port.interop.folder import tagged_folder
 from megatron_port.interop.names import Foreign, megatron_names
-from megatron_port.interop.pickle_size import check_torch_file
+from megatron_port.interop.pickle_size import check_torch_file, first_line
 from megatron_port.interop.sidecar import model_of, read_sidecar
 from megatron_port.parallel.state import StatePiece
-
-LATEST = "latest_universal"
 
 
 def universal_folder(source: Path) -> Path | None:
     """The folder with ``zero/`` in it: ``source`` or what its ``latest_universal`` names; None if there is none."""
-    if (source / "zero").is_dir():
-        return source
-    latest = source / LATEST
-    if latest.is_file() and latest.stat().st_size < 4096:
-        tag = latest.read_text(errors="replace").strip()
-        if tag and "/" not in tag and not tag.startswith(".") and (source / tag / "zero").is_dir():
-            return source / tag
-    return None
+    return tagged_folder(source, "latest_universal", lambda folder: (folder / "zero").is_dir())
 
 
 def read_universal(folder: Path, model: ModelConfig | None = None) -> Imported:
@@ -83,10 +75,8 @@ def load_plain(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except Exception as error:  # torch's readers raise many kinds
-        text = str(error).splitlines()[0][:200] if str(error) else ""
-        raise CheckpointError(
-            f"{path}: damaged, or it holds objects and not only tensors: {type(error).__name__}: {text}"
-        ) from None
+        why = f"damaged, or it holds objects and not only tensors: {first_line(error)}"
+        raise CheckpointError(f"{path}: {why}") from None
 
 
 def _tensor(path: Path, foreign: Foreign) -> torch.Tensor:

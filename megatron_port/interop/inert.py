@@ -29,14 +29,10 @@ class Inert:
     args: tuple[Any, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
     """Attributes that would have been set."""
-    raw_state: Any = None
-    """What ``__setstate__`` would have been given, where that is no dict."""
 
 
 _MARK = object()
-_CONSTANT = {
-    "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (),
-}
+_CONSTANT = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _LITERAL = {
     "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT",
     "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "SHORT_BINSTRING", "BINSTRING", "UNICODE", "INT", "FLOAT", "LONG",
@@ -50,7 +46,7 @@ class _Machine:
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-        self.actions: dict[str, Callable[[Any], None]] = {
+        self.actions: dict[str, Callable[[Any], object]] = {
             "MEMOIZE": lambda _: self.memo.__setitem__(len(self.memo), self.stack[-1]),
             "BINPUT": self._put, "LONG_BINPUT": self._put, "PUT": self._put,
             "BINGET": self._get, "LONG_BINGET": self._get, "GET": self._get,
@@ -67,9 +63,10 @@ class _Machine:
             "SETITEM": lambda _: self._set(self._take(2)), "SETITEMS": lambda _: self._set(self._marked()),
             "GLOBAL": lambda a: self.stack.append(Inert(".".join(str(a).split(" ", 1)))),
             "STACK_GLOBAL": lambda _: self.stack.append(Inert(".".join(self._take(2)))),
-            "NEWOBJ": lambda _: self._make(), "REDUCE": lambda _: self._make(), "NEWOBJ_EX": lambda _: self._make_ex(),
+            "NEWOBJ": lambda _: self._make(*self._take(2)), "REDUCE": lambda _: self._make(*self._take(2)),
+            "NEWOBJ_EX": lambda _: self._make(*self._take(3)),
             "BUILD": lambda _: self._build(),
-            "POP": lambda _: self._drop(),
+            "POP": lambda _: self._take(1),
         }
 
     def _put(self, index: Any) -> None:
@@ -77,9 +74,6 @@ class _Machine:
 
     def _get(self, index: Any) -> None:
         self.stack.append(self.memo[int(index)])
-
-    def _drop(self) -> None:
-        self.stack.pop()
 
     def _take(self, count: int) -> list[Any]:
         if len(self.stack) < count:
@@ -89,16 +83,10 @@ class _Machine:
         return taken
 
     def _marked(self) -> list[Any]:
-        at = self._last_mark()
-        taken = self.stack[at + 1 :]
-        del self.stack[at:]
-        return taken
-
-    def _last_mark(self) -> int:
-        for i in range(len(self.stack) - 1, -1, -1):
-            if self.stack[i] is _MARK:
-                return i
-        raise IndexError("no mark")
+        taken = []
+        while (value := self.stack.pop()) is not _MARK:
+            taken.append(value)
+        return taken[::-1]
 
     def _append(self, values: list[Any]) -> None:
         self.stack[-1].extend(values)
@@ -110,12 +98,7 @@ class _Machine:
         for key, value in zip(values[::2], values[1::2]):
             target[_frozen(key, [_MAX_KEY])] = value
 
-    def _make(self) -> None:
-        made, args = self._take(2)
-        self.stack.append(Inert(_name(made), tuple(args)))
-
-    def _make_ex(self) -> None:
-        made, args, _ = self._take(3)
+    def _make(self, made: Any, args: Any, _: Any = None) -> None:
         self.stack.append(Inert(_name(made), tuple(args)))
 
     def _build(self) -> None:
@@ -126,8 +109,6 @@ class _Machine:
                 state = {**(state[0] or {}), **state[1]}
             if isinstance(state, dict):
                 target.state |= {str(k): v for k, v in state.items()}
-            else:
-                target.raw_state = state
 
 
 def _name(made: Any) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_port.errors import CheckpointError
+from megatron_port.interop.folder import tagged_folder
 from megatron_port.interop.names import canonical_of
 
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
@@ -53,14 +54,7 @@ def megatron_folder(source: Path) -> Path | None:
     def here(folder: Path) -> bool:
         return folder.is_dir() and any(_LAYER.fullmatch(p.name) or _MODEL.fullmatch(p.name) for p in folder.iterdir())
 
-    if here(source):
-        return source
-    latest = source / "latest"
-    if latest.is_file() and latest.stat().st_size < 4096:
-        tag = latest.read_text(errors="replace").strip()
-        if tag and "/" not in tag and not tag.startswith(".") and here(source / tag):
-            return source / tag
-    return None
+    return tagged_folder(source, "latest", here)
 
 
 def find_files(folder: Path) -> MegatronFiles:

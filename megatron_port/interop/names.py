@@ -80,10 +80,8 @@ class Foreign:
 def canonical_of(there: str) -> str | None:
     """Translate ``mlp.dense_4h_to_h.weight`` into ``mlp.down.weight``; None for a name that no layer of ours has."""
     module, _, suffix = there.rpartition(".")
-    for ours, theirs in INSIDE.items():
-        if module == theirs and suffix in ("weight", "bias"):
-            return f"{ours}.{suffix}"
-    return None
+    ours = {theirs: ours for ours, theirs in INSIDE.items()}.get(module)
+    return f"{ours}.{suffix}" if ours and suffix in ("weight", "bias") else None
 
 
 def megatron_names(model: ModelConfig) -> dict[str, Foreign]:

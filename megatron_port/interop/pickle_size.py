@@ -66,6 +66,11 @@ def check_torch_file(file: Path | str | IO[bytes]) -> None:
     file.seek(0)
 
 
+def first_line(error: Exception) -> str:
+    """Return an error of torch's readers as one line: its kind, and where its text begins."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
 def _graph(stream: bytes | IO[bytes]) -> _Node:
     """Return the pickle's result, as nodes."""
     stack: list[_Node | None] = []  # None: a mark

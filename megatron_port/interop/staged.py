@@ -12,43 +12,45 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megatron_port.parallel.state import StatePiece
+
+Shape = tuple[int, ...]
 FILE_BYTES = 1 << 28
 
 
 class Stage:
-    """Tensors put down in ``folder`` under numbers."""
+    """Slices of parameters put down in ``folder``, in files of about ``file_bytes``."""
 
     def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
         self._folder, self._limit = folder, file_bytes
         self._waiting: dict[str, torch.Tensor] = {}
-        self._bytes = self._count = self._files = 0
-        self._where: dict[int, int] = {}
-        self._open: dict[int, object] = {}
+        self._bytes = 0
+        self._files: list[Path] = []
+        self._slices: list[tuple[str, str, Shape, Shape, Shape]] = []
+        """(name, kind, global shape, offset, shape) of each tensor, whose place in the list is its key."""
 
-    def put(self, tensor: torch.Tensor) -> int:
-        """Keep a tensor; its number. At most ``file_bytes`` and one tensor wait in memory."""
-        number = self._count
-        self._count += 1
-        self._waiting[str(number)] = tensor.contiguous()
-        self._where[number] = self._files
+    def put(self, name: str, kind: str, global_shape: Shape, offset: Shape, tensor: torch.Tensor) -> None:
+        """Keep the slice of a parameter at ``offset``. At most ``file_bytes`` and one tensor wait in memory."""
+        self._waiting[str(len(self._slices))] = tensor.contiguous()
+        self._slices.append((name, kind, global_shape, offset, tuple(tensor.shape)))
         self._bytes += tensor.numel() * tensor.element_size()
         if self._bytes >= self._limit:
-            self.flush()
-        return number
+            self._flush()
 
-    def flush(self) -> None:
-        """Write what waits."""
+    def _flush(self) -> None:
         if self._waiting:
-            save_file(self._waiting, self._folder / f"{self._files:06d}.safetensors")
-            self._files += 1
+            self._files.append(self._folder / f"{len(self._files):06d}.safetensors")
+            save_file(self._waiting, self._files[-1])
             self._waiting, self._bytes = {}, 0
 
-    def view(self, number: int) -> torch.Tensor:
-        """The tensor, as a map of its file."""
-        self.flush()
-        file = self._where[number]
-        if file not in self._open:
-            path = self._folder / f"{file:06d}.safetensors"
-            self._open[file] = safe_open(path, framework="pt", device="cpu")
-        tensor: torch.Tensor = self._open[file].get_tensor(str(number))  # type: ignore[attr-defined]
-        return tensor
+    def pieces(self) -> list[StatePiece]:
+        """Return all slices, each as a map of its file."""
+        self._flush()
+        out = []
+        for path in self._files:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for key in sorted(file.keys(), key=int):
+                    name, kind, global_shape, offset, shape = self._slices[int(key)]
+                    out.append(StatePiece(name=name, kind=kind, global_shape=global_shape, offset=offset, shape=shape,
+                                          flat_start=0, tensor=file.get_tensor(key).reshape(-1)))
+        return out

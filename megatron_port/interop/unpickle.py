@@ -41,17 +41,10 @@ class Stubbed:
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
-@dataclass
-class ForeignFile:
-    """One converted file; tensors are maps of it."""
-
-    tree: Any
-
-
 def read_pickles(
     paths: Sequence[Path], folder: Path, *, trusted: bool, note: Callable[[str], None] = print
-) -> dict[Path, ForeignFile]:
-    """Convert ``paths`` into ``folder`` and map them.
+) -> dict[Path, Any]:
+    """Convert ``paths`` into ``folder``; return the content of each, whose tensors are maps of the converted file.
 
     Raises:
         CheckpointError: not trusted, a file is missing or damaged, or the child met one of its limits.
@@ -97,7 +90,7 @@ def _converse(request: dict[str, Any], note: Callable[[str], None]) -> None:
         raise CheckpointError(f"{current}: the process that read it ended with {end}. {said[0][:300]}")
 
 
-def _map(stem: Path, source: Path) -> ForeignFile:
+def _map(stem: Path, source: Path) -> Any:
     path = stem.with_suffix(".json")
     try:
         if path.stat().st_size > _MAX_JSON:
@@ -107,7 +100,7 @@ def _map(stem: Path, source: Path) -> ForeignFile:
             tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{source}: cannot be read back after conversion: {error}") from None
-    return ForeignFile(_decode(tree, tensors))
+    return _decode(tree, tensors)
 
 
 def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -273,20 +273,12 @@ def distances(reference: Run, other: Run, dtype: str, model: ModelConfig, *, rul
 
 def spread(runs: Sequence[Run], model: ModelConfig, *, name: str, floor: Tolerance) -> Tolerance:
     """Return the largest pairwise deviation among reorderings of one process, never under ``floor``."""
-    zero = Tolerance(name, 0.0, 0.0, 0.0, 0.0)
-    loss = norm = gradient = key = 0.0
+    bounds = {"loss": "loss", "eval loss": "loss", "grad norm": "grad_norm", "gradient": "gradient",
+              "key bias": "key_bias"}
+    worst = {bound: float(getattr(floor, bound)) for bound in bounds.values()}
     for i, a in enumerate(runs):
         for b in runs[:i]:
-            for d in compare(a, b, zero, model):
-                if d.quantity in ("loss", "eval loss"):
-                    loss = max(loss, d.value)
-                elif d.quantity == "grad norm":
-                    norm = max(norm, d.value)
-                elif d.quantity == "gradient":
-                    gradient = max(gradient, d.value)
-                elif d.quantity == "key bias":
-                    key = max(key, d.value)
-    return Tolerance(
-        name, max(loss, floor.loss), max(norm, floor.grad_norm), max(gradient, floor.gradient),
-        max(key, floor.key_bias),
-    )
+            for d in compare(a, b, floor, model):
+                if d.quantity in bounds:
+                    worst[bounds[d.quantity]] = max(worst[bounds[d.quantity]], d.value)
+    return Tolerance(name, **worst)

@@ -67,16 +67,14 @@ def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBat
     return out
 
 
-def record_to(config: RunConfig, info: ProcessInfo, out: Path, *, steps: int) -> None:
-    """Train ``steps`` steps from the initial weights and write this rank's trace into ``out``."""
-    record_orders(config, info, [(None, out)], steps=steps)
-
-
 def record_orders(
     config: RunConfig, info: ProcessInfo, orders: Sequence[tuple[Reordering | RoundingEmulation | None, Path]], *,
     steps: int
 ) -> None:
-    """Record the same run in several orders of its sums, each into its folder: on one process, or in a layout."""
+    """Train ``steps`` steps from the initial weights, once in each order of sums (None: as it is).
+
+    This rank's trace of each goes into its folder.
+    """
     with open_session(config, info, quiet=True) as session:
         ctx, c = session.ctx, session.config
         schedule = BatchSchedule(c.batch, ctx.size("dp"))

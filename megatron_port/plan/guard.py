@@ -74,11 +74,11 @@ def _way_out(config: RunConfig, case: Case, machine: Machine) -> str:
     if near is not None:
         return f"The nearest layout that fits: {near.case.label()} ({_gigabytes(near)}): {_flags(config, case, near)}."
     for factor in MORE_NODES:
-        more = replace(options, world=options.world * factor)
-        near = nearest_fit(case, search(case, machine, more), machine)
+        world = factor * case.world
+        near = nearest_fit(case, search(case, machine, replace(options, worlds=(world,))), machine)
         if near is not None:
             return (
-                f"No layout on {case.world} devices fits; on {more.world} the nearest is {near.case.label()} "
+                f"No layout on {case.world} devices fits; on {world} the nearest is {near.case.label()} "
                 f"({_gigabytes(near)})."
             )
     return f"No layout fits, nor on {MORE_NODES[-1]} times the {case.world} devices."

@@ -41,26 +41,10 @@ class Cost:
         )
 
 
-@dataclass(frozen=True)
-class _Shapes:
-    """[rows, columns, inner] of a layer's products on one rank."""
-
-    products: tuple[tuple[float, float, float], ...]
-    tokens: float
-    stream: float
-    """Elements of the residual stream on a rank (split under sequence parallelism)."""
-
-
 def _stream(case: Case) -> tuple[float, float]:
     """Tokens of a micro-batch, and elements of its residual stream on a rank (split under sequence parallelism)."""
     tokens = case.model.seq_length / case.cp * case.micro_batch
     return tokens, tokens * case.model.hidden_size * (1 / case.tp if case.sequence_parallel else 1)
-
-
-def _shapes(case: Case, layer: LayerSpec) -> _Shapes:
-    tokens, stream = _stream(case)
-    products = tuple((tokens, *linear.product(case.tp)) for linear in layer.linears)
-    return _Shapes(products, tokens, stream)
 
 
 def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
@@ -87,11 +71,12 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     return product + forward, 2 * product + backward
 
 
-def _elementwise(case: Case, layer: LayerSpec, rates: Rates, shapes: _Shapes) -> tuple[float, float]:
+def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
     """Norms, biases, activation, dropout and residuals: bytes by what a fused kernel reads and writes."""
     m, t, w = case.model, case.tp, case.width
     mask = 1 if m.hidden_dropout > 0 else 0
-    stream, split = shapes.stream, shapes.tokens / t
+    tokens, stream = _stream(case)
+    split = tokens / t
     gates, ffn = layer.mlp.up.packed, layer.mlp.down.inputs
     heads = layer.attention.qkv.outputs_held(t)
     fused = case.engine.unfused_ops
@@ -113,24 +98,25 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates, shapes: _Shapes) ->
 
 def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> Cost:
     """One layer. Backward: two products for each of the forward's, the sum into the main gradient, recompute."""
-    shapes, w = _shapes(case, layer), case.width
+    w, tokens = case.width, _stream(case)[0]
+    shapes = [(tokens, *linear.product(case.tp)) for linear in layer.linears]
     pw = 1 if case.dtype == "fp8" else w
-    products = sum(rates.product(*p, width=pw) for p in shapes.products)
-    inputs = sum(rates.product(r, k, c, width=pw) for r, c, k in shapes.products)
+    products = sum(rates.product(*p, width=pw) for p in shapes)
+    inputs = sum(rates.product(r, k, c, width=pw) for r, c, k in shapes)
     narrow = pw if case.fp8 != "rowwise" else w  # rowwise leaves the weights' gradients in the compute dtype
-    weights = sum(rates.product(k, c, r, width=narrow) for r, c, k in shapes.products)
-    elements = sum(c * k for _, c, k in shapes.products)
+    weights = sum(rates.product(k, c, r, width=narrow) for r, c, k in shapes)
+    elements = sum(c * k for _, c, k in shapes)
     traffic = WIDE_SUM if case.fp8 == "tensorwise" else case.engine.accumulate_traffic
-    accumulate = rates.stream(elements * traffic, len(shapes.products))
+    accumulate = rates.stream(elements * traffic, len(shapes))
     if case.fp8 != "none":
-        casts_forward, casts_backward = cast_seconds(case, rates, shapes.products)
+        casts_forward, casts_backward = cast_seconds(case, rates, shapes)
         products, inputs = products + casts_forward, inputs + casts_backward
     elif case.dtype == "fp8":  # each operand is cast once: read 2, write 1 and its transpose 1
-        casts = sum(r * k + k * c for r, c, k in shapes.products)
-        products += rates.stream(4.0 * casts, 2 * len(shapes.products))
-        inputs += rates.stream(4.0 * sum(r * c for r, c, _ in shapes.products), len(shapes.products))
+        casts = sum(r * k + k * c for r, c, k in shapes)
+        products += rates.stream(4.0 * casts, 2 * len(shapes))
+        inputs += rates.stream(4.0 * sum(r * c for r, c, _ in shapes), len(shapes))
     core, core_back = attention_seconds(case, layer, rates)
-    light, light_back = _elementwise(case, layer, rates, shapes)
+    light, light_back = _elementwise(case, layer, rates)
     forward = products + core + light
     backward = inputs + weights + accumulate + core_back + light_back
     again, tensor_again = 0.0, 0.0

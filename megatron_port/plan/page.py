@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 
 from megatron_port.charts.lines import Axis, Series, line_chart
@@ -19,21 +19,20 @@ from megatron_port.plan.verdict import Plan
 SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 12
 """Limits of the pipeline's picture: beyond them, passes are too small to be seen."""
 
-@dataclass(frozen=True)
-class Measured:
-    """Points that were measured beside a planned study: (x, hardware TFLOP/s of a device, fraction of the first)."""
 
-    points: Sequence[tuple[float, float, float]] = ()
+def study_picture(
+    study: Study, found: Sequence[Planned], measured: Sequence[tuple[float, float, float]] | None = None
+) -> str:
+    """One study: rate of a device (scaling: efficiency) over its x; hollow points do not fit the device.
 
-
-def study_picture(study: Study, found: Sequence[Planned], measured: Measured | None = None) -> str:
-    """One study: rate of a device (scaling: efficiency) over its x; hollow points do not fit the device."""
+    ``measured``: points beside the planned ones, (x, hardware TFLOP/s of a device, fraction of the first).
+    """
     scaling = study.name in ("weak", "strong")
     points = [(p.x, p.efficiency if scaling else p.tflops) for p in found]
     hollow = [not p.fits for p in found]
     series = [Series("planned", points, dots=True, hollow=hollow, dashed=measured is not None)]
     if measured is not None:
-        rates = [(x, share if scaling else rate) for x, rate, share in measured.points]
+        rates = [(x, share if scaling else rate) for x, rate, share in measured]
         series.append(Series("measured", rates, 1, dots=True))
     y = Axis("of the smallest", lambda v: f"{100 * v:.4g} %", least=0.8) if scaling else \
         Axis("hardware TFLOP/s per device", least=0.0)

@@ -28,15 +28,14 @@ FINALISTS = 16
 class Options:
     """Values that a search may try."""
 
-    world: int
+    worlds: tuple[int, ...]
+    """Numbers of devices."""
     tensor: tuple[int, ...]
     most_stages: int
     chunks: tuple[int, ...] = (1,)
     micro: tuple[int, ...] = (1, 2, 4, 8, 16)
     recompute: tuple[str, ...] = RECOMPUTE
     sequence: tuple[bool, ...] = (False, True)
-    worlds: tuple[int, ...] = ()
-    """Numbers of devices; empty: ``world``."""
     schedules: tuple[str, ...] = ()
     """Pipeline schedules by the name in the run file; empty: the case's."""
     zero: tuple[int, ...] = ()
@@ -71,14 +70,14 @@ def options_of(config: RunConfig, case: Case) -> Options:
     )
     tensor = legal_tensor_sizes(config, case.world)
     return Options(
-        world=case.world, tensor=tuple(t for t in tensor if t <= config.cluster.gpus_per_node),
+        worlds=(case.world,), tensor=tuple(t for t in tensor if t <= config.cluster.gpus_per_node),
         most_stages=config.model.num_layers, chunks=(1, 2, 3, 4, 6, 8) if interleaves else (1,),
     )
 
 
 def layouts(base: Case, options: Options) -> Iterator[Case]:
     """Every legal layout of ``base``'s model, engine and global batch on the options' ranks."""
-    for world in options.worlds or (options.world,):
+    for world in options.worlds:
         for tp in options.tensor:
             for pp in divisors(world // tp) if world % tp == 0 else []:
                 dp = world // (tp * pp)
@@ -140,19 +139,16 @@ def fullest(case: Case, machine: Machine) -> StageMemory:
 
 def search(base: Case, machine: Machine, options: Options, *, keep_unfit: bool = False) -> list[Candidate]:
     """All layouts that fit, fastest first (``keep_unfit``: the others too, after them, least memory first)."""
-    limit = machine.cluster.memory_gb * 1e9
-    fit: list[Candidate] = []
-    unfit: list[Candidate] = []
+    found = []
     for case in layouts(base, options):
         memory = fullest(case, machine)
-        if memory.total > limit:
-            if keep_unfit:
-                unfit.append(Candidate(case=case, step=plan_step(case, machine, quick=True), memory=memory))
-            continue
-        fit.append(Candidate(case=case, step=plan_step(case, machine, quick=True), memory=memory))
-    fit.sort(key=lambda c: (c.step.seconds, c.memory.total))
-    unfit.sort(key=lambda c: c.memory.total)
-    return fit + unfit
+        if keep_unfit or memory.total <= machine.cluster.memory_gb * 1e9:
+            found.append(Candidate(case=case, step=plan_step(case, machine, quick=True), memory=memory))
+
+    def rank(c: Candidate) -> tuple[bool, float, float]:
+        return (False, c.step.seconds, c.memory.total) if c.fits(machine) else (True, c.memory.total, 0.0)
+
+    return sorted(found, key=rank)
 
 
 def finalists(

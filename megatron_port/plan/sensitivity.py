@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_port.plan.case import Case, Machine, balanced_split
-from megatron_port.plan.search import Candidate
+from megatron_port.plan.search import RECOMPUTE, Candidate
 from megatron_port.plan.step import plan_step
 
 SHARE = 0.2
@@ -23,6 +24,11 @@ RATES = {
     "jitter": ("jitter",),
 }
 """What a bar of the tornado is called → the fields of the hardware that change together."""
+CHOICES = {
+    "micro-batch": "micro_batch", "tensor parallel size": "tp", "pipeline stages": "pp", "recompute": "recompute",
+    "sequence parallel": "sequence_parallel",
+}
+"""What a bar is called → the field of the layout that changes."""
 
 
 @dataclass(frozen=True)
@@ -64,41 +70,40 @@ def choice_bars(case: Case, machine: Machine, found: Sequence[Candidate]) -> lis
     ``found``: the planned layouts (``search`` with ``keep_unfit``); a neighbour that does not fit has no bar.
     """
     now = plan_step(case, machine).seconds
-    same: dict[str, Callable[[Case], tuple[object, ...]]] = {
-        "micro-batch": lambda c: (c.tp, c.pp, c.vp, c.sequence_parallel, c.recompute),
-        "tensor parallel size": lambda c: (
-            c.pp, c.vp, c.micro_batch, c.recompute, c.sequence_parallel if c.tp > 1 else case.sequence_parallel
-        ),
-        "pipeline stages": lambda c: (c.tp, c.vp, c.micro_batch, c.sequence_parallel, c.recompute),
-        "recompute": lambda c: (c.tp, c.pp, c.vp, c.micro_batch, c.sequence_parallel),
-        "sequence parallel": lambda c: (c.tp, c.pp, c.vp, c.micro_batch, c.recompute),
-    }
-    order = {"none": 0, "selective": 1, "full": 2}
-    value: dict[str, Callable[[Case], int]] = {
-        "micro-batch": lambda c: c.micro_batch, "tensor parallel size": lambda c: c.tp,
-        "pipeline stages": lambda c: c.pp, "recompute": lambda c: order[c.recompute],
-        "sequence parallel": lambda c: int(c.sequence_parallel),
-    }
     fitting = [c.case for c in found if c.fits(machine)]
     out = []
-    for name, key in same.items():
-        others = [c for c in fitting if key(c) == key(case) and value[name](c) != value[name](case)]
-        below = max((c for c in others if value[name](c) < value[name](case)), key=value[name], default=None)
-        above = min((c for c in others if value[name](c) > value[name](case)), key=value[name], default=None)
+    for name, field in CHOICES.items():
+        value = partial(_value, field=field)
+        others = [c for c in fitting if _alike(c, case, field)]
+        below = max((c for c in others if value(c) < value(case)), key=value, default=None)
+        above = min((c for c in others if value(c) > value(case)), key=value, default=None)
         bar = [None if c is None else plan_step(c, machine).seconds / now - 1 for c in (below, above)]
-        words = ["" if c is None else _shown(name, c) for c in (below, above)]
+        words = ["" if c is None else _shown(c, field) for c in (below, above)]
         out.append(Bar(name, bar[0], bar[1], words[0], words[1]))
     half, double = (_replicas(case, machine, factor) for factor in (0.5, 2.0))
     out.append(Bar("devices (node-hours)", half, double, "half", "double"))
     return sorted((b for b in out if b.low is not None or b.high is not None), key=lambda b: -b.reach)
 
 
-def _shown(name: str, case: Case) -> str:
-    found = {
-        "micro-batch": case.micro_batch, "tensor parallel size": f"tp {case.tp}", "pipeline stages": f"pp {case.pp}",
-        "recompute": case.recompute, "sequence parallel": "on" if case.sequence_parallel else "off",
-    }[name]
-    return str(found)
+def _value(case: Case, field: str) -> int:
+    """Return a choice as a number, to tell the next smaller from the next larger."""
+    value = getattr(case, field)
+    return RECOMPUTE.index(value) if field == "recompute" else int(value)
+
+
+def _shown(case: Case, field: str) -> str:
+    value = getattr(case, field)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{field} {value}" if field in ("tp", "pp") else str(value)
+
+
+def _alike(other: Case, case: Case, field: str) -> bool:
+    """Return whether two layouts differ at most in ``field``; at tp 1 there is no sequence parallelism to compare."""
+    fields = {"tp", "pp", "vp", "micro_batch", "recompute", "sequence_parallel"} - {field}
+    if field == "tp" and other.tp == 1:
+        fields.remove("sequence_parallel")
+    return all(getattr(other, f) == getattr(case, f) for f in fields)
 
 
 def _replicas(case: Case, machine: Machine, factor: float) -> float | None:

@@ -14,7 +14,7 @@ from megatron_port.plan.elements import stage_elements
 from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
-from megatron_port.plan.timeline import Timeline, quick_span, timeline
+from megatron_port.plan.timeline import Timeline, timeline
 
 ADAM_BYTES = 28
 """fp32 gradient, master and two moments read, the last three written (a 16-bit weight is added to this)."""
@@ -42,8 +42,7 @@ class Split:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        found: float = sum(getattr(self, f.name) for f in fields(self))
-        return found
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
         """Name → seconds."""
@@ -114,18 +113,10 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     if case.pp > 1:
         stream = case.model.seq_length / case.cp * case.micro_batch * case.model.hidden_size * case.width
         transfer = links.transfer(stream / (case.tp if case.sequence_parallel else 1), case)
-    if quick:
-        length = quick_span(
-            case.schedule, case.pp, forward, backward, transfer=transfer, hidden=hidden, duplex=duplex, micro_batches=m
-        )
-        both = [f + b for f, b in zip(forward, backward)]
-        busy = tuple(m * sum(case.of_stage(both, s)) for s in range(case.pp))
-        line = Timeline(span=length, busy=busy)
-    else:
-        line = timeline(
-            case.schedule, case.pp, forward, backward, transfer=transfer,
-            hidden=hidden, duplex=duplex, micro_batches=m,
-        )
+    line = timeline(
+        case.schedule, case.pp, forward, backward, micro_batches=m, transfer=transfer, hidden=hidden, duplex=duplex,
+        quick=quick,
+    )
     worst = max(range(case.pp), key=lambda s: line.busy[s])
     mine = case.of_stage(chunks, worst)
     tensor = m * sum(c.forward_tensor + c.backward_tensor for c in mine)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from megatron_port.model.flops import model_flops
-from megatron_port.plan.arithmetic import (
-    bubble_fraction,
-    days,
-    layer_activations,
-    simple_memory,
-    training_flops,
-    widest_tensor_parallelism,
-)
+from megatron_port.plan import arithmetic
 from megatron_port.plan.memory import layer_activation_bytes
 from megatron_port.plan.search import Candidate
 from megatron_port.plan.verdict import Plan
@@ -104,26 +99,26 @@ def explain(plan: Plan) -> str:
     n, tokens = plan.parameters, plan.budget.tokens
     peak = machine.cluster.peak_tflops * 1e12
     link = machine.hardware.node_gb * 1e9
-    rough = training_flops(n, tokens)
+    rough = arithmetic.training_flops(n, tokens)
     exact = model_flops(model) / model.seq_length * tokens
-    whole = simple_memory(
+    whole = arithmetic.simple_memory(
         n, layers=model.num_layers, hidden=model.hidden_size, sequence=model.seq_length,
         batch=case.micro_batch,
     )
-    bubble = bubble_fraction(case.pp, case.micro_batches, case.vp)
-    formula = layer_activations(
+    bubble = arithmetic.bubble_fraction(case.pp, case.micro_batches, case.vp)
+    formula = arithmetic.layer_activations(
         sequence=model.seq_length, batch=case.micro_batch, hidden=model.hidden_size, heads=model.num_attention_heads,
         tensor=case.tp, sequence_parallel=case.sequence_parallel, scores=not case.flash,
     )
     keeps = layer_activation_bytes(case)
+    days = partial(arithmetic.days, peak=peak, utilisation=plan.step.mfu, devices=case.world)
     waits = plan.step.split.bubble
     lines = [
         "arithmetic",
         f"  training FLOPs   6·N·T = 6 · {n:.4g} · {tokens:.4g} = {rough:.4g}; with attention and head "
         f"72·B·s·L·h²·(1 + s/6h + V/12Lh) a batch: {exact:.4g}",
         f"  days             FLOPs / (peak · MFU · devices) = {rough:.4g} / ({peak:.4g} · {plan.step.mfu:.3f} · "
-        f"{case.world}) = {days(rough, peak=peak, utilisation=plan.step.mfu, devices=case.world):.4g}; with attention "
-        f"{days(exact, peak=peak, utilisation=plan.step.mfu, devices=case.world):.4g}",
+        f"{case.world}) = {days(rough):.4g}; with attention {days(exact):.4g}",
         f"  bubble           (p − 1) / (m·v) = ({case.pp} − 1) / ({case.micro_batches}·{case.vp}) = {bubble:.2%} of "
         f"the useful time; simulated {waits / (plan.step.seconds - waits):.2%} of the rest",
         f"  activations      a layer and micro-batch, Korthikanti: {formula / 1e6:.1f} MB; kept here, recompute "
@@ -133,7 +128,7 @@ def explain(plan: Plan) -> str:
         f"{whole.devices(plan.limit)} devices of {plan.limit / 1e9:g} GB at least",
     ]
     if link:
-        widest = widest_tensor_parallelism(model.hidden_size, peak=peak, link=link)
+        widest = arithmetic.widest_tensor_parallelism(model.hidden_size, peak=peak, link=link)
         lines.append(
             f"  tensor parallel  (2·3·h/t) / 2 bytes ≥ peak / link: t ≤ 6 · {model.hidden_size} / 2 · {link:.4g} / "
             f"{peak:.4g} = {widest:.1f} keeps the node's links ahead of the products (one direction)"
@@ -162,10 +157,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "hardware_tflops": step.hardware_tflops, "mfu": step.mfu, "hfu": step.hfu,
             "tokens_per_second": step.tokens_per_second,
         },
-        "budget": {
-            "tokens": plan.budget.tokens, "steps": plan.budget.steps, "days": plan.budget.days,
-            "node_hours": plan.budget.node_hours,
-        },
+        "budget": asdict(plan.budget),
         "nearest": candidate(plan.nearest), "better": [candidate(c) for c in plan.neighbours],
     }
 

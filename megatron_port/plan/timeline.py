@@ -27,10 +27,9 @@ class Timeline:
 
 
 def replay(
-    name: str, stages: int, forward: Sequence[float], backward: Sequence[float], *, micro_batches: int,
-    transfer: float = 0.0, hidden: bool = False, duplex: bool = True,
+    name: str, stages: int, forward: Sequence[float], backward: Sequence[float], *, micro_batches: int
 ) -> list[list[Span]]:
-    """Every pass of every stage with its time; see :func:`timeline`."""
+    """Every pass of every stage with its time, transfers left out; the arguments are those of :func:`timeline`."""
     schedule = make_schedule(name, stages, micro_batches, len(forward) // stages)
     # The gradients of a layer's weights are as many products as those of its inputs.
     share = {Kind.BACKWARD: 1.0, Kind.INPUT: 0.5, Kind.WEIGHT: 0.5}
@@ -38,27 +37,31 @@ def replay(
     def cost(virtual: int, action: Action) -> float:
         return forward[virtual] if action.kind is Kind.FORWARD else backward[virtual] * share[action.kind]
 
-    return simulate(schedule, cost, transfer=transfer, hidden=hidden, duplex=duplex)
+    return simulate(schedule, cost)
 
 
 def timeline(
-    schedule: str, stages: int, forward: Sequence[float], backward: Sequence[float], *, transfer: float = 0.0,
-    hidden: bool = False, duplex: bool = True, micro_batches: int,
+    schedule: str, stages: int, forward: Sequence[float], backward: Sequence[float], *, micro_batches: int,
+    transfer: float = 0.0, hidden: bool = False, duplex: bool = True, quick: bool = False,
 ) -> Timeline:
     """Simulate a step.
 
     ``forward``, ``backward``: seconds of each chunk for one micro-batch, stages × chunks a stage of them.
     ``transfer``: seconds of one activation between stages; ``hidden``: it does not hold up its sender.
     ``duplex``: a stage sends and receives at once; else the receiver, too, spends the time of the transfer.
+    ``quick``: an estimate without a simulation, for a search.
     """
     chunks = len(forward) // stages
     grid = Topology(pp=stages, vp=chunks, folded=schedule == "zb-v")
     both = [f + b for f, b in zip(forward, backward)]
-    busy = tuple(
-        micro_batches * sum(both[grid.virtual_stage(s, c)] for c in range(chunks)) for s in range(stages)
-    )
+    each = [sum(both[grid.virtual_stage(s, c)] for c in range(chunks)) for s in range(stages)]
+    busy = tuple(micro_batches * t for t in each)
+    if quick:
+        sends = 0.0 if hidden else transfer * chunks * (1 if duplex else 2)
+        slowest = max(t + sends * ((s > 0) + (s < stages - 1)) for s, t in enumerate(each))  # the ends: one neighbour
+        return Timeline(_quick_span(schedule, stages, forward, backward, transfer, slowest, micro_batches), busy)
     if stages == 1 and chunks == 1:
-        return Timeline(span=busy[0], busy=busy)
+        return Timeline(busy[0], busy)
 
     halves = [b / 2 for b in backward]
     costs = [*forward, *backward, *halves, *halves]  # by Flow.price
@@ -76,22 +79,14 @@ def timeline(
     return Timeline(short + (long - short) / stages * (micro_batches - most), busy)
 
 
-def quick_span(
-    schedule: str, stages: int, forward: Sequence[float], backward: Sequence[float], *, transfer: float, hidden: bool,
-    duplex: bool = True, micro_batches: int,
+def _quick_span(
+    schedule: str, stages: int, forward: Sequence[float], backward: Sequence[float], transfer: float, slowest: float,
+    micro_batches: int,
 ) -> float:
-    """An estimate of the span without a simulation, for a search: the slowest stage for each micro-batch but the first,
-    and what fills the pipeline: under 1F1B one micro-batch through all stages, with interleaving only its part of a
-    chunk; under zero-bubble the weights' gradients fill the rest, and a forward's time a stage is left (arXiv
-    2401.10241 with F = I = W), under zb-v half of it."""
+    """The ``slowest`` stage for each micro-batch but the first, and what fills the pipeline: under 1F1B one micro-batch
+    through all stages, with interleaving only its part of a chunk; under zero-bubble the weights' gradients fill the
+    rest, and a forward's time a stage is left (arXiv 2401.10241 with F = I = W), under zb-v half of it."""
     chunks = len(forward) // stages
-    grid = Topology(pp=stages, vp=chunks, folded=schedule == "zb-v")
-    each = 0.0 if hidden else transfer * chunks * (1 if duplex else 2)
-    both = [f + b for f, b in zip(forward, backward)]
-    busy = both if chunks == 1 else [
-        sum(both[grid.virtual_stage(s, c)] for c in range(chunks)) for s in range(stages)
-    ]
-    slowest = max(t + each * ((s > 0) + (s < stages - 1)) for s, t in enumerate(busy))  # the ends have one neighbour
     if schedule in ("zb-h1", "zb-v"):
         fill = sum(forward) * (stages - 1) / stages / chunks + 2 * (stages - 1) * transfer
         return fill + micro_batches * slowest

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megatron_port import __version__
-from megatron_port.backend.device import choose_device
+from megatron_port.backend.device import DeviceInfo, choose_device
 from megatron_port.config.schema import RunConfig
-from megatron_port.errors import EnvironmentFault
+from megatron_port.errors import EnvironmentFault, PortError
 from megatron_port.preflight import files
 from megatron_port.preflight.exchange import gather_place, meet
 from megatron_port.preflight.library import LoadedNetwork, parse_log, plugin_problem
@@ -39,10 +39,7 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     Raises:
         EnvironmentFault: launcher, rendezvous or device; a message or a collective that failed, with the hosts.
     """
-    device, fault = attempt(lambda: choose_device(
-        config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
-        share=config.backend.share_devices,
-    ))
+    device, fault = device_or_fault(config, info)
     if device is not None and device.is_gpu:
         torch.cuda.set_device(device.torch_device)
         _ask_library(folder, info)
@@ -71,6 +68,14 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     finally:
         process_group.stop(group, failed=failed)
     return result
+
+
+def device_or_fault(config: RunConfig, info: ProcessInfo) -> tuple[DeviceInfo | None, PortError | None]:
+    """Return this rank's device, or what is wrong with it, for all ranks to know."""
+    return attempt(lambda: choose_device(
+        config.backend.device, local_rank=info.local_rank, local_world_size=info.local_world_size,
+        share=config.backend.share_devices,
+    ))
 
 
 def _ask_library(folder: Path, info: ProcessInfo) -> None:

@@ -38,7 +38,7 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends, so that no rank is left behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -72,7 +72,7 @@ def run_local(
     for rank in range(nproc):
         pid = os.fork()
         if pid == 0:
-            _die_with_parent()
+            die_with_parent()
             gc.enable()
             os.environ["RANK"] = os.environ[LOCAL_RANK_VARIABLE] = str(rank)
             sources = dict.fromkeys(("rank", "world_size", "local_rank", "master_addr", "master_port"), "--nproc")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,11 +147,7 @@ def _allowed(neutral: RunConfig, name: str, asked: RunConfig) -> tuple[Any, ...]
     return (now, *(v for v in CHOICES[name] if v != now and taken(v)))
 
 
-def best_legal(space: Space, count: int, *, skip: Iterable[Case] = ()) -> list[Candidate]:
+def best_legal(space: Space, count: int) -> list[Candidate]:
     """The ``count`` best that fit and that training takes, best first: of more that are best in closed form, those that
     are when simulated with the schedule that training runs."""
-    left = set(skip)
-    return finalists(
-        (c for c in space.fitting if c.case not in left), space.machine, count=max(count, FINALISTS),
-        legal=space.legal,
-    )[:count]
+    return finalists(space.fitting, space.machine, count=max(count, FINALISTS), legal=space.legal)[:count]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +86,10 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     def ranks(values: list[float]) -> list[float]:
         return [sum(w < v for w in values) + (sum(w == v for w in values) - 1) / 2 for v in values]
 
-    x, y = ranks([p for p, _ in pairs]), ranks([m for _, m in pairs])
-    mean = (len(pairs) - 1) / 2
-    xx, yy = sum((a - mean) ** 2 for a in x), sum((b - mean) ** 2 for b in y)
-    return sum((a - mean) * (b - mean) for a, b in zip(x, y)) / math.sqrt(xx * yy) if xx and yy else None
+    try:
+        return statistics.correlation(ranks([p for p, _ in pairs]), ranks([m for _, m in pairs]))
+    except statistics.StatisticsError:  # one of them is constant
+        return None
 
 
 def render(results: Results) -> str:

@@ -20,6 +20,7 @@ from megatron_port.data.index_cache import cached_arrays
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.loader import build_loaders, build_sample_index
 from megatron_port.data.prepare import prepare
+from megatron_port.data.sources import ReadOptions
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.errors import DataError
@@ -28,7 +29,8 @@ from megatron_port.session.changes import check_data_fingerprint
 
 def corpus(folder, name, text, tokenizer=None):
     (folder / f"{name}.txt").write_text(text)
-    prepare([folder / f"{name}.txt"], folder / name, tokenizer=tokenizer or ByteTokenizer(), blank_lines=1)
+    prepare([folder / f"{name}.txt"], folder / name, tokenizer=tokenizer or ByteTokenizer(),
+            options=ReadOptions(blank_lines=1))
     return folder / name
 
 

@@ -88,9 +88,9 @@ def test_parquet_and_arrow(tmp_path, monkeypatch):
         prepare([tmp_path / name], tmp_path / "c", tokenizer=BYTE, workers=2)
         assert documents(tmp_path / "c") == expected, name
     with pytest.raises(DataError, match="no column 'body'; it has text, n"):
-        prepare([tmp_path / "a.parquet"], tmp_path / "d", tokenizer=BYTE, json_key="body")
+        prepare([tmp_path / "a.parquet"], tmp_path / "d", tokenizer=BYTE, options=ReadOptions(key="body"))
     with pytest.raises(DataError, match="column 'n' is of type int64"):
-        prepare([tmp_path / "s.arrow"], tmp_path / "d", tokenizer=BYTE, json_key="n")
+        prepare([tmp_path / "s.arrow"], tmp_path / "d", tokenizer=BYTE, options=ReadOptions(key="n"))
     parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "null.parquet")
     with pytest.raises(DataError, match=r"null\.parquet, row 1: no text"):
         prepare([tmp_path / "null.parquet"], tmp_path / "d", tokenizer=BYTE)
@@ -170,10 +170,11 @@ def test_damaged_records(tmp_path, fault, workers):
 def test_plain_text_with_nul_and_other_bytes(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"first\n\n\nse\0cond\n\n\nthi\xffrd")
     with pytest.raises(DataError, match=r"a\.txt at byte 8: a NUL character at 2"):
-        prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=BYTE, blank_lines=2)
-    prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=BYTE, blank_lines=2, bad_input="skip")
+        prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=BYTE, options=ReadOptions(blank_lines=2))
+    prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=BYTE, options=ReadOptions(blank_lines=2), bad_input="skip")
     assert documents(tmp_path / "c") == ["first\n\n\n"]
-    prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=BYTE, blank_lines=2, bad_input="repair")
+    prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=BYTE, options=ReadOptions(blank_lines=2),
+            bad_input="repair")
     assert documents(tmp_path / "c") == ["first\n\n\n", "second\n\n\n", "thi\ufffdrd"]
 
 

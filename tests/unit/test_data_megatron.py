@@ -194,7 +194,7 @@ def test_a_whole_blend_through_megatrons_own_builder(oracle, tmp_path):
         "seed=1234"]).config
     ours = build_loaders(run, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True, train_samples=samples)
     blend = ours.train.dataset
-    corpus_index, sample_index = blend.order()
+    corpus_index, sample_index = blend.given
     assert corpus_index.tobytes() == theirs.dataset_index.tobytes()
     assert sample_index.tobytes() == theirs.dataset_sample_index.tobytes()
     for mine, other in zip(blend.datasets, theirs.datasets):

@@ -69,7 +69,7 @@ def test_nothing_of_the_file_runs(tmp_path: Path) -> None:
     notes: list[str] = []
     tree = read_pickles([tmp_path / "file.pt"], tmp_path / "scratch", trusted=True, note=notes.append)[
         tmp_path / "file.pt"
-    ].tree
+    ]
     assert not (tmp_path / "bomb").exists()
     assert isinstance(tree["args"], Stubbed) and tree["args"].name == "argparse.Namespace"
     assert tree["args"].state == ARGS and tree["setting"].get("numel") == 3

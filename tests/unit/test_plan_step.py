@@ -16,7 +16,7 @@ from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates, efficiency
 from megatron_port.plan.step import plan_step
-from megatron_port.plan.timeline import quick_span, timeline
+from megatron_port.plan.timeline import timeline
 
 
 def machine(name: str = "frontier") -> Machine:
@@ -57,8 +57,11 @@ def test_a_long_step_continues_a_short_one() -> None:
 def test_the_closed_form_is_near_the_simulation(schedule: str, chunks: int) -> None:
     forward, backward = [1.0] * 8 * chunks, [2.0] * 8 * chunks
     for m, transfer, hidden in product((8, 32, 200), (0.0, 0.05), (True, False)):
-        exact = timeline(schedule, 8, forward, backward, transfer=transfer, hidden=hidden, micro_batches=m).span
-        near = quick_span(schedule, 8, forward, backward, transfer=transfer, hidden=hidden, micro_batches=m)
+        exact, near = (
+            timeline(
+                schedule, 8, forward, backward, transfer=transfer, hidden=hidden, micro_batches=m, quick=quick
+            ).span for quick in (False, True)
+        )
         assert near == pytest.approx(exact, rel=0.05 if transfer else 1e-9), (m, transfer, hidden)
 
 
