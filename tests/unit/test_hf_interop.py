@@ -30,7 +30,7 @@ from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.hf_names import hf_mapping, hf_tensors
 from megatron_port.interop.import_hf import read_hf
 from megatron_port.interop.run_import import import_checkpoint
-from megatron_port.interop.staged import Stage
+from megatron_port.interop.staged import Shape, Stage
 from megatron_port.model.flops import parameter_count
 from megatron_port.session.weights import open_weights
 
@@ -141,9 +141,9 @@ def test_slabs_stay_small(family: str, folders: dict[str, Path], tmp_path: Path)
     sizes = []
 
     class Watched(Stage):
-        def put(self, tensor: torch.Tensor) -> int:
+        def put(self, name: str, kind: str, global_shape: Shape, offset: Shape, tensor: torch.Tensor) -> None:
             sizes.append(tensor.numel() * tensor.element_size())
-            return super().put(tensor)
+            super().put(name, kind, global_shape, offset, tensor)
 
     (tmp_path / "stage").mkdir()
     read_hf(HFFolder(folders[family]), Watched(tmp_path / "stage"), slab_bytes=4096)
