@@ -8,8 +8,8 @@ A plugin is a Python module that is imported when a configuration is loaded (``c
     OPTIMIZERS.add("lion", "lion_rule:LION")
 
 The second argument is the object itself, or where it is, ``"module:attribute"``: that module is imported when the
-object is first used, so that commands which only plan and check need not import torch. CONTRIBUTING.md has a page for
-each kind with what the object must be.
+object is first used, so that commands which only check need not import torch. CONTRIBUTING.md has a page for each kind
+with what the object must be.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
+from megatron_port.plan.case import case_of
 from megatron_port.plan.guard import memory_problem, planned_memory
+from megatron_port.plan.memory import held_bytes
 from megatron_port.session.assemble import build_model, layers_by_chunk, topology_of
 
 
@@ -36,18 +38,7 @@ class StageSummary:
     parameters: int
     """Elements on a rank, padding included."""
     static_bytes: int
-    """Weights, gradients, masters and moments on a rank, without activations."""
-
-
-def static_bytes(parameters: int, config: RunConfig, dp: int) -> int:
-    """Return the bytes of weights, accumulated gradients, fp32 masters and two moments on a rank.
-
-    ZeRO-1 splits masters and moments over ``dp``; gradients are accumulated in fp32 in full.
-    """
-    wide = 8 if config.precision.dtype == "fp64" else 4
-    weight = {"fp32": 4, "fp64": 8}.get(config.precision.dtype, 2)
-    shards = dp if config.layout.zero_stage else 1
-    return parameters * (weight + wide) + (3 * wide * parameters) // shards
+    """Weights, gradients, masters and the rule's state on a rank, without activations."""
 
 
 def _records(config: RunConfig, topology: Topology, pp: int, tp: int) -> list[ParameterRecord]:
@@ -64,6 +55,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     """
     split = layers_by_chunk(config, topology)
     config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once per rank
+    case, _ = case_of(config)
     covered: dict[str, int] = {}
     out = []
     for stage in range(topology.pp):
@@ -84,7 +76,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
                     covered[record.name] = covered.get(record.name, 0) + logical
             largest = max(largest, elements)
         layers = sum(split[topology.virtual_stage(stage, chunk)] for chunk in range(topology.vp))
-        out.append(StageSummary(stage, layers, largest, static_bytes(largest, config, topology.dp)))
+        out.append(StageSummary(stage, layers, largest, int(sum(held_bytes(case, largest)))))
     for name, shape in parameter_shapes(config.model).items():
         whole = 1
         for n in shape:
