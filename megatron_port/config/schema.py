@@ -39,6 +39,9 @@ class ModelConfig:
 
     name: str = "gpt"
     """A label for logs and checkpoints."""
+    family: str = "auto"
+    """Hugging Face family that exports are written as: auto (the first that computes this model) | gpt2 | gpt_neox |
+    llama | qwen3, or one that a plugin registers. Changes no number."""
     num_layers: int = 2
     """Transformer layers."""
     hidden_size: int = 128
