@@ -27,6 +27,11 @@ def nearest(value: int, legal: list[int]) -> list[int]:
     return below[-1:] + above[:1]
 
 
+def octaves(a: int, b: int) -> float:
+    """Return how far two sizes are apart, in factors of two."""
+    return abs(math.log2(a) - math.log2(b))
+
+
 def either(values: list[int]) -> str:
     """Return ``4 or 6``."""
     return " or ".join(str(v) for v in values)
