@@ -270,6 +270,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     kernels = "torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own"
     case = Case(
         model=config.model, engine=ENGINES[config.engine], tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
+        cp=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage, shard=layout.shard_size,
         state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
         recompute=layout.recompute, micro_batch=batch.micro_batch_size,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import check, resolve, topology_sizes
+from megatron_port.config.checks import check, resolve
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import ConfigError
@@ -123,9 +123,9 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     """
     started = time.perf_counter()
     check(config, world_size=world_size)
-    tp, pp, dp = topology_sizes(config, world_size)
-    config = resolve(config, tp * pp * dp)
+    config = resolve(config, world_size)
     topology = topology_of(config)
+    tp, pp, dp = topology.tp, topology.pp, topology.dp
     schedule = BatchSchedule(config.batch, dp)
     learning_rate(config.optimizer, 0, config.training.steps)
     build_loaders(
