@@ -42,8 +42,8 @@ class PortError(Exception):
     """Base of every error whose message is written for the user."""
 
     exit_code = 1
-    speaks: bool | None = None
-    """This process prints it (or not); None: rank zero does (``runtime.rank_zero``). For errors that rank 0 may
+    is_reporter: bool | None = None
+    """Whether this process prints it; None: rank zero does (``runtime.rank_zero``). For errors that rank 0 may
     not be there to tell."""
     permanent = False
     """Another attempt of the same job would meet it again, whatever its nodes; exit codes 2, 4, 5 and 6 always do."""

@@ -8,8 +8,8 @@ A plugin is a Python module that is imported when a configuration is loaded (``c
     OPTIMIZERS.add("lion", "lion_rule:LION")
 
 The second argument is the object itself, or where it is, ``"module:attribute"``: that module is imported when the
-object is first used, so that commands which only plan and check need not import torch. CONTRIBUTING.md has a page for
-each kind with what the object must be.
+object is first used, so that commands which only check need not import torch. CONTRIBUTING.md has a page for each kind
+with what the object must be.
 """
 
 from __future__ import annotations
@@ -129,6 +129,12 @@ SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
     "zb-h1": None, "zb-v": None,
 })
 SOURCES = Registry("data source", "data.source", {"corpus": None})
+FAMILIES = Registry("model family", "model.family", {
+    "auto": None,
+    "gpt2": "megatron_port.model.families.gpt2:FAMILY", "gpt_neox": "megatron_port.model.families.gpt_neox:FAMILY",
+    "llama": "megatron_port.model.families.llama:FAMILY", "qwen3": "megatron_port.model.families.qwen3:FAMILY",
+})
+"""By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 PROVIDERS = {
     op: Registry(f"provider of {op}", f"backend.{op}", dict.fromkeys(("auto", "own", *others, "torch")))
     for op, others in {
@@ -137,7 +143,7 @@ PROVIDERS = {
 }
 """By op. ``auto`` never takes a plugin's: it is used where a configuration asks for it."""
 
-REGISTRIES = (OPTIMIZERS, LOSSES, SCHEDULES, SOURCES, *PROVIDERS.values())
+REGISTRIES = (OPTIMIZERS, LOSSES, SCHEDULES, SOURCES, FAMILIES, *PROVIDERS.values())
 """Every registry of the package."""
 
 

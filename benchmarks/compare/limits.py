@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 
 from benchmarks.compare.sizes import Size
-from megatron_port.model.flops import attention_core_flops, layer_matmul_parameters, parameter_count
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.flops import parameter_count
 
 GROUPS: dict[str, str] = {
     "attention": r"attention|flash|fmha|sdpa|causal_softmax|_softmax",
@@ -54,7 +55,8 @@ def limits(size: Size) -> dict[str, Limit]:
     h, d, a, g, f = m.hidden_size, m.head_size, m.num_attention_heads, m.kv_heads, m.ffn_size
     wide = f * (2 if m.activation == "swiglu" else 1)
     passes = size.global_batch // size.micro_batch
-    matrices = layer_matmul_parameters(m) * m.num_layers
+    layer = model_spec(m).layers[0]
+    matrices = layer.matmul_numel * m.num_layers
     # A product reads two matrices and writes one; forward, input gradient and weight gradient. The sum of weight
     # gradients is fp32, read and written once per micro-batch.
     edges = [(h, d * (a + 2 * g)), (d * a, h), (h, wide), (f, h)] * m.num_layers
@@ -67,7 +69,7 @@ def limits(size: Size) -> dict[str, Limit]:
         # forward reads q, k, v and writes out; backward reads those and two more, writes three. Only the causal half
         # must be computed.
         "attention": Limit(
-            3.0 * m.num_layers * attention_core_flops(m) * size.global_batch / 2,
+            3.0 * m.num_layers * layer.attention.core_flops(m.seq_length) * size.global_batch / 2,
             m.num_layers * rows * d * e * (6.0 * a + 6.0 * g),
         ),
         # x read, y written; dy, x read, dx written; each of two norms a layer.

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from megatron_port.config.loader import load
 from megatron_port.config.schema import ModelConfig, OptimizerConfig, RunConfig
-from megatron_port.model.flops import layer_forward_flops, model_flops, parameter_count
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.flops import model_flops, parameter_count
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_grad=1.0, decay="constant")
 """Of every peer. Decay on matrices and embeddings only; gradients clipped to a global norm of 1."""
@@ -37,7 +38,8 @@ class Size:
     def flops(self) -> int:
         """Model FLOPs of a step (``model.flops``): attention in full, recompute left out."""
         if self.layers_only:
-            return 3 * self.model.num_layers * layer_forward_flops(self.model) * self.global_batch
+            layers = model_spec(self.model).layers
+            return 3 * sum(layer.forward_flops(self.model.seq_length) for layer in layers) * self.global_batch
         return model_flops(self.model) * self.global_batch
 
     @property

@@ -1,6 +1,7 @@
 """The plugin: ``plugins = ["lion"]`` in a run file, with this folder on PYTHONPATH.
 
-It names the rule without importing it, so that ``megatron-port plan`` and ``config check`` do not import torch.
+It names the rule without importing it, so that ``megatron-port config check`` does not import torch. The planner
+imports it, to ask what it keeps of each parameter.
 """
 
 from megatron_port.registry import OPTIMIZERS

@@ -6,13 +6,19 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.errors import EXIT_OK, CheckpointError
+from megatron_port.config.plugins import import_problems
+from megatron_port.errors import EXIT_OK, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from megatron_port.checkpoint.reader import Checkpoint
     from megatron_port.config.schema import ModelConfig
 
 _FORMATS = ("auto", "dcp", "universal", "megatron-deepspeed", "hf")
+_PLUGIN = ("--plugin",)
+_PLUGIN_HELP: dict[str, Any] = {
+    "action": "append", "default": [], "metavar": "MODULE",
+    "help": "hf: import a module that registers a model family; may be given several times",
+}
 
 
 def add_actions(actions: Any) -> None:
@@ -20,7 +26,7 @@ def add_actions(actions: Any) -> None:
     out = actions.add_parser(
         "export", help="write a checkpoint in another system's format",
         description="Write a checkpoint as torch.distributed.checkpoint (dcp), DeepSpeed Universal (universal) or a "
-        "Hugging Face folder (hf): GPT-2, GPT-NeoX or Llama, whichever computes what the model does. The last is "
+        "Hugging Face folder (hf): model.family, or the first family that computes what the model does. The last is "
         "checked against transformers' logits before it appears.",
     )
     out.add_argument("source", type=Path, metavar="STEP_DIR", help="a checkpoint, e.g. checkpoints/step-00000100")
@@ -41,10 +47,11 @@ def add_actions(actions: Any) -> None:
     )
     out.add_argument("--no-tokenizer", action="store_true", help="hf: write no tokenizer")
     out.add_argument("--skip-check", action="store_true", help="hf: do not run transformers' model; the card notes it")
+    out.add_argument(*_PLUGIN, **_PLUGIN_HELP)
     into = actions.add_parser(
         "import", help="read another system's checkpoint into this format",
         description="Read a DCP or Universal export of ours, a Megatron-DeepSpeed checkpoint, or a Hugging Face folder "
-        "(safetensors of a GPT-2, GPT-NeoX or Llama), and commit it as OUT/step-N, from which `train` resumes "
+        "(safetensors of a registered family), and commit it as OUT/step-N, from which `train` resumes "
         "(checkpoint.resume) or starts (checkpoint.initial_weights).",
     )
     into.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint's folder")
@@ -57,10 +64,17 @@ def add_actions(actions: Any) -> None:
     )
     into.add_argument("--trust-pickle", action="store_true", help="the source's pickles come from somebody you trust")
     into.add_argument("--weights-only", action="store_true", help="leave the optimizer out: step 0 of a new run")
+    into.add_argument(*_PLUGIN, **_PLUGIN_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen action; return its exit code. Raises CheckpointError; ConfigError for the file of ``--model``."""
+    """Run the chosen action; return its exit code.
+
+    Raises CheckpointError; ConfigError for the file of ``--model``, or a plugin that cannot be loaded.
+    """
+    problems = import_problems(args.plugin, "--plugin")
+    if problems:
+        raise ConfigError(problems)
     return _export(args) if args.action == "export" else _import(args)
 
 

@@ -11,6 +11,7 @@ from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.config.checks import check, topology_sizes
 from megatron_port.config.choices import CHOICES, plain_type
 from megatron_port.config.dump import leaves, to_toml, toml_value
+from megatron_port.config.layout import model_ranks
 from megatron_port.config.loader import field_help
 from megatron_port.config.schema import RunConfig
 from megatron_port.model.flops import model_flops, parameter_count
@@ -58,7 +59,7 @@ def summary(config: RunConfig, world_size: int | None) -> str:
     return (
         f"{config.name} is legal.\n"
         f"  model   {config.model.name}: {count:,} parameters\n"
-        f"  layout  tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks, engine {config.engine}, "
+        f"  layout  tp {tp} x pp {pp} x dp {dp} = {model_ranks(config.layout) * dp} ranks, engine {config.engine}, "
         f"ZeRO-{config.layout.zero_stage}, {config.precision.dtype}, recompute {config.layout.recompute}\n"
         f"  batch   {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} x "
         f"{batch.global_batch_size // (batch.micro_batch_size * dp)} accumulated x dp {dp}; "

@@ -146,7 +146,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except PortError as e:
         if debug:
             traceback.print_exc()
-        if is_rank_zero() if e.speaks is None else e.speaks:
+        if is_rank_zero() if e.is_reporter is None else e.is_reporter:
             from megatron_port.runtime.redact import redact
 
             print(f"error: {redact(str(e))}", file=sys.stderr)

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_port.config.choices import CHOICES
+from megatron_port.config.choices import CHOICES, RANGES, SIZES
+from megatron_port.config.dump import leaves
 from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
+from megatron_port.config.ranges import Range
 from megatron_port.config.rope import rope_problems
 from megatron_port.config.schema import RunConfig
 from megatron_port.config.secrets import secret_problems
@@ -21,161 +23,6 @@ from megatron_port.errors import ConfigError
 from megatron_port.registry import OPTIMIZERS, SCHEDULES, SOURCES, choices_added
 
 __all__ = ["Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
-
-_Rule = tuple[Callable[[Any], bool], str]
-
-
-def _at_least(least: int) -> _Rule:
-    return (lambda x: x >= least), f"at least {least}"
-
-
-_ONE, _ZERO = _at_least(1), _at_least(0)
-_POSITIVE: _Rule = ((lambda x: x > 0), "above 0")
-_FRACTION: _Rule = ((lambda x: 0 <= x < 1), "at least 0 and below 1")
-_SPIKE: _Rule = ((lambda x: x == 0 or x > 1), "0 (off) or above 1")
-LONGEST_NAME = 200
-"""Bytes of a run's name: file systems take 255 for a folder's, of which names made from it (NAME-tune) need some."""
-_SHARE: _Rule = ((lambda x: 0 < x <= 1), "a share, above 0 and at most 1")
-_PATH: _Rule = (
-    (lambda x: bool(x.strip()) and "\0" not in x and len(x.encode()) < 4096), "a path of at most 4095 bytes",
-)
-_FILLED: _Rule = ((lambda x: bool(x.strip())), "a non-empty string")
-
-_SIZES: dict[str, _Rule] = {
-    "model.num_layers": _ONE,
-    "model.hidden_size": _ONE,
-    "model.num_attention_heads": _ONE,
-    "model.num_query_groups": _ZERO,
-    "model.head_dim": _ZERO,
-    "model.ffn_hidden_size": _ZERO,
-    "model.vocab_size": _ONE,
-    "model.seq_length": _ONE,
-    "layout.tensor_parallel_size": _ONE,
-    "layout.pipeline_parallel_size": _ONE,
-    "layout.virtual_pipeline_size": _ONE,
-    "layout.data_parallel_size": _ZERO,
-    "layout.shard_size": _ZERO,
-    "layout.context_parallel_size": _ONE,
-    "layout.expert_parallel_size": _ONE,
-    "layout.vocab_padding_multiple": _ONE,
-    "layout.reduce_bucket_size": _ONE,
-    "batch.micro_batch_size": _ONE,
-    "batch.global_batch_size": _ONE,
-    "batch.rampup_start": _ZERO,
-    "batch.rampup_increment": _ZERO,
-    "batch.rampup_samples": _ZERO,
-    "cluster.gpus_per_node": _ONE,
-    "cluster.nodes": _ZERO,
-}
-"""Sizes of the split: while one of them is out of range, no layout can be judged."""
-
-_RANGES: dict[str, _Rule] = {
-    "name": (
-        (lambda x: bool(x.strip()) and x.isprintable() and not set(x) & set("/\\") and x not in (".", "..")
-         and len(x.encode()) <= LONGEST_NAME),
-        "a folder name of at most 200 bytes, all of them printable",
-    ),
-    "output_dir": _PATH,
-    "seed": _ZERO,
-    "model.rope_theta": _POSITIVE,
-    "model.rotary_percent": ((lambda x: 0 < x <= 1), "above 0 and at most 1"),
-    "model.rope_factor": _at_least(1),
-    "model.rope_original_length": _ZERO,
-    "model.rope_low_freq_factor": _POSITIVE,
-    "model.rope_high_freq_factor": _POSITIVE,
-    "model.norm_epsilon": _POSITIVE,
-    "model.hidden_dropout": _FRACTION,
-    "model.attention_dropout": _FRACTION,
-    "model.init_std": _ZERO,
-    "precision.initial_loss_scale": _POSITIVE,
-    "precision.min_loss_scale": _POSITIVE,
-    "precision.loss_scale_window": _ONE,
-    "precision.loss_scale_hysteresis": _ONE,
-    "precision.max_skipped_steps": _ONE,
-    "optimizer.lr": _POSITIVE,
-    "optimizer.min_lr": _ZERO,
-    "optimizer.beta1": _FRACTION,
-    "optimizer.beta2": _FRACTION,
-    "optimizer.eps": _POSITIVE,
-    "optimizer.weight_decay": _ZERO,
-    "optimizer.clip_grad": _ZERO,
-    "optimizer.warmup_steps": _ZERO,
-    "optimizer.decay_steps": _ZERO,
-    "training.steps": _ONE,
-    "training.eval_interval": _ZERO,
-    "training.eval_batches": _ZERO,
-    "training.log_interval": _ONE,
-    "checkpoint.save_interval": _ZERO,
-    "checkpoint.keep": _ZERO,
-    "checkpoint.max_failures": _ZERO,
-    "checkpoint.lease_seconds": _POSITIVE,
-    "checkpoint.resume": _PATH,
-    "cluster.peak_tflops": _ZERO,
-    "cluster.memory_gb": _ZERO,
-    "cluster.cores_per_task": _ZERO,
-    "cluster.local_disk": ((lambda x: x.startswith("/")), "an absolute path"),
-    "hardware.matmul_tflops": _ZERO,
-    "hardware.fp32_matmul_tflops": _ZERO,
-    "hardware.fp8_peak_tflops": _ZERO,
-    "hardware.fp8_matmul_tflops": _ZERO,
-    "hardware.compute_units": _ZERO,
-    "hardware.tile_rows": _ONE,
-    "hardware.tile_columns": _ONE,
-    "hardware.inner_fill": _ZERO,
-    "hardware.attention_forward_tflops": _ZERO,
-    "hardware.attention_backward_tflops": _ZERO,
-    "hardware.launch_us": _ZERO,
-    "hardware.memory_bandwidth_gb": _ZERO,
-    "hardware.memory_efficiency": _SHARE,
-    "hardware.reserved_gb": _ZERO,
-    "hardware.fragmentation": _FRACTION,
-    "hardware.package_devices": _ONE,
-    "hardware.package_gb": _ZERO,
-    "hardware.node_gb": _ZERO,
-    "hardware.node_efficiency": _SHARE,
-    "hardware.node_latency_us": _ZERO,
-    "hardware.nics": _ZERO,
-    "hardware.nic_gb": _ZERO,
-    "hardware.network_efficiency": _SHARE,
-    "hardware.network_latency_us": _ZERO,
-    "hardware.nodes_per_group": _ZERO,
-    "hardware.group_taper": _SHARE,
-    "hardware.jitter": _ZERO,
-    "calibration.matmul_scale": _POSITIVE,
-    "calibration.memory_scale": _POSITIVE,
-    "calibration.network_scale": _POSITIVE,
-    "launch.max_attempts": _ONE,
-    "launch.signal_seconds": ((lambda x: 1 <= x <= 65535), "from 1 to 65535"),  # sbatch takes 16 bits
-    "launch.spare_nodes": _ZERO,
-    "launch.rendezvous_timeout": _POSITIVE,
-    "launch.collective_timeout": _POSITIVE,
-    "preflight.matmul_tflops": _ZERO,
-    "preflight.share_of_median": ((lambda x: 0 <= x <= 1), "from 0 to 1"),
-    "preflight.free_memory_gb": _ZERO,
-    "preflight.free_disk_gb": _ZERO,
-    "preflight.node_busbw_gb": _ZERO,
-    "preflight.network_busbw_gb": _ZERO,
-    "preflight.link_gb": _ZERO,
-    "numerics.loss_spike": _SPIKE,
-    "numerics.grad_norm_spike": _SPIKE,
-    "numerics.window": _at_least(2),
-    "numerics.max_anomalies": _ONE,
-    "numerics.state_check_interval": _at_least(-1),
-    "numerics.replay_interval": _ZERO,
-    "telemetry.replica_check_interval": _ZERO,
-    "telemetry.published_tflops": _ZERO,
-    "telemetry.project": _FILLED,
-    "watch.hang_seconds": _at_least(3),
-    "watch.hang_steps": _ONE,
-    "watch.data_seconds": _ZERO,
-    "watch.start_seconds": _POSITIVE,
-    "watch.connect_seconds": _POSITIVE,
-    "watch.evaluate_seconds": _POSITIVE,
-    "watch.save_seconds": _POSITIVE,
-    "watch.straggler_percent": _ZERO,
-    "watch.straggler_windows": _ONE,
-    "watch.straggler_steps": _ONE,
-}
 
 BYTE_VOCABULARY = 257
 """256 bytes and the end of a document."""
@@ -195,9 +42,9 @@ def check(config: RunConfig, *, world_size: int | None = None) -> None:
 
 def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     """Return what ``check`` would raise, as a list."""
-    sizes = _out_of_range(config, _SIZES)
+    sizes = _out_of_range(config, SIZES)
     layout = [] if sizes else layout_problems(config, world_size)
-    found = [*_unknown_choices(config), *sizes, *_out_of_range(config, _RANGES), *layout]
+    found = [*_unknown_choices(config), *sizes, *_out_of_range(config, RANGES), *layout]
     if not sizes:
         found += [*_relations(config), *fp8_problems(config)]
     found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
@@ -225,32 +72,26 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
     )
 
 
-def _leaf(config: RunConfig, name: str) -> Any:
-    value: Any = config
-    for key in name.split("."):
-        value = getattr(value, key)
-    return value
-
-
 def _unknown_choices(config: RunConfig) -> list[str]:
-    out = []
+    out, values = [], dict(leaves(config))
     for name, own in CHOICES.items():
-        allowed, value = (*own, *choices_added(name)), _leaf(config, name)
+        allowed, value = (*own, *choices_added(name)), values[name]
         if value not in allowed:
             near = did_you_mean(value, [str(a) for a in allowed]) if isinstance(value, str) else ""
-            shown = repr(value) if isinstance(value, str) else value
-            out.append(f"{name} {shown} is unknown; use {', '.join(str(a) for a in allowed)}{near}")
+            out.append(f"{name} {_quoted(value)} is unknown; use {', '.join(str(a) for a in allowed)}{near}")
     return out
 
 
-def _out_of_range(config: RunConfig, rules: dict[str, _Rule]) -> list[str]:
-    out = []
-    for name, (holds, words) in rules.items():
-        value = _leaf(config, name)
-        if not holds(value):
-            shown = repr(value) if isinstance(value, str) else value
-            out.append(f"{name} is {shown}; it must be {words}")
-    return out
+def _out_of_range(config: RunConfig, ranges: Mapping[str, Range]) -> list[str]:
+    values = dict(leaves(config))
+    return [
+        f"{name} is {_quoted(values[name])}; it must be {legal.words}"
+        for name, legal in ranges.items() if not legal.holds(values[name])
+    ]
+
+
+def _quoted(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 def _relations(config: RunConfig) -> list[str]:

@@ -1,26 +1,31 @@
-"""The values that a configuration field may take: of its ``Literal`` type, or of the registry that plugins add to."""
+"""What configuration fields may be, from their types: values of a ``Literal`` or of a registry, and ranges."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Iterator
 from typing import Any
 
+from megatron_port.config.ranges import Range
 from megatron_port.config.schema import RunConfig
 from megatron_port.registry import REGISTRIES
 
 
-def literal_choices(cls: Any, prefix: str = "") -> dict[str, tuple[str | int, ...]]:
-    """Return the allowed values of each field of type ``Literal``, by dotted name, in the order of the schema."""
-    hints = typing.get_type_hints(cls)
-    out: dict[str, tuple[str | int, ...]] = {}
+def leaf_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, type with its annotations) of every leaf, in the order of the schema."""
+    hints = typing.get_type_hints(cls, include_extras=True)
     for f in dataclasses.fields(cls):
         kind = hints[f.name]
         if dataclasses.is_dataclass(kind):
-            out.update(literal_choices(kind, f"{prefix}{f.name}."))
-        elif typing.get_origin(kind) is typing.Literal:
-            out[prefix + f.name] = typing.get_args(kind)
-    return out
+            yield from leaf_types(kind, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, kind
+
+
+def literal_choices(cls: Any) -> dict[str, tuple[str | int, ...]]:
+    """Return the allowed values of each field of type ``Literal``, by dotted name, in the order of the schema."""
+    return {n: typing.get_args(kind) for n, kind in leaf_types(cls) if typing.get_origin(kind) is typing.Literal}
 
 
 def plain_type(kind: Any) -> Any:
@@ -33,3 +38,12 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
 }
 """The package's own values of each field that has a list, by dotted name; plugins add to those of the registries
 (``registry.choices_added``)."""
+
+_ALL = {
+    name: note for name, kind in leaf_types(RunConfig) for note in getattr(kind, "__metadata__", ())
+    if isinstance(note, Range)
+}
+SIZES = {name: legal for name, legal in _ALL.items() if legal.is_size}
+"""Ranges of the sizes of the split, by dotted name."""
+RANGES = {name: legal for name, legal in _ALL.items() if not legal.is_size}
+"""Ranges of the other fields."""

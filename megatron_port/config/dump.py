@@ -86,13 +86,13 @@ _LATER = (
 def config_hash(config: RunConfig) -> str:
     """16 hex digits of the SHA-256 of what determines training.
 
-    In: the model (defaults applied, its label left out), the loss, seed, global batch and
+    In: the model (defaults applied, name and family left out), the loss, seed, global batch and
     ramp-up, number format, optimizer (decay_steps applied), data. Out: layout, engine,
     micro-batch, device, cluster, telemetry, checkpoints, evaluation, names. Corpora
     count by base name, so that a copy on a faster disk is the same run.
     """
     model = as_dict(config.model)
-    del model["name"]
+    del model["name"], model["family"]
     for name in _LATER:
         if model[name] == getattr(ModelConfig, name):
             del model[name]

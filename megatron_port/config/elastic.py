@@ -7,7 +7,6 @@ hyperparameter).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from megatron_port.config.layout import (
     divisors,
     layout_problems,
     legal_tensor_sizes,
+    octaves,
     pipeline_problems,
     with_values,
 )
@@ -65,12 +65,8 @@ def _free_of_world(config: RunConfig) -> RunConfig:
     return with_values(config, {"layout.data_parallel_size": 0, "cluster.nodes": 0})
 
 
-def _octaves(a: int, b: int) -> float:
-    return abs(math.log2(a) - math.log2(b))
-
-
 def _by_nearness(asked: int, legal: list[int]) -> list[int]:
-    return sorted(legal, key=lambda n: (round(_octaves(n, asked), 9), -n))
+    return sorted(legal, key=lambda n: (round(octaves(n, asked), 9), -n))
 
 
 def _micro_batches(config: RunConfig) -> list[int]:
@@ -114,6 +110,3 @@ def _line(asked: RunConfig, found: RunConfig, world: int) -> str:
         f"{sizes(found, found.layout.data_parallel_size)}{micro}{split}; global batch "
         f"{found.batch.global_batch_size} as before"
     )
-
-
-__all__ = ["ElasticChoice", "elastic_layout"]

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import LayoutConfig, RunConfig
 from megatron_port.errors import ConfigError
 
 
@@ -25,6 +25,11 @@ def nearest(value: int, legal: list[int]) -> list[int]:
     below = [x for x in legal if x < value]
     above = [x for x in legal if x > value]
     return below[-1:] + above[:1]
+
+
+def octaves(a: int, b: int) -> float:
+    """Return how far two sizes are apart, in factors of two."""
+    return abs(math.log2(a) - math.log2(b))
 
 
 def either(values: list[int]) -> str:
@@ -51,6 +56,11 @@ def asked_world(config: RunConfig, world_size: int | None) -> int | None:
     return config.cluster.nodes * config.cluster.gpus_per_node or None
 
 
+def model_ranks(layout: LayoutConfig) -> int:
+    """Return the ranks of one replica: tensor × pipeline × context parallel."""
+    return layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.context_parallel_size
+
+
 def topology_sizes(config: RunConfig, world_size: int | None) -> tuple[int, int, int]:
     """Return ``(tp, pp, dp)``; dp is derived from the world where the configuration leaves it 0.
 
@@ -65,12 +75,8 @@ def topology_sizes(config: RunConfig, world_size: int | None) -> tuple[int, int,
         raise ConfigError(problems)
     layout = config.layout
     world = asked_world(config, world_size)
-    model_ranks = layout.tensor_parallel_size * layout.pipeline_parallel_size
-    return (
-        layout.tensor_parallel_size,
-        layout.pipeline_parallel_size,
-        layout.data_parallel_size or (world // model_ranks if world else 1),
-    )
+    dp = layout.data_parallel_size or (world // model_ranks(layout) if world else 1)
+    return layout.tensor_parallel_size, layout.pipeline_parallel_size, dp
 
 
 def layout_problems(config: RunConfig, world_size: int | None) -> list[str]:
@@ -199,20 +205,17 @@ def _world_problems(config: RunConfig, world_size: int | None) -> list[str]:
     world = asked_world(config, world_size)
     if world is None:
         return out
-    t, p, d = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size
-    fits = world % (t * p) == 0
-    near = f"use a product of {either(nearest(t * p, divisors(world)))} for tp × pp"
-    if d and t * p * d != world:
-        fix = f"use data_parallel_size {world // (t * p)} (or 0: derived)" if fits else near
-        out.append(
-            f"tensor_parallel_size {t} × pipeline_parallel_size {p} × data_parallel_size {d} = {t * p * d} ranks, "
-            f"but the world has {world}; {fix}"
-        )
+    ranks, d, c = model_ranks(layout), layout.data_parallel_size, layout.context_parallel_size
+    fits = world % ranks == 0
+    near = f"use a product of {either(nearest(ranks, divisors(world)))} for tp × pp{' × cp' if c > 1 else ''}"
+    t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    sizes = f"tensor_parallel_size {t} × pipeline_parallel_size {p}"
+    sizes += f" × context_parallel_size {c}" if c > 1 else ""
+    if d and ranks * d != world:
+        fix = f"use data_parallel_size {world // ranks} (or 0: derived)" if fits else near
+        out.append(f"{sizes} × data_parallel_size {d} = {ranks * d} ranks, but the world has {world}; {fix}")
     elif not d and not fits:
-        out.append(
-            f"a world of {world} ranks does not divide by tensor_parallel_size {t} × pipeline_parallel_size {p} = "
-            f"{t * p}; {near}"
-        )
+        out.append(f"a world of {world} ranks does not divide by {sizes} = {ranks}; {near}")
     return out
 
 
@@ -222,7 +225,7 @@ def _replicas(config: RunConfig, world_size: int | None) -> int:
     world = asked_world(config, world_size)
     if layout.data_parallel_size or not world or world < 1:
         return layout.data_parallel_size or 1
-    return max(world // (layout.tensor_parallel_size * layout.pipeline_parallel_size), 1)
+    return max(world // model_ranks(layout), 1)
 
 
 def _axis_problems(config: RunConfig, world_size: int | None) -> list[str]:

@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron_port.config.ranges import (
+    AbsolutePath,
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    Positive,
+    Share,
+    Size,
+    SizeOrZero,
+    at_least,
+    between,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,17 +26,17 @@ class ClusterConfig:
 
     name: str = "local"
     """A label."""
-    gpus_per_node: int = 8
+    gpus_per_node: Size = 8
     """Ranks per node (GCDs on MI250X)."""
-    nodes: int = 0
+    nodes: SizeOrZero = 0
     """Nodes of the run; 0: as many as the launcher gives."""
-    peak_tflops: float = 0.0
+    peak_tflops: NonNegative = 0.0
     """Peak dense matmul rate of one device in the run's dtype, TFLOP/s; 0: MFU is not reported."""
-    memory_gb: float = 0.0
+    memory_gb: NonNegative = 0.0
     """Memory of one device, 10^9 bytes; 0: unknown."""
     device_label: str = "device"
     """What a rank's device is called, e.g. "GCD"."""
-    cores_per_task: int = 0
+    cores_per_task: CountOrZero = 0
     """CPU cores of one rank (srun -c); 0: SLURM's default."""
     interface: str = ""
     """Network interface whose address on the first node is the master's; empty: what its name resolves to."""
@@ -34,7 +48,7 @@ class ClusterConfig:
     """Further sbatch options of every job on this machine, one each, e.g. "--constraint=gpu"."""
     srun_options: tuple[str, ...] = ()
     """Further options of the srun that starts the ranks, one each, e.g. "--gpus-per-task=1"."""
-    local_disk: str = "/tmp"
+    local_disk: AbsolutePath = "/tmp"
     """Folder on each node's own disk, for a staged environment; {job_id} and {user} are filled in."""
     partition: str = ""
     """Partition of a job; empty: the site's default."""
@@ -52,59 +66,59 @@ class HardwareConfig:
 
     device: str = ""
     """What it is called, e.g. "A100-SXM4-80GB"."""
-    matmul_tflops: float = 0.0
+    matmul_tflops: NonNegative = 0.0
     """Largest rate that big bf16/fp16 products with fp32 accumulation reach (cluster.peak_tflops: the datasheet's)."""
-    fp32_matmul_tflops: float = 0.0
+    fp32_matmul_tflops: NonNegative = 0.0
     """The same for fp32 products; 0: a quarter of matmul_tflops. fp64 is taken as half of it."""
-    fp8_peak_tflops: float = 0.0
+    fp8_peak_tflops: NonNegative = 0.0
     """Peak dense fp8 rate; 0: no fp8."""
-    fp8_matmul_tflops: float = 0.0
+    fp8_matmul_tflops: NonNegative = 0.0
     """Largest rate that big fp8 products reach."""
-    compute_units: int = 0
+    compute_units: CountOrZero = 0
     """SMs or CUs of a device: tiles of a product that run at once."""
-    tile_rows: int = 256
+    tile_rows: Count = 256
     """Rows of the largest output tile of the vendor's matmul kernels."""
-    tile_columns: int = 128
+    tile_columns: Count = 128
     """Columns of that tile."""
-    inner_fill: int = 128
+    inner_fill: CountOrZero = 128
     """Steps along the inner dimension that filling and emptying a tile's pipeline costs; k / (k + fill) is left."""
-    attention_forward_tflops: float = 0.0
+    attention_forward_tflops: NonNegative = 0.0
     """Rate of the fused attention's forward, over the operations of the causal half; 0: no fused attention."""
-    attention_backward_tflops: float = 0.0
+    attention_backward_tflops: NonNegative = 0.0
     """The same for its backward (5 products where the forward has 2)."""
-    launch_us: float = 4.0
+    launch_us: NonNegative = 4.0
     """Least time between the starts of two kernels, microseconds."""
-    memory_bandwidth_gb: float = 0.0
+    memory_bandwidth_gb: NonNegative = 0.0
     """Datasheet bandwidth of device memory, 10^9 bytes/s."""
-    memory_efficiency: float = 0.85
+    memory_efficiency: Share = 0.85
     """Share of it that a large streaming kernel reaches."""
-    reserved_gb: float = 2.0
+    reserved_gb: NonNegative = 2.0
     """Device memory held by driver, libraries and communicators, outside the framework's allocator, 10^9 bytes."""
-    fragmentation: float = 0.03
+    fragmentation: Fraction = 0.03
     """Share of what is allocated that the caching allocator loses to holes."""
-    package_devices: int = 1
+    package_devices: Count = 1
     """Devices that share a package (2 GCDs an MI250X)."""
-    package_gb: float = 0.0
+    package_gb: NonNegative = 0.0
     """A device to the other in its package, each way, 10^9 bytes/s; 0 with package_devices 1."""
-    node_gb: float = 0.0
+    node_gb: NonNegative = 0.0
     """A device to the others of its node, all links together, each way, 10^9 bytes/s."""
-    node_efficiency: float = 0.8
+    node_efficiency: Share = 0.8
     """Share of package_gb and node_gb that a ring collective on large buffers reaches."""
-    node_latency_us: float = 5.0
+    node_latency_us: NonNegative = 5.0
     """One hop of a collective within a node, microseconds."""
-    nics: int = 0
+    nics: CountOrZero = 0
     """Network adapters per node; 0: one node only."""
-    nic_gb: float = 0.0
+    nic_gb: NonNegative = 0.0
     """One adapter, each way, 10^9 bytes/s."""
-    network_efficiency: float = 0.8
+    network_efficiency: Share = 0.8
     """Share of the adapters' bandwidth that a large collective or transfer between nodes reaches."""
-    network_latency_us: float = 15.0
+    network_latency_us: NonNegative = 15.0
     """One hop of a collective between nodes, microseconds."""
-    nodes_per_group: int = 0
+    nodes_per_group: CountOrZero = 0
     """Nodes below one level of the network (dragonfly group, pod); 0: one level."""
-    group_taper: float = 1.0
+    group_taper: Share = 1.0
     """Bandwidth a node has out of its group over that into the network (1: not tapered)."""
-    jitter: float = 0.015
+    jitter: NonNegative = 0.015
     """Spread (one sigma, share of the time) between equal devices at equal work; a job runs at the slowest's pace."""
 
 
@@ -112,11 +126,11 @@ class HardwareConfig:
 class CalibrationConfig:
     """Corrections of the hardware's rates for a whole cluster: measured, or from at most three named rows."""
 
-    matmul_scale: float = 1.0
+    matmul_scale: Positive = 1.0
     """Multiplies matmul_tflops, fp32_matmul_tflops and fp8_matmul_tflops; fused attention has rates of its own."""
-    memory_scale: float = 1.0
+    memory_scale: Positive = 1.0
     """Multiplies the achieved memory bandwidth."""
-    network_scale: float = 1.0
+    network_scale: Positive = 1.0
     """Multiplies the achieved bandwidth of all links."""
     source: str = ""
     """What was measured, or the published rows it was taken from."""
@@ -142,20 +156,20 @@ class LaunchConfig:
     """What follows a job that saved before its end: requeue (scontrol) | chain (a new job) | stop"""
     when_failed: Literal["requeue", "chain", "stop"] = "requeue"
     """What follows a node failure, a lost rank or a hang: requeue | chain | stop. Other faults always stop."""
-    max_attempts: int = 3
+    max_attempts: Count = 3
     """Failed attempts in a row at the same step after which the run stops."""
     memory_check: Literal["stop", "warn", "off"] = "stop"
     """stop (exit 2 before any process meets) | warn | off: what follows where the planner says that a run cannot fit
     its devices (cluster.memory_gb; only clusters with a [hardware] section)."""
-    signal_seconds: int = 300
+    signal_seconds: Annotated[int, between(1, 65535)] = 300
     """SIGUSR1 comes this long before the time limit: enough for the longest step and a save."""
     preflight: bool = False
     """Check every node, and the network between them, before the ranks start."""
-    spare_nodes: int = 0
+    spare_nodes: CountOrZero = 0
     """Nodes allocated beyond the layout's, so that preflight can leave bad ones out."""
-    rendezvous_timeout: float = 300.0
+    rendezvous_timeout: Positive = 300.0
     """Seconds for all ranks to report."""
-    collective_timeout: float = 1800.0
+    collective_timeout: Positive = 1800.0
     """Seconds after which a collective that does not complete fails."""
 
 
@@ -163,19 +177,19 @@ class LaunchConfig:
 class PreflightConfig:
     """What a healthy node and network show at least. 0: not checked against a number (only against the other nodes)."""
 
-    matmul_tflops: float = 0.0
+    matmul_tflops: NonNegative = 0.0
     """Dense matmul of one device in bf16 (fp32 on a CPU), TFLOP/s."""
-    share_of_median: float = 0.8
+    share_of_median: Annotated[float, between(0, 1)] = 0.8
     """Each device and link must reach this share of the median over all nodes."""
-    free_memory_gb: float = 0.0
+    free_memory_gb: NonNegative = 0.0
     """Free device memory, 10^9 bytes."""
-    free_disk_gb: float = 1.0
+    free_disk_gb: NonNegative = 1.0
     """Free space of the node-local disk, 10^9 bytes."""
-    node_busbw_gb: float = 0.0
+    node_busbw_gb: NonNegative = 0.0
     """All-reduce bus bandwidth within a node, 10^9 bytes/s (as rccl-tests and nccl-tests define it)."""
-    network_busbw_gb: float = 0.0
+    network_busbw_gb: NonNegative = 0.0
     """All-reduce bus bandwidth over all nodes, 10^9 bytes/s."""
-    link_gb: float = 0.0
+    link_gb: NonNegative = 0.0
     """Point-to-point between two nodes, one direction, 10^9 bytes/s."""
     network_plugin: str = ""
     """Network that NCCL or RCCL must have loaded, e.g. "AWS Libfabric" (OFI plug-in); empty: any."""
@@ -189,23 +203,23 @@ class WatchConfig:
     """Watch runs of more than one process."""
     single_process: bool = False
     """Watch a run of one process too."""
-    hang_seconds: float = 10.0
+    hang_seconds: Annotated[float, at_least(3)] = 10.0
     """A rank that makes no progress for this long, and for hang_steps steps, is hung: the run ends with exit 7."""
-    hang_steps: float = 3.0
+    hang_steps: Annotated[float, at_least(1)] = 3.0
     """In median steps."""
-    data_seconds: float = 0.0
+    data_seconds: NonNegative = 0.0
     """While a rank reads samples; 0: as elsewhere in a step. Raise it where the file system stalls."""
-    start_seconds: float = 1800.0
+    start_seconds: Positive = 1800.0
     """Without progress of any rank until the end of the first step (model, checkpoint, connections, kernels)."""
-    connect_seconds: float = 120.0
+    connect_seconds: Positive = 120.0
     """Without progress of any rank while the groups' communicators are made, at the very start."""
-    evaluate_seconds: float = 600.0
+    evaluate_seconds: Positive = 600.0
     """Without progress of any rank in an evaluation."""
-    save_seconds: float = 1800.0
+    save_seconds: Positive = 1800.0
     """Without progress of any rank while a checkpoint is saved."""
-    straggler_percent: float = 25.0
+    straggler_percent: NonNegative = 25.0
     """A rank whose own work takes this much longer than that of its stage's other ranks is named; 0: never."""
-    straggler_windows: int = 3
+    straggler_windows: Count = 3
     """For so many windows in a row."""
-    straggler_steps: int = 20
+    straggler_steps: Count = 20
     """Steps of a window; at least 5 s."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_port.config.choices import SIZES
+from megatron_port.config.dump import leaves
 from megatron_port.config.layout import (
     asked_world,
     batch_problems,
@@ -16,6 +17,7 @@ from megatron_port.config.layout import (
     legal_tensor_sizes,
     multiples,
     nearest,
+    octaves,
     pipeline_problems,
     with_values,
 )
@@ -27,14 +29,6 @@ _SPLIT = (
     "layout.data_parallel_size",
     "batch.micro_batch_size",
     "batch.global_batch_size",
-)
-_AT_LEAST_ONE = (
-    *_SPLIT[:2], *_SPLIT[3:], "layout.virtual_pipeline_size", "model.num_layers", "model.hidden_size",
-    "model.num_attention_heads", "model.vocab_size", "model.seq_length", "cluster.gpus_per_node",
-)
-_AT_LEAST_ZERO = (
-    _SPLIT[2], "model.num_query_groups", "model.head_dim", "model.ffn_hidden_size", "batch.rampup_start",
-    "batch.rampup_increment", "batch.rampup_samples", "cluster.nodes",
 )
 
 
@@ -79,7 +73,7 @@ def legal_neighbour(config: RunConfig, world_size: int | None) -> Neighbour | No
     asked = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
     best: tuple[float, Neighbour] | None = None
     for t, p, d in _grids(fixed, asked_world(fixed, world_size)):
-        cost = 1.0 * _octaves(t, asked[0]) + 1.0 * _octaves(p, asked[1]) + (0.5 * _octaves(d, asked[2] or d))
+        cost = 1.0 * octaves(t, asked[0]) + 1.0 * octaves(p, asked[1]) + (0.5 * octaves(d, asked[2] or d))
         if best and cost >= best[0]:
             continue
         micro, whole, change = _near_batch(batch.micro_batch_size, batch.global_batch_size, d)
@@ -97,18 +91,10 @@ def legal_neighbour(config: RunConfig, world_size: int | None) -> Neighbour | No
     return None if layout_problems(found.apply(config), world_size) else found
 
 
-def _octaves(a: int, b: int) -> float:
-    return abs(math.log2(a) - math.log2(b))
-
-
 def _repairs(config: RunConfig, world_size: int | None) -> dict[str, Any]:
     """The smallest changes that make the model and the sizes possible at all, before any split."""
-    out: dict[str, Any] = {}
-    for names, least in ((_AT_LEAST_ONE, 1), (_AT_LEAST_ZERO, 0)):
-        for name in names:
-            table, _, key = name.partition(".")
-            if getattr(getattr(config, table), key) < least:
-                out[name] = least
+    values = dict(leaves(config))
+    out: dict[str, Any] = {name: legal.least for name, legal in SIZES.items() if not legal.holds(values[name])}
     c = with_values(config, out)
     if (not c.model.head_dim and c.model.hidden_size % c.model.num_attention_heads) or (
         c.model.position_embedding == "rope" and c.model.head_size % 2
@@ -117,11 +103,11 @@ def _repairs(config: RunConfig, world_size: int | None) -> dict[str, Any]:
         if c.model.head_dim or not heads:
             out["model.head_dim"] = c.model.head_size + c.model.head_size % 2 or 2
         else:
-            out["model.num_attention_heads"] = min(heads, key=lambda n: _octaves(n, c.model.num_attention_heads))
+            out["model.num_attention_heads"] = min(heads, key=lambda n: octaves(n, c.model.num_attention_heads))
         c = with_values(config, out)
     if c.model.num_attention_heads % c.model.kv_heads:
         groups = nearest(c.model.kv_heads, divisors(c.model.num_attention_heads))
-        out["model.num_query_groups"] = min(groups, key=lambda n: _octaves(n, c.model.kv_heads))
+        out["model.num_query_groups"] = min(groups, key=lambda n: octaves(n, c.model.kv_heads))
     if c.layout.virtual_pipeline_size > c.model.num_layers:
         out["layout.virtual_pipeline_size"] = 1
     told = c.cluster.nodes * c.cluster.gpus_per_node
@@ -155,6 +141,6 @@ def _near_batch(micro: int, whole: int, dp: int) -> tuple[int, int, float]:
     options = [(0.5 + abs(near - whole) / whole, micro, near) for near in multiples(whole, unit)]
     if whole % dp == 0:
         smaller = max(n for n in divisors(whole // dp) if n <= micro)
-        options.append((0.1 * _octaves(smaller, micro), smaller, whole))
+        options.append((0.1 * octaves(smaller, micro), smaller, whole))
     cost, micro, whole = min(options)
     return micro, whole, cost

@@ -10,7 +10,7 @@ Two ways lead to a plugin, a Python module that adds to :mod:`megatron_port.regi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_port.errors import ConfigError
@@ -29,20 +29,29 @@ def plugin_problems(values: Mapping[str, Any], origin: str) -> list[str]:
         values: dotted name → value of what the configuration sets.
         origin: where ``plugins`` is set, for messages.
     """
+    found = import_problems(values.get("plugins", ()), origin)
+    if not found and any(values.get(r.field, r.names[0]) not in r.names for r in REGISTRIES):
+        found = installed_problems()
+    return found
+
+
+def import_problems(modules: Iterable[str], origin: str) -> list[str]:
+    """Import modules that register something; return what is wrong with them. ``origin``: where they are named."""
     found = []
-    for name in values.get("plugins", ()):
+    for name in modules:
         problem = _problem(lambda name=name: importlib.import_module(name))  # type: ignore[misc]
         if problem:
             found.append(
-                f"{origin}: plugin {name!r} cannot be loaded: {problem}; `plugins` takes names of modules that Python "
-                "finds: install the package, or add the folder that has it to PYTHONPATH"
+                f"{origin}: plugin {name!r} cannot be loaded: {problem}; plugins are modules that Python finds: "
+                "install the package, or add the folder that has it to PYTHONPATH"
             )
-    if not found and any(values.get(r.field, r.names[0]) not in r.names for r in REGISTRIES):
-        for shown, load in _entry_points():
-            problem = _problem(load)
-            if problem:
-                found.append(f"the installed plugin {shown} cannot be loaded: {problem}; repair or uninstall it")
     return found
+
+
+def installed_problems() -> list[str]:
+    """Import the plugins of installed packages; return what is wrong with them."""
+    tried = ((shown, _problem(load)) for shown, load in _entry_points())
+    return [f"the installed plugin {shown} cannot be loaded: {p}; repair or uninstall it" for shown, p in tried if p]
 
 
 def _entry_points() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from megatron_port.config.schema import ModelConfig
 
-FREE = frozenset({"name", "hidden_dropout", "attention_dropout", "init_std"})
+FREE = frozenset({"name", "family", "hidden_dropout", "attention_dropout", "init_std"})
 """Fields of a model that its weights do not depend on."""
 
 

@@ -3,8 +3,8 @@
 A run is described once, by :class:`RunConfig`, loaded from TOML by
 ``config.loader`` and checked by ``config.checks``. The string under a field is
 its help: ``config show`` and the reference in docs/ print it. A field with a
-fixed list of values is a ``Literal``; ``config.choices`` reads the list from
-the type for checks, errors and the reference. Sizes are counts,
+fixed list of values is a ``Literal``, one with a range has a type of
+``config.ranges``; ``config.choices`` reads both for checks, errors and the reference. Sizes are counts,
 times are seconds and memory is bytes unless the name says otherwise. 0 in a
 field marked "derived" means: take the value that the property computes.
 
@@ -15,7 +15,7 @@ milliseconds on a login node.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron_port.config.machine import (
     CalibrationConfig,
@@ -24,6 +24,21 @@ from megatron_port.config.machine import (
     LaunchConfig,
     PreflightConfig,
     WatchConfig,
+)
+from megatron_port.config.ranges import (
+    Count,
+    CountOrZero,
+    FolderName,
+    Fraction,
+    NonNegative,
+    PathText,
+    Positive,
+    Share,
+    Size,
+    SizeOrZero,
+    SpikeFactor,
+    Text,
+    at_least,
 )
 
 __all__ = [
@@ -39,37 +54,40 @@ class ModelConfig:
 
     name: str = "gpt"
     """A label for logs and checkpoints."""
-    num_layers: int = 2
+    family: str = "auto"
+    """Hugging Face family that exports are written as: auto (the first that computes this model) | gpt2 | gpt_neox |
+    llama | qwen3, or one that a plugin registers. Changes no number."""
+    num_layers: Size = 2
     """Transformer layers."""
-    hidden_size: int = 128
+    hidden_size: Size = 128
     """Width of the residual stream, h."""
-    num_attention_heads: int = 4
+    num_attention_heads: Size = 4
     """Query heads, a."""
-    num_query_groups: int = 0
+    num_query_groups: SizeOrZero = 0
     """Key/value heads (grouped-query attention); 0: as many as query heads."""
-    head_dim: int = 0
+    head_dim: SizeOrZero = 0
     """Size of one head; 0: hidden_size / num_attention_heads."""
-    ffn_hidden_size: int = 0
+    ffn_hidden_size: SizeOrZero = 0
     """Width of the MLP; 0: 4h for gelu, 8h/3 rounded up to a multiple of 256 for swiglu."""
-    vocab_size: int = 50257
+    vocab_size: Size = 50257
     """Entries of the tokenizer, before any padding."""
-    seq_length: int = 1024
+    seq_length: Size = 1024
     """Tokens per sample, s; also the number of learned positions."""
     position_embedding: Literal["learned", "rope"] = "learned"
     """Positions: a learned table, or rotary embeddings of queries and keys (rope)."""
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
-    rotary_percent: float = 1.0
+    rotary_percent: Share = 1.0
     """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest knows no position."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
     """none | linear (all frequencies divided by rope_factor) | llama3 (Llama 3.1: only the low ones)"""
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, at_least(1)] = 1.0
     """linear, llama3: what low frequencies are divided by."""
-    rope_original_length: int = 0
+    rope_original_length: CountOrZero = 0
     """llama3: tokens of the context before scaling."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: Positive = 1.0
     """llama3: frequencies with fewer turns than this in the original context are divided."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: Positive = 4.0
     """llama3: frequencies with more turns than this stay; between the two they blend."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization before attention, before the MLP and before the head."""
@@ -77,7 +95,7 @@ class ModelConfig:
     """Attention and MLP both read the layer's input (GPT-J, GPT-NeoX), instead of one after the other."""
     qk_norm: bool = False
     """RMSNorm of each query and each key head, before rotation (Qwen3); one weight of a head's size for all heads."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: Positive = 1e-5
     """Added to the variance."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     """gelu (erf) | gelu_tanh | swiglu"""
@@ -85,11 +103,11 @@ class ModelConfig:
     """Biases in all linears and (with layernorm) norms."""
     tie_embeddings: bool = True
     """The head uses the token embedding's matrix."""
-    hidden_dropout: float = 0.0
+    hidden_dropout: Fraction = 0.0
     """Probability, after the embedding and each residual branch."""
-    attention_dropout: float = 0.0
+    attention_dropout: Fraction = 0.0
     """Probability, on attention weights; only the math provider keeps it free of layout."""
-    init_std: float = 0.02
+    init_std: NonNegative = 0.02
     """Standard deviation of the initial weights; output layers use init_std / sqrt(2 L)."""
 
     @property
@@ -125,34 +143,34 @@ class ModelConfig:
 class LayoutConfig:
     """Split of the run over processes. Changing it changes no number beyond rounding."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Size = 1
     """Ranks that share each layer, t. Keep it within a node."""
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: Size = 1
     """Stages, p."""
-    virtual_pipeline_size: int = 1
+    virtual_pipeline_size: Size = 1
     """Chunks of layers on each stage, v (engine native): interleaved 1f1b, or zb-v with 2."""
-    data_parallel_size: int = 0
+    data_parallel_size: SizeOrZero = 0
     """Replicas, d; 0: world size / (t * p)."""
-    shard_size: int = 0
+    shard_size: SizeOrZero = 0
     """Replicas over which ZeRO splits optimizer state, a divisor of d; the others hold copies of the pieces (hybrid
     sharding, engine native). 0: all of them."""
-    context_parallel_size: int = 1
+    context_parallel_size: Size = 1
     """Ranks that share the positions of a sequence, c. Not built yet: only 1."""
-    expert_parallel_size: int = 1
+    expert_parallel_size: Size = 1
     """Ranks that share the experts of a layer, e. Not built yet: only 1."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
     zero_stage: Literal[0, 1, 2] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
     reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb)."""
-    reduce_bucket_size: int = 33_554_432
+    reduce_bucket_size: Size = 33_554_432
     """Elements that one collective of gradients or weights between replicas moves (engine native)."""
     pipeline_schedule: str = "1f1b"
     """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2), or a schedule that a plugin registers (engine
     native); docs/pipeline.md"""
     pipeline_split: tuple[int, ...] = ()
     """Transformer layers on each virtual stage, in order; empty: balanced by cost, embedding and head counted."""
-    vocab_padding_multiple: int = 128
+    vocab_padding_multiple: Size = 128
     """The vocabulary is padded to a multiple of this times t; padded logits are masked."""
     recompute: Literal["none", "selective", "full"] = "none"
     """none | selective (attention core) | full (each layer from its input)"""
@@ -165,15 +183,15 @@ class LayoutConfig:
 class BatchConfig:
     """Samples that one optimizer step consumes."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: Size = 1
     """Samples in one forward pass of one replica."""
-    global_batch_size: int = 8
+    global_batch_size: Size = 8
     """Samples in one optimizer step, over all replicas."""
-    rampup_start: int = 0
+    rampup_start: SizeOrZero = 0
     """Global batch of the first step; 0: no ramp-up."""
-    rampup_increment: int = 0
+    rampup_increment: SizeOrZero = 0
     """Added at each stage of the ramp-up."""
-    rampup_samples: int = 0
+    rampup_samples: SizeOrZero = 0
     """Samples over which the ramp-up reaches global_batch_size."""
 
 
@@ -189,15 +207,15 @@ class PrecisionConfig:
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of gradients sent between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
     fp32). fp32 means the full width, fp64 in an fp64 run."""
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: Positive = 65536.0
     """fp16: first loss scale."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Count = 1000
     """fp16: good steps before the scale doubles."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Positive = 1.0
     """fp16: the scale does not fall below this."""
-    loss_scale_hysteresis: int = 2
+    loss_scale_hysteresis: Count = 2
     """fp16: overflows before the scale halves."""
-    max_skipped_steps: int = 50
+    max_skipped_steps: Count = 50
     """fp16: overflows in a row after which training stops with exit 6."""
 
 
@@ -207,25 +225,25 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """adamw (Loshchilov & Hutter, arXiv 1711.05101), or a rule that a plugin registers (engine native)"""
-    lr: float = 3e-4
+    lr: Positive = 3e-4
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: NonNegative = 0.0
     """Learning rate at the end of the decay."""
-    beta1: float = 0.9
+    beta1: Fraction = 0.9
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: Fraction = 0.95
     """Decay of the second moment, where the rule has one."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """On matrices and embeddings; never on biases and norms."""
-    clip_grad: float = 1.0
+    clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate's decay after the warmup."""
-    warmup_steps: int = 0
+    warmup_steps: CountOrZero = 0
     """Steps of linear warm-up from 0."""
-    decay_steps: int = 0
+    decay_steps: CountOrZero = 0
     """Step at which min_lr is reached; 0: training.steps."""
 
 
@@ -261,16 +279,16 @@ class DataConfig:
 class TrainingConfig:
     """The loop."""
 
-    steps: int = 100
+    steps: Count = 100
     """Optimizer steps."""
     loss: str = "cross_entropy"
     """Loss that training minimises, averaged over tokens: cross_entropy, or a loss that a plugin registers. Evaluations
     always report the cross-entropy."""
-    eval_interval: int = 0
+    eval_interval: CountOrZero = 0
     """Steps between evaluations; 0: only at the end when eval_batches > 0."""
-    eval_batches: int = 0
+    eval_batches: CountOrZero = 0
     """Global batches in one evaluation, at most the whole split, of which each sample counts once; 0: none."""
-    log_interval: int = 1
+    log_interval: Count = 1
     """Steps between lines on the console (metrics.jsonl has every step)."""
 
 
@@ -278,24 +296,24 @@ class TrainingConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save_interval: int = 0
+    save_interval: CountOrZero = 0
     """Steps between checkpoints; 0: only at the end."""
     save_final: bool = True
     """Save after the last step. A run that a signal stops before its end saves always."""
-    keep: int = 2
+    keep: CountOrZero = 2
     """Checkpoints kept; older ones are removed after a commit. 0: all."""
     asynchronous: bool = True
     """Save beside training, from a copy in host memory (this rank's share of the state); the step pays for the copy.
     The save after the last step, or on a signal, is synchronous."""
     verify_saves: bool = True
     """Read every file back and compare it with what was written before the checkpoint is committed."""
-    max_failures: int = 3
+    max_failures: CountOrZero = 3
     """Saves in a row that may fail (disk full, no permission) before training stops with exit 5. 0: never stop."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto (newest whole checkpoint of the run folder, if any) | never | a path (of a checkpoint, or of a folder of
     them). Where a newer one turns out damaged, the one before it is taken and a line is printed; not so for the
     path of one checkpoint."""
-    lease_seconds: float = 60.0
+    lease_seconds: Positive = 60.0
     """A run folder is one attempt's at a time. The next may take it over from an attempt that ended without a word on a
     host that cannot be asked once its heartbeat has stood still for so long; at once where its process or its SLURM job
     is known to be gone."""
@@ -348,22 +366,22 @@ class NumericsConfig:
     on_anomaly: Literal["skip", "stop", "rewind"] = "skip"
     """skip (continue with the next samples) | stop (exit 6) | rewind (back to the last checkpoint; samples that do it
     again are left out of the order)"""
-    loss_spike: float = 3.0
+    loss_spike: SpikeFactor = 3.0
     """A loss above this times the running median is an anomaly, and so is one above 1.25 times that of guessing
     (ln(vocab_size), or the first step's loss where it is larger); 0: only a loss that is not finite. A loss below 1 nat
     never is."""
-    grad_norm_spike: float = 100.0
+    grad_norm_spike: SpikeFactor = 100.0
     """The same for the gradient norm; 0: only a norm that is not finite. A norm below optimizer.clip_grad never is."""
-    window: int = 64
+    window: Annotated[int, at_least(2)] = 64
     """Applied steps in the running medians. Until half of them are known the largest value stands for the median, from
     8 steps on."""
-    max_anomalies: int = 10
+    max_anomalies: Count = 10
     """Anomalies within 1,000 steps at which training stops with exit 6, whatever on_anomaly says."""
-    state_check_interval: int = -1
+    state_check_interval: Annotated[int, at_least(-1)] = -1
     """Updates between checks that nothing but an update changed this rank's weights, masters and moments: they are
     hashed after the update and before the next (docs/metrics.md). -1: every update, on GPUs as often as costs about 1 %
     of a step of so many tokens; 0: never."""
-    replay_interval: int = 0
+    replay_interval: CountOrZero = 0
     """Steps between replays of a micro-batch by another replica, whose results must be equal to the bit: finds devices
     that compute wrongly (docs/metrics.md). On GPUs it needs backend.deterministic. 0: never."""
 
@@ -378,11 +396,11 @@ class TelemetryConfig:
     """off | offline (files below the run's folder) | online: Weights & Biases (optional dependency)"""
     mlflow: Literal["off", "offline", "online"] = "off"
     """off | offline (files below the run's folder) | online (the server that MLFLOW_TRACKING_URI names)"""
-    project: str = "megatron_port"
+    project: Text = "megatron_port"
     """Project (Weights & Biases) or experiment (MLflow) that the run is filed under."""
-    replica_check_interval: int = 100
+    replica_check_interval: CountOrZero = 100
     """Steps between checks that replicated parameters are equal on all ranks; 0: never."""
-    published_tflops: float = 0.0
+    published_tflops: NonNegative = 0.0
     """A published rate to print beside this run's, hardware TFLOP/s per device; 0: none."""
     published_source: str = ""
     """Where that rate was published."""
@@ -392,11 +410,11 @@ class TelemetryConfig:
 class RunConfig:
     """One training run."""
 
-    name: str = "run"
+    name: FolderName = "run"
     """Name of the run; its folder is output_dir/name."""
-    output_dir: str = "runs"
+    output_dir: PathText = "runs"
     """Where run folders live."""
-    seed: int = 1234
+    seed: CountOrZero = 1234
     """Of weights, data order and dropout."""
     engine: Literal["deepspeed", "native"] = "deepspeed"
     """deepspeed | native"""

@@ -77,7 +77,8 @@ def _token_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (log-probability, whether it is the likeliest) of each label; logits [seq, batch, columns]."""
     offset, extent = model.vocabulary
-    ops, group = model.stage.build.providers.cross_entropy, model.ctx.over("tp")
+    assert model.stage.head is not None  # there are logits
+    ops, group = model.stage.head.cross_entropy, model.ctx.over("tp")
     highest, total, target = ops.statistics(logits.contiguous(), labels, offset=offset, extent=extent)
     if group is not None:
         own = highest.clone()

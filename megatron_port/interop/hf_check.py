@@ -176,11 +176,17 @@ def their_logits(transformers: Any, folder: Path, tokens: torch.Tensor, *, scale
 
 
 def _real_buffers(network: nn.Module, config: Any) -> None:
-    """Buffers that no file has (rotary frequencies) are computed by their module's constructor."""
+    """Compute the buffers that no file has (rotary frequencies, causal masks) by their module's constructor."""
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
-            if any(b.is_meta for b in child.buffers(recurse=False)):
-                setattr(parent, name, type(child)(config))
+            if not any(b.is_meta for b in child.buffers(recurse=False)):
+                continue
+            made = type(child)(config)
+            if next(made.parameters(), None) is None:
+                setattr(parent, name, made)
+            else:  # its parameters stay, which may be tied to another module's
+                for key, buffer in made.named_buffers(recurse=False):
+                    child.register_buffer(key, buffer, persistent=False)
 
 
 def _stream(module: nn.Module, own: dict[str, str], source: HFFolder, norms: set[str], scale: float) -> None:

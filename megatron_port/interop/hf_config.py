@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_port.config.plugins import installed_problems
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
-from megatron_port.model.families import FAMILIES
+from megatron_port.model.families import AUTO, family_named, family_names
 from megatron_port.model.families.family import Family
 from megatron_port.model.families.fields import HARMLESS, Fields
+from megatron_port.registry import FAMILIES
 
 CONFIG = "config.json"
 _MAX_BYTES = 1 << 24
-_TRAINING = frozenset({"name", "hidden_dropout", "attention_dropout"})
+_TRAINING = frozenset({"name", "family", "hidden_dropout", "attention_dropout"})
 """Fields of a model that do not change what it computes outside training."""
 _ROPE = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith(("rope_", "rotary_")))
 
@@ -41,11 +43,29 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family that ``model_type`` names. Raises CheckpointError for one that is not registered."""
+    """Return the family that ``model_type`` names. Raises CheckpointError for one that is not registered."""
     found = config.get("model_type")
-    if found not in FAMILIES:
-        raise CheckpointError(f"{where}: model_type {found!r:.80}; only {', '.join(FAMILIES)} can be imported")
-    return FAMILIES[str(found)]
+    if found not in family_names() and isinstance(found, str):
+        _load_installed()
+    if found not in family_names():
+        raise CheckpointError(
+            f"{where}: model_type {found!r:.80}; only {', '.join(family_names())} can be imported, and what a plugin "
+            "registers (--plugin, or `plugins` of a run file)"
+        )
+    return family_named(str(found))
+
+
+def _load_installed() -> None:
+    """Import the plugins of installed packages: one of them may have the family."""
+    problems = installed_problems()
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _exported_as(family: Family) -> str:
+    """Return ``model.family`` of an imported model. Own families differ in what they compute, so the model itself says
+    which it is; a plugin's may compute what another does."""
+    return family.name if family.name in FAMILIES.added else AUTO
 
 
 def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -63,7 +83,7 @@ def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     fields.refuse_unknown(config, HARMLESS | family.harmless)
     name = config.get("_name_or_path") or family.name
     try:
-        model = ModelConfig(name=Path(str(name)).name or family.name, **values)
+        model = ModelConfig(name=Path(str(name)).name or family.name, family=_exported_as(family), **values)
     except TypeError as error:
         raise fields.fault(str(error)) from None
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length", "kv_heads", "ffn_size")
@@ -84,14 +104,23 @@ def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def family_for(model: ModelConfig) -> str:
-    """The family that computes what this model does: its config.json, read back, gives the same model.
+    """Return the family that a model is exported as: ``model.family``, or the first that computes what it does.
 
-    A field of the model that a family does not write is therefore never lost in silence.
+    The family's config.json, read back, gives the same model: a field that a family does not write is therefore never
+    lost in silence.
 
     Raises:
         CheckpointError: there is none; says what each of them would need.
     """
-    lacking = {name: _lacking(model, family) for name, family in FAMILIES.items()}
+    if model.family not in (AUTO, *family_names()):
+        _load_installed()
+    if model.family not in (AUTO, *family_names()):
+        raise CheckpointError(
+            f"model.family {model.family!r} is not registered here; name the plugin that has it (--plugin), or export "
+            f"another: {', '.join(family_names())}"
+        )
+    asked = family_names() if model.family == AUTO else (model.family,)
+    lacking = {name: _lacking(model, family_named(name)) for name in asked}
     for name, missing in lacking.items():
         if not missing:
             return name
@@ -132,7 +161,7 @@ def _shown(value: Any) -> str:
 
 def hf_config(model: ModelConfig, *, dtype: str, eos: int | None) -> dict[str, Any]:
     """A ``config.json`` for :func:`family_for`'s architecture. ``dtype``: e.g. ``float32``. ``eos``: end of text."""
-    return _config(model, FAMILIES[family_for(model)]) | {
+    return _config(model, family_named(family_for(model))) | {
         "torch_dtype": dtype, "bos_token_id": eos, "eos_token_id": eos, "use_cache": True
     }
 

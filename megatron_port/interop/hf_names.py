@@ -19,7 +19,7 @@ from math import prod
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
-from megatron_port.model.families import FAMILIES
+from megatron_port.model.families import family_named
 from megatron_port.model.families.family import Names
 from megatron_port.model.shapes import parameter_shapes
 
@@ -98,7 +98,7 @@ def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
 
 
 def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) -> Mapped:
-    rows, names = _rows(name, shape), FAMILIES[family].names
+    rows, names = _rows(name, shape), family_named(family).names
     if name == "head.weight":
         return Mapped(name, shape, (Run(0, names.head, 0, rows),), False)
     module, _, kind = name.rpartition(".")

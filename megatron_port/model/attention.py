@@ -19,13 +19,14 @@ from megatron_port.parallel.positions import Positions
 def projection_rows(groups: Groups, ctx: ParallelContext) -> tuple[Rows, Rows] | None:
     """Return this tp rank's query rows of the fused projection, and the key and value rows that it shares; None where
     nothing is shared. Raises ValueError where the topology disagrees."""
-    copies = groups.held(ctx.topology.tp) // groups.groups
-    if ctx.topology.kv_copies != copies:
+    tp = ctx.size("tp")
+    copies = groups.held(tp) // groups.groups
+    if ctx.size("kv_copies") != copies:
         raise ValueError(
-            f"{groups.groups} key/value heads on {ctx.topology.tp} tp ranks have {copies} copies, and the topology "
-            f"says {ctx.topology.kv_copies}"
+            f"{groups.groups} key/value heads on {tp} tp ranks have {copies} copies, and the mesh says "
+            f"{ctx.size('kv_copies')}"
         )
-    return None if copies == 1 else rank_rows(groups, ctx.topology.tp, ctx.index("tp"))
+    return None if copies == 1 else rank_rows(groups, tp, ctx.index("tp"))
 
 
 def rank_rows(groups: Groups, tp: int, rank: int) -> tuple[Rows, Rows]:
@@ -54,11 +55,10 @@ class SelfAttention(nn.Module):
 
     def __init__(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()
-        tp = build.ctx.topology.tp
+        tp = build.ctx.size("tp")
         self.spec, self.providers, self.stream = spec, build.providers, build.stream
-        self.dropout, self.recompute = build.model.attention_dropout, build.layout.recompute == "selective"
-        self.rotary = build.rotary if build.model.position_embedding == "rope" else None
-        self.partition = build.partition
+        self.dropout, self.recompute = build.model.attention_dropout, build.recompute == "selective"
+        self.rotary, self.partition = build.rotary, build.partition
         self.groups = spec.groups.held(tp) // tp
         self.heads_per_group = spec.groups.heads // spec.groups.held(tp)
         self.head_size = spec.groups.head_size

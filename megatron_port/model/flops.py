@@ -25,27 +25,12 @@ from megatron_port.model.decoder_spec import model_spec
 RECOMPUTE = ("none", "selective", "full")
 
 
-def layer_matmul_parameters(model: ModelConfig) -> int:
-    """Elements of the matrices of one transformer layer."""
-    return model_spec(model).layers[0].matmul_numel
-
-
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of the whole model, padding left out; a tied head counts once."""
     spec = model_spec(model)
     ends = (*spec.embedding.parameters, *(p for p in spec.head.parameters if not p.tied))
     layers = sum(count * sum(p.numel for p in layer.parameters) for layer, count in spec.kinds())
     return sum(p.numel for p in ends) + layers
-
-
-def layer_forward_flops(model: ModelConfig) -> int:
-    """Operations of one layer's forward on one sample."""
-    return model_spec(model).layers[0].forward_flops(model.seq_length)
-
-
-def attention_core_flops(model: ModelConfig) -> int:
-    """Operations of QKᵀ and of the weights times V in one layer's forward on one sample: 4·s²·a·d."""
-    return model_spec(model).layers[0].attention.core_flops(model.seq_length)
 
 
 def unit_costs(model: ModelConfig) -> list[float]:

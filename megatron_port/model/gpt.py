@@ -30,10 +30,9 @@ class GPTStage(nn.Module):
         table: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.build = build
-        topology = build.ctx.topology
-        virtual = build.ctx.coords.pp if virtual is None else virtual
-        self.first, self.last = virtual == 0, virtual == topology.virtual_stages - 1
+        self.partition, self.hidden_size, self.dtype = build.partition, build.model.hidden_size, build.dtype
+        virtual = build.ctx.index("pp") if virtual is None else virtual
+        self.first, self.last = virtual == 0, virtual == build.ctx.topology.virtual_stages - 1
         spec = model_spec(build.model)
         self.embedding = Embedding(spec.embedding, build) if self.first else None
         self.layers = nn.ModuleList(TransformerLayer(i, spec.layers[i], build) for i in range(start, stop))
@@ -64,8 +63,7 @@ class GPTStage(nn.Module):
 
     def boundary(self, batch: int, seq: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the name → (shape, dtype) of each tensor that passes between stages."""
-        rows = self.build.partition.residual(seq).count
-        return {"hidden": ((rows, batch, self.build.model.hidden_size), self.build.dtype)}
+        return {"hidden": ((self.partition.residual(seq).count, batch, self.hidden_size), self.dtype)}
 
 
 def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GPTStage]:
@@ -73,7 +71,7 @@ def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GP
     topology, chunks = build.ctx.topology, []
     table: nn.Parameter | None = None
     for chunk in range(topology.vp):
-        virtual = topology.virtual_stage(build.ctx.coords.pp, chunk)
+        virtual = topology.virtual_stage(build.ctx.index("pp"), chunk)
         start = sum(layers_by_chunk[:virtual])
         stage = GPTStage(build, start=start, stop=start + layers_by_chunk[virtual], virtual=virtual, table=table)
         if stage.embedding is not None:

@@ -23,7 +23,7 @@ class Embedding(nn.Module):
 
     def __init__(self, spec: EmbeddingSpec, build: BuildContext) -> None:
         super().__init__()
-        self.build = build
+        self.residual = build.residual
         apart = build.ctx.topology.last_stage != 0  # else the head shares this parameter
         weight = build.table(spec.word, tied_apart=spec.word.tied and apart)
         self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
@@ -35,12 +35,12 @@ class Embedding(nn.Module):
         x = self.word(tokens.t().contiguous())
         if self.position is not None:
             x = x + self.position_rows(self, x.shape[0])
-        return self.build.residual_dropout(x, op="embedding")
+        return self.residual.drop(x, op="embedding")
 
     def own_positions(self, rows: int) -> torch.Tensor:
         """Learned embeddings of the positions of this rank's ``rows``, [rows, 1, hidden]."""
         assert self.position is not None
-        return self.build.residual_positions(rows).take(self.position)[:, None, :]
+        return self.residual.positions(rows).take(self.position)[:, None, :]
 
 
 class TransformerLayer(nn.Module):
@@ -52,20 +52,21 @@ class TransformerLayer(nn.Module):
     def __init__(self, index: int, spec: LayerSpec, build: BuildContext) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.name, self.build, self.parallel_residual = name, build, spec.parallel_residual
+        self.name, self.parallel_residual = name, spec.parallel_residual
+        self.residual, self.stream, self.recompute = build.residual, build.stream, build.recompute == "full"
         self.norm1 = Norm(name, spec.norm1, build)
         self.attention = SelfAttention(name, spec.attention, build)
         self.norm2 = Norm(name, spec.norm2, build)
         self.mlp = MLP(name, spec.mlp, build)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        join = self.build.bias_dropout_add
+        join = self.residual.bias_dropout_add
         out, bias = self.attention(self.norm1(x)), self.attention.output.bias
         if self.parallel_residual:
             branch = self.mlp(self.norm2(x))
             x = join(out, bias, x, op=f"{self.name}.attention")
             return join(branch, self.mlp.down.bias, x, op=f"{self.name}.mlp")
-        if bias is None and self.build.dropout_now == 0.0:
+        if bias is None and self.residual.dropout_now == 0.0:
             y, x = self.norm2.add(out, x)
         else:
             x = join(out, bias, x, op=f"{self.name}.attention")
@@ -73,8 +74,8 @@ class TransformerLayer(nn.Module):
         return join(self.mlp(y), self.mlp.down.bias, x, op=f"{self.name}.mlp")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.build.layout.recompute == "full" and self.training and torch.is_grad_enabled():
-            return recompute(self._forward, x, stream=self.build.stream)
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return recompute(self._forward, x, stream=self.stream)
         return self._forward(x)
 
 
@@ -86,15 +87,14 @@ class Head(nn.Module):
 
     def __init__(self, spec: HeadSpec, build: BuildContext, shared: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.build = build
+        self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel
+        self.loss, self.cross_entropy = build.loss, build.providers.cross_entropy
         self.norm = Norm("", spec.norm, build)
         tied = spec.weight.tied
         self.weight = shared if shared is not None else build.table(spec.weight, tied_apart=tied, primary=not tied)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(
-            self.norm(x), self.weight, group=self.build.ctx.over("tp"), sequence_parallel=self.build.sequence_parallel
-        )
+        return linear(self.norm(x), self.weight, group=self.group, sequence_parallel=self.sequence_parallel)
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of each token [batch, seq] in nats for ``labels`` int64 [batch, seq].
@@ -102,9 +102,9 @@ class Head(nn.Module):
         Evaluations use the cross-entropy, whatever loss the run trains with.
         """
         record = self.weight.record  # type: ignore[attr-defined]
-        loss = self.build.loss if self.training else vocab_parallel_cross_entropy
+        loss = self.loss if self.training else vocab_parallel_cross_entropy
         losses = loss(
             logits, labels.t().contiguous(), offset=record.offset[0], extent=record.extent[0],
-            group=self.build.ctx.over("tp"), ops=self.build.providers.cross_entropy,
+            group=self.group, ops=self.cross_entropy,
         )
         return losses.t()

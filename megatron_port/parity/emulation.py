@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from megatron_port.backend import cpu_upcast
 from megatron_port.backend.cross_entropy import CrossEntropyOps
 from megatron_port.config.schema import RunConfig
 from megatron_port.model.attention import SelfAttention, rank_rows
-from megatron_port.model.build import BuildContext
 from megatron_port.model.layers import Head, TransformerLayer
 from megatron_port.model.norm import Norm
+from megatron_port.model.residual import ResidualStream
 from megatron_port.parallel.embedding import padded_vocab_size
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
 from megatron_port.parallel.linear_kernels import PLAIN
@@ -82,7 +81,7 @@ class RoundingEmulation:
             elif isinstance(module, Norm) and (self.sequence_parallel or module.over_heads):
                 _cut_norm(module, tp)
             elif isinstance(module, TransformerLayer) and self.sequence_parallel:
-                module.build = _CutBuild.of(module.build, tp)
+                module.residual = _SplitResidual.of(module.residual, tp)
 
     def _kernels(self, *, inputs: Pieces = (), outputs: Pieces = (), packed: int = 1) -> SplitSumLinearKernels:
         return SplitSumLinearKernels(inputs, outputs, packed, self.rounded_weight_gradients)
@@ -108,9 +107,8 @@ class RoundingEmulation:
         vocab, tp = record_of(head.weight).shape[0], self.tensor_parallel_size
         share = padded_vocab_size(vocab, tp=tp, multiple=self.vocab_padding_multiple) // tp
         pieces = tuple(slice(min(i * share, vocab), min((i + 1) * share, vocab)) for i in range(tp))
-        kernels, providers = self._kernels(outputs=pieces), head.build.providers
-        losses = _CutCrossEntropy(providers.cross_entropy, tuple(p for p in pieces if p.start < p.stop))
-        head.build = dataclasses.replace(head.build, providers=dataclasses.replace(providers, cross_entropy=losses))
+        kernels = self._kernels(outputs=pieces)
+        head.cross_entropy = _CutCrossEntropy(head.cross_entropy, tuple(p for p in pieces if p.start < p.stop))
 
         def forward(x: Tensor) -> Tensor:
             weight = head.weight.view_as(head.weight) if self.tied_in_the_dtype else head.weight
@@ -299,33 +297,22 @@ def _cut_norm(norm: Norm, ranks: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Rank(BuildContext):
-    """The build of one of several ranks that divide the residual stream."""
+class _SplitResidual(ResidualStream):
+    """Residual stream that adds biases to each rank's tokens by themselves."""
 
-    place: int = 0
-    places: int = 1
-
-    @cached_property
-    def partition(self) -> SequencePartition:
-        """This rank's piece of the sequence."""
-        return SequencePartition(piece=self.place, pieces=self.places)
-
-
-@dataclass(frozen=True)
-class _CutBuild(BuildContext):
-    """Build context that adds biases to each rank's tokens by themselves."""
-
-    ranks: tuple[_Rank, ...] = ()
+    ranks: tuple[ResidualStream, ...] = ()
 
     @classmethod
-    def of(cls, build: BuildContext, ranks: int) -> _CutBuild:
-        """Return a copy of the context a layer was built with."""
-        fields = {f.name: getattr(build, f.name) for f in dataclasses.fields(build)}
-        return cls(**fields, ranks=tuple(_Rank(**fields, place=i, places=ranks) for i in range(ranks)))
+    def of(cls, residual: ResidualStream, ranks: int) -> _SplitResidual:
+        """Return a copy of a layer's residual stream, with that of each of the ranks that would divide it."""
+        parts = tuple(
+            dataclasses.replace(residual, partition=SequencePartition(piece=i, pieces=ranks)) for i in range(ranks)
+        )
+        return cls(**vars(residual), ranks=parts)
 
     def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, op: str) -> Tensor:
-        out = []
-        for rank, part, rest in zip(self.ranks, x.chunk(len(self.ranks)), residual.chunk(len(self.ranks))):
-            own = None if bias is None else _share(bias, rank.place)
+        count, out = len(self.ranks), []
+        for i, (rank, part, rest) in enumerate(zip(self.ranks, x.chunk(count), residual.chunk(count))):
+            own = None if bias is None else _share(bias, i)
             out.append(rank.bias_dropout_add(part, own, rest, op=op))
         return torch.cat(out)

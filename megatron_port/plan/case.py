@@ -20,6 +20,7 @@ from megatron_port.errors import ConfigError
 from megatron_port.model.flops import unit_costs
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.registry import OPTIMIZERS
 
 T = TypeVar("T")
 
@@ -102,6 +103,10 @@ class Case:
     cp: int = 1
     sequence_parallel: bool = False
     zero_stage: int = 1
+    shard: int = 0
+    """Replicas over which ZeRO splits optimizer state (hybrid sharding); 0: all."""
+    state_tensors: int = 2
+    """Tensors of optimizer state for each parameter, masters left out: the kinds of the rule (AdamW: 2)."""
     schedule: str = "1f1b"
     recompute: str = "none"
     micro_batch: int = 1
@@ -127,6 +132,21 @@ class Case:
     def world(self) -> int:
         """Devices."""
         return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def shard_size(self) -> int:
+        """Replicas in one shard group; the largest that divides both where ``dp`` is no multiple of ``shard``."""
+        return math.gcd(self.shard, self.dp)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which optimizer state is split."""
+        return self.shard_size * self.cp if self.zero_stage else 1
+
+    @property
+    def shard_copies(self) -> int:
+        """Ranks that hold the same piece of optimizer state and sum its gradients; 1 where the state is not split."""
+        return self.dp // self.shard_size if self.shards > 1 else 1
 
     @property
     def padded_vocab(self) -> int:
@@ -179,7 +199,8 @@ class Case:
         parts = [f"tp {self.tp}" + ("+sp" if self.sequence_parallel else ""), f"pp {self.pp}"]
         parts += [f"vp {self.vp}"] if self.vp > 1 else []
         parts += [f"cp {self.cp}"] if self.cp > 1 else []
-        parts += [f"dp {self.dp}", f"micro-batch {self.micro_batch}", f"recompute {self.recompute}"]
+        parts += [f"dp {self.dp}" + (f" in shards of {self.shard_size}" if self.shard_copies > 1 else "")]
+        parts += [f"micro-batch {self.micro_batch}", f"recompute {self.recompute}"]
         return ", ".join(parts)
 
 
@@ -249,8 +270,9 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     kernels = "torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own"
     case = Case(
         model=config.model, engine=ENGINES[config.engine], tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
-        sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage,
-        schedule=layout.pipeline_schedule,
+        cp=layout.context_parallel_size,
+        sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage, shard=layout.shard_size,
+        state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
         recompute=layout.recompute, micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,
@@ -262,6 +284,24 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     if not case.split:
         case = replace(case, split=balanced_split(config.model, pp * layout.virtual_pipeline_size))
     return case, fraction
+
+
+def state_tensors(config: RunConfig) -> int:
+    """Return how many tensors the optimizer's rule keeps for each parameter, the largest number over all parameters.
+
+    A bucket keeps every kind that one of its parameters has (``optim.sharded``), hence the union of the kinds. Only a
+    plugin's rule is imported, and torch with it; AdamW's two moments are known.
+
+    Raises:
+        ConfigError: the plugin's rule cannot be imported, or is none.
+    """
+    if config.optimizer.name not in OPTIMIZERS.added:
+        return 2
+    from megatron_port.model.shapes import model_records
+    from megatron_port.optim.rules import rule_of
+
+    rule = rule_of(config.optimizer)
+    return len({kind for record in model_records(config.model).values() for kind in rule.kinds(record)})
 
 
 def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:

@@ -154,18 +154,23 @@ def window_elements(case: Case, stage: int) -> int:
     return (2 if held["plain"] > size else 1) * size + held["partial"] + held["shared"] + held["tied"]
 
 
+def held_bytes(case: Case, elements: int) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradient sums and optimizer (masters and the rule's state) that a rank with so many
+    parameters holds all through a run; 8-bit copies of weights are left out."""
+    separate = case.width != case.wide  # else the weights are their own masters
+    gradient = max(case.engine.gradient_bytes, case.width) if separate else case.wide
+    sums = elements * gradient / (case.shards if case.zero_stage >= 2 else 1)
+    return elements * case.width, sums, elements * (case.state_tensors + separate) * case.wide / case.shards
+
+
 def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     """Bytes of a rank of ``stage`` at its peak."""
     m, e = case.model, case.engine
     n, w = stage_elements(case, stage), case.width
     kinds, held = stage_kinds(case, stage), in_flight(case, stage)
-    separate = w != case.wide
-    replicas = case.dp * case.cp
-    shards = replicas if case.zero_stage else 1
-    gradient = max(e.gradient_bytes, w) if separate else case.wide
-    split_sums = case.zero_stage >= 2 and shards > 1
-    weights, gradients = n * w + copy_bytes(case, stage), float(n * gradient / (shards if split_sums else 1))
-    optimizer = n * (3 if separate else 2) * case.wide / shards
+    split_sums = case.zero_stage >= 2 and case.shards > 1
+    weights, gradients, optimizer = held_bytes(case, n)
+    weights += copy_bytes(case, stage)
     tokens = m.seq_length / case.cp * case.micro_batch
     stream = tokens * m.hidden_size * w * (1 / case.tp if case.sequence_parallel else 1)
     kept = [layer_activation_bytes(case, layer=layer) for layer, _ in kinds]
@@ -184,10 +189,10 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
         logits = _logits(case) + 2 * stream
         activations += (held - 1) * (own + 2 * stream) if case.schedule == "gpipe" else 0.0
     received = stream if case.pp > 1 else 0.0
-    bucket = min(e.bucket_bytes, n * 6.0) if replicas > 1 else 0.0
+    bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
     bucket += window_elements(case, stage) * case.wide if split_sums else 0.0
     at = "the last warm-up micro-batch's first backward" if held > 1 else "the first backward"
-    update = n * e.update_copy_bytes / shards  # the update's own fp32 copy of this rank's share of the gradient
+    update = n * e.update_copy_bytes / case.shards  # the update's own fp32 copy of this rank's share of the gradient
     # Logits are gone when the last layer runs backward: the smaller of the two is not there at the peak.
     if again + wide_gradient < logits:
         again, wide_gradient = 0.0, 0.0

@@ -16,9 +16,6 @@ from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.timeline import Timeline, timeline
 
-ADAM_BYTES = 28
-"""fp32 gradient, master and two moments read, the last three written (a 16-bit weight is added to this)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
@@ -72,7 +69,7 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
     """The cost of each chunk of the model, for one micro-batch."""
     # What a layer costs does not hang on how many there are where: a search asks for few different ones.
     alike = replace(
-        case, pp=1, vp=1, dp=1, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
+        case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
         micro_batches=1 if case.fp8 == "none" else case.micro_batches,  # which share the weights' casts
     )
     layers, first, last = _unit_costs(alike, machine)
@@ -155,33 +152,37 @@ def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepP
 
 def data_seconds(case: Case, links: Links, forward: list[float], backward: list[float]) -> float:
     """Exposed seconds of summing gradients over replicas and of gathering weights, on the stage that holds most."""
-    replicas, e = case.dp * case.cp, case.engine
+    replicas, shards, e = case.dp * case.cp, case.shards, case.engine
     tied = 0.0
     if case.grid.last_stage != 0 and case.model.tie_embeddings:
         table = case.padded_vocab / case.tp * case.model.hidden_size * e.reduce_bytes
         tied = links.collective(table, span(links.machine, 2, case.tp * replicas * (case.pp - 1)))
     if replicas == 1:
         return tied
-    group = span(links.machine, replicas, case.tp)
+    group = span(links.machine, shards if shards > 1 else replicas, case.tp)
+    copies = span(links.machine, case.shard_copies, case.tp * shards)
     worst = 0.0
     for stage in {0, case.pp // 2, case.pp - 1}:
         n = stage_elements(case, stage)
-        kind = "half" if e.shard_reduces and case.zero_stage else "all-reduce"
+        kind = "half" if e.shard_reduces and shards > 1 else "all-reduce"
         reduce = links.collective(n * e.reduce_bytes, group, kind=kind)
-        gather = links.collective(n * case.width, group, kind="half") if case.zero_stage else 0.0
+        gather = links.collective(n * case.width, group, kind="half") if shards > 1 else 0.0
+        beyond = links.collective(n / shards * case.wide, copies)  # after the last reduction: nothing hides it
         # The last chunk's traffic cannot start before its backward ends, nor the first forward before its weights.
         shown = 1 / max(case.vp, case.chunks[stage])
         hide_reduce = min(reduce * (1 - shown), e.reduce_overlap * sum(case.of_stage(backward, stage)))
-        times = case.micro_batches if case.zero_stage >= 2 else 1  # ZeRO-2 keeps no sums to wait with
+        times = case.micro_batches if case.zero_stage >= 2 and shards > 1 else 1  # ZeRO-2 keeps no sums to wait with
         hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(case.of_stage(forward, stage)))
-        worst = max(worst, times * (reduce - hide_reduce) + gather - hide_gather)
+        worst = max(worst, times * (reduce - hide_reduce) + beyond + gather - hide_gather)
     return worst + tied
 
 
 def optimizer_seconds(case: Case, rates: Rates) -> float:
-    """Norm and check of all gradients, Adam on this rank's share, gradients cleared; bound by memory."""
+    """Norm and check of all gradients, the update of this rank's share, gradients cleared; bound by memory.
+
+    The update reads gradient, master and state in full width, writes the last two, and writes the weight.
+    """
     n = max(stage_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
-    shards = case.dp * case.cp if case.zero_stage else 1
-    own = n / shards
-    update = own * (ADAM_BYTES * case.wide / 4 + case.width + case.engine.update_extra_bytes)
+    elements = 1 + 2 * (1 + case.state_tensors)
+    update = n / case.shards * (elements * case.wide + case.width + case.engine.update_extra_bytes)
     return rates.stream(update + n * 2 * case.engine.gradient_bytes, 20)

@@ -165,6 +165,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _layout(case: Any) -> dict[str, Any]:
     keys = (
         "tp", "pp", "vp", "dp", "cp", "sequence_parallel", "recompute", "micro_batch", "micro_batches", "zero_stage",
-        "schedule",
+        "schedule", "shard", "state_tensors",
     )
     return {key: getattr(case, key) for key in keys} | {"split": list(case.split)}

@@ -14,7 +14,7 @@ from megatron_port.plan.elements import bucket_elements
 from megatron_port.plan.layer import ends_at_product
 
 Key = tuple[str, str]
-"""(axis: tp | kv_copies | dp | pp | embedding | world,
+"""(axis: tp | kv_copies | dp | dp_shard+cp | dp_replicate | pp | embedding | world,
 kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
 SUMS = 16
 """Bytes of the loss and its tokens, shared once per step (two float64)."""
@@ -75,15 +75,17 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
     for (axis, kind), size in once.bytes.items():
         out.add(axis, kind, case.micro_batches * size)
     held = bucket_elements(case, stage) if elements is None else elements
-    whole, replicas = sum(held.values()), case.dp * case.cp
-    shards = replicas if case.zero_stage else 1
+    whole, replicas, shards = sum(held.values()), case.dp * case.cp, case.shards
     if replicas > 1:
         reduced = max(case.engine.reduce_bytes, case.wide) if case.dtype == "fp64" else case.engine.reduce_bytes
         out.add("dp", "all-reduce", SUMS)
         if shards > 1:
             passes = case.micro_batches if case.zero_stage >= 2 else 1
-            out.add("dp", "reduce-scatter", passes * whole * reduced)
-            out.add("dp", "all-gather", whole * case.width)
+            within = "dp" if case.shard_copies == 1 else "dp_shard+cp"
+            out.add(within, "reduce-scatter", passes * whole * reduced)
+            out.add(within, "all-gather", whole * case.width)
+            if case.shard_copies > 1:  # sums of shards, in full width
+                out.add("dp_replicate", "all-reduce", whole // shards * case.wide)
         else:
             out.add("dp", "all-reduce", whole * reduced)
     if case.tp > 1:  # gradients of shards

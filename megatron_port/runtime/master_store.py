@@ -138,7 +138,7 @@ def _join(info: ProcessInfo, seconds: float, found: list[Store]) -> str:
 
 def spoken_locally(info: ProcessInfo, error: EnvironmentFault) -> EnvironmentFault:
     """Let the first rank of each node print it (on rank 0's node the second: it is rank 0 that is missing)."""
-    error.speaks = info.rank == 0 or info.local_rank == (1 if info.node_rank == 0 else 0)
+    error.is_reporter = info.rank == 0 or info.local_rank == (1 if info.node_rank == 0 else 0)
     return error
 
 

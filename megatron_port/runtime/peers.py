@@ -76,7 +76,7 @@ def explain_peer_failure(error: BaseException, info: ProcessInfo | None = None) 
     where = _where(seen.__traceback__)
     lost = PeerLost(f"rank {rank} on {host} lost contact with a peer{where}: {meaning}; {CONSEQUENCE}")
     if info is not None:
-        lost.speaks = info.rank == 0 or info.local_rank == 0
+        lost.is_reporter = info.rank == 0 or info.local_rank == 0
     return lost
 
 

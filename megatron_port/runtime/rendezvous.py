@@ -141,7 +141,7 @@ def _verdict(info: ProcessInfo, store: Store, timeout_s: float, number: int | No
         late = f"rank {info.rank} on {info.hostname} came after the others had given up: {error}"
         return spoken_locally(info, EnvironmentFault(late))
     if wrote and info.rank != 0 and not store.check(["here/0"]):
-        error.speaks = True
+        error.is_reporter = True
     return error
 
 

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import check, resolve, topology_sizes
+from megatron_port.config.checks import check, resolve
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import ConfigError
@@ -25,7 +25,9 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
+from megatron_port.plan.case import case_of
 from megatron_port.plan.guard import memory_problem, planned_memory
+from megatron_port.plan.memory import held_bytes
 from megatron_port.session.assemble import build_model, layers_by_chunk, topology_of
 
 
@@ -38,18 +40,7 @@ class StageSummary:
     parameters: int
     """Elements on a rank, padding included."""
     static_bytes: int
-    """Weights, gradients, masters and moments on a rank, without activations."""
-
-
-def static_bytes(parameters: int, config: RunConfig, dp: int) -> int:
-    """Return the bytes of weights, accumulated gradients, fp32 masters and two moments on a rank.
-
-    ZeRO-1 splits masters and moments over ``dp``; gradients are accumulated in fp32 in full.
-    """
-    wide = 8 if config.precision.dtype == "fp64" else 4
-    weight = {"fp32": 4, "fp64": 8}.get(config.precision.dtype, 2)
-    shards = dp if config.layout.zero_stage else 1
-    return parameters * (weight + wide) + (3 * wide * parameters) // shards
+    """Weights, gradients, masters and the rule's state on a rank, without activations."""
 
 
 def _records(config: RunConfig, ctx: ParallelContext) -> list[ParameterRecord]:
@@ -64,6 +55,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     """
     split = layers_by_chunk(config, topology)
     config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once per rank
+    case, _ = case_of(config)
     covered: Counter[str] = Counter()
     out = []
     for stage in range(topology.pp):
@@ -77,7 +69,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
                     covered[record.name] += prod(record.extent)
             largest = max(largest, sum(prod(record.local_shape) for record in records))
         layers = sum(split[topology.virtual_stage(stage, chunk)] for chunk in range(topology.vp))
-        out.append(StageSummary(stage, layers, largest, static_bytes(largest, config, topology.dp)))
+        out.append(StageSummary(stage, layers, largest, int(sum(held_bytes(case, largest)))))
     for name, shape in parameter_shapes(config.model).items():
         if covered[name] != prod(shape):
             raise ConfigError(f"{name}: the ranks hold {covered[name]} of its {prod(shape)} elements")
@@ -121,9 +113,9 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     """
     started = time.perf_counter()
     check(config, world_size=world_size)
-    tp, pp, dp = topology_sizes(config, world_size)
-    config = resolve(config, tp * pp * dp)
+    config = resolve(config, world_size)
     topology = topology_of(config)
+    tp, pp, dp = topology.tp, topology.pp, topology.dp
     schedule = BatchSchedule(config.batch, dp)
     learning_rate(config.optimizer, 0, config.training.steps)
     build_loaders(

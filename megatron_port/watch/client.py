@@ -39,7 +39,7 @@ SILENCE_S = {True: 5.0, False: 8.0}
 MOST_TRIES = 20
 """Connections to a hub that never says a word, before a rank gives up. Rank 0's host is gone then."""
 HOLD_S = 8.0
-"""A rank that lost a peer waits so long for the watch's verdict before it speaks for itself."""
+"""A rank that lost a peer waits so long for the watch's verdict before it reports for itself."""
 
 
 def python_stacks() -> list[Stack]:
@@ -277,7 +277,7 @@ def watched(
     except BaseException as error:
         if client is not None:
             lost = victim_of(error)
-            told = info.rank == 0 or bool(getattr(error, "speaks", None))
+            told = info.rank == 0 or bool(getattr(error, "is_reporter", None))
             client.failing(lost or error, victim=lost is not None, told=told)
             client.close(failed=True)
         raise

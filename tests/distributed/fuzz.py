@@ -30,7 +30,7 @@ STEPS = 3
 
 
 NOT_DRAWN = {
-    "name": "a label", "output_dir": "a folder", "model.name": "a label",
+    "name": "a label", "output_dir": "a folder", "model.name": "a label", "model.family": "of exports",
     "backend.share_devices": "of GPUs (tests/unit/test_backend_providers.py)",
     "layout.context_parallel_size": "not built yet", "layout.expert_parallel_size": "not built yet",
     "layout.elastic": "chooses a layout before the run starts (tests/unit/test_elastic.py)",

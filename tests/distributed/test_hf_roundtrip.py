@@ -30,7 +30,7 @@ from megatron_port.inference.scoring import Score, score
 from megatron_port.interop.export_hf import export_hf
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.hf_names import MODULE_HEAD, hf_mapping
-from megatron_port.model.families import FAMILIES
+from megatron_port.model.families import family_named
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
@@ -95,7 +95,7 @@ def one_step(config: RunConfig, topology: Topology, folder: Path) -> RankTrace:
 
 def in_our_names(model: ModelConfig, family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers' tensors in our names and order of rows, put together run by run."""
-    tensors = {FAMILIES[family].names.head if name == MODULE_HEAD else name: t for name, t in tensors.items()}
+    tensors = {family_named(family).names.head if name == MODULE_HEAD else name: t for name, t in tensors.items()}
     out = {}
     for name, mapped in hf_mapping(model, family).items():
         parts = []

@@ -143,8 +143,8 @@ def _lose(folder: str, how: str, port: int) -> None:
     began = time.monotonic()
     lost = explain_peer_failure(error, info) if error else None
     stop(group, failed=True)
-    seen = {"error": str(error), "lost": str(lost), "speaks": lost and lost.speaks, "stop": time.monotonic() - began,
-            "code": lost and lost.exit_code}
+    seen = {"error": str(error), "lost": str(lost), "reports": lost and lost.is_reporter,
+            "stop": time.monotonic() - began, "code": lost and lost.exit_code}
     path = Path(folder, f"{rank}.part")
     path.write_text(json.dumps(seen))
     path.rename(path.with_suffix(".json"))
@@ -188,7 +188,7 @@ def test_a_lost_peer_is_told_from_a_bug(
     for rank, seen in found.items():
         assert seen["code"] == 3 and seen["lost"].endswith(CONSEQUENCE), seen
         assert seen["lost"].startswith(f"rank {rank} on h{rank} lost contact with a peer")
-        assert seen["speaks"] is (rank == "0") and seen["stop"] < 8, seen
+        assert seen["reports"] is (rank == "0") and seen["stop"] < 8, seen
         assert re.search(place, seen["lost"]) and "\n" not in seen["lost"]
         if how == "silent":
             assert "no answer for 1 s" in seen["lost"]

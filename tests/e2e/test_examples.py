@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -28,6 +29,7 @@ def command(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("source/copying", ("tp1pp1dp1", "tp1pp1dp4")),
     ("kernel/lean_swiglu", ("tp1pp1dp1", "tp2pp1dp1sp")),
     ("schedule/eager", ("tp1pp1dp1", "tp1pp4dp1")),
+    ("family/bigcode", ("tp1pp1dp1", "tp2pp2dp1sp")),
 ])
 def test_layouts_agree(run: str, layouts: tuple[str, ...]) -> None:
     path = EXAMPLES / f"{run}.toml"
@@ -35,6 +37,40 @@ def test_layouts_agree(run: str, layouts: tuple[str, ...]) -> None:
     done = command(run.partition("/")[0], "parity", str(path), "--layouts", *layouts, "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("EQUAL within tolerance") == len(layouts) - 1
+
+
+def test_a_family_from_outside_is_imported_and_exported(tmp_path: Path) -> None:
+    """A folder that transformers wrote: its model is refused without the plugin, and with it every tensor comes back
+    to the bit. The export runs both models and compares their logits."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTBigCodeConfig(
+        n_layer=2, n_embd=32, n_head=4, n_positions=16, vocab_size=61, bos_token_id=0, eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.GPTBigCodeForCausalLM(config)
+    for p in model.parameters():
+        p.data.normal_(std=0.02)
+    model.save_pretrained(str(tmp_path / "theirs"))
+
+    def checkpoint(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return command("family", "checkpoint", *map(str, arguments))
+
+    lacking = checkpoint("import", tmp_path / "theirs", tmp_path / "ours")
+    assert lacking.returncode != 0 and "model_type 'gpt_bigcode'; only gpt2, " in lacking.stderr
+    done = checkpoint("import", tmp_path / "theirs", tmp_path / "ours", "--plugin", "bigcode")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'family = "gpt_bigcode"' in (tmp_path / "ours" / "model.toml").read_text()
+    step = next((tmp_path / "ours").glob("step-*"))
+    unknown = checkpoint("export", step, tmp_path / "back", "--to", "hf")
+    assert unknown.returncode != 0 and "model.family 'gpt_bigcode' is not registered here" in unknown.stderr
+    done = checkpoint("export", step, tmp_path / "back", "--to", "hf", "--no-tokenizer", "--plugin", "bigcode")
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "back"))
+    assert type(again) is type(model)
+    want = dict(model.named_parameters())
+    assert want.keys() == dict(again.named_parameters()).keys()
+    for name, value in again.named_parameters():
+        assert torch.equal(value, want[name]), name
 
 
 def test_lion_is_the_papers_formula() -> None:

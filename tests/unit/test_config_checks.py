@@ -273,8 +273,11 @@ def test_resolve_and_sizes() -> None:
     assert resolve(done, 8) == done
     assert topology_sizes(made(cluster__nodes=2), None) == (1, 1, 16)
     assert topology_sizes(BASE, None) == (1, 1, 1)
+    assert topology_sizes(made(layout__tensor_parallel_size=2, layout__context_parallel_size=2), 16) == (2, 1, 4)
     with pytest.raises(ConfigError, match="a world of 8 ranks"):
         topology_sizes(made(layout__tensor_parallel_size=3), 8)
+    with pytest.raises(ConfigError, match=r"12 ranks does not .* × context_parallel_size 8 = 8; use .* tp × pp × cp"):
+        topology_sizes(made(layout__context_parallel_size=8), 12)
 
 
 @pytest.mark.parametrize("name", [n for n in shipped_names() if n.startswith("runs/")])

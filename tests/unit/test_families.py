@@ -20,10 +20,11 @@ from test_model_spec import differing, stage_records
 
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.config.checks import CHOICES
+from megatron_port.config.dump import config_hash
 from megatron_port.config.loader import load
 from megatron_port.config.same_model import model_differences
-from megatron_port.config.schema import ModelConfig
-from megatron_port.errors import CheckpointError
+from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.interop.export_hf import export_hf
 from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.interop.hf_files import HFFolder
@@ -32,18 +33,19 @@ from megatron_port.interop.names import megatron_names
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.model import families
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.families import FAMILIES
+from megatron_port.model.families import family_named, family_names
 from megatron_port.model.flops import parameter_count
 from megatron_port.model.shapes import model_records
 from megatron_port.parallel.topology import Topology
 from megatron_port.plan.case import ENGINES, Case
 from megatron_port.plan.elements import stage_elements
+from megatron_port.registry import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 FOLDER = Path(families.__file__).parent
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=family_names())
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -63,7 +65,7 @@ def test_the_spec_is_transformers_model(family: str, tmp_path: Path) -> None:
         with torch.device("meta"):
             network = transformers.AutoModelForCausalLM.from_config(config)
         model = model_from_hf(written(family, tmp_path, tie_word_embeddings=tied), "config.json")
-        head = FAMILIES[family].names.head
+        head = family_named(family).names.head
         ours = {("lm_head.weight" if t.name == head else t.name): t.shape for t in hf_tensors(model, family)}
         assert ours == {name: tuple(p.shape) for name, p in network.named_parameters()}
         assert parameter_count(model) == sum(p.numel() for p in network.parameters())
@@ -105,7 +107,7 @@ def test_an_unknown_field_is_refused_by_name(family: str, tmp_path: Path) -> Non
 
 
 def test_an_unknown_rope_field_is_refused_by_name() -> None:
-    for family in FAMILIES:
+    for family in family_names():
         body = hf.small(family).to_dict()
         if "rope_parameters" not in body:
             continue
@@ -123,7 +125,7 @@ def another(name: str, value: Any) -> list[Any]:
     return [value * 2 or 1, value + 1] if isinstance(value, int) else [value / 2 or 0.5, value + 1.5]
 
 
-@pytest.mark.parametrize("field", [f.name for f in fields(ModelConfig) if f.name != "name"])
+@pytest.mark.parametrize("field", [f.name for f in fields(ModelConfig) if f.name not in ("name", "family")])
 def test_no_field_of_a_model_is_lost(field: str, family: str, tmp_path: Path) -> None:
     """A changed field is exported so that it comes back, or it is refused: a family never stands for another model."""
     model = model_from_hf(written(family, tmp_path), "config.json")
@@ -141,6 +143,27 @@ def test_no_field_of_a_model_is_lost(field: str, family: str, tmp_path: Path) ->
             assert not model_differences(model_from_hf(body, "back"), changed), (field, value)
 
 
+def test_a_family_that_computes_what_another_does_is_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Mistral without a window is Llama's model: a plugin's family is exported as itself, and trains as any other."""
+    twin = replace(family_named("llama"), name="mistral", architecture="MistralForCausalLM")
+    monkeypatch.setitem(FAMILIES._added, "mistral", twin)
+    model = model_from_hf({**written("llama", tmp_path), "model_type": "mistral"}, "config.json")
+    assert model.family == family_for(model) == "mistral"
+    assert hf_config(model, dtype="float32", eos=None)["architectures"] == ["MistralForCausalLM"]
+    plain = replace(model, family="auto")
+    assert family_for(plain) == "llama" and not model_differences(plain, model)
+    assert config_hash(RunConfig(model=plain)) == config_hash(RunConfig(model=model))
+    with pytest.raises(CheckpointError, match=r"computes what this model does: mistral needs activation = swiglu$"):
+        family_for(replace(model, activation="gelu"))
+    monkeypatch.setitem(FAMILIES._added, "mixtral", twin)
+    with pytest.raises(ConfigError, match="'mixtral' has model_type 'mistral'; register it under"):
+        family_named("mixtral")
+    with pytest.raises(CheckpointError, match=r"model.family 'yi' is not registered here; .* gpt2, gpt_neox"):
+        family_for(replace(model, family="yi"))
+
+
 def test_a_parameter_without_a_name_there_is_refused() -> None:
     """By its name, not with a KeyError."""
     with pytest.raises(CheckpointError, match=r"embedding.position.weight: a llama model has no such parameter"):
@@ -154,7 +177,7 @@ def test_a_parameter_that_megatron_deepspeed_lacks_is_refused() -> None:
         megatron_names(ModelConfig(qk_norm=True))
 
 
-SHAPES = [(name, path.stem) for name in FAMILIES for path in sorted(FOLDER.glob(f"{name}/models/*.toml"))]
+SHAPES = [(name, path.stem) for name in family_names() for path in sorted(FOLDER.glob(f"{name}/models/*.toml"))]
 
 
 @pytest.mark.parametrize(("family_name", "shape"), SHAPES)

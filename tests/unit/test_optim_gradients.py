@@ -40,8 +40,12 @@ def model_of(topology: Topology, *, tied: bool = True) -> ModelConfig:
     return dataclasses.replace(MODEL, tie_embeddings=tied, num_query_groups=groups)
 
 
+def context_of(topology: Topology, rank: int) -> ParallelContext:
+    return ParallelContext(topology, rank, torch.device("cpu"), topology.coordinates(rank))
+
+
 def stage_of(topology: Topology, rank: int, *, tied: bool, sp: bool) -> GPTStage:
-    ctx = ParallelContext(topology, rank, torch.device("cpu"), topology.coordinates(rank))
+    ctx = context_of(topology, rank)
     layout = LayoutConfig(
         tensor_parallel_size=topology.tp, pipeline_parallel_size=topology.pp, sequence_parallel=sp,
         vocab_padding_multiple=8,
@@ -75,8 +79,7 @@ def rank_gradients(stage: GPTStage, dtype: torch.dtype) -> Pairs:
 def test_each_logical_element_is_owned_once(topology: Topology, sp: bool, tied: bool) -> None:
     count: dict[str, torch.Tensor] = {}
     for rank in range(topology.world_size):
-        stage = stage_of(topology, rank, tied=tied, sp=sp)
-        ctx = stage.build.ctx
+        stage, ctx = stage_of(topology, rank, tied=tied, sp=sp), context_of(topology, rank)
         for record in (record_of(p) for p in stage.parameters()):
             seen = count.setdefault(record.name, torch.zeros(record.shape, dtype=torch.int64))
             seen[record.box()] += record.is_owned(ctx.mesh, ctx.rank)
@@ -92,10 +95,10 @@ def test_the_ranks_squares_add_up_to_the_whole_models(topology: Topology, dtype:
     """Without groups each rank returns its own share; the shares of a replica are the whole."""
     total = 0.0
     for rank in range(topology.world_size):
-        stage = stage_of(topology, rank, tied=True, sp=True)
-        if stage.build.ctx.index("dp"):
+        stage, ctx = stage_of(topology, rank, tied=True, sp=True), context_of(topology, rank)
+        if ctx.index("dp"):
             continue
-        share = global_square_norm(rank_gradients(stage, dtype), stage.build.ctx)
+        share = global_square_norm(rank_gradients(stage, dtype), ctx)
         assert share.dtype == torch.float64 and share.dim() == 0  # the same on ranks that count nothing
         total += float(share)
     records = model_records(model_of(topology)).values()

@@ -24,8 +24,8 @@ from megatron_port.plan.elements import bucket_elements, stage_elements
 from megatron_port.plan.layer import head_cost, layer_cost
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
-from megatron_port.plan.step import chunk_costs
-from megatron_port.plan.traffic import pass_traffic, step_traffic
+from megatron_port.plan.step import chunk_costs, data_seconds
+from megatron_port.plan.traffic import NORM, SUMS, pass_traffic, step_traffic
 
 GPT = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100, "seq_length": 16}
 LLAMA = {
@@ -55,6 +55,9 @@ LAYOUTS = [
     {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "pipeline_schedule": "zb-v", "data_parallel_size": 2},
     {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2, "data_parallel_size": 2,
      "zero_stage": 2},
+    {"data_parallel_size": 4, "shard_size": 2}, {"data_parallel_size": 4, "shard_size": 1},
+    {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2, "data_parallel_size": 4,
+     "shard_size": 2, "zero_stage": 2},
     {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "data_parallel_size": 2, "sequence_parallel": True},
     {"tensor_parallel_size": 4, "data_parallel_size": 2, "zero_stage": 2},
 ]
@@ -90,9 +93,10 @@ def test_bytes_are_those_of_a_real_rank(name: str, number: int) -> None:
 
 def kind_of(plan: BucketPlan, mesh: Mesh) -> str:
     """What the planner calls the bucket."""
-    if plan.tied or not plan.beyond:
+    beyond = plan.beyond - mesh.factors("dp_replicate")
+    if plan.tied or not beyond:
         return "tied" if plan.tied else "plain"
-    return "partial" if plan.beyond == mesh.factors("tp") else "shared"
+    return "partial" if beyond == mesh.factors("tp") else "shared"
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -114,6 +118,27 @@ def test_the_seconds_move_the_same_bytes(sequence_parallel: bool, recompute: str
         ring = {"all-reduce": 2 * 3 / 4, "all-gather": 3 / 4, "reduce-scatter": 3 / 4}
         moved = sum(ring[kind] * size for (axis, kind), size in counted.bytes.items() if axis == "tp")
         assert (cost.forward_tensor + cost.backward_tensor) * 1e9 == pytest.approx(moved, rel=1e-12)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("shard", [0, 1, 2, 4])
+def test_the_seconds_of_replicas_move_the_same_bytes(shard: int, zero_stage: int) -> None:
+    """With links of 1 GB/s, no hops and nothing hidden: reduce-scatter and all-gather within a shard group, and the
+    all-reduce of its pieces beyond."""
+    config = load("runs/frontier-22b", [
+        "layout.tensor_parallel_size=1", "layout.pipeline_parallel_size=1", "layout.data_parallel_size=8",
+        "cluster.nodes=1", f"layout.shard_size={shard}", f"layout.zero_stage={zero_stage}", "engine=native",
+    ]).config
+    engine = replace(ENGINES["native"], reduce_overlap=0.0, gather_overlap=0.0)
+    case, machine = replace(case_of(config)[0], engine=engine), machine_of(config)
+    plain = replace(machine.hardware, package_gb=1.0, node_gb=1.0, node_efficiency=1.0, node_latency_us=0.0)
+    links = Links.of(Machine(cluster=machine.cluster, hardware=plain))
+    counted = step_traffic(case, 0).bytes
+    sizes = {"dp": 8, "dp_shard+cp": shard, "dp_replicate": 8 // (shard or 8)}
+    ring = {(axis, kind): (1 + (kind == "all-reduce")) * (r - 1) / r for axis, r in sizes.items() if r > 1
+            for kind in ("all-reduce", "reduce-scatter", "all-gather")}
+    moved = sum(ring[key] * size for key, size in counted.items()) - ring["dp", "all-reduce"] * (SUMS + NORM)
+    assert data_seconds(case, links, [0.0], [0.0]) * 1e9 == pytest.approx(moved, rel=1e-9)
 
 
 def test_gathering_again_doubles_the_heads_backward() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
 
 import pytest
 import torch
@@ -44,23 +43,14 @@ def zigzag(rank: int, ranks: int, *, piece: int = 0, pieces: int = 1) -> Sequenc
     return SequencePartition(2 * ranks, (rank, 2 * ranks - 1 - rank), piece, pieces)
 
 
-@dataclasses.dataclass(frozen=True)
-class Divided(BuildContext):
-    """The build of a rank with a partition of its own."""
-
-    own: SequencePartition = WHOLE_SEQUENCE
-
-    @cached_property
-    def partition(self) -> SequencePartition:
-        return self.own
-
-
-def build_of(partition: SequencePartition, model: ModelConfig = MODEL, providers: Providers | None = None) -> Divided:
+def build_of(
+    partition: SequencePartition, model: ModelConfig = MODEL, providers: Providers | None = None
+) -> BuildContext:
     stream = DropoutStream(3, CPU)
     stream.set_micro_batch(7, tuple(range(40, 40 + BATCH)))
-    return Divided(
+    return BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
-        providers=providers or torch_providers(), stream=stream, dtype=torch.float32, own=partition,
+        providers=providers or torch_providers(), stream=stream, dtype=torch.float32, partition=partition,
     )
 
 
@@ -160,10 +150,10 @@ def test_dropout_of_two_runs(rank: int, piece: int, pieces: int, providers: Call
     x, residual = (torch.randn(SEQ, BATCH, 24, generator=draw) for _ in range(2))
     bias = torch.randn(24, generator=draw)
     whole, mine = build_of(WHOLE_SEQUENCE, providers=providers()), build_of(part, providers=providers())
-    want = whole.bias_dropout_add(x, bias, residual, op="a")
-    got = mine.bias_dropout_add(rows.take(x), bias, rows.take(residual), op="a")
+    want = whole.residual.bias_dropout_add(x, bias, residual, op="a")
+    got = mine.residual.bias_dropout_add(rows.take(x), bias, rows.take(residual), op="a")
     assert torch.equal(got, rows.take(want)) and bool((got == rows.take(residual)).any()), "some are dropped"
-    assert torch.equal(mine.residual_dropout(rows.take(x), op="b"), rows.take(whole.residual_dropout(x, op="b")))
+    assert torch.equal(mine.residual.drop(rows.take(x), op="b"), rows.take(whole.residual.drop(x, op="b")))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -156,7 +156,7 @@ def test_missing_ranks_are_named_with_their_hosts() -> None:
         "5 of 8 ranks did not report to n0:1 within 2 s: all of frontier2, frontier3 (ranks 4-7); "
         "rank 3 (frontier1); the others did."
     )
-    assert [e.speaks for e in meeting.raised.values() if e] == [None] * 3  # rank 0 prints
+    assert [e.is_reporter for e in meeting.raised.values() if e] == [None] * 3  # rank 0 prints
 
 
 def test_a_rank_that_comes_too_late_is_told_so() -> None:
@@ -172,7 +172,7 @@ def test_without_rank_0_one_other_speaks() -> None:
     meeting = Meeting()
     said = meeting.run([rank_of(r, agent_store=True) for r in (1, 2, 3)], timeout_s=2.0)
     assert len(set(said)) == 1 and "1 of 4 ranks did not report" in said[0] and "rank 0 (n0)" in said[0]
-    assert sorted(str(e.speaks) for e in meeting.raised.values() if e) == ["None", "None", "True"]
+    assert sorted(str(e.is_reporter) for e in meeting.raised.values() if e) == ["None", "None", "True"]
 
 
 def test_faults_are_told_once_and_counted() -> None:
@@ -255,10 +255,10 @@ def test_a_master_that_does_not_answer(address: str, says: str) -> None:
         info = rank_of(2, master_addr=address, master_port=free.getsockname()[1])
         with pytest.raises(EnvironmentFault, match=rf"rank 2 on n1 could not reach the master at .*{says}") as caught:
             connect(info, 0.3)
-        assert caught.value.speaks is True  # the first rank of its node
+        assert caught.value.is_reporter is True  # the first rank of its node
         with pytest.raises(EnvironmentFault) as caught:
             connect(replace(info, local_rank=1), 0.3)
-        assert caught.value.speaks is False
+        assert caught.value.is_reporter is False
 
 
 @pytest.fixture

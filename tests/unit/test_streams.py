@@ -60,10 +60,10 @@ def twin_shape(model: ModelConfig) -> Shape:
     return Shape(**{**values, "num_query_groups": model.kv_heads, "ffn_hidden_size": model.ffn_size})
 
 
-def build_context(model: ModelConfig, stream: DropoutStream, **layout: Any) -> BuildContext:
+def build_context(model: ModelConfig, stream: DropoutStream, *, fused: Any = None, **layout: Any) -> BuildContext:
     return BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1, **layout), ctx=ParallelContext.single(),
-        providers=torch_providers(), stream=stream, dtype=torch.float32,
+        providers=dataclasses.replace(torch_providers(), bias_dropout_add=fused), stream=stream, dtype=torch.float32,
     )
 
 
@@ -135,11 +135,7 @@ def fused_stand_in(x: Any, bias: Any, residual: Any, keys: Any, **_: Any) -> tor
 @given(models(), st.sampled_from(("none", "full")), st.booleans())
 def test_every_place_drops_with_an_op_of_its_own(model: ModelConfig, recompute: str, fused: bool) -> None:
     stream = Recording(1)
-    build = build_context(model, stream, recompute=recompute)
-    if fused:
-        build = dataclasses.replace(
-            build, providers=dataclasses.replace(build.providers, bias_dropout_add=fused_stand_in)
-        )
+    build = build_context(model, stream, fused=fused_stand_in if fused else None, recompute=recompute)
     stage = GPTStage(build, start=0, stop=model.num_layers)
     stream.set_micro_batch(0, (5, 6))
     stage(torch.zeros(2, model.seq_length, dtype=torch.int64))

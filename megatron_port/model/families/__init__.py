@@ -1,23 +1,32 @@
 """Families of Hugging Face: one folder each, with its configuration, its names and its shipped shapes.
 
-To add one: write the folder (``qwen3/`` is the shortest example) and its line in ``_REGISTERED``. Import, export, the
-logits' check, the planner and the tests in ``tests/unit/test_families.py`` go over the registry. What a family needs
-of a layer that no other has is a spec (``model/spec.py``) and the code that computes it.
+To add one: write the folder (``qwen3/`` is the shortest example) and its line in ``registry.FAMILIES``; a plugin adds
+its own to the same registry (CONTRIBUTING.md). Import, export, the logits' check, the planner and the tests in
+``tests/unit/test_families.py`` go over the registry. What a family needs of a layer that no other has is a spec
+(``model/spec.py``) and the code that computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib import import_module
-
+from megatron_port.errors import ConfigError
 from megatron_port.model.families.family import Family
+from megatron_port.registry import FAMILIES
 
-_REGISTERED = (
-    "gpt2",
-    "gpt_neox",
-    "llama",
-    "qwen3",
-)
+AUTO = "auto"
 
-FAMILIES: Mapping[str, Family] = {name: import_module(f"{__name__}.{name}").FAMILY for name in _REGISTERED}
-"""By ``model_type``; the first that computes a model is the one it is exported as."""
+
+def family_names() -> tuple[str, ...]:
+    """Return the ``model_type`` of every registered family, the package's own first."""
+    return tuple(name for name in FAMILIES.names if name != AUTO)
+
+
+def family_named(name: str) -> Family:
+    """Return the family of a ``model_type``.
+
+    Raises:
+        ConfigError: there is none of that name, its module cannot be imported, or it is registered under another name.
+    """
+    found = FAMILIES.get(name, Family)
+    if found.name != name:
+        raise ConfigError(f"model family {name!r} has model_type {found.name!r}; register it under its model_type")
+    return found

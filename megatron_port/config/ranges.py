@@ -1,0 +1,55 @@
+"""What a value may be, stated in its field's type: ``num_layers: Size``. ``config.choices`` collects them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255 for a folder's, of which names made from it (NAME-tune) need some."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values of a field."""
+
+    holds: Callable[[Any], bool]
+    words: str
+    """End of a sentence: it must be …"""
+    least: int = 0
+    """Smallest legal value of a size."""
+    is_size: bool = False
+    """A size of the split: while one of them is out of range, no layout can be judged."""
+
+
+def at_least(least: int, *, is_size: bool = False) -> Range:
+    """Return the range of numbers from ``least`` on."""
+    return Range(lambda x: x >= least, f"at least {least}", least, is_size)
+
+
+def between(low: int, high: int) -> Range:
+    """Return the range from ``low`` to ``high``, both included."""
+    return Range(lambda x: low <= x <= high, f"from {low} to {high}")
+
+
+def _is_folder_name(text: str) -> bool:
+    plain = bool(text.strip()) and text.isprintable() and not set(text) & set("/\\")
+    return plain and text not in (".", "..") and len(text.encode()) <= LONGEST_NAME
+
+
+Size = Annotated[int, at_least(1, is_size=True)]
+SizeOrZero = Annotated[int, at_least(0, is_size=True)]
+Count = Annotated[int, at_least(1)]
+CountOrZero = Annotated[int, at_least(0)]
+Positive = Annotated[float, Range(lambda x: x > 0, "above 0")]
+NonNegative = Annotated[float, at_least(0)]
+Fraction = Annotated[float, Range(lambda x: 0 <= x < 1, "at least 0 and below 1")]
+Share = Annotated[float, Range(lambda x: 0 < x <= 1, "a share, above 0 and at most 1")]
+SpikeFactor = Annotated[float, Range(lambda x: x == 0 or x > 1, "0 (off) or above 1")]
+FolderName = Annotated[str, Range(_is_folder_name, "a folder name of at most 200 bytes, all of them printable")]
+PathText = Annotated[
+    str, Range(lambda x: x.strip() and "\0" not in x and len(x.encode()) < 4096, "a path of at most 4095 bytes")
+]
+AbsolutePath = Annotated[str, Range(lambda x: x.startswith("/"), "an absolute path")]
+Text = Annotated[str, Range(lambda x: bool(x.strip()), "a non-empty string")]

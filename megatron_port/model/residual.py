@@ -1,0 +1,57 @@
+"""The residual stream of a rank: which positions its rows are, hidden dropout, and the addition of a layer's branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_port.backend.fused import BiasDropoutAdd
+from megatron_port.parallel.positions import Positions, SequencePartition
+from megatron_port.parallel.random import DropoutStream
+
+
+@dataclass(frozen=True)
+class ResidualStream:
+    """Dropout and addition on this rank's rows [seq(/tp), batch, width] of the residual stream."""
+
+    partition: SequencePartition
+    """Which positions of a sequence this rank holds."""
+    stream: DropoutStream
+    dropout: float
+    """Probability while training."""
+    width: int
+    fused: BiasDropoutAdd | None
+    """Provider of bias + dropout + addition; None: plain torch."""
+
+    @property
+    def dropout_now(self) -> float:
+        """Probability in the pass at hand: 0 during evaluation."""
+        return self.dropout if self.stream.enabled else 0.0
+
+    def positions(self, rows: int) -> Positions:
+        """Return the positions of this rank's ``rows`` rows."""
+        return self.partition.residual(self.partition.seq_length(rows * self.partition.pieces))
+
+    def drop(self, x: torch.Tensor, *, op: str) -> torch.Tensor:
+        """Return ``x`` after dropout; ``op`` names the place in the model and keys the mask."""
+        return self.stream.dropout(
+            x, self.dropout_now, op=op, positions=self.positions(x.shape[0]), width=self.width
+        )
+
+    def bias_dropout_add(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *, op: str
+    ) -> torch.Tensor:
+        """Return residual + dropout(x + bias)."""
+        p, fused = self.dropout_now, self.fused
+        if bias is None and p == 0.0:
+            return residual + x
+        if fused is None:
+            return residual + self.drop(x if bias is None else x + bias, op=op)
+        positions, keys = self.positions(x.shape[0]), self.stream.sample_keys(p)
+        parts = [  # a call for each run: the kernel knows one start
+            fused(part, bias, rest, keys, op_key=self.stream.op_key(op), p=p, seq_offset=run.start, width=self.width,
+                  width_offset=0)
+            for (run, part), (_, rest) in zip(positions.split(x), positions.split(residual))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
