@@ -146,7 +146,8 @@ class LayoutConfig:
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
     reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb)."""
     reduce_bucket_size: int = 33_554_432
-    """Elements that one collective of gradients or weights between replicas moves (engine native)."""
+    """Most elements that one collective of gradients or weights between replicas moves; it moves those of one layer,
+    embedding or head (engine native)."""
     pipeline_schedule: str = "1f1b"
     """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2), or a schedule that a plugin registers (engine
     native); docs/pipeline.md"""

@@ -111,10 +111,10 @@ class NativeEngine:
         self.parameters = recorded_parameters(self.stage)
         self.buffers = recorded_buffers(self.stage)
         self.sharded = ShardedParameters(
-            self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
+            self._by_unit(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
             split_state=config.layout.zero_stage > 0, capacity=config.layout.reduce_bucket_size,
             reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
-            shard_gradients=config.layout.zero_stage == 2, rule=rule_of(config.optimizer),
+            shard_gradients=config.layout.zero_stage == 2, rule=rule_of(config.optimizer), shared=self._shared(),
         )
         gradients = _Gradients(self.sharded)
         self.wgrad_accumulator = WgradAccumulator(gradients.added, gradients.total)
@@ -151,15 +151,26 @@ class NativeEngine:
                 "use zero_stage 1"
             )
 
-    def _by_chunk(self) -> list[list[tuple[ParameterRecord, nn.Parameter]]]:
-        """Return each parameter once, with the first chunk that has it (a folded pipeline's last shares the table)."""
+    def _by_unit(self) -> list[list[list[tuple[ParameterRecord, nn.Parameter]]]]:
+        """Return the parameters of each unit of each chunk, each with the first unit that has it: a table that
+        embedding and head share is in two. What is in no unit of a chunk comes before them."""
         seen: set[int] = set()
         out = []
         for chunk in self.chunks:
-            pairs = [(record, p) for record, p in recorded_parameters(chunk) if id(p) not in seen]
-            seen.update(id(p) for _, p in pairs)
-            out.append(pairs)
+            inside = {id(p) for unit in chunk.units for p in unit.parameters()}
+            groups = [[(r, p) for r, p in recorded_parameters(chunk) if id(p) not in inside]]
+            groups += [recorded_parameters(unit) for unit in chunk.units]
+            units = []
+            for pairs in groups:
+                units.append([(record, p) for record, p in pairs if id(p) not in seen])
+                seen.update(id(p) for _, p in pairs)
+            out.append(units)
         return out
+
+    def _shared(self) -> list[nn.Parameter]:
+        """Parameters that several units of this rank use."""
+        units = [{id(p) for p in unit.parameters()} for chunk in self.chunks for unit in chunk.units]
+        return [p for _, p in self.parameters if sum(id(p) in unit for unit in units) > 1]
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], step: int, *, tokens: float, probe: Probe | None = None,

@@ -14,7 +14,7 @@ reduce-scatter per micro-batch, and less memory: 4 bytes per parameter become 4 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +24,12 @@ from torch import nn
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
 from megatron_port.optim.grad_buffer_pool import GradBufferPool
 from megatron_port.optim.grad_ready import GradReadyTracker
+from megatron_port.optim.gradients import all_reduce_flat
 from megatron_port.optim.rules import ADAMW, OptimizerRule
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.mesh import REPLICAS, SHARDED, Factors, Mesh
+from megatron_port.parallel.mesh import REPLICAS, SHARDED, Factors
 from megatron_port.parallel.record import ParameterRecord
 
 Recorded = tuple[ParameterRecord, nn.Parameter]
@@ -56,7 +57,7 @@ class Bucket:
 
     ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
     else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
-    partial and tied gradients come all through a backward pass, so they have their own.
+    those of tables and of what several units share have their own.
     """
 
     def __init__(
@@ -91,18 +92,12 @@ class Bucket:
             p.data = self.weights[span].view(p.shape)
 
 
-def _sums(mesh: Mesh, beyond: Factors) -> tuple[Factors, Factors]:
-    """The sums that make up one over ``beyond``: among replicas of the shards, then along the model's axes. Two, since
-    a communicator for each combination of the two would cost every rank memory."""
-    copies = beyond & mesh.factors("dp_replicate")
-    return copies, beyond - copies
-
-
 class ShardedParameters:
     """Parameters of one rank, in buckets.
 
     Args:
-        chunks: the recorded parameters of each chunk, in forward order, each parameter once.
+        chunks: the recorded parameters of each unit of each chunk, in forward order, each parameter once.
+        shared: parameters that several units use.
         wide: dtype of masters and gradient sums.
         split_state: masters and optimizer state are split over the ranks of ``dp_shard``; else each replica has all.
         capacity: elements of a bucket.
@@ -113,9 +108,9 @@ class ShardedParameters:
     """
 
     def __init__(
-        self, chunks: Sequence[Sequence[Recorded]], ctx: ParallelContext, *, wide: torch.dtype, split_state: bool,
-        capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
-        rule: OptimizerRule = ADAMW,
+        self, chunks: Sequence[Sequence[Sequence[Recorded]]], ctx: ParallelContext, *, wide: torch.dtype,
+        split_state: bool, capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
+        rule: OptimizerRule = ADAMW, shared: Collection[torch.Tensor] = (),
     ) -> None:
         self.ctx, self.wide, self.rule = ctx, wide, rule
         mesh = ctx.mesh
@@ -124,15 +119,17 @@ class ShardedParameters:
         first = self.spread or mesh.factors(*REPLICAS)
         self.reduce_dtype = wide if reduce_dtype is None else reduce_dtype
         self.shard_gradients = shard_gradients and shards > 1
-        self.parameters = [pair for chunk in chunks for pair in chunk]
+        self.parameters = [pair for chunk in chunks for unit in chunk for pair in unit]
+        self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
         self.replicas = ctx.along(first)
         shard = mesh.index(ctx.rank, self.spread)
-        numbered, chunk_of, at = [], [], 0
-        for c, pairs in enumerate(chunks):
-            numbered.append([(at + i, record, p.numel()) for i, (record, p) in enumerate(pairs)])
-            chunk_of += [c] * len(pairs)
-            at += len(pairs)
-        plans = plan_buckets(numbered, mesh, first=first, shards=shards, capacity=capacity)
+        units = [
+            [(self._index[id(p)], record, p.numel()) for record, p in unit] for chunk in chunks for unit in chunk
+        ]
+        chunk_of = [c for c, chunk in enumerate(chunks) for unit in chunk for _ in unit]
+        plans = plan_buckets(
+            units, mesh, first=first, shards=shards, capacity=capacity, shared={self._index[id(p)] for p in shared}
+        )
         self.buckets = [
             Bucket(
                 plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients, kinds=self._kinds(plan)
@@ -140,7 +137,6 @@ class ShardedParameters:
             for plan in plans
         ]
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
-        self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
         owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=shard, shards=shards)]
         self.pieces = [self._shard(bucket, f) for bucket, f in owned]
         self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
@@ -294,12 +290,29 @@ class ShardedParameters:
             pass
         if self.grad_buffer_pool is not None:
             self.grad_buffer_pool.trim()
+        self._sum_further()
+
+    def _sum_further(self) -> None:
+        """Sum this rank's shards over the replicas of the shards, along the model's axes where they are partial, and
+        over the stages that hold a tied copy."""
         ctx = self.ctx
+        partial: dict[Factors, list[torch.Tensor]] = {}
         for bucket in self.buckets:
-            groups = [ctx.along(factors) for factors in _sums(ctx.mesh, bucket.plan.beyond)]
-            for group in (*groups, ctx.embedding_group if bucket.plan.tied else None):
-                if group is not None:
-                    dist.all_reduce(bucket.sums, group=group)
+            copies = ctx.along(bucket.plan.copies)
+            if copies is not None:
+                dist.all_reduce(bucket.sums, group=copies)
+            for part in bucket.plan.partial:
+                start, stop = max(part.start, bucket.own.start), min(part.stop, bucket.own.stop)
+                if start < stop:  # alike on the ranks that sum: their buckets are alike, and they hold the same shard
+                    own = bucket.sums[start - bucket.own.start : stop - bucket.own.start]
+                    partial.setdefault(part.factors, []).append(own)
+        for factors in sorted(partial, key=sorted):
+            group = ctx.along(factors)
+            if group is not None:
+                all_reduce_flat(partial[factors], group)
+        for bucket in self.buckets:
+            if bucket.plan.tied and ctx.embedding_group is not None:
+                dist.all_reduce(bucket.sums, group=ctx.embedding_group)
 
     @torch.no_grad()
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:

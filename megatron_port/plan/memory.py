@@ -15,7 +15,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec
 from megatron_port.pipeline.schedules import make_schedule, peak_in_flight
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import bucket_elements, largest_plain, stage_elements, stage_kinds
+from megatron_port.plan.elements import stage_elements, stage_kinds, unit_elements
 from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.registry import SCHEDULES
 
@@ -147,11 +147,10 @@ def _logits(case: Case) -> float:
 
 def window_elements(case: Case, stage: int) -> int:
     """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
-    one filling up while the other is reduced, and those that come all through a pass: partial over tp, shared, tied."""
-    held = bucket_elements(case, stage)
-    largest = largest_plain(case, stage)
-    size = min(max(case.bucket, largest), -(-held["plain"] // case.vp))
-    return (2 if held["plain"] > size else 1) * size + held["partial"] + held["shared"] + held["tied"]
+    one filling up while the other is reduced, and those of a tied table."""
+    units, table = unit_elements(case, stage)
+    largest = max(min(sum(unit), max(case.bucket, *unit)) for unit in units)
+    return (2 if sum(map(sum, units)) > largest else 1) * largest + table
 
 
 def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
