@@ -42,12 +42,15 @@ class StageSummary:
 def static_bytes(parameters: int, config: RunConfig, dp: int) -> int:
     """Return the bytes of weights, accumulated gradients, fp32 masters and two moments on a rank.
 
-    ZeRO-1 splits masters and moments over ``dp``; gradients are accumulated in fp32 in full.
+    ZeRO-1 splits masters and moments over ``dp``; gradients are accumulated in fp32 in full. ZeRO-2 splits those as
+    well, and ZeRO-3 the weights, both without the few buffers that hold some of them whole.
     """
     wide = 8 if config.precision.dtype == "fp64" else 4
     weight = {"fp32": 4, "fp64": 8}.get(config.precision.dtype, 2)
-    shards = dp if config.layout.zero_stage else 1
-    return parameters * (weight + wide) + (3 * wide * parameters) // shards
+    stage = config.layout.zero_stage
+    shards = (config.layout.shard_size or dp) if stage else 1
+    whole = (weight if stage < 3 else 0) + (wide if stage < 2 else 0)
+    return parameters * whole + parameters * (weight + 4 * wide - whole) // shards
 
 
 def _records(config: RunConfig, topology: Topology, pp: int, tp: int) -> list[ParameterRecord]:

@@ -189,7 +189,7 @@ OTHER_FAULTS: list[tuple[dict[str, object], str]] = [
     ({"layout__pipeline_schedule": "gpipe"}, "cannot run layout.pipeline_schedule 'gpipe'"),
     ({"precision__dtype": "fp64"}, "precision.dtype fp64 is refused; use engine native"),
     ({"layout__zero_stage": 0, "model__num_layers": 2}, "layout.zero_stage 0"),
-    ({"layout__zero_stage": 2}, "its pipelines take stages 0 and 1 only; use zero_stage 1, or engine native"),
+    ({"layout__zero_stage": 2}, "its pipelines take stages 0 and 1 only; use zero_stage 1, or engine = \"native\""),
     ({**NATIVE, "layout__zero_stage": 2, "layout__pipeline_schedule": "zb-h1"},
      "use zero_stage 1, or the schedule '1f1b'"),
     ({"layout__zero_stage": 0, "precision__dtype": "bf16"}, "it refuses bf16"),
