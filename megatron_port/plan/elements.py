@@ -63,6 +63,15 @@ def unit_elements(case: Case, stage: int) -> tuple[list[list[int]], int]:
     return [unit for unit in out if unit], table
 
 
+def window_elements(case: Case, stage: int) -> int:
+    """Elements of the windows in which ZeRO-3 gathers weights (``optim.unit_gather``): two layers, the larger of
+    embedding and head, and a tied table."""
+    units, table = unit_elements(case, stage)
+    count = case.stage_layers(stage)
+    layers, ends = ([sum(unit) for unit in part] for part in (units[:count], units[count:]))
+    return sum(sorted(layers)[-2:]) + max(ends, default=0) + table
+
+
 def _ends(case: Case, stage: int) -> list[ParameterSpec]:
     """Parameters of the embedding and of the head where they are on this stage; a table that both use once."""
     spec = model_spec(case.model)

@@ -15,7 +15,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec
 from megatron_port.pipeline.schedules import make_schedule, peak_in_flight
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import stage_elements, stage_kinds, unit_elements
+from megatron_port.plan.elements import stage_elements, stage_kinds, unit_elements, window_elements
 from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.registry import SCHEDULES
 
@@ -145,7 +145,7 @@ def _logits(case: Case) -> float:
     return elements * case.width + (0.0 if case.kernels == "own" and not case.engine.copies_logits else made)
 
 
-def window_elements(case: Case, stage: int) -> int:
+def sum_elements(case: Case, stage: int) -> int:
     """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
     one filling up while the other is reduced, and those of a tied table."""
     units, table = unit_elements(case, stage)
@@ -162,8 +162,13 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     replicas = case.dp * case.cp
     shards = replicas if case.zero_stage else 1
     gradient = max(e.gradient_bytes, w) if separate else case.wide
-    split_sums = case.zero_stage >= 2 and shards > 1
-    weights, gradients = n * w + copy_bytes(case, stage), float(n * gradient / (shards if split_sums else 1))
+    split_sums = case.shards_sums and shards > 1
+    weights, gradients = float(n * w), float(n * gradient / (shards if split_sums else 1))
+    if case.zero_stage == 3 and shards > 1:
+        whole = n if case.reshard == "step" else min(n, window_elements(case, stage))
+        weights = n * w / shards + whole * w
+    if case.weight_gathers == 1 or shards == 1:
+        weights += copy_bytes(case, stage)
     optimizer = n * (3 if separate else 2) * case.wide / shards
     tokens = m.seq_length / case.cp * case.micro_batch
     stream = tokens * m.hidden_size * w * (1 / case.tp if case.sequence_parallel else 1)
@@ -184,7 +189,7 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
         activations += (held - 1) * (own + 2 * stream) if case.schedule == "gpipe" else 0.0
     received = stream if case.pp > 1 else 0.0
     bucket = min(e.bucket_bytes, n * 6.0) if replicas > 1 else 0.0
-    bucket += window_elements(case, stage) * case.wide if split_sums else 0.0
+    bucket += sum_elements(case, stage) * case.wide if split_sums else 0.0
     at = "the last warm-up micro-batch's first backward" if held > 1 else "the first backward"
     update = n * e.update_copy_bytes / shards  # the update's own fp32 copy of this rank's share of the gradient
     # Logits are gone when the last layer runs backward: the smaller of the two is not there at the peak.

@@ -81,9 +81,9 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
         reduced = max(case.engine.reduce_bytes, case.wide) if case.dtype == "fp64" else case.engine.reduce_bytes
         out.add("dp", "all-reduce", SUMS)
         if shards > 1:
-            passes = case.micro_batches if case.zero_stage >= 2 else 1
+            passes = case.micro_batches if case.shards_sums else 1
             out.add("dp", "reduce-scatter", passes * whole * reduced)
-            out.add("dp", "all-gather", whole * case.width)
+            out.add("dp", "all-gather", case.weight_gathers * whole * case.width)
         else:
             out.add("dp", "all-reduce", whole * reduced)
     if case.tp > 1:  # gradients of shards

@@ -34,7 +34,7 @@ def peak(config: RunConfig, rank: int) -> tuple[int, int, int]:
         mine = batches(resolved, ctx)
         engine.train_step(mine, step=0, lr=1e-3)  # the moments are made
         buckets = engine.sharded.buckets  # type: ignore[attr-defined]
-        held = [t for b in buckets for t in (b.weights, b.sums, b.masters)]
+        held = [t for b in buckets for t in (b.weights, b.shard, b.sums, b.masters)]
         held += [t for b in buckets for t in b.state.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         before = sum(storages.values())
@@ -58,7 +58,7 @@ def peak(config: RunConfig, rank: int) -> tuple[int, int, int]:
 
 P2, P4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
 T2, SP = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "sequence_parallel": True}
-ZERO1, ZERO2 = ({"data_parallel_size": 2, "zero_stage": stage} for stage in (1, 2))
+ZERO1, ZERO2, ZERO3 = ({"data_parallel_size": 2, "zero_stage": stage} for stage in (1, 2, 3))
 FULL, SELECTIVE, GPIPE = {"recompute": "full"}, {"recompute": "selective"}, {"pipeline_schedule": "gpipe"}
 CASES = [
     ("gpt", "fp32", {}, 0), ("llama", "fp32", {}, 0), ("dropout", "bf16", {}, 0), ("gpt", "fp32", FULL, 0),
@@ -70,6 +70,7 @@ CASES = [
     ("gpt", "bf16", {**SP, **P2, "data_parallel_size": 2}, 0), ("dropout", "fp32", {**SP, **P2}, 1),
     ("gpt", "bf16", ZERO1, 0), ("llama", "bf16", {**ZERO2, **P2}, 1), ("gpt", "fp32", {**ZERO2, **SP, **P2}, 0),
     ("llama", "fp32", {**ZERO2, "reduce_bucket_size": 100_000}, 0),
+    ("gpt", "bf16", ZERO3, 0), ("llama", "fp32", {**ZERO3, **P2}, 1), ("gpt", "bf16", {**ZERO3, **FULL}, 0),
 ]
 
 
