@@ -108,7 +108,7 @@ def test_two_replicas_equal_whole_weights_to_the_bit(ranks: RankPool) -> None:
 
 def test_autograd_finds_nothing_wrong_with_windows(ranks: RankPool) -> None:
     two = (1, 1, 2)
-    selective = {"recompute": "selective", "layers": 3}
+    selective: dict[str, Any] = {"recompute": "selective", "layers": 3}
     assert_equal(ranks, 2, [(case(2, two, **selective), case(3, two, **selective))], anomaly=True)
 
 
@@ -131,7 +131,7 @@ def pipelines(names: tuple[tuple[str, int], ...]) -> list[tuple[Case, Case]]:
 
 def test_four_ranks_equal_whole_weights_to_the_bit(ranks: RankPool) -> None:
     """Interleaved and folded pipelines; sequence parallelism; shards over two of four replicas."""
-    hybrid = {"shard_size": 2, "layers": 3}
+    hybrid: dict[str, Any] = {"shard_size": 2, "layers": 3}
     assert_equal(ranks, 4, [
         *pipelines((("1f1b", 2), ("zb-v", 2))),
         (case(2, (2, 1, 2)), case(3, (2, 1, 2))),

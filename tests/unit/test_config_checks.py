@@ -192,6 +192,8 @@ OTHER_FAULTS: list[tuple[dict[str, object], str]] = [
     ({"layout__zero_stage": 2}, "its pipelines take stages 0 and 1 only; use zero_stage 1, or engine = \"native\""),
     ({**NATIVE, "layout__zero_stage": 2, "layout__pipeline_schedule": "zb-h1"},
      "use zero_stage 1, or the schedule '1f1b'"),
+    ({"layout__zero_stage": 3}, "engine deepspeed with layout.zero_stage 3: its pipelines take stages 0 and 1 only"),
+    ({"layout__reshard": "step"}, "zero_stage 1, which keeps whole weights; use zero_stage 3"),
     ({"layout__zero_stage": 0, "precision__dtype": "bf16"}, "it refuses bf16"),
     ({"layout__zero_stage": 0, "precision__dtype": "fp16"}, "it trains wrongly under fp16"),
     ({**NATIVE, "layout__pipeline_schedule": "zb-v"}, "virtual_pipeline_size is 1; use 2"),

@@ -23,11 +23,11 @@ DP, LAYERS = 4, 6
 """Replicas, layers of a stage."""
 
 
-def run(pp: int, micro_batches: int, dtype: str = "bf16", **layout: object) -> RunConfig:
+def run(pp: int, micro_batches: int, dtype: Any = "bf16", **layout: Any) -> RunConfig:
     return RunConfig(
         model=ModelConfig(num_layers=LAYERS * pp, hidden_size=32, num_attention_heads=4, vocab_size=97, seq_length=8,
                           tie_embeddings=bool(layout.pop("tied", False))),
-        layout=LayoutConfig(**{  # type: ignore[arg-type]
+        layout=LayoutConfig(**{
             "data_parallel_size": DP, "pipeline_parallel_size": pp, "pipeline_split": (LAYERS,) * pp,
             "zero_stage": 3, "reduce_bucket_size": 4000, "vocab_padding_multiple": 8, **layout,
         }),
