@@ -134,8 +134,8 @@ def _record_single(args: argparse.Namespace, config: RunConfig) -> int:
     from megatron_port.runtime.discovery import discover
 
     alone = replace(
-        parse_layout("tp1pp1dp1", config.layout), zero_stage=0, recompute="none", pipeline_schedule="1f1b",
-        virtual_pipeline_size=1,
+        parse_layout("tp1pp1dp1", config.layout), zero_stage=0, shard_size=0, reshard="forward", recompute="none",
+        pipeline_schedule="1f1b", virtual_pipeline_size=1,
     )
     provider = "auto" if config.backend.optimizer == "deepspeed" else config.backend.optimizer
     for name in args.single:

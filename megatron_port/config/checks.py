@@ -226,10 +226,10 @@ def _engine_problems(config: RunConfig) -> list[str]:
                 f"engine deepspeed has no update for optimizer.name {config.optimizer.name!r}; use 'adamw', or engine "
                 "native"
             )
-        if zero == 2:
+        if zero >= 2:
             out.append(
-                "engine deepspeed with layout.zero_stage 2: its pipelines take stages 0 and 1 only; use zero_stage 1, "
-                "or engine native"
+                f"engine deepspeed with layout.zero_stage {zero}: its pipelines take stages 0 and 1 only; use "
+                'zero_stage 1, or engine = "native"'
             )
         if schedule != "1f1b" or v > 1:
             out.append(

@@ -242,6 +242,11 @@ def _axis_problems(config: RunConfig, world_size: int | None) -> list[str]:
     if shard and replicas % shard:
         near = either(nearest(shard, divisors(replicas)))
         out.append(f"layout.shard_size {shard} does not divide data_parallel_size {replicas}; use {near}, or 0: all")
+    if layout.reshard != "forward" and layout.zero_stage != 3:
+        out.append(
+            f'layout.reshard "{layout.reshard}" with zero_stage {layout.zero_stage}, which keeps whole weights; use '
+            'zero_stage 3, or "forward" here'
+        )
     if shard and not layout.zero_stage:
         out.append(f"layout.shard_size {shard} with zero_stage 0, which splits nothing; use zero_stage 1, or 0 here")
     return out

@@ -160,11 +160,16 @@ class LayoutConfig:
     """Ranks that share the experts of a layer, e. Not built yet: only 1."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
-    zero_stage: Literal[0, 1, 2] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
-    reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb)."""
+    reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb); 3: weights too,
+    gathered layer by layer (engine native; docs/pipeline.md)."""
+    reshard: Literal["forward", "step"] = "forward"
+    """When ZeRO stage 3 frees the weights of a layer: forward (when the next layers need the memory, so they are
+    gathered again for backward) | step (after all of the step's micro-batches)"""
     reduce_bucket_size: Size = 33_554_432
-    """Elements that one collective of gradients or weights between replicas moves (engine native)."""
+    """Most elements that one collective of gradients or weights between replicas moves; it moves those of one layer,
+    embedding or head (engine native)."""
     pipeline_schedule: str = "1f1b"
     """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2), or a schedule that a plugin registers (engine
     native); docs/pipeline.md"""

@@ -34,7 +34,7 @@ from megatron_port.engine.module import (
     recorded_parameters,
     zero_moments,
 )
-from megatron_port.engine.native_passes import Passes
+from megatron_port.engine.native_passes import Passes, unit_uses
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
 from megatron_port.errors import ConfigError
@@ -43,10 +43,12 @@ from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.rules import rule_of
 from megatron_port.optim.sharded import Bucket, ShardedParameters, StateShard
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
+from megatron_port.optim.unit_gather import WeightSharding
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
+from megatron_port.parallel.mesh import SHARDED
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import BUFFER, StatePiece, StateReader
@@ -111,10 +113,11 @@ class NativeEngine:
         self.parameters = recorded_parameters(self.stage)
         self.buffers = recorded_buffers(self.stage)
         self.sharded = ShardedParameters(
-            self._by_chunk(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
+            self._by_unit(), ctx, wide=torch.float64 if dtype == torch.float64 else torch.float32,
             split_state=config.layout.zero_stage > 0, capacity=config.layout.reduce_bucket_size,
             reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
-            shard_gradients=config.layout.zero_stage == 2, rule=rule_of(config.optimizer),
+            shard_gradients=self._shards_gradients(), rule=rule_of(config.optimizer), shared=self._shared(),
+            sharding=self._weight_sharding(),
         )
         gradients = _Gradients(self.sharded)
         self.wgrad_accumulator = WgradAccumulator(gradients.added, gradients.total)
@@ -126,8 +129,6 @@ class NativeEngine:
         for chunk in self.chunks:
             for unit in chunk.units:
                 self.sharded.wait_before(unit)
-        if self.sharded.shard_gradients:
-            self._check_schedule()
         self.update = make_update(optimizer_provider, self.sharded, config.optimizer)
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
@@ -139,27 +140,66 @@ class NativeEngine:
         recording, sharded = self.state_check, weakref.ref(self.sharded)
         self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
 
-    def _check_schedule(self) -> None:
-        """Raise ConfigError where the schedule splits backward passes, each part of which ZeRO stage 2 would reduce by
-        itself. ``config.checks`` knows the package's own schedules, not a plugin's."""
+    def _shards_gradients(self) -> bool:
+        """Whether gradient sums are sharded: from ZeRO stage 2 on. Where the schedule splits backward passes, stage 3
+        keeps whole sums, as stage 1 does.
+
+        Raises ConfigError for stage 2 with such a schedule, each part of whose passes it would reduce by itself.
+        ``config.checks`` knows the package's own schedules, not a plugin's.
+        """
         layout, batch, topology = self.config.layout, self.config.batch, self.ctx.topology
+        if layout.zero_stage < 2:
+            return False
         count = max(batch.global_batch_size // (batch.micro_batch_size * self.ctx.size("dp")), 1)
         schedule = make_schedule(layout.pipeline_schedule, topology.pp, count, layout.virtual_pipeline_size)
-        if schedule.splits_backward:
+        sharded = self.ctx.size(*SHARDED) > 1
+        if schedule.splits_backward and layout.zero_stage == 2 and sharded:
             raise ConfigError(
                 f'layout.zero_stage 2 with pipeline_schedule "{schedule.name}": its backward passes are split in two; '
                 "use zero_stage 1"
             )
+        return not schedule.splits_backward
 
-    def _by_chunk(self) -> list[list[tuple[ParameterRecord, nn.Parameter]]]:
-        """Return each parameter once, with the first chunk that has it (a folded pipeline's last shares the table)."""
+    def _weight_sharding(self) -> WeightSharding | None:
+        """How stage 3 shards the weights; None: another stage.
+
+        Raises ConfigError where a chunk has parameters outside its units, which would never be gathered.
+        """
+        if self.config.layout.zero_stage < 3:
+            return None
+        topology, ends, at = self.ctx.topology, [], 0
+        for c, units in enumerate(self._by_unit()):
+            if units[0]:
+                raise ConfigError(
+                    f"layout.zero_stage 3: {units[0][0][0].name} is a parameter of a chunk and of none of its units, "
+                    "by which weights are gathered; put it into a unit, or use zero_stage 2"
+                )
+            virtual = topology.virtual_stage(self.ctx.coords.pp, c)
+            ends += [at + 1] if virtual == 0 else []
+            at += len(units)
+            ends += [at - 1] if virtual == topology.virtual_stages - 1 else []
+        return WeightSharding(ends, keep=self.config.layout.reshard == "step")
+
+    def _by_unit(self) -> list[list[list[tuple[ParameterRecord, nn.Parameter]]]]:
+        """Return the parameters of each unit of each chunk, each with the first unit that has it: a table that
+        embedding and head share is in two. What is in no unit of a chunk comes before them."""
         seen: set[int] = set()
         out = []
         for chunk in self.chunks:
-            pairs = [(record, p) for record, p in recorded_parameters(chunk) if id(p) not in seen]
-            seen.update(id(p) for _, p in pairs)
-            out.append(pairs)
+            inside = {id(p) for unit in chunk.units for p in unit.parameters()}
+            groups = [[(r, p) for r, p in recorded_parameters(chunk) if id(p) not in inside]]
+            groups += [recorded_parameters(unit) for unit in chunk.units]
+            units = []
+            for pairs in groups:
+                units.append([(record, p) for record, p in pairs if id(p) not in seen])
+                seen.update(id(p) for _, p in pairs)
+            out.append(units)
         return out
+
+    def _shared(self) -> list[nn.Parameter]:
+        """Parameters that several units of this rank use."""
+        units = [{id(p) for p in unit.parameters()} for chunk in self.chunks for unit in chunk.units]
+        return [p for _, p in self.parameters if sum(id(p) in unit for unit in units) > 1]
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], step: int, *, tokens: float, probe: Probe | None = None,
@@ -179,8 +219,12 @@ class NativeEngine:
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
         )
         sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
+        if self.sharded.unit_gather is not None:
+            self.sharded.unit_gather.plan(unit_uses(self.chunks, schedule.plans[self.ctx.coords.pp]))
         boundaries = {size: Boundary.of(self.chunks[0].boundary(size, length)) for size in set(sizes)}
-        with self.quantized_weight_cache.active():
+        # Copies that lasted through the step would be whole weights again.
+        whole = self.sharded.unit_gather is None or self.sharded.unit_gather.keep
+        with self.quantized_weight_cache.active() if whole else nullcontext():
             self.runner.run(schedule, passes, lambda m: boundaries[sizes[m]])
         return passes
 
@@ -219,7 +263,7 @@ class NativeEngine:
         )
         self.state_check.verify()
         norm, refused = self.update.step(square, lr=lr, scale=used_scale, veto=veto, limit=largest_norm)
-        self._record_state(gathering=self.sharded.shards > 1)
+        self._record_state(gathering=self.sharded.shards > 1 and self.sharded.unit_gather is None)
         self.sharded.start_gather()
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
         total, count, grad_norm, skipped, self._differing, *added = torch.stack(
@@ -275,9 +319,9 @@ class NativeEngine:
         return EvalResult(loss_sum=loss_sum, tokens=round(count))
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
-        """This rank's parameters."""
-        self.sharded.wait()
-        yield from self.parameters
+        """Yield this rank's parameters. Under ZeRO stage 3 collective, and a parameter's values are there until the
+        next one is asked for."""
+        yield from self.sharded.named_weights()
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """Yield the buffers, and the pieces of masters and optimizer state, that this rank owns."""
@@ -306,10 +350,12 @@ class NativeEngine:
             mine = pieces.get(record.place, [])
             whole = self._load_place(p, mine, scratch)
             read_local(read, record, "weight", whole)
-            if whole.data_ptr() != p.data_ptr():
+            if self.sharded.unit_gather is None and whole.data_ptr() != p.data_ptr():
                 p.copy_(whole)
             for piece in mine:
                 part = whole.view(-1)[piece.start : piece.start + piece.master.numel()]
+                if self.sharded.unit_gather is not None:
+                    piece.weight.copy_(part)
                 if part.data_ptr() != piece.master.data_ptr():
                     piece.master.copy_(part)
             for piece in mine:
@@ -317,13 +363,15 @@ class NativeEngine:
                     read_range(read, record, kind, flat, piece.start, scratch)
         for record, buffer in self.buffers:
             read_local(read, record, BUFFER, buffer)
+        if self.sharded.unit_gather is not None:
+            self.sharded.unit_gather.release()
         self.update.restore(int(scalars.get("optimizer_steps", 0)))
         self.scaler.load(scalars)
         self._record_state(gathering=False)
 
     def _load_place(self, p: torch.Tensor, mine: Sequence[StateShard], scratch: ScratchBuffer) -> torch.Tensor:
         """Return a tensor in the masters' dtype to read a parameter into: its permanent one where there is one."""
-        if p.dtype == self.sharded.wide:
+        if p.dtype == self.sharded.wide and self.sharded.unit_gather is None:
             return p.detach()
         if mine and mine[0].master.numel() == p.numel():
             return mine[0].master.view(p.shape)

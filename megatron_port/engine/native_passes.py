@@ -36,6 +36,23 @@ def _gradients_of(inputs: Payload) -> Payload:
     return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found)
 
 
+def unit_uses(chunks: Sequence[Any], actions: Sequence[Action]) -> list[torch.nn.Module]:
+    """Return the units whose weights the actions of a stage read, in order.
+
+    Deferred weight products read inputs and output gradients, no weights; nor do backward passes of units with
+    ``backward_reads_weights = False``.
+    """
+    units = [list(chunk.units) for chunk in chunks]
+    backward = [[u for u in reversed(mine) if getattr(u, "backward_reads_weights", True)] for mine in units]
+    out: list[torch.nn.Module] = []
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            out += units[action.chunk]
+        elif action.kind is not Kind.WEIGHT:
+            out += backward[action.chunk]
+    return out
+
+
 class Passes:
     """Forward and backward passes of one step; a ``pipeline.runner.Worker``.
 

@@ -125,12 +125,13 @@ def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
             first parameter that differs.
     """
     found: NumericsError | None = None
-    pairs = list(engine.named_parameters())
+    digest = BitsHash(ctx.device)
+    # Each is hashed when its turn comes: under ZeRO stage 3 its values are there only then.
+    pairs = [(record, digest(p)) for record, p in engine.named_parameters()]
     if not pairs:
         agree(None)
         return
-    digest = BitsHash(pairs[0][1].device)
-    hashes = torch.stack([digest(p) for _, p in pairs])
+    hashes = torch.stack([value for _, value in pairs])
     mesh = ctx.mesh
     compared: list[tuple[str, dist.ProcessGroup | None, list[bool]]] = []
     left = [record.replicated_over(mesh) for record, _ in pairs]

@@ -21,6 +21,9 @@ from megatron_port.parallel.linear import linear
 class Embedding(nn.Module):
     """Token embedding, learned positions and dropout: tokens int64 [batch, seq] → [seq(/tp), batch, hidden]."""
 
+    backward_reads_weights = False
+    """Gradients of lookups need the tokens alone, so ZeRO stage 3 does not gather the table again."""
+
     def __init__(self, spec: EmbeddingSpec, build: BuildContext) -> None:
         super().__init__()
         self.residual = build.residual

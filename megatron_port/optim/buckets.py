@@ -1,16 +1,16 @@
 """Layout of a rank's parameters in flat buckets, and the part of them that each replica owns. Pure arithmetic.
 
-A bucket is what one collective moves. It holds parameters whose gradients are summed over the same ranks; each tied
-parameter has its own, because its layout must be the same on the two stages that hold it. Buckets follow the order in
-which backward passes end: last chunk and last layer first.
+A bucket is what one collective moves: parameters of one *unit* (embedding, layer, head), so that the weights of a unit
+can be gathered, and its gradients reduced, without those of another. Each tied parameter, and each that several units
+use, has a bucket of its own. Buckets follow the order in which backward passes end: last unit first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_port.parallel.mesh import REPLICAS, Factors, Mesh
+from megatron_port.parallel.mesh import Factors, Mesh
 from megatron_port.parallel.record import ParameterRecord
 
 ALIGN = 64
@@ -28,18 +28,32 @@ class BucketEntry:
 
 
 @dataclass(frozen=True)
+class PartialRange:
+    """Elements [start, stop) of a bucket whose gradients are still to be summed along ``factors``: tp under sequence
+    parallelism, the copies of key/value heads."""
+
+    start: int
+    stop: int
+    factors: Factors
+
+
+@dataclass(frozen=True)
 class BucketPlan:
     """One bucket: ``numel`` elements, padding included, a multiple of ``ALIGN`` times the number of shards."""
 
     slots: tuple[BucketEntry, ...]
     numel: int
-    beyond: Factors = frozenset()
-    """Factors along which the first sums are still to be summed: tp under sequence parallelism, the copies of
-    key/value heads, replicas of the shards."""
+    unit: int = 0
+    """Index of the unit whose parameters it holds; of a shared parameter, the first that uses it."""
+    copies: Factors = frozenset()
+    """Replicas of the shards, over which all of it is still to be summed after the first sums."""
+    partial: tuple[PartialRange, ...] = ()
+    """Parts that are to be summed along the model's axes as well."""
     tied: bool = False
     """Also to be summed over the stages that hold a copy."""
     late: bool = False
-    """Its gradients come all through a backward pass: those of norms, biases and tied tables."""
+    """Its gradients come all through a backward pass, as those of a parameter that several units use, or it is a table,
+    much larger than a layer's buckets: ZeRO stage 2 keeps a buffer for them."""
 
 
 Listed = tuple[int, ParameterRecord, int]
@@ -47,28 +61,57 @@ Listed = tuple[int, ParameterRecord, int]
 
 
 def plan_buckets(
-    chunks: Sequence[Sequence[Listed]], mesh: Mesh, *, first: Factors, shards: int, capacity: int
+    units: Sequence[Sequence[Listed]], mesh: Mesh, *, first: Factors, shards: int, capacity: int,
+    shared: Collection[int] = (),
 ) -> list[BucketPlan]:
     """Return buckets of at most ``capacity`` elements; a larger parameter has its own.
 
     Args:
-        chunks: the parameters of each chunk, in forward order.
+        units: the parameters of each unit, in forward order, each parameter once.
         first: factors of the first sum, which leaves each of ``shards`` replicas its part.
         shards: replicas that divide a bucket.
+        shared: indices of parameters that several units use.
     """
-    def key(record: ParameterRecord) -> tuple[bool, list[int]]:
-        return record.tied_key is not None, sorted(record.reduces_over(mesh) - first)
-
     plans: list[BucketPlan] = []
-    for chunk in reversed(chunks):
-        kinds = sorted({(tied, tuple(beyond)) for tied, beyond in (key(record) for _, record, _ in chunk)})
-        for tied, beyond in kinds:
-            alike = [entry for entry in reversed(chunk) if key(entry[1]) == (tied, list(beyond))]
-            for slots, end in _filled(alike, 0 if tied else capacity):
-                numel = -(-end // (ALIGN * shards)) * ALIGN * shards
-                late = tied or bool(frozenset(beyond) - mesh.factors(*REPLICAS))
-                plans.append(BucketPlan(slots, numel, frozenset(beyond), tied, late))
+    for number in reversed(range(len(units))):
+        together: dict[tuple[int, ...], list[tuple[list[int], Listed]]] = {}
+        apart: list[tuple[list[int], Listed]] = []
+        for entry in reversed(units[number]):
+            index, record, _ = entry
+            beyond = record.reduces_over(mesh) - first
+            copies = beyond & mesh.factors("dp_replicate")
+            if record.tied_key is not None or index in shared:
+                apart.append((sorted(beyond), entry))
+            else:
+                together.setdefault(tuple(sorted(copies)), []).append((sorted(beyond), entry))
+        # What is partial lies together: at the end, in one range of each bucket for each set of factors.
+        groups = [sorted(entries, key=lambda pair: pair[0]) for _, entries in sorted(together.items())]
+        for entries in (*groups, *([one] for one in apart)):
+            factors = {entry[0]: frozenset(beyond) for beyond, entry in entries}
+            for slots, end in _filled([entry for _, entry in entries], capacity):
+                _, record, _ = entries[0][1]
+                plans.append(_plan(
+                    slots, end, number, factors, mesh, shards, tied=record.tied_key is not None,
+                    late=record.tied_key is not None or slots[0].index in shared,
+                ))
     return plans
+
+
+def _plan(
+    slots: tuple[BucketEntry, ...], end: int, unit: int, beyond: Mapping[int, Factors], mesh: Mesh, shards: int, *,
+    tied: bool, late: bool,
+) -> BucketPlan:
+    """Return the plan of a bucket of so many elements; ``beyond``: factors of further sums by parameter."""
+    replicas = mesh.factors("dp_replicate")
+    ranges: list[PartialRange] = []
+    for slot in slots:
+        factors, start = beyond[slot.index] - replicas, slot.start
+        if ranges and ranges[-1].factors == factors:
+            start = ranges.pop().start
+        if factors:
+            ranges.append(PartialRange(start, slot.start + slot.numel, factors))
+    numel = -(-end // (ALIGN * shards)) * ALIGN * shards
+    return BucketPlan(slots, numel, unit, beyond[slots[0].index] & replicas, tuple(ranges), tied, late)
 
 
 def _filled(parameters: Sequence[Listed], capacity: int) -> Iterator[tuple[tuple[BucketEntry, ...], int]]:

@@ -17,7 +17,7 @@ from megatron_port.parallel.record import ParameterRecord
 RecordedGrad = tuple[ParameterRecord, torch.Tensor]
 
 
-def _all_reduce_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def all_reduce_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sum a list of small tensors in place with one collective a dtype."""
     for dtype in sorted({t.dtype for t in tensors}, key=str):
         same = [t for t in tensors if t.dtype == dtype]
@@ -42,7 +42,7 @@ def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext
     for beyond in sorted(by_group, key=sorted):
         group = ctx.along(beyond)
         if group is not None:
-            _all_reduce_flat(by_group[beyond], group)
+            all_reduce_flat(by_group[beyond], group)
 
 
 def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
@@ -60,7 +60,7 @@ def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelCont
         for g in tied:
             dist.reduce(g, group=replicas, group_dst=0)
     if ctx.index(*REPLICAS) == 0:
-        _all_reduce_flat(tied, ctx.embedding_group)
+        all_reduce_flat(tied, ctx.embedding_group)
     else:
         for g in tied:
             g.zero_()

@@ -1,5 +1,5 @@
 """Weights and gradients in flat buckets; gradients reduced to shards while backward passes run, weights gathered
-while the next forward pass does (ZeRO stages 1 and 2, Rajbhandari et al., arXiv 1910.02054).
+while the next forward pass does (ZeRO stages 1 to 3, Rajbhandari et al., arXiv 1910.02054).
 
 A step moves, for each parameter of a rank, one reduce-scatter of its gradient (fp32, or ``reduce_dtype``) and one
 all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (ZeRO stage 0, or
@@ -9,12 +9,14 @@ Stage 1 reduces a bucket when it has had the gradients of all the step's micro-b
 (``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a buffer of a pool
 (``grad_buffer_pool``) while one backward pass of its chunk fills it, are reduced, and added to the shard. That is one
 reduce-scatter per micro-batch, and less memory: 4 bytes per parameter become 4 / dp and two buffers.
+
+Stage 3 (``sharding``) keeps this rank's shard of the weights too, and gathers them unit by unit (``unit_gather``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +26,13 @@ from torch import nn
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
 from megatron_port.optim.grad_buffer_pool import GradBufferPool
 from megatron_port.optim.grad_ready import GradReadyTracker
+from megatron_port.optim.gradients import all_reduce_flat
 from megatron_port.optim.rules import ADAMW, OptimizerRule
 from megatron_port.optim.state_check import StateEntry, StateTensor
+from megatron_port.optim.unit_gather import UnitGather, WeightSharding
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.mesh import REPLICAS, SHARDED, Factors, Mesh
+from megatron_port.parallel.mesh import REPLICAS, SHARDED, Factors
 from megatron_port.parallel.record import ParameterRecord
 
 Recorded = tuple[ParameterRecord, nn.Parameter]
@@ -54,18 +58,21 @@ class StateShard:
 class Bucket:
     """Memory of one bucket and the collectives in flight on it.
 
+    ``weights``: all of them; ``shard``: this rank's part. The one is part of the other unless the weights are whole
+    only now and then, in ``window``.
+
     ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
     else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
-    partial and tied gradients come all through a backward pass, so they have their own.
+    those of tables and of what several units share have their own.
     """
 
     def __init__(
         self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, shard: int, shards: int,
-        lasting: bool, kinds: Sequence[str],
+        lasting: bool, kinds: Sequence[str], window: torch.Tensor | None = None,
     ) -> None:
         first = parameters[plan.slots[0].index][1]
         self.plan, self.shards, self.lasting = plan, shards, lasting
-        self.weights = torch.zeros(plan.numel, dtype=first.dtype, device=first.device)
+        self.weights = torch.zeros(plan.numel, dtype=first.dtype, device=first.device) if window is None else window
         size = plan.numel // shards
         self.own = slice(shard * size, (shard + 1) * size)
         self.gradients: torch.Tensor | None = None
@@ -77,32 +84,26 @@ class Bucket:
         self.grad_buffer: torch.Tensor | None = None
         if not lasting and plan.late:
             self.grad_buffer = torch.empty(plan.numel, dtype=wide, device=first.device)
-        own_weights = self.weights[self.own]
-        self.masters = own_weights if first.dtype == wide else torch.zeros_like(own_weights, dtype=wide)
-        # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
-        self.state = {kind: torch.zeros_like(self.masters) for kind in kinds}
-        self.reducing: dist.Work | None = None
-        self.narrow: torch.Tensor | None = None
-        self.gathering: dist.Work | None = None
         for slot in plan.slots:
             p = parameters[slot.index][1]
             span = slice(slot.start, slot.start + slot.numel)
             self.weights[span].copy_(p.detach().reshape(-1))
             p.data = self.weights[span].view(p.shape)
-
-
-def _sums(mesh: Mesh, beyond: Factors) -> tuple[Factors, Factors]:
-    """The sums that make up one over ``beyond``: among replicas of the shards, then along the model's axes. Two, since
-    a communicator for each combination of the two would cost every rank memory."""
-    copies = beyond & mesh.factors("dp_replicate")
-    return copies, beyond - copies
+        self.shard = self.weights[self.own] if window is None else self.weights[self.own].clone()
+        self.masters = self.shard if first.dtype == wide else torch.zeros_like(self.shard, dtype=wide)
+        # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
+        self.state = {kind: torch.zeros_like(self.masters) for kind in kinds}
+        self.reducing: dist.Work | None = None
+        self.narrow: torch.Tensor | None = None
+        self.gathering: dist.Work | None = None
 
 
 class ShardedParameters:
     """Parameters of one rank, in buckets.
 
     Args:
-        chunks: the recorded parameters of each chunk, in forward order, each parameter once.
+        chunks: the recorded parameters of each unit of each chunk, in forward order, each parameter once.
+        shared: parameters that several units use.
         wide: dtype of masters and gradient sums.
         split_state: masters and optimizer state are split over the ranks of ``dp_shard``; else each replica has all.
         capacity: elements of a bucket.
@@ -110,12 +111,13 @@ class ShardedParameters:
         shard_gradients: stage 2; for schedules whose backward passes are whole (not split in two).
         rule: of the update, which says what state each parameter has. A kind that one parameter of a bucket has takes
             memory for the whole bucket.
+        sharding: stage 3; None: each replica has all weights.
     """
 
     def __init__(
-        self, chunks: Sequence[Sequence[Recorded]], ctx: ParallelContext, *, wide: torch.dtype, split_state: bool,
-        capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
-        rule: OptimizerRule = ADAMW,
+        self, chunks: Sequence[Sequence[Sequence[Recorded]]], ctx: ParallelContext, *, wide: torch.dtype,
+        split_state: bool, capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
+        rule: OptimizerRule = ADAMW, shared: Collection[torch.Tensor] = (), sharding: WeightSharding | None = None,
     ) -> None:
         self.ctx, self.wide, self.rule = ctx, wide, rule
         mesh = ctx.mesh
@@ -124,23 +126,32 @@ class ShardedParameters:
         first = self.spread or mesh.factors(*REPLICAS)
         self.reduce_dtype = wide if reduce_dtype is None else reduce_dtype
         self.shard_gradients = shard_gradients and shards > 1
-        self.parameters = [pair for chunk in chunks for pair in chunk]
+        self.parameters = [pair for chunk in chunks for unit in chunk for pair in unit]
+        self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
         self.replicas = ctx.along(first)
         shard = mesh.index(ctx.rank, self.spread)
-        numbered, chunk_of, at = [], [], 0
-        for c, pairs in enumerate(chunks):
-            numbered.append([(at + i, record, p.numel()) for i, (record, p) in enumerate(pairs)])
-            chunk_of += [c] * len(pairs)
-            at += len(pairs)
-        plans = plan_buckets(numbered, mesh, first=first, shards=shards, capacity=capacity)
+        units = [
+            [(self._index[id(p)], record, p.numel()) for record, p in unit] for chunk in chunks for unit in chunk
+        ]
+        chunk_of = [c for c, chunk in enumerate(chunks) for unit in chunk for _ in unit]
+        plans = plan_buckets(
+            units, mesh, first=first, shards=shards, capacity=capacity, shared={self._index[id(p)] for p in shared}
+        )
+        self.unit_gather = None
+        if sharding is not None and shards > 1:
+            weight = self.parameters[0][1]
+            self.unit_gather = UnitGather(plans, sharding, like=weight, group=self.replicas)
+        windows = [None] * len(plans) if self.unit_gather is None else self.unit_gather.memory(plans)
         self.buckets = [
             Bucket(
-                plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients, kinds=self._kinds(plan)
+                plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients, kinds=self._kinds(plan),
+                window=window,
             )
-            for plan in plans
+            for plan, window in zip(plans, windows)
         ]
+        if self.unit_gather is not None:
+            self.unit_gather.attach(self.buckets)
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
-        self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
         owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=shard, shards=shards)]
         self.pieces = [self._shard(bucket, f) for bucket, f in owned]
         self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
@@ -173,14 +184,17 @@ class ShardedParameters:
         own = slice(f.at - bucket.own.start, f.at - bucket.own.start + f.numel)
         record = self.parameters[f.index][0]
         return StateShard(
-            record, f.start, bucket.weights[f.at : f.at + f.numel], bucket.masters[own], bucket.sums[own],
+            record, f.start, bucket.shard[own], bucket.masters[own], bucket.sums[own],
             {kind: bucket.state[kind][own] for kind in self.rule.kinds(record)},
         )
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def weight_tensor(self, bucket: Bucket) -> StateTensor:
-        """Return all weights of a bucket, including other replicas' shards, for checks."""
+        """Return the weights of a bucket that stay from one step to the next, for checks: all, including other
+        replicas' shards, or under stage 3 this rank's shard."""
+        if self.unit_gather is not None:
+            return StateTensor("weight", bucket.shard, self._owned[id(bucket)])
         entries = [StateEntry(s.start, s.numel, self.parameters[s.index][0].name, 0) for s in bucket.plan.slots]
         return StateTensor("weight", bucket.weights, entries)
 
@@ -294,12 +308,29 @@ class ShardedParameters:
             pass
         if self.grad_buffer_pool is not None:
             self.grad_buffer_pool.trim()
+        self._sum_further()
+
+    def _sum_further(self) -> None:
+        """Sum this rank's shards over the replicas of the shards, along the model's axes where they are partial, and
+        over the stages that hold a tied copy."""
         ctx = self.ctx
+        partial: dict[Factors, list[torch.Tensor]] = {}
         for bucket in self.buckets:
-            groups = [ctx.along(factors) for factors in _sums(ctx.mesh, bucket.plan.beyond)]
-            for group in (*groups, ctx.embedding_group if bucket.plan.tied else None):
-                if group is not None:
-                    dist.all_reduce(bucket.sums, group=group)
+            copies = ctx.along(bucket.plan.copies)
+            if copies is not None:
+                dist.all_reduce(bucket.sums, group=copies)
+            for part in bucket.plan.partial:
+                start, stop = max(part.start, bucket.own.start), min(part.stop, bucket.own.stop)
+                if start < stop:  # alike on the ranks that sum: their buckets are alike, and they hold the same shard
+                    own = bucket.sums[start - bucket.own.start : stop - bucket.own.start]
+                    partial.setdefault(part.factors, []).append(own)
+        for factors in sorted(partial, key=sorted):
+            group = ctx.along(factors)
+            if group is not None:
+                all_reduce_flat(partial[factors], group)
+        for bucket in self.buckets:
+            if bucket.plan.tied and ctx.embedding_group is not None:
+                dist.all_reduce(bucket.sums, group=ctx.embedding_group)
 
     @torch.no_grad()
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
@@ -325,12 +356,16 @@ class ShardedParameters:
     def publish(self) -> None:
         """Round the masters into this rank's weights, unless the update already has."""
         for bucket in self.buckets:
-            if bucket.masters.dtype != bucket.weights.dtype:
-                bucket.weights[bucket.own].copy_(bucket.masters)
+            if bucket.masters.dtype != bucket.shard.dtype:
+                bucket.shard.copy_(bucket.masters)
 
     @torch.no_grad()
     def start_gather(self) -> None:
-        """Start gathering the updated weights, in the order in which the next forward pass needs them."""
+        """Start gathering the updated weights, in the order in which the next forward pass needs them; under stage 3
+        forget those that were gathered before the update."""
+        if self.unit_gather is not None:
+            self.unit_gather.release()
+            return
         for bucket in reversed(self.buckets):
             if bucket.shards > 1:
                 own = bucket.weights[bucket.own]
@@ -347,8 +382,22 @@ class ShardedParameters:
                 self.on_gathered(bucket)
 
     def wait_before(self, unit: nn.Module) -> None:
-        """Make every forward pass of a module wait for its weights, and for nothing else."""
+        """Make every forward pass of a module, under stage 3 every backward pass too, wait for its weights, and for
+        nothing else."""
         numbers = sorted({self._slot_of[self._index[id(p)]][0] for p in unit.parameters()})
         mine = [self.buckets[n] for n in numbers]
-        if mine:
+        if mine and self.unit_gather is not None:
+            self.unit_gather.register(unit, numbers)
+        elif mine:
             unit.register_forward_pre_hook(lambda module, inputs: self.wait(mine))
+
+    def named_weights(self) -> Iterator[Recorded]:
+        """Yield each parameter while its weights are whole: under stage 3 until the next one is asked for.
+
+        Collective over the shard group under stage 3.
+        """
+        self.wait()
+        for i, (record, p) in enumerate(self.parameters):
+            if self.unit_gather is not None:
+                self.unit_gather.make_whole(self._slot_of[i][0])
+            yield record, p

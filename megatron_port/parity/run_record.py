@@ -70,9 +70,10 @@ def record_run(
     engine.on_gradients = None  # type: ignore[attr-defined]
     if evaluate_after:
         trace.final_eval_loss = engine.eval_step(batches(0)).loss
-    parameters = list(engine.named_parameters())
-    trace.weights = _slices((r, p) for r, p in parameters if r.is_owned(ctx.mesh, ctx.rank))
-    trace.copies = _slices((r, p) for r, p in parameters)
+    for record, parameter in engine.named_parameters():
+        copy = _slices([(record, parameter)])
+        trace.copies += copy
+        trace.weights += copy if record.is_owned(ctx.mesh, ctx.rank) else []
     return trace
 
 

@@ -107,6 +107,7 @@ class Case:
     """Replicas over which ZeRO splits optimizer state (hybrid sharding); 0: all."""
     state_tensors: int = 2
     """Tensors of optimizer state for each parameter, masters left out: the kinds of the rule (AdamW: 2)."""
+    reshard: str = "forward"
     schedule: str = "1f1b"
     recompute: str = "none"
     micro_batch: int = 1
@@ -147,6 +148,17 @@ class Case:
     def shard_copies(self) -> int:
         """Ranks that hold the same piece of optimizer state and sum its gradients; 1 where the state is not split."""
         return self.dp // self.shard_size if self.shards > 1 else 1
+
+    @property
+    def weight_gathers(self) -> int:
+        """How often a step gathers each weight from the other replicas. Under ZeRO-3 with ``reshard`` "forward" the
+        most: layers that are still in their windows where a pass turns round are not gathered again."""
+        return 2 * self.micro_batches if self.zero_stage == 3 and self.reshard == "forward" else 1
+
+    @property
+    def shards_sums(self) -> bool:
+        """Whether a rank keeps its shard of the gradient sums only, and so reduces each micro-batch's."""
+        return self.zero_stage == 2 or (self.zero_stage == 3 and not self.schedule.startswith("zb-"))
 
     @property
     def padded_vocab(self) -> int:
@@ -272,7 +284,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         model=config.model, engine=ENGINES[config.engine], tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
         cp=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage, shard=layout.shard_size,
-        state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
+        reshard=layout.reshard, state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
         recompute=layout.recompute, micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,

@@ -48,15 +48,28 @@ def stage_elements(case: Case, stage: int) -> int:
     return sum(bucket_elements(case, stage).values())
 
 
-def largest_plain(case: Case, stage: int) -> int:
-    """Elements of the largest parameter of a rank whose gradient is whole there."""
-    layers = [p for layer, _ in stage_kinds(case, stage) for p in layer.parameters]
-    sizes = [
-        count for parameter in (*layers, *_ends(case, stage))
-        for kind, count in _sorted((parameter,), case.tp, case.sequence_parallel, case.padded_vocab)
-        if kind == "plain" or (kind == "tied" and case.grid.last_stage == 0)
-    ]
-    return max(sizes)
+def unit_elements(case: Case, stage: int) -> tuple[list[list[int]], int]:
+    """Elements of each parameter of a rank, unit by unit (embedding, layers, head), and those of a tied table, which
+    is in no unit."""
+    spec = model_spec(case.model)
+    units = [layer.parameters for layer, count in stage_kinds(case, stage) for _ in range(count)]
+    units += [spec.embedding.parameters] if stage == 0 else []
+    units += [spec.head.parameters] if stage == case.grid.last_stage else []
+    out, table = [], 0
+    for unit in units:
+        found = _sorted(unit, case.tp, case.sequence_parallel, case.padded_vocab)
+        table = max([table, *(elements for kind, elements in found if kind == "tied")])
+        out.append([elements for kind, elements in found if kind != "tied"])
+    return [unit for unit in out if unit], table
+
+
+def window_elements(case: Case, stage: int) -> int:
+    """Elements of the windows in which ZeRO-3 gathers weights (``optim.unit_gather``): two layers, the larger of
+    embedding and head, and a tied table."""
+    units, table = unit_elements(case, stage)
+    count = case.stage_layers(stage)
+    layers, ends = ([sum(unit) for unit in part] for part in (units[:count], units[count:]))
+    return sum(sorted(layers)[-2:]) + max(ends, default=0) + table
 
 
 def _ends(case: Case, stage: int) -> list[ParameterSpec]:

@@ -15,7 +15,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec
 from megatron_port.pipeline.schedules import make_schedule, peak_in_flight
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import bucket_elements, largest_plain, stage_elements, stage_kinds
+from megatron_port.plan.elements import stage_elements, stage_kinds, unit_elements, window_elements
 from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.registry import SCHEDULES
 
@@ -145,22 +145,22 @@ def _logits(case: Case) -> float:
     return elements * case.width + (0.0 if case.kernels == "own" and not case.engine.copies_logits else made)
 
 
-def window_elements(case: Case, stage: int) -> int:
+def sum_elements(case: Case, stage: int) -> int:
     """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
-    one filling up while the other is reduced, and those that come all through a pass: partial over tp, shared, tied."""
-    held = bucket_elements(case, stage)
-    largest = largest_plain(case, stage)
-    size = min(max(case.bucket, largest), -(-held["plain"] // case.vp))
-    return (2 if held["plain"] > size else 1) * size + held["partial"] + held["shared"] + held["tied"]
+    one filling up while the other is reduced, and those of a tied table."""
+    units, table = unit_elements(case, stage)
+    largest = max(min(sum(unit), max(case.bucket, *unit)) for unit in units)
+    return (2 if sum(map(sum, units)) > largest else 1) * largest + table
 
 
 def held_bytes(case: Case, elements: int) -> tuple[float, float, float]:
     """Return the bytes of weights, gradient sums and optimizer (masters and the rule's state) that a rank with so many
-    parameters holds all through a run; 8-bit copies of weights are left out."""
+    parameters holds all through a run; 8-bit copies of weights and, under ZeRO-3, gathered weights are left out."""
     separate = case.width != case.wide  # else the weights are their own masters
     gradient = max(case.engine.gradient_bytes, case.width) if separate else case.wide
-    sums = elements * gradient / (case.shards if case.zero_stage >= 2 else 1)
-    return elements * case.width, sums, elements * (case.state_tensors + separate) * case.wide / case.shards
+    weights = elements * case.width / (case.shards if case.zero_stage == 3 else 1)
+    sums = elements * gradient / (case.shards if case.shards_sums else 1)
+    return weights, sums, elements * (case.state_tensors + separate) * case.wide / case.shards
 
 
 def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
@@ -168,9 +168,12 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
     m, e = case.model, case.engine
     n, w = stage_elements(case, stage), case.width
     kinds, held = stage_kinds(case, stage), in_flight(case, stage)
-    split_sums = case.zero_stage >= 2 and case.shards > 1
+    split_sums = case.shards_sums and case.shards > 1
     weights, gradients, optimizer = held_bytes(case, n)
-    weights += copy_bytes(case, stage)
+    if case.zero_stage == 3 and case.shards > 1:
+        weights += w * (n if case.reshard == "step" else min(n, window_elements(case, stage)))
+    if case.weight_gathers == 1 or case.shards == 1:
+        weights += copy_bytes(case, stage)
     tokens = m.seq_length / case.cp * case.micro_batch
     stream = tokens * m.hidden_size * w * (1 / case.tp if case.sequence_parallel else 1)
     kept = [layer_activation_bytes(case, layer=layer) for layer, _ in kinds]
@@ -190,7 +193,7 @@ def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
         activations += (held - 1) * (own + 2 * stream) if case.schedule == "gpipe" else 0.0
     received = stream if case.pp > 1 else 0.0
     bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
-    bucket += window_elements(case, stage) * case.wide if split_sums else 0.0
+    bucket += sum_elements(case, stage) * case.wide if split_sums else 0.0
     at = "the last warm-up micro-batch's first backward" if held > 1 else "the first backward"
     update = n * e.update_copy_bytes / case.shards  # the update's own fp32 copy of this rank's share of the gradient
     # Logits are gone when the last layer runs backward: the smaller of the two is not there at the peak.

@@ -127,6 +127,8 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
     }
     if config.layout.shard_size:
         out["layout.shard_size"] = case.shard_size
+    if config.layout.reshard != "forward" and case.zero_stage != 3:
+        out["layout.reshard"] = "forward"
     if config.layout.pipeline_split and case.split != config.layout.pipeline_split:
         out["layout.pipeline_split"] = ()
     out["cluster.nodes"] = -(-case.world // config.cluster.gpus_per_node) if config.cluster.nodes else 0

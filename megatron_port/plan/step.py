@@ -171,9 +171,10 @@ def data_seconds(case: Case, links: Links, forward: list[float], backward: list[
         # The last chunk's traffic cannot start before its backward ends, nor the first forward before its weights.
         shown = 1 / max(case.vp, case.chunks[stage])
         hide_reduce = min(reduce * (1 - shown), e.reduce_overlap * sum(case.of_stage(backward, stage)))
-        times = case.micro_batches if case.zero_stage >= 2 and shards > 1 else 1  # ZeRO-2 keeps no sums to wait with
+        times = case.micro_batches if case.shards_sums and shards > 1 else 1  # no whole sums to wait with
         hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(case.of_stage(forward, stage)))
-        worst = max(worst, times * (reduce - hide_reduce) + beyond + gather - hide_gather)
+        gathers = case.weight_gathers * (gather - hide_gather)
+        worst = max(worst, times * (reduce - hide_reduce) + beyond + gathers)
     return worst + tied
 
 

@@ -80,10 +80,10 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
         reduced = max(case.engine.reduce_bytes, case.wide) if case.dtype == "fp64" else case.engine.reduce_bytes
         out.add("dp", "all-reduce", SUMS)
         if shards > 1:
-            passes = case.micro_batches if case.zero_stage >= 2 else 1
+            passes = case.micro_batches if case.shards_sums else 1
             within = "dp" if case.shard_copies == 1 else "dp_shard+cp"
             out.add(within, "reduce-scatter", passes * whole * reduced)
-            out.add(within, "all-gather", whole * case.width)
+            out.add(within, "all-gather", case.weight_gathers * whole * case.width)
             if case.shard_copies > 1:  # sums of shards, in full width
                 out.add("dp_replicate", "all-reduce", whole // shards * case.wide)
         else:

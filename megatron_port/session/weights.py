@@ -144,9 +144,10 @@ def inference_config(weights: Weights, overrides: Sequence[str], world_size: int
     neutral = [
         "engine=native", "layout.tensor_parallel_size=1", "layout.pipeline_parallel_size=1",
         "layout.virtual_pipeline_size=1", "layout.data_parallel_size=0", "layout.sequence_parallel=false",
-        "layout.pipeline_split=[]", "layout.zero_stage=0", "layout.pipeline_schedule=1f1b", "layout.recompute=none",
-        "layout.elastic=false", f"batch.micro_batch_size={micro_batch}",
-        f"batch.global_batch_size={micro_batch * world_size}", "batch.rampup_start=0",
+        "layout.pipeline_split=[]", "layout.zero_stage=0", "layout.shard_size=0", "layout.reshard=forward",
+        "layout.pipeline_schedule=1f1b", "layout.recompute=none", "layout.elastic=false",
+        f"batch.micro_batch_size={micro_batch}", f"batch.global_batch_size={micro_batch * world_size}",
+        "batch.rampup_start=0",
     ]
     if weights.run_file is None:
         neutral += ["precision.dtype=fp32", "data.synthetic=true"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from cases import run_cases
-from fuzz import Draw, draw
+from fuzz import Draw, before_stage_3, draw
 from matrix import matrix, schedule_matrix
 from pool import RankPool
 
@@ -47,7 +47,11 @@ def traces_digest(traces: Sequence[Any]) -> str:
 
 def as_before(one: Draw) -> Draw:
     """The draw without the options that commits before 2026-11-22 did not have."""
-    later: dict[str, dict[str, Any]] = {"model": {"qk_norm": False}, "layout": {"shard_size": 0}}
+    later: dict[str, dict[str, Any]] = {
+        "model": {"qk_norm": False}, "layout": {"shard_size": 0, "reshard": "forward"},
+    }
+    if one.config.layout.zero_stage == 3:
+        later["layout"]["zero_stage"] = before_stage_3(one.config.layout)
     parts = {name: getattr(one.config, name) for name in later}
     known = {name: {k: v for k, v in later[name].items() if hasattr(part, k)} for name, part in parts.items()}
     changes: dict[str, Any] = {name: dataclasses.replace(part, **known[name]) for name, part in parts.items()}

@@ -81,7 +81,8 @@ class Draw:
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.layout.recompute,
             "schedule": c.layout.pipeline_schedule, "vp": c.layout.virtual_pipeline_size,
-            "zero_stage": c.layout.zero_stage, "shard": c.layout.shard_size, "bucket": c.layout.reduce_bucket_size,
+            "zero_stage": c.layout.zero_stage, "shard": c.layout.shard_size,
+            "reshard": c.layout.reshard, "bucket": c.layout.reduce_bucket_size,
             "padding": c.layout.vocab_padding_multiple, "split": list(c.layout.pipeline_split),
             "micro_batch": c.batch.micro_batch_size, "global_batch": c.batch.global_batch_size,
             "rampup": c.batch.rampup_start, "mask_loss": c.data.mask_eod_loss,
@@ -209,7 +210,15 @@ def draw(seed: int) -> Draw:
     if engine == "native" and config.layout.zero_stage and shards:
         shard = random.Random(f"shard-{seed}").choice([0, *shards])
         config = change(config, layout=change(config.layout, shard_size=shard))
+    sharded, before = random.Random(f"zero-3-{seed}"), config.layout
+    if engine == "native" and before.zero_stage == before_stage_3(before) and sharded.random() < 0.5:
+        config = change(config, layout=change(before, zero_stage=3, reshard=sharded.choice(("forward", "step"))))
     return Draw(seed, config, t)
+
+
+def before_stage_3(layout: LayoutConfig) -> int:
+    """The ZeRO stage that a seed had before stage 3 took some of its place."""
+    return 1 if layout.pipeline_schedule.startswith("zb-") else 2
 
 
 def plain(config: RunConfig) -> RunConfig:

@@ -85,6 +85,49 @@ def replica_matrix(dtypes: Sequence[str] = ("fp64",)) -> list[Draw]:
     return out
 
 
+def zero3_matrix() -> list[Draw]:
+    """ZeRO stage 3 in fp64: layouts, schedules, shard sizes, when weights are freed, recompute. Every pair of options
+    meets, in the order in which a greedy choice covers most pairs first."""
+    layouts = [(tp, pp, dp) for tp in (1, 2) for pp in (1, 2, 4) for dp in (2, 4) if tp * pp * dp <= 8]
+    rows = []
+    for (tp, pp, dp), shard, reshard, recompute in itertools.product(
+        layouts, (2, 0), ("forward", "step"), ("none", "full")
+    ):
+        if shard == dp:
+            continue
+        for name, chunks in (("1f1b", 1), ("gpipe", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2)):
+            if pp > 1 or (name, chunks) == ("1f1b", 1):
+                rows.append(((tp, pp, dp), (name, chunks), (shard, reshard), recompute))
+    return [_zero3_draw(i, *row) for i, row in enumerate(_pairwise(rows))]
+
+
+def _pairwise(rows: list[tuple]) -> list[tuple]:
+    """A part of the rows in which every pair of values that any row has occurs."""
+    def pairs(row: tuple) -> set[tuple]:
+        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+
+    missing, out = set().union(*map(pairs, rows)), []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        out.append(best)
+    return out
+
+
+def _zero3_draw(
+    number: int, sizes: tuple[int, int, int], schedule: tuple[str, int], sharding: tuple[int, str], recompute: str
+) -> Draw:
+    (tp, pp, dp), (name, chunks), (shard, reshard) = sizes, schedule, sharding
+    config = make_config(
+        dtype="fp64", micro_batch_size=1, global_batch_size=8,
+        model={"tie_embeddings": number % 2 == 0, "num_layers": pp * chunks + 1, "hidden_dropout": 0.1},
+        layout={"sequence_parallel": tp > 1, "recompute": recompute, "pipeline_schedule": name,
+                "virtual_pipeline_size": chunks, "reduce_bucket_size": 4000, "zero_stage": 3, "shard_size": shard,
+                "reshard": reshard},
+    )
+    return Draw(number, config, Topology(tp, pp, dp))
+
+
 def table(rows: Sequence[dict]) -> str:
     """Worst measured deviation by engine, precision and layout, as Markdown."""
     head = "| engine | schedule | dtype | tp x pp x dp | runs | loss | grad norm | gradient by name | all equal |"
@@ -92,7 +135,7 @@ def table(rows: Sequence[dict]) -> str:
 
     def key(r: dict) -> tuple:
         name = r["schedule"] + (f", {r['vp']} chunks" if r.get("vp", 1) > 1 else "")
-        name += ", ZeRO-2" if r.get("zero_stage") == 2 else ""
+        name += f", ZeRO-{r['zero_stage']}" if r.get("zero_stage", 1) > 1 else ""
         return r["engine"], name, r["dtype"], r["tp"], r["pp"], r["dp"]
 
     for (engine, schedule, dtype, tp, pp, dp), group in itertools.groupby(sorted(rows, key=key), key):
@@ -119,11 +162,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--own-kernels", choices=("on", "off"), default="off")
     parser.add_argument("--schedules", action="store_true", help="the schedules beside 1F1B, instead")
+    parser.add_argument("--zero3", action="store_true", help="sharded weights in fp64, instead")
     args = parser.parse_args()
     if args.report:
         print(table([json.loads(line) for line in args.report.read_text().splitlines()]))
         return 0
-    draws = schedule_matrix(own_kernels=args.own_kernels) if args.schedules else matrix(args.own_kernels)
+    if args.zero3:
+        draws = zero3_matrix()
+    else:
+        draws = schedule_matrix(own_kernels=args.own_kernels) if args.schedules else matrix(args.own_kernels)
     return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 
 

@@ -154,9 +154,9 @@ BROKEN = {
     "no sum of the input's gradients": ("column", False, "megatron_port.parallel.linear.start_all_reduce"),
     "no sum of the outputs": ("row", False, "megatron_port.parallel.linear.reduce_from_tp"),
     "no sum of the embeddings": ("embedding", False, "megatron_port.parallel.embedding.reduce_from_tp"),
-    "partial gradients of norms": ("norm", True, "megatron_port.optim.gradients._all_reduce_flat"),
-    "partial gradients of biases": ("row", True, "megatron_port.optim.gradients._all_reduce_flat"),
-    "partial gradients of positions": ("model_embedding", True, "megatron_port.optim.gradients._all_reduce_flat"),
+    "partial gradients of norms": ("norm", True, "megatron_port.optim.gradients.all_reduce_flat"),
+    "partial gradients of biases": ("row", True, "megatron_port.optim.gradients.all_reduce_flat"),
+    "partial gradients of positions": ("model_embedding", True, "megatron_port.optim.gradients.all_reduce_flat"),
     "no sum before the head": ("head", False, "megatron_port.parallel.linear.start_all_reduce"),
 }
 

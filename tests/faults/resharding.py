@@ -63,6 +63,7 @@ class Side:
         words += [layout.pipeline_schedule] if t.pp > 1 and layout.pipeline_schedule != "1f1b" else []
         words += [f"{layout.virtual_pipeline_size} chunks"] if layout.virtual_pipeline_size > 1 else []
         words += [f"ZeRO-{layout.zero_stage}"] if t.dp > 1 else []
+        words += [f"shards over {layout.shard_size}"] if layout.shard_size else []
         words += [f"padding {layout.vocab_padding_multiple}"] if layout.vocab_padding_multiple > 1 else []
         return " ".join([*words, f"micro-batch {c.batch.micro_batch_size}"])
 
@@ -122,8 +123,21 @@ def _native(r: random.Random, side: Side, layers: int) -> Side:
         before, pipeline_schedule=schedule, virtual_pipeline_size=chunks, zero_stage=r.choice((0, 1, 1)),
         reduce_bucket_size=r.choice((500, 4000, 1 << 25)),
     )
-    topology = dataclasses.replace(side.topology, vp=chunks, folded=schedule == "zb-v")
+    layout = _sharded(random.Random(f"sharded-{layout}"), layout, side.topology.dp)
+    topology = dataclasses.replace(
+        side.topology, vp=chunks, folded=schedule == "zb-v", shard=layout.shard_size
+    )
     return Side(dataclasses.replace(side.config, layout=layout), topology)
+
+
+def _sharded(r: random.Random, layout: LayoutConfig, dp: int) -> LayoutConfig:
+    """With gradient sums or weights sharded as well, over all replicas or over some."""
+    if dp == 1 or not layout.zero_stage or r.random() < 0.4:
+        return layout
+    stage: Any = r.choice((3, 3, 2) if not layout.pipeline_schedule.startswith("zb-") else (3,))
+    reshard: Any = r.choice(("forward", "step")) if stage == 3 else "forward"
+    shard = r.choice([0, *(n for n in range(2, dp) if dp % n == 0)])
+    return dataclasses.replace(layout, zero_stage=stage, reshard=reshard, shard_size=shard)
 
 
 def _side(r: random.Random, model: dict[str, Any], engine: str, dtype: str) -> Side:

@@ -72,6 +72,8 @@ class Flip:
 
 def tensor_of(engine: Any, flip: Flip) -> torch.Tensor:
     """The memory itself, 1-D."""
+    if flip.kind == "weight" and engine.config.layout.zero_stage == 3:  # of which only the shard stays
+        return next(p.weight for p in engine.sharded.pieces if p.record.name == flip.name)
     if flip.kind == "weight":
         return next(p for r, p in engine.named_parameters() if r.name == flip.name).detach().view(-1)
     if hasattr(engine, "sharded"):
@@ -132,11 +134,12 @@ def expect(found: tuple[str, int], flip: Flip | None, *, where: str) -> None:
 NATIVE = [(dtype, zero, kind) for dtype, zero, kinds in (
     ("fp32", 0, ("weight", "exp_avg")), ("fp32", 1, ("", "weight", "exp_avg_sq")),
     ("bf16", 1, ("weight", "fp32 master", "exp_avg")), ("bf16", 2, ("", "weight", "fp32 master", "exp_avg_sq")),
+    ("fp32", 3, ("weight",)), ("bf16", 3, ("", "weight", "fp32 master")),
 ) for kind in kinds]
 
 
 def test_a_flip_between_updates_names_rank_and_tensor(worlds: RankPool, tmp_path: Path) -> None:
-    """Native: ZeRO-0, 1 and 2. Without a flip nothing is said."""
+    """Native: ZeRO-0 to 3. Without a flip nothing is said."""
     cases = []
     for number, (dtype, zero, kind) in enumerate(NATIVE):
         config = config_of(tmp_path, f"case{number}", dtype=dtype, layout={"zero_stage": zero})
@@ -275,13 +278,16 @@ def test_a_replay_names_the_rank_that_computes_wrongly(worlds: RankPool, tmp_pat
     assert "the gradient of layers." in backward and f"again: rank 1 on {host} computes wrongly." in backward
 
 
-@pytest.mark.parametrize("engine", ["native", pytest.param("deepspeed", marks=pytest.mark.slow)])
-def test_a_replay_names_the_stage(worlds: RankPool, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "zero"), [("native", 1), ("native", 3), pytest.param("deepspeed", 1, marks=pytest.mark.slow)]
+)
+def test_a_replay_names_the_stage(worlds: RankPool, tmp_path: Path, engine: str, zero: int) -> None:
     """pp 2 x dp 2: the second stage gets the first one's wrong output and is not named. Of two replicas both are."""
     t, host = Topology(pp=2, dp=2), socket.gethostname()
     first, last = Faulty("layers.0.mlp.up", dp=1), Faulty("head", pp=1, dp=0)
     names = ("sound", "first", "last")
-    cases = [(replaying(tmp_path, n, 2, engine=engine, dtype="bf16"), t, f) for n, f in zip(names, (None, first, last))]
+    options: dict[str, Any] = {"engine": engine, "dtype": "bf16", "layout": {"zero_stage": zero}}
+    cases = [(replaying(tmp_path, n, 2, **options), t, f) for n, f in zip(names, (None, first, last))]
     said = worlds.run(4, all_runs_with, cases, deepspeed=engine == "deepspeed", fresh=True, timeout=200)
     (sound, _), (one, _), (two, _) = said[0]
     assert sound == "" and [text for text, _ in said[3]] == [sound, one, two]

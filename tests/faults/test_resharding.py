@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import resharding
@@ -23,6 +24,31 @@ def test_a_run_resumes_elsewhere(ranks: RankPool, tmp_path: Path, seed: int) -> 
     assert row["ok"], row
 
 
+SHARDINGS: tuple[dict[str, Any], ...] = (
+    {"zero_stage": 3, "shard_size": 2}, {"zero_stage": 1}, {"zero_stage": 3, "reshard": "step"}, {"zero_stage": 0},
+    {"zero_stage": 2, "shard_size": 2}, {"zero_stage": 3},
+)
+
+
+def test_state_crosses_between_zero_stages_to_the_bit(ranks: RankPool, tmp_path: Path) -> None:
+    """Each saves what the one before has saved and loaded: masters, moments and weights."""
+    names, before = set(), tmp_path / "0"
+    for i, sharding in enumerate(SHARDINGS):
+        config = resharding.make_config(
+            dtype="bf16", layout={"data_parallel_size": 4, **sharding}, micro_batch_size=1, global_batch_size=8
+        )
+        side = resharding.Side(config, resharding.Topology(dp=4, shard=config.layout.shard_size))
+        names = names or set(resharding.parameter_shapes(config.model))
+        if i == 0:
+            ranks.run(4, resharding.train_and_save, side, before)
+            continue
+        after = tmp_path / str(i)
+        losses = ranks.run(4, resharding.resume, side, before, after)[0]
+        assert resharding.state_faults(before, after, names, same_precision=True) == [], sharding
+        assert len(set(losses)) == resharding.MORE
+        before = after
+
+
 def test_the_thirty_are_varied() -> None:
     drawn = [resharding.draw(seed) for seed in range(30)]
     sides = [side for c in drawn for side in (c.source, c.target)]
@@ -34,8 +60,10 @@ def test_the_thirty_are_varied() -> None:
         "gpipe", "1f1b", "zb-h1", "zb-v"
     }
     assert {(side.config.layout.zero_stage, side.config.engine) for side in sides if side.topology.dp > 1} == {
-        (0, "native"), (1, "native"), (1, "deepspeed")
+        (0, "native"), (1, "native"), (2, "native"), (3, "native"), (1, "deepspeed")
     }
+    assert {side.config.layout.shard_size for side in sides} == {0, 2}
+    assert {side.config.layout.reshard for side in sides} == {"forward", "step"}
     assert len({str(side.topology) for side in sides}) >= 12
     assert all(str(c.source) != str(c.target) for c in drawn)
 

@@ -17,7 +17,8 @@ from megatron_port.config.schema import (
     RunConfig,
 )
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.optim.buckets import ALIGN, BucketPlan
+from megatron_port.optim.buckets import ALIGN
+from megatron_port.optim.sharded import Bucket
 from megatron_port.parallel.mesh import Mesh
 from megatron_port.plan.case import ENGINES, Machine, case_of, machine_of
 from megatron_port.plan.elements import bucket_elements, stage_elements
@@ -84,19 +85,26 @@ def test_bytes_are_those_of_a_real_rank(name: str, number: int) -> None:
             assert not trace.other
         held: dict[str, int] = {"plain": 0, "partial": 0, "shared": 0, "tied": 0}
         for bucket in engine.sharded.buckets:  # type: ignore[attr-defined]
-            held[kind_of(bucket.plan, ctx.mesh)] += bucket.plan.numel
+            for kind, elements in kinds_of(bucket, ctx.mesh).items():
+                held[kind] += elements
         assert trace.bytes == step_traffic(case, stage, held).bytes, f"stage {stage}"
         parameters = sum(len(b.plan.slots) for b in engine.sharded.buckets)  # type: ignore[attr-defined]
         padding = sum(held.values()) - sum(bucket_elements(case, stage).values())
         assert 0 <= padding <= ALIGN * (parameters + case.dp * len(engine.sharded.buckets))  # type: ignore[attr-defined]
 
 
-def kind_of(plan: BucketPlan, mesh: Mesh) -> str:
-    """What the planner calls the bucket."""
-    beyond = plan.beyond - mesh.factors("dp_replicate")
-    if plan.tied or not beyond:
-        return "tied" if plan.tied else "plain"
-    return "partial" if beyond == mesh.factors("tp") else "shared"
+def kinds_of(bucket: Bucket, mesh: Mesh) -> dict[str, int]:
+    """Elements of a bucket by the planner's kinds; of partial ones, as if each shard held as many as this rank's."""
+    plan = bucket.plan
+    if plan.tied:
+        return {"tied": plan.numel}
+    out = {"plain": plan.numel}
+    for part in plan.partial:
+        own = max(min(part.stop, bucket.own.stop) - max(part.start, bucket.own.start), 0) * bucket.shards
+        kind = "partial" if part.factors == mesh.factors("tp") else "shared"
+        out[kind] = out.get(kind, 0) + own
+        out["plain"] -= own
+    return out
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -1,0 +1,234 @@
+"""Weights that are whole only while a unit of the model uses them (ZeRO stage 3, Rajbhandari et al., arXiv 1910.02054;
+FSDP, Zhao et al., arXiv 2304.11277).
+
+Each rank keeps its shard of every bucket. A unit (embedding, layer, head) is gathered into a *window* before it runs
+forward and before it runs backward, one unit ahead of the computation. A unit's window and its place there never
+change, so what autograd has saved of a weight stays a view of the memory that the weight is gathered into again.
+
+With ``reshard = "forward"`` layers take turns in two windows, embedding and head share a third, and a table that is
+tied or used by several units has its own: whole weights take two layers and the tables, however many layers there are.
+A window keeps its unit until another needs it, so where a pass turns round nothing is gathered again. With ``"step"``
+each unit has its own window, which is freed after the step's passes.
+
+The gathers are asynchronous and touch only windows that the unit which is about to run does not use. On a GPU the
+communicator's stream waits for what has been queued before, hence for the last kernel that reads the window's former
+unit, and :meth:`UnitGather.enter` makes the compute stream wait for the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_port.optim.buckets import BucketPlan
+from megatron_port.parallel.compat import all_gather_single
+
+
+@dataclass(frozen=True)
+class WeightSharding:
+    """How weights are sharded."""
+
+    ends: Collection[int] = ()
+    """Units, by index, that are the model's embedding or head."""
+    keep: bool = False
+    """Each unit has its own window, for as long as a step lasts (``reshard = "step"``)."""
+
+
+class ShardedBucket(Protocol):
+    """What is gathered of a bucket (``optim.sharded.Bucket``)."""
+
+    weights: torch.Tensor
+    """All of it, in a window."""
+    shard: torch.Tensor
+    """This rank's part, in memory of its own."""
+
+
+class Window:
+    """Memory for the whole weights of one gather group at a time."""
+
+    def __init__(self) -> None:
+        self.flat = torch.empty(0)
+        self.holder: GatherGroup | None = None
+        """Whose weights are here, or on their way."""
+
+    def allocate(self, numel: int, like: torch.Tensor) -> None:
+        """Allocate for the largest of the groups that share the window."""
+        self.flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        self.nbytes = self.flat.nbytes
+
+
+@dataclass(eq=False)
+class GatherGroup:
+    """Buckets that are gathered together: those of one unit, or of one table."""
+
+    window: Window
+    plans: list[int] = field(default_factory=list)
+    """Indices of the buckets, in the order of the plans."""
+    buckets: list[ShardedBucket] = field(default_factory=list)
+    gathering: list[dist.Work] = field(default_factory=list)
+    """Gathers that nobody has waited for yet."""
+
+    def wait(self) -> None:
+        """Wait until the weights are here (on a GPU: make the stream wait)."""
+        for work in self.gathering:
+            work.wait()
+        self.gathering.clear()
+
+
+class UnitGather:
+    """The windows of a rank, and which units are in them.
+
+    Args:
+        plans: all buckets of the rank.
+        like: a parameter, whose dtype and device the windows have.
+        group: the ranks that hold the shards.
+    """
+
+    def __init__(
+        self, plans: Sequence[BucketPlan], sharding: WeightSharding, *, like: torch.Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.keep, self.group = sharding.keep, group
+        self.groups = _groups(plans, sharding)
+        self.windows = list(dict.fromkeys(g.window for g in self.groups))
+        self._of_plan = {i: g for g in self.groups for i in g.plans}
+        for window in self.windows:
+            sharing = [g for g in self.groups if g.window is window]
+            window.allocate(max(sum(plans[i].numel for i in g.plans) for g in sharing), like)
+        self._needs: dict[int, list[GatherGroup]] = {}
+        self._uses: list[int] = []
+        self._at = -1
+        self.gathered_bytes = 0
+        """Bytes of whole weights gathered so far."""
+
+    def memory(self, plans: Sequence[BucketPlan]) -> list[torch.Tensor]:
+        """Return where the weights of each bucket lie when they are whole."""
+        out: dict[int, torch.Tensor] = {}
+        for group in self.groups:
+            sizes = [plans[i].numel for i in group.plans]
+            out |= zip(group.plans, group.window.flat[: sum(sizes)].split(sizes))
+        return [out[i] for i in range(len(plans))]
+
+    def attach(self, buckets: Sequence[ShardedBucket]) -> None:
+        """Take the buckets of the plans; nothing is gathered from here on until a unit needs it."""
+        for group in self.groups:
+            group.buckets = [buckets[i] for i in group.plans]
+        self.release()
+
+    # -- units -------------------------------------------------------------------------------------------------------
+
+    def register(self, unit: nn.Module, numbers: Iterable[int]) -> None:
+        """Gather the buckets ``numbers`` before every forward and backward pass of ``unit``.
+
+        A unit with ``backward_reads_weights = False`` is not gathered for its backward pass.
+        """
+        self._needs[id(unit)] = list(dict.fromkeys(self._of_plan[n] for n in numbers))
+        backward = getattr(unit, "backward_reads_weights", True)
+        key = id(unit)
+
+        def before(module: nn.Module, inputs: object) -> None:
+            self.enter(key)
+
+        def after(module: nn.Module, inputs: object, output: object) -> None:
+            tensors = output if isinstance(output, (tuple, list)) else (output,)
+            found = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
+            entered: list[bool] = []
+
+            def begin(gradient: torch.Tensor) -> None:
+                if not entered:  # once, whichever output's gradient comes first
+                    entered.append(True)
+                    self.enter(key)
+
+            for tensor in found:
+                tensor.register_hook(begin)
+
+        unit.register_forward_pre_hook(before)
+        if backward:
+            unit.register_forward_hook(after)
+
+    def plan(self, units: Iterable[nn.Module]) -> None:
+        """State the order in which a step's passes will use units, and start the first gather.
+
+        All ranks of the shard group state the same order.
+        """
+        self._uses, self._at = [id(unit) for unit in units if id(unit) in self._needs], -1
+        if self._uses:  # the first gather runs while the step begins
+            self._start(self._needs[self._uses[0]])
+
+    @torch.no_grad()
+    def enter(self, unit: int) -> None:
+        """Make the weights of a unit whole, and start to gather those of the next.
+
+        Raises:
+            RuntimeError: the plan has another unit here, so that ranks might gather in different orders.
+        """
+        if self._at + 1 < len(self._uses):
+            self._at += 1
+            if self._uses[self._at] != unit:
+                raise RuntimeError(f"use {self._at} of the step's {len(self._uses)} is of another unit than planned")
+        needed = self._needs[unit]
+        self._start(needed)
+        for group in needed:
+            group.wait()
+        at = self._at + 1
+        while at < len(self._uses) and self._uses[at] == unit:
+            at += 1
+        if at < len(self._uses):
+            taken = {group.window for group in needed}
+            self._start([g for g in self._needs[self._uses[at]] if g.window not in taken])
+
+    def make_whole(self, number: int) -> None:
+        """Gather bucket ``number``, outside of the passes: its weights are valid until another unit's are gathered.
+        Collective over the shard group."""
+        group = self._of_plan[number]
+        self._start([group])
+        group.wait()
+
+    def release(self) -> None:
+        """Forget what the windows hold, because the shards have changed or the passes have ended."""
+        for window in self.windows:
+            if window.holder is not None:
+                window.holder.wait()
+            window.holder = None
+            if self.keep:
+                window.flat.untyped_storage().resize_(0)
+        self._uses, self._at = [], -1
+
+    def _start(self, groups: Iterable[GatherGroup]) -> None:
+        """Start gathering what is not in its window."""
+        for group in groups:
+            window = group.window
+            if window.holder is group:
+                continue
+            if window.holder is not None:
+                window.holder.wait()
+            window.holder = group
+            if self.keep:
+                window.flat.untyped_storage().resize_(window.nbytes)
+            for bucket in group.buckets:
+                work = all_gather_single(bucket.weights, bucket.shard, group=self.group, async_op=True)
+                group.gathering.append(work)
+                self.gathered_bytes += bucket.weights.nbytes
+
+
+def _groups(plans: Sequence[BucketPlan], sharding: WeightSharding) -> list[GatherGroup]:
+    """Return the buckets grouped by unit, with the windows that they share; a late bucket is a group of its own."""
+    shared = Window(), Window(), Window()
+    units: dict[int, GatherGroup] = {}
+    out: list[GatherGroup] = []
+    layers = sorted({plan.unit for plan in plans} - set(sharding.ends))
+    for number, plan in enumerate(plans):
+        if plan.late:
+            out.append(GatherGroup(Window(), [number]))
+            continue
+        if plan.unit not in units:
+            turn = 2 if plan.unit in sharding.ends else layers.index(plan.unit) % 2
+            units[plan.unit] = GatherGroup(Window() if sharding.keep else shared[turn])
+            out.append(units[plan.unit])
+        units[plan.unit].plans.append(number)
+    return out
