@@ -87,7 +87,8 @@ class Bucket:
         for slot in plan.slots:
             p = parameters[slot.index][1]
             span = slice(slot.start, slot.start + slot.numel)
-            self.weights[span].copy_(p.detach().reshape(-1))
+            if p.untyped_storage().nbytes():  # else it was built without memory (unit_gather)
+                self.weights[span].copy_(p.detach().reshape(-1))
             p.data = self.weights[span].view(p.shape)
         self.shard = self.weights[self.own] if window is None else self.weights[self.own].clone()
         self.masters = self.shard if first.dtype == wide else torch.zeros_like(self.shard, dtype=wide)

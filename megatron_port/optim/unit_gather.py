@@ -17,13 +17,15 @@ unit, and :meth:`UnitGather.enter` makes the compute stream wait for the gather.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_port.optim.buckets import BucketPlan
 from megatron_port.parallel.compat import all_gather_single
@@ -46,6 +48,21 @@ class ShardedBucket(Protocol):
     """All of it, in a window."""
     shard: torch.Tensor
     """This rank's part, in memory of its own."""
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Free the memory of every parameter as soon as a module has it, while a model is built whose weights would not
+    fit whole. The engine gives them memory; their values are undefined until they are loaded."""
+
+    def free(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        parameter.untyped_storage().resize_(0)
+
+    handle = register_module_parameter_registration_hook(free)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class Window:

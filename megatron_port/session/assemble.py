@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from megatron_port.backend.providers import Providers
@@ -11,6 +13,7 @@ from megatron_port.engine.native import NativeEngine
 from megatron_port.model.build import BuildContext
 from megatron_port.model.flops import unit_costs
 from megatron_port.model.gpt import GPTStage, build_chunks
+from megatron_port.optim.unit_gather import without_memory
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_reader
@@ -67,7 +70,9 @@ def build_engine(
     if (config.precision.fp8 != "none") != (providers.fp8 is not None):
         raise ValueError(f"precision.fp8 is {config.precision.fp8!r}, and the providers were chosen for another")
     stream = DropoutStream(config.seed, ctx.device)
-    chunks = build_model(config, ctx, providers, stream)
+    sharded = config.engine == "native" and config.layout.zero_stage == 3
+    with without_memory() if sharded else nullcontext():
+        chunks = build_model(config, ctx, providers, stream)
     dtype = DTYPES[config.precision.dtype]
     engine: Engine
     if config.engine == "native":

@@ -66,5 +66,7 @@ def test_the_draws_cover_what_they_should() -> None:
     native = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.pp > 1]
     assert {layout.pipeline_schedule for layout in native} == {"gpipe", "1f1b", "zb-h1", "zb-v"}
     assert any(layout.pipeline_schedule == "1f1b" and layout.virtual_pipeline_size > 1 for layout in native)
-    assert {d.config.layout.zero_stage for d in draws if d.config.engine == "native" and d.topology.dp > 1} == {0, 1, 2}
+    spread = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.dp > 1]
+    assert {layout.zero_stage for layout in spread} == {0, 1, 2, 3}
+    assert {layout.reshard for layout in spread if layout.zero_stage == 3} == {"forward", "step"}
     assert any(d.config.layout.sequence_parallel and d.topology.tp > 1 for d in draws)

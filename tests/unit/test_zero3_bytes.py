@@ -16,7 +16,7 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.optim.sharded import Bucket
+from megatron_port.optim.sharded import Bucket, ShardedParameters
 from megatron_port.pipeline.schedules import Kind, make_schedule
 
 DP, LAYERS = 4, 6
@@ -107,6 +107,23 @@ def test_two_layers_and_the_tables_are_whole_at_once(tied: bool) -> None:
         assert sum(storages.values()) == 2 * (2 * layer + max(ends["embedding"], ends["head"]) + ends["table"])
         held = {id(b): b.shard.untyped_storage().nbytes() for b in sharded.buckets}
         assert sum(held.values()) == 2 * sum(b.plan.numel for b in sharded.buckets) // DP
+
+
+def test_a_model_is_built_without_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    init = ShardedParameters.__init__
+
+    def look(self: ShardedParameters, chunks: Any, *args: Any, **given: Any) -> None:
+        parameters = [p for chunk in chunks for unit in chunk for _, p in unit]
+        held.append(sum(p.untyped_storage().nbytes() for p in parameters))
+        init(self, chunks, *args, **given)
+
+    monkeypatch.setattr(ShardedParameters, "__init__", look)
+    for layout in ({}, {"data_parallel_size": 1}, {"zero_stage": 1}):
+        with fake_rank(run(1, 1, **layout), 0, initialise=True) as (engine, _, _):
+            spread = [float(p.master.std()) for p in engine.sharded.pieces]  # type: ignore[attr-defined]
+            assert max(spread) > 0.01
+    assert held[:2] == [0, 0] and held[2] > 2 * 12 * 32 * 32 * LAYERS
 
 
 def test_weights_that_stay_for_a_step_are_freed_after_it() -> None:
