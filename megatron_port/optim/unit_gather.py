@@ -70,6 +70,7 @@ class Window:
 
     def __init__(self) -> None:
         self.flat = torch.empty(0)
+        self.nbytes = 0
         self.holder: GatherGroup | None = None
         """Whose weights are here, or on their way."""
 
@@ -118,10 +119,10 @@ class UnitGather:
             sharing = [g for g in self.groups if g.window is window]
             window.allocate(max(sum(plans[i].numel for i in g.plans) for g in sharing), like)
         self._needs: dict[int, list[GatherGroup]] = {}
+        """By the identity of a unit."""
         self._uses: list[int] = []
+        """Units in the order of the step's passes; ``_at``: index of the one that runs."""
         self._at = -1
-        self.gathered_bytes = 0
-        """Bytes of whole weights gathered so far."""
 
     def memory(self, plans: Sequence[BucketPlan]) -> list[torch.Tensor]:
         """Return where the weights of each bucket lie when they are whole."""
@@ -230,7 +231,6 @@ class UnitGather:
             for bucket in group.buckets:
                 work = all_gather_single(bucket.weights, bucket.shard, group=self.group, async_op=True)
                 group.gathering.append(work)
-                self.gathered_bytes += bucket.weights.nbytes
 
 
 def _groups(plans: Sequence[BucketPlan], sharding: WeightSharding) -> list[GatherGroup]:
