@@ -10,7 +10,7 @@ import torch
 
 from megatron_port.backend import attention as attn
 from megatron_port.backend.device import DeviceInfo
-from megatron_port.backend.fused import CausalSoftmax
+from megatron_port.backend.fused import CausalSoftmax, ProbabilityDropout
 from megatron_port.backend.providers import ProviderRow, optional_import
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
@@ -133,10 +133,10 @@ def _own_attention() -> attn.Attention:
 
     def attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-        probs_hook: attn.ProbsHook | None = None,
+        dropout: ProbabilityDropout | None = None,
     ) -> torch.Tensor:
         attn.check_shapes(q, k, v, causal)
-        attn.no_hook("own", probs_hook)
+        attn.refuse_dropout("own", dropout)
         return op(q, k, v, causal=causal)
 
     return attention
