@@ -44,10 +44,6 @@ class SplitRotary(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-PackedAttention = Callable[[Tensor], Tensor]
-"""Causal attention of a packed projection that is not rotated, [s, b, g, r + 2, d] → [s, b, g·r·d]."""
-
-
 class BiasDropoutAdd(Protocol):
     """residual + dropout(x + bias) for [seq, batch, h]; see ``parallel.random`` for the mask and its arguments."""
 
@@ -71,6 +67,12 @@ class ProbabilityDropout:
     """Place of the first head among all heads of the layer."""
     first_query: int | None
     """Position of the first of q neighbouring queries; None: they are no neighbours."""
+
+
+class PackedAttention(Protocol):
+    """Causal attention of a packed projection that is not rotated, [s, b, g, r + 2, d] → [s, b, g·r·d]."""
+
+    def __call__(self, qkv: Tensor, *, dropout: ProbabilityDropout | None = None) -> Tensor: ...
 
 
 class CausalSoftmax(Protocol):

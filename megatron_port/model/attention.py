@@ -114,7 +114,8 @@ class SelfAttention(nn.Module):
         """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · d]."""
         packed = self.providers.packed_attention
         if packed is not None and self.rotary is None:
-            return self._recomputed(packed, y)
+            # Inside what is recomputed: the mask is that of the samples which the stream then has.
+            return self._recomputed(lambda y: packed(y, dropout=self._probability_dropout(y.shape[0])), y)
         return self.attend_split(*self.split(y))
 
     def attend_split(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,7 @@ def _dropout(device: torch.device, p: float, positions: Positions, head_offset: 
 def test_the_mask_is_the_twins(device: torch.device, keys: int) -> None:
     """Of the last queries of a sequence and of some of its heads; the probabilities of equal scores are known."""
     p, heads, queries = 0.3, 5, min(keys, 11)
-    whole = dropout_factors(5, 9, SAMPLES, "layers.0.attention.probs", (heads, keys, keys), p)
+    whole = dropout_factors(5, 9, list(SAMPLES), "layers.0.attention.probs", (heads, keys, keys), p)
     factors = whole[:, 2:4, keys - queries :]
     dropout = _dropout(device, p, Positions.contiguous(queries, keys - queries), head_offset=2)
     probs = causal_softmax(torch.zeros(2, 2, queries, keys, device=device), scale=1.0, dropout=dropout)

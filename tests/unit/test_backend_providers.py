@@ -234,8 +234,12 @@ def test_own_kernels_go_first_where_they_are_built_and_serve() -> None:
         choose(engine="deepspeed", optimizer="own")
 
 
-def test_dropout_on_probabilities_needs_math() -> None:
-    assert row(choose(dropout=0.1), "attention").provider == "math"
+def test_dropout_on_probabilities_needs_counters() -> None:
+    without = choose(dropout=0.1, own_kernels="off")
+    assert row(without, "attention").provider == "math" and "own_kernels is off" in row(without, "attention").why
+    assert row(choose(dropout=0.1, attention="math"), "attention").provider == "math"
+    if not kernels.kernels_status("cpu")[1]:
+        assert row(choose(dropout=0.1), "attention").provider == "own"
     with pytest.raises(EnvironmentFault, match=r"attention_dropout is 0.1.*backend.attention = \"math\""):
         choose(dropout=0.1, attention="sdpa")
 
