@@ -128,15 +128,15 @@ __global__ void __launch_bounds__(kThreads) forward(Forward a) {
       if (!walk.in(each[r])) continue;
       float factor[N];
       if (MASKED) factors<N>(a.mask, each[r], factor);
-      Pack<T, N> out;
+      float out[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
         // A factor, not a choice: an infinity that is dropped stays visible (as NaN), as it does in torch.
         float value = to_float(x[r].at[i]) + to_float(bias.at[i]);
         if (MASKED) value *= factor[i];
-        out.at[i] = from_float<T>(a.residual != nullptr ? value + to_float(more[r].at[i]) : value);
+        out[i] = a.residual != nullptr ? value + to_float(more[r].at[i]) : value;
       }
-      store<N>(static_cast<T*>(a.out) + each[r].at, out);
+      store<N>(static_cast<T*>(a.out) + each[r].at, to_pack<T>(out));
     }
   }
 }
@@ -165,15 +165,14 @@ __global__ void __launch_bounds__(kThreads) backward(Backward a) {
       if (!walk.in(each[r])) continue;
       float factor[N];
       if (MASKED) factors<N>(a.mask, each[r], factor);
-      Pack<T, N> dx;
+      float dx[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        float value = to_float(dout[r].at[i]);
-        if (MASKED) value *= factor[i];
-        sum[i] += value;
-        if (MASKED) dx.at[i] = from_float<T>(value);
+        dx[i] = to_float(dout[r].at[i]);
+        if (MASKED) dx[i] *= factor[i];
+        sum[i] += dx[i];
       }
-      if (MASKED) store<N>(static_cast<T*>(a.dx) + each[r].at, dx);
+      if (MASKED) store<N>(static_cast<T*>(a.dx) + each[r].at, to_pack<T>(dx));
     }
   }
   if (a.partial == nullptr) return;
@@ -222,7 +221,7 @@ int32_t launch_backward(void* stream, Backward a, int64_t rows, int64_t batch, i
                                              : launch(backward<T, N, true>, blocks, a.cut.threads, stream, a);
   if (code != MP_OK || dbias == nullptr) return code;
   const int64_t slots = static_cast<int64_t>(a.cut.bands) * a.cut.down;
-  return sum_slots<T>(stream, a.partial, slots, cols, static_cast<int>(cols), dbias);
+  return sum_slots<T>(stream, a.partial, slots, static_cast<int>(cols), dbias);
 }
 
 bool good_sizes(int64_t seq, int64_t batch, int64_t cols, int32_t threshold) {

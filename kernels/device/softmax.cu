@@ -23,7 +23,7 @@ __device__ inline float minus_infinity() { return float_of_bits(0xff800000u); }
 // The hardware's exp is good enough for what is rounded to half precision.
 template <typename T>
 __device__ inline float exponential(float x) {
-  return __expf(x);
+  return fast_exp(x);
 }
 template <>
 __device__ inline float exponential<float>(float x) {
@@ -82,9 +82,9 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) forward_regist
     for (int p = 0; p < PIECES; p++) {
       const int at = (p * lanes + lane) * N;
       if (at >= shape.cols) continue;
-      Pack<T, N> out;
 #pragma unroll
-      for (int i = 0; i < N; i++) out.at[i] = from_float<T>(value[p][i] * inverse);
+      for (int i = 0; i < N; i++) value[p][i] *= inverse;
+      const Pack<T, N> out = to_pack<T>(value[p]);
       store<N>(static_cast<T*>(a.y) + start + at, out);
       if (!MASKED) continue;
       const Factors factors(shape, a.mask, rows);
@@ -181,12 +181,10 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) backward_regis
     for (int p = 0; p < PIECES; p++) {
       const int at = (p * lanes + lane) * N;
       if (at >= shape.cols) continue;
-      Pack<T, N> out;
+      float dx[N];
 #pragma unroll
-      for (int i = 0; i < N; i++) {
-        out.at[i] = from_float<T>(shape.scale * to_float(probs[p].at[i]) * (to_float(grads[p].at[i]) - mean));
-      }
-      store<N>(static_cast<T*>(a.dx) + start + at, out);
+      for (int i = 0; i < N; i++) dx[i] = shape.scale * to_float(probs[p].at[i]) * (to_float(grads[p].at[i]) - mean);
+      store<N>(static_cast<T*>(a.dx) + start + at, to_pack<T>(dx));
     }
   }
 }

@@ -92,13 +92,12 @@ struct Factors {
 // The probabilities of a piece with dropout; zeros where the piece is dead, whose mask is not made.
 template <typename T, int N>
 __device__ inline Pack<T, N> dropped(const Pack<T, N>& probs, bool live, const Factors& factors, int at) {
-  Pack<T, N> out = {};
-  if (!live) return out;
+  if (!live) return Pack<T, N>{};
   float factor[N];
   factors.of(at, factor);
 #pragma unroll
-  for (int i = 0; i < N; i++) out.at[i] = from_float<T>(to_float(probs.at[i]) * factor[i]);
-  return out;
+  for (int i = 0; i < N; i++) factor[i] *= to_float(probs.at[i]);
+  return to_pack<T>(factor);
 }
 
 // What dropout leaves of the gradient of a piece of dropped probabilities, rounded as a tensor of T would be.
@@ -107,7 +106,8 @@ __device__ inline void drop(Pack<T, N>& grads, const Factors& factors, int at) {
   float factor[N];
   factors.of(at, factor);
 #pragma unroll
-  for (int i = 0; i < N; i++) grads.at[i] = from_float<T>(to_float(grads.at[i]) * factor[i]);
+  for (int i = 0; i < N; i++) factor[i] *= to_float(grads.at[i]);
+  grads = to_pack<T>(factor);
 }
 
 }  // namespace
