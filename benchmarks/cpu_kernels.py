@@ -17,10 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron_port.backend import fused, kernels
-from megatron_port.backend.attention import sdpa_attention
+from megatron_port.backend.attention import math_attention_with, sdpa_attention
 from megatron_port.backend.cross_entropy import own_cross_entropy
 from megatron_port.backend.ops import activation, attention, norm, optimizer
+from megatron_port.backend.ops.softmax import causal_softmax
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_port.parallel.positions import Positions
+from megatron_port.parallel.random import DropoutStream
 
 Step = Callable[[], None]
 
@@ -112,10 +115,11 @@ def square_norm(dtype: torch.dtype) -> tuple[Step, Step]:
 
 
 def forward_backward(
-    own: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], *shapes: tuple[int, ...]
+    own: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], *shapes: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Step, Step]:
-    """One pass forward and back through both, on float32 tensors of these shapes."""
-    inputs = [torch.randn(*shape).requires_grad_() for shape in shapes]
+    """One pass forward and back through both, on tensors of these shapes."""
+    inputs = [torch.randn(*shape).to(dtype).requires_grad_() for shape in shapes]
 
     def step(function: Callable[..., torch.Tensor]) -> Step:
         def run() -> None:
@@ -125,6 +129,24 @@ def forward_backward(
         return run
 
     return step(own), step(plain)
+
+
+def dropout_attention(seq: int, heads: int, size: int, dtype: torch.dtype, *, fused: bool) -> tuple[Step, Step]:
+    """Attention with dropout of the probabilities: own, or math with dropout inside the own softmax; the other side is
+    math with the own softmax and dropout by torch's ops after it. One sample, as many key as query heads."""
+    stream = DropoutStream(1, torch.device("cpu"))
+    stream.set_micro_batch(0, (0,))
+    dropout = stream.probability_dropout(0.1, op="a", head_offset=0, positions=Positions.contiguous(seq))
+    in_softmax = math_attention_with(causal_softmax)
+    after = math_attention_with(lambda scores, *, scale, dropout: dropout.drop(causal_softmax(scores, scale=scale)))
+
+    def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention.attention(q, k, v, dropout=dropout) if fused else in_softmax(q, k, v, dropout=dropout)
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return after(q, k, v, dropout=dropout)
+
+    return forward_backward(own, plain, *[(seq, 1, heads, size)] * 3, dtype=dtype)
 
 
 CASES = [
@@ -149,21 +171,29 @@ CASES = [
         attention.attention, sdpa_attention(), *[(128, 8, 4, 32)] * 3)),
     Case("attention fp32", "1024 x 1, 8 of 64", lambda: forward_backward(
         attention.attention, sdpa_attention(), *[(1024, 1, 8, 64)] * 3)),
+    Case("dropout attention fp32", "1024 x 1, 12 of 64",
+         lambda: dropout_attention(1024, 12, 64, torch.float32, fused=True), 5.0),
+    Case("dropout attention bf16", "1024 x 1, 12 of 64",
+         lambda: dropout_attention(1024, 12, 64, torch.bfloat16, fused=True)),
+    Case("dropout in softmax fp32", "1024 x 1, 12 of 64",
+         lambda: dropout_attention(1024, 12, 64, torch.float32, fused=False)),
+    Case("dropout in softmax bf16", "1024 x 1, 12 of 64",
+         lambda: dropout_attention(1024, 12, 64, torch.bfloat16, fused=False)),
     Case("swiglu fp32", "1024 x 2 x 4096", lambda: forward_backward(
         activation.swiglu, fused.torch_swiglu, (1024, 8192))),
 ]
 
 
-def measure(case: Case, repeats: int) -> Row:
+def measure(case: Case, repeats: int, clock: Callable[[], float]) -> Row:
     """Medians over ``repeats`` runs of each side, one after the other, after one of each that does not count."""
     sides = case.make()
     seconds: tuple[list[float], list[float]] = ([], [])
     for repeat in range(repeats + 1):
         for step, times in zip(sides, seconds):
-            start = time.perf_counter()
+            start = clock()
             step()
             if repeat:
-                times.append(time.perf_counter() - start)
+                times.append(clock() - start)
     own, plain = (statistics.median(times) for times in seconds)
     return Row(case.name, case.shape, 1e3 * own, 1e3 * plain, plain / own, case.wanted)
 
@@ -174,22 +204,26 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="cases whose name begins so (default: all)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--cpu-time", action="store_true",
+                        help="count processor time: for one thread, on a machine that others use too")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     library = kernels.load("cpu")
     chosen = [c for c in CASES if not args.names or c.name.startswith(tuple(args.names))]
-    rows = [measure(case, args.repeats) for case in chosen]
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    rows = [measure(case, args.repeats, clock) for case in chosen]
     if args.json:
-        about = {"library": library, "torch": torch.__version__, "threads": args.threads, "repeats": args.repeats}
+        about = {"library": library, "torch": torch.__version__, "threads": args.threads, "repeats": args.repeats,
+                 "clock": "cpu" if args.cpu_time else "wall"}
         print(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
         print(f"{library}, torch {torch.__version__}, {args.threads} threads, medians of {args.repeats}")
-        print(f"{'':24}{'':16}{'own ms':>10}{'torch ms':>10}{'ratio':>8}  wanted")
+        print(f"{'':24}{'':20}{'own ms':>10}{'torch ms':>10}{'ratio':>8}  wanted")
         for row in rows:
             wanted = "" if row.wanted is None else f"{row.wanted:.1f}"
-            print(f"{row.name:24}{row.shape:16}{row.own_ms:10.2f}{row.torch_ms:10.2f}{row.ratio:8.2f}  {wanted}")
+            print(f"{row.name:24}{row.shape:20}{row.own_ms:10.2f}{row.torch_ms:10.2f}{row.ratio:8.2f}  {wanted}")
     return int(any(row.wanted is not None and row.ratio < row.wanted for row in rows))
 
 

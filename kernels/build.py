@@ -13,8 +13,8 @@
 | emulated | g++ | device/*.cu, emulator/ | libmp_emulated32.so and 64: device code on a CPU, for the tests |
 
 Needs no torch but for ``binding`` (headers, libtorch_cpu) and ``rocm`` (hipify), both from the Python that runs this.
-A file is compiled again when it, a header, the compiler or a flag has changed. Exit 1: a build failed; 3: a compiler
-that was asked for is not there.
+A file is compiled again when it, a header that it includes, the compiler or a flag has changed. Exit 1: a build failed;
+3: a compiler that was asked for is not there.
 """
 
 from __future__ import annotations
@@ -244,9 +244,22 @@ def sources_digest(library: Library) -> str:
     return _digest([library.version, *library.compile, *library.link, *(p.read_text() for p in files)])
 
 
+def included(source: Path, headers: Sequence[Path]) -> list[Path]:
+    """Those of the headers that the source includes, directly or through others; by file name."""
+    found: list[Path] = []
+    todo = [source]
+    while todo:
+        names = re.findall(r'^\s*#\s*include\s+"(?:[^"]*/)?([^"/]+)"', todo.pop().read_text(), re.M)
+        new = [h for h in headers if h.name in names and h not in found]
+        found += new
+        todo += new
+    return sorted(found)
+
+
 def _compile(library: Library, source: Path, folder: Path) -> Path:
     """The object file of one source, compiled unless one of the same inputs is there."""
-    key = _digest([library.version, *library.compile, source.read_text(), *(h.read_text() for h in library.headers)])
+    headers = included(source, library.headers)
+    key = _digest([library.version, *library.compile, source.read_text(), *(h.read_text() for h in headers)])
     target = folder / f"{source.stem}-{key}.o"
     if not target.exists():
         for old in [*folder.glob(f"{source.stem}-*.o"), *folder.glob(f"{source.stem}-*.log")]:

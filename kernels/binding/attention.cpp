@@ -40,12 +40,27 @@ mp_attention_shape shape_of(
   return {a[0], b[0], a[1], a[2], a[3], a[4], causal, static_cast<float>(scale)};
 }
 
+// The mask of the probabilities; nothing where `keys` is not given.
+std::optional<mp_probability_mask> mask_of(
+    const char* op, const mp_attention_shape& shape, const Tensor& q, const std::optional<Tensor>& keys,
+    int64_t op_key, int64_t threshold, int64_t head_offset) {
+  if (!keys.has_value()) return std::nullopt;
+  check(shape.causal, op, "dropout is for causal attention");
+  check(threshold >= 1 && threshold < 65536, op, "threshold must be in 1 ... 65535");
+  check(head_offset >= 0, op, "head_offset must not be negative");
+  check_tensor(op, "keys", *keys, q, ScalarType::Long, shape.batch);
+  return mp_probability_mask{static_cast<const int64_t*>(keys->data_ptr()), op_key, static_cast<int32_t>(threshold),
+                             shape.groups * shape.per_group, head_offset};
+}
+
 // out like q, contiguous; rows [b, g, r, 2, s]
 std::tuple<Tensor, Tensor> attention_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal) {
+    const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, const std::optional<Tensor>& keys,
+    int64_t op_key, int64_t threshold, int64_t head_offset) {
   const char* op = "attention_forward";
   const int32_t dtype = dtype_of(q, op);
   const mp_attention_shape shape = shape_of(op, q, k, v, causal, scale);
+  const auto mask = mask_of(op, shape, q, keys, op_key, threshold, head_offset);
   const Strides qs = strides_of(op, q), ks = strides_of(op, k), vs = strides_of(op, v);
   const int64_t sizes[] = {shape.seq, shape.batch, shape.groups, shape.per_group, shape.d};
   Tensor out = torch::stable::new_empty(q, {sizes, 5});
@@ -53,7 +68,7 @@ std::tuple<Tensor, Tensor> attention_forward(
   check_code(
       forward.on(q)(
           nullptr, dtype, &shape, q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(), vs.data(),
-          out.data_ptr(), static_cast<float*>(rows.data_ptr())),
+          mask.has_value() ? &*mask : nullptr, out.data_ptr(), static_cast<float*>(rows.data_ptr())),
       q, op);
   return {out, rows};
 }
@@ -61,7 +76,8 @@ std::tuple<Tensor, Tensor> attention_forward(
 // Writes dq, dk and dv, which are like q, k and v but for their strides.
 void attention_backward_(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& rows,
-    const Tensor& dq, const Tensor& dk, const Tensor& dv, double scale, bool causal) {
+    const Tensor& dq, const Tensor& dk, const Tensor& dv, double scale, bool causal, const std::optional<Tensor>& keys,
+    int64_t op_key, int64_t threshold, int64_t head_offset) {
   const char* op = "attention_backward_";
   const int32_t dtype = dtype_of(q, op);
   const mp_attention_shape shape = shape_of(op, q, k, v, causal, scale);
@@ -74,13 +90,14 @@ void attention_backward_(
   check_tensor(op, "out", out, q, q.scalar_type(), q.numel());
   check_tensor(
       op, "rows", rows, q, ScalarType::Float, 2 * shape.batch * shape.groups * shape.per_group * shape.seq);
+  const auto mask = mask_of(op, shape, q, keys, op_key, threshold, head_offset);
   const Strides qs = strides_of(op, q), ks = strides_of(op, k), vs = strides_of(op, v);
   const Strides dqs = strides_of(op, dq), dks = strides_of(op, dk), dvs = strides_of(op, dv);
   check_code(
       backward.on(q)(
           nullptr, dtype, &shape, dout.data_ptr(), q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(),
-          vs.data(), out.data_ptr(), static_cast<const float*>(rows.data_ptr()), dq.data_ptr(), dqs.data(),
-          dk.data_ptr(), dks.data(), dv.data_ptr(), dvs.data()),
+          vs.data(), out.data_ptr(), static_cast<const float*>(rows.data_ptr()), mask.has_value() ? &*mask : nullptr,
+          dq.data_ptr(), dqs.data(), dk.data_ptr(), dks.data(), dv.data_ptr(), dvs.data()),
       q, op);
 }
 
@@ -88,10 +105,13 @@ void attention_backward_(
 }  // namespace mp
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
-  m.def("attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor out, Tensor rows)");
+  m.def(
+      "attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, Tensor? keys=None, int op_key=0, "
+      "int threshold=0, int head_offset=0) -> (Tensor out, Tensor rows)");
   m.def(
       "attention_backward_(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rows, Tensor(a!) dq, "
-      "Tensor(b!) dk, Tensor(c!) dv, float scale, bool causal) -> ()");
+      "Tensor(b!) dk, Tensor(c!) dv, float scale, bool causal, Tensor? keys=None, int op_key=0, int threshold=0, "
+      "int head_offset=0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {

@@ -54,6 +54,11 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(
   Tensor dx = torch::stable::empty_like(sum);
   Tensor dweight = torch::stable::empty_like(weight);
   Tensor dbias = has_bias ? torch::stable::empty_like(weight) : nothing(weight);
+  if (rows == 0) {
+    torch::stable::fill_(dweight, 0.0);
+    if (has_bias) torch::stable::fill_(dbias, 0.0);
+    return {dx, dweight, dbias};
+  }
   Tensor space = floats(dy, {workspace.on(dy)(rows, cols)});
   check_code(
       backward.on(dy)(

@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "common.h"
+#include "mask_row.h"
 #include "vmath.h"
 
 #if defined(__SSE__)
@@ -126,11 +127,15 @@ float largest(const float* v, int64_t n) {
 // rows do not fall onto the same lines of the cache where the keys are a power of two.
 struct Space {
   int64_t wide, long_;
-  std::vector<float> store;
+  std::vector<float> store, factor;  // factor: of a row of probabilities, where there is dropout
+  MaskRow room;
   float *k, *k_turned, *v, *v_turned, *q, *dout, *scores, *dscores, *sum, *dk, *dv;
 
-  Space(const mp_attention_shape& s, bool backward)
-      : wide(whole(s.d, kAcross)), long_(whole(s.keys, kAcross) + kAcross) {
+  Space(const mp_attention_shape& s, bool backward, bool masked)
+      : wide(whole(s.d, kAcross)),
+        long_(whole(s.keys, kAcross) + kAcross),
+        factor(masked ? s.keys : 0),
+        room(masked ? s.keys : 0) {
     const int64_t head = long_ * wide, block = kQueries * wide, square = kQueries * long_;
     const int64_t sizes[] = {head, head, head, backward ? head : 0, block, backward ? block : 0, square,
                              backward ? square : 0, block, backward ? head : 0, backward ? head : 0};
@@ -192,13 +197,34 @@ std::array<int64_t, 4> dense_strides(const mp_attention_shape& s) {
   return {s.batch * s.groups * group, s.groups * group, group, s.d};
 }
 
+// Dropout of one head's probabilities; without keys: none.
+struct HeadMask {
+  const int64_t* keys = nullptr;
+  Keep keep{};
+  int64_t sample = 0, start = 0, cols = 0;  // start: position of the head's first probability
+
+  HeadMask(const mp_attention_shape& s, const mp_probability_mask* mask, int64_t sample, int64_t head)
+      : sample(sample), cols(s.keys) {
+    if (mask == nullptr) return;
+    keys = mask->keys;
+    keep = keep_of(mask->op_key, mask->threshold);
+    start = (mask->head_offset + head) * s.keys * s.keys;
+  }
+  // Scale or 0 of the first `live` probabilities of a row; NULL without dropout.
+  const float* factors(Space& space, int64_t row, int64_t live) const {
+    if (keys == nullptr) return nullptr;
+    space.room.factors(keep, keys[sample], start + row * cols, live, space.factor.data());
+    return space.factor.data();
+  }
+};
+
 // Runs `work(space, sample, group)` for every key head, on all threads.
 template <typename F>
-void for_heads(const mp_attention_shape& s, bool backward, F work) {
+void for_heads(const mp_attention_shape& s, bool backward, bool masked, F work) {
   const int64_t count = s.batch * s.groups;
 #pragma omp parallel if (count > 1 && count * s.seq * s.keys > kParallelFrom)
   {
-    Space space(s, backward);
+    Space space(s, backward, masked);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < count; i++) work(space, i / s.groups, i % s.groups);
   }
@@ -206,7 +232,8 @@ void for_heads(const mp_attention_shape& s, bool backward, F work) {
 
 template <typename T>
 void forward_head(
-    const mp_attention_shape& s, Space& space, const Rows<const T>& q, const Rows<T>& out, float* of_rows) {
+    const mp_attention_shape& s, Space& space, const HeadMask& mask, const Rows<const T>& q, const Rows<T>& out,
+    float* of_rows) {
   for (int64_t first = 0; first < s.seq; first += kQueries) {
     const int64_t count = std::min(kQueries, s.seq - first), rows = whole(count, kDown);
     pack(q, first, count, rows, s.scale, space.q, space.wide);
@@ -221,6 +248,9 @@ void forward_head(
       for (int64_t c = 0; c < live; c++) {
         row[c] = exp_of_negative(row[c] - top);
         sum += row[c];
+      }
+      if (const float* factor = mask.factors(space, first + r, live)) {
+        for (int64_t c = 0; c < live; c++) row[c] *= factor[c];
       }
       std::fill(row + live, row + end, 0.0f);  // the tile goes as far as its last row does
       inverse[r] = 1.0f / sum;
@@ -237,14 +267,23 @@ void forward_head(
 }
 
 // The probabilities again, from the scores; then in `dscores` the gradient of the scaled scores, from that of the
-// probabilities and `along`, the product of dout with out.
+// probabilities and `along`, the product of dout with out. With dropout `scores` gets the dropped probabilities.
 inline void score_gradients(
-    Space& space, int64_t r, int64_t live, int64_t end, float top, float inverse, float along) {
+    Space& space, int64_t r, int64_t live, int64_t end, float top, float inverse, float along, const float* factor) {
   float *p = space.scores + r * space.long_, *d = space.dscores + r * space.long_;
+  if (factor == nullptr) {
 #pragma omp simd
-  for (int64_t c = 0; c < live; c++) {
-    p[c] = exp_of_negative(p[c] - top) * inverse;
-    d[c] = p[c] * (d[c] - along);
+    for (int64_t c = 0; c < live; c++) {
+      p[c] = exp_of_negative(p[c] - top) * inverse;
+      d[c] = p[c] * (d[c] - along);
+    }
+  } else {
+#pragma omp simd
+    for (int64_t c = 0; c < live; c++) {
+      const float whole = exp_of_negative(p[c] - top) * inverse;
+      p[c] = whole * factor[c];
+      d[c] = whole * (d[c] * factor[c] - along);
+    }
   }
   std::fill(p + live, p + end, 0.0f);
   std::fill(d + live, d + end, 0.0f);
@@ -252,8 +291,8 @@ inline void score_gradients(
 
 template <typename T>
 void backward_head(
-    const mp_attention_shape& s, Space& space, const Rows<const T>& q, const Rows<const T>& dout,
-    const Rows<const T>& out, const float* of_rows, const Rows<T>& dq) {
+    const mp_attention_shape& s, Space& space, const HeadMask& mask, const Rows<const T>& q,
+    const Rows<const T>& dout, const Rows<const T>& out, const float* of_rows, const Rows<T>& dq) {
   std::vector<float> whole_out(space.wide);
   for (int64_t first = 0; first < s.seq; first += kQueries) {
     const int64_t count = std::min(kQueries, s.seq - first), rows = whole(count, kDown);
@@ -272,7 +311,8 @@ void backward_head(
 #pragma omp simd reduction(+ : along)
         for (int64_t c = 0; c < s.d; c++) along += a[c] * b[c];
       }
-      score_gradients(space, r, live, whole(end, kDown), top, inverse, along);
+      const float* factor = mask.factors(space, first + r, live);
+      score_gradients(space, r, live, whole(end, kDown), top, inverse, along, factor);
     }
     space.mix(s, first, rows, space.dscores, space.k, space.sum);
     for (int64_t r = 0; r < count; r++) {
@@ -285,7 +325,8 @@ void backward_head(
   }
 }
 
-bool bad(const mp_attention_shape& s) {
+bool bad(const mp_attention_shape& s, const mp_probability_mask* mask) {
+  if (mask != nullptr && (!s.causal || mask->threshold < 1 || mask->threshold > 65535)) return true;
   return s.seq < 0 || s.keys < 1 || s.batch < 0 || s.groups < 1 || s.per_group < 1 || s.d < 1 || s.d > 1024 ||
          (s.causal && s.seq != s.keys);
 }
@@ -293,9 +334,9 @@ bool bad(const mp_attention_shape& s) {
 template <typename T>
 int32_t forward(
     const mp_attention_shape& s, const T* q, const int64_t* q_strides, const T* k, const int64_t* k_strides,
-    const T* v, const int64_t* v_strides, T* out, float* rows) {
+    const T* v, const int64_t* v_strides, const mp_probability_mask* mask, T* out, float* rows) {
   const auto dense = dense_strides(s);
-  for_heads(s, false, [&](Space& space, int64_t sample, int64_t group) {
+  for_heads(s, false, mask != nullptr, [&](Space& space, int64_t sample, int64_t group) {
     pack(rows_of(k, k_strides, sample, group, s.d), 0, s.keys, space.long_, 1.0f, space.k, space.wide);
     pack(rows_of(v, v_strides, sample, group, s.d), 0, s.keys, space.long_, 1.0f, space.v, space.wide);
     transpose(space.k, space.long_, space.wide, space.k_turned);
@@ -303,7 +344,8 @@ int32_t forward(
     const Rows<T> to = rows_of(out, dense.data(), sample, group, s.d);
     for (int64_t h = 0; h < s.per_group; h++) {
       float* of_rows = rows + ((sample * s.groups + group) * s.per_group + h) * 2 * s.seq;
-      forward_head<T>(s, space, queries.moved(h * q_strides[3]), to.moved(h * dense[3]), of_rows);
+      const HeadMask dropout(s, mask, sample, group * s.per_group + h);
+      forward_head<T>(s, space, dropout, queries.moved(h * q_strides[3]), to.moved(h * dense[3]), of_rows);
     }
   });
   return MP_OK;
@@ -312,10 +354,11 @@ int32_t forward(
 template <typename T>
 int32_t backward(
     const mp_attention_shape& s, const T* dout, const T* q, const int64_t* q_strides, const T* k,
-    const int64_t* k_strides, const T* v, const int64_t* v_strides, const T* out, const float* rows, T* dq,
-    const int64_t* dq_strides, T* dk, const int64_t* dk_strides, T* dv, const int64_t* dv_strides) {
+    const int64_t* k_strides, const T* v, const int64_t* v_strides, const T* out, const float* rows,
+    const mp_probability_mask* mask, T* dq, const int64_t* dq_strides, T* dk, const int64_t* dk_strides, T* dv,
+    const int64_t* dv_strides) {
   const auto dense = dense_strides(s);
-  for_heads(s, true, [&](Space& space, int64_t sample, int64_t group) {
+  for_heads(s, true, mask != nullptr, [&](Space& space, int64_t sample, int64_t group) {
     pack(rows_of(k, k_strides, sample, group, s.d), 0, s.keys, space.long_, 1.0f, space.k, space.wide);
     pack(rows_of(v, v_strides, sample, group, s.d), 0, s.keys, space.long_, 1.0f, space.v, space.wide);
     transpose(space.k, space.long_, space.wide, space.k_turned);
@@ -328,9 +371,10 @@ int32_t backward(
     const Rows<T> of_dq = rows_of(dq, dq_strides, sample, group, s.d);
     for (int64_t h = 0; h < s.per_group; h++) {
       const float* of_rows = rows + ((sample * s.groups + group) * s.per_group + h) * 2 * s.seq;
+      const HeadMask dropout(s, mask, sample, group * s.per_group + h);
       backward_head<T>(
-          s, space, queries.moved(h * q_strides[3]), of_dout.moved(h * dense[3]), of_out.moved(h * dense[3]), of_rows,
-          of_dq.moved(h * dq_strides[3]));
+          s, space, dropout, queries.moved(h * q_strides[3]), of_dout.moved(h * dense[3]), of_out.moved(h * dense[3]),
+          of_rows, of_dq.moved(h * dq_strides[3]));
     }
     const auto to_k = rows_of(dk, dk_strides, sample, group, s.d), to_v = rows_of(dv, dv_strides, sample, group, s.d);
     for (int64_t row = 0; row < s.keys; row++) {
@@ -346,27 +390,28 @@ int32_t backward(
 
 extern "C" int32_t mp_attention_forward(
     void* stream, int32_t dtype, const mp_attention_shape* shape, const void* q, const int64_t* q_strides,
-    const void* k, const int64_t* k_strides, const void* v, const int64_t* v_strides, void* out, float* rows) {
-  if (mp::bad(*shape)) return MP_BAD_SIZE;
+    const void* k, const int64_t* k_strides, const void* v, const int64_t* v_strides, const mp_probability_mask* mask,
+    void* out, float* rows) {
+  if (mp::bad(*shape, mask)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     return mp::forward<T>(
         *shape, static_cast<const T*>(q), q_strides, static_cast<const T*>(k), k_strides, static_cast<const T*>(v),
-        v_strides, static_cast<T*>(out), rows);
+        v_strides, mask, static_cast<T*>(out), rows);
   });
 }
 
 extern "C" int32_t mp_attention_backward(
     void* stream, int32_t dtype, const mp_attention_shape* shape, const void* dout, const void* q,
     const int64_t* q_strides, const void* k, const int64_t* k_strides, const void* v, const int64_t* v_strides,
-    const void* out, const float* rows, void* dq, const int64_t* dq_strides, void* dk, const int64_t* dk_strides,
-    void* dv, const int64_t* dv_strides) {
-  if (mp::bad(*shape)) return MP_BAD_SIZE;
+    const void* out, const float* rows, const mp_probability_mask* mask, void* dq, const int64_t* dq_strides, void* dk,
+    const int64_t* dk_strides, void* dv, const int64_t* dv_strides) {
+  if (mp::bad(*shape, mask)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     return mp::backward<T>(
         *shape, static_cast<const T*>(dout), static_cast<const T*>(q), q_strides, static_cast<const T*>(k), k_strides,
-        static_cast<const T*>(v), v_strides, static_cast<const T*>(out), rows, static_cast<T*>(dq), dq_strides,
+        static_cast<const T*>(v), v_strides, static_cast<const T*>(out), rows, mask, static_cast<T*>(dq), dq_strides,
         static_cast<T*>(dk), dk_strides, static_cast<T*>(dv), dv_strides);
   });
 }

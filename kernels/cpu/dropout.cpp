@@ -2,31 +2,21 @@
 #include "dropout.h"
 
 #include "common.h"
-#include "counter.h"
+#include "mask_row.h"
 
 namespace mp {
 namespace {
 
 struct Mask {
   const int64_t* keys;
-  uint64_t op;  // folded
-  int32_t threshold;
+  Keep keep;
   int64_t seq_offset, width, width_offset;
-};
 
-// Scale or 0 of each element of a row. `bits`, `fields`: room for the groups that the row touches, cols / 4 + 2.
-void factors(
-    const Mask& mask, int64_t seq, int64_t sample, int64_t cols, uint64_t* bits, uint16_t* fields, float* factor) {
-  const int64_t start = (seq + mask.seq_offset) * mask.width + mask.width_offset;
-  const int64_t before = start & 3, groups = (before + cols + 3) / 4;
-  const uint64_t first = static_cast<uint64_t>(start >> 2), key = static_cast<uint64_t>(mask.keys[sample]);
-  for (int64_t g = 0; g < groups; g++) {
-    bits[g] = random_bits((first + static_cast<uint64_t>(g)) * kGolden, key, mask.op);
+  // Scale or 0 of each element of a row [cols].
+  void factors(MaskRow& room, int64_t row, int64_t batch, int64_t cols, float* factor) const {
+    room.factors(keep, keys[row % batch], (row / batch + seq_offset) * width + width_offset, cols, factor);
   }
-  memcpy(fields, bits, groups * sizeof(uint64_t));  // on a little-endian machine the fields lie in order
-  const float scale = 65536.0f / (65536 - mask.threshold);
-  for (int64_t c = 0; c < cols; c++) factor[c] = fields[before + c] >= mask.threshold ? scale : 0.0f;
-}
+};
 
 template <typename T>
 int32_t forward(
@@ -36,16 +26,13 @@ int32_t forward(
 #pragma omp parallel if (seq * batch * cols > kParallelFrom)
   {
     std::vector<float> a(cols), b(cols, 0.0f), to(cols), factor(cols, 1.0f);
-    std::vector<uint64_t> bits(cols / 4 + 2);
-    std::vector<uint16_t> fields(4 * bits.size());
+    MaskRow room(cols);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < seq * batch; row++) {
       const float* in = row_as_floats(x + row * cols, a.data(), cols);
       const float* more = residual != nullptr ? row_as_floats(residual + row * cols, b.data(), cols) : b.data();
       float* sum = row_for_floats(out + row * cols, to.data());
-      if (mask.threshold != 0) {
-        factors(mask, row / batch, row % batch, cols, bits.data(), fields.data(), factor.data());
-      }
+      if (mask.keep.threshold != 0) mask.factors(room, row, batch, cols, factor.data());
       for (int64_t c = 0; c < cols; c++) sum[c] = more[c] + factor[c] * (in[c] + shift[c]);
       put_row(sum, out + row * cols, cols);
     }
@@ -60,14 +47,13 @@ int32_t backward(
 #pragma omp parallel for schedule(static) if (rows * cols > kParallelFrom)
   for (int64_t slot = 0; slot < slots; slot++) {
     std::vector<float> a(cols), to(cols), factor(cols, 1.0f);
-    std::vector<uint64_t> bits(cols / 4 + 2);
-    std::vector<uint16_t> fields(4 * bits.size());
+    MaskRow room(cols);
     float* total = dbias != nullptr ? partial + slot * cols : nullptr;
     if (total != nullptr) memset(total, 0, cols * sizeof(float));
     for (int64_t row = slot * rows / slots; row < (slot + 1) * rows / slots; row++) {
       const float* in = row_as_floats(dout + row * cols, a.data(), cols);
       if (dx != nullptr) {
-        factors(mask, row / batch, row % batch, cols, bits.data(), fields.data(), factor.data());
+        mask.factors(room, row, batch, cols, factor.data());
         float* grad = row_for_floats(dx + row * cols, to.data());
         for (int64_t c = 0; c < cols; c++) grad[c] = factor[c] * in[c];
         put_row(grad, dx + row * cols, cols);
@@ -100,7 +86,7 @@ extern "C" int32_t mp_dropout_forward(
     const void* residual, const int64_t* keys, int64_t op_key, int32_t threshold, int64_t seq_offset, int64_t width,
     int64_t width_offset, void* out) {
   if (!mp::good_sizes(seq, batch, cols, threshold)) return MP_BAD_SIZE;
-  const mp::Mask mask{keys, mp::folded_key(op_key), threshold, seq_offset, width, width_offset};
+  const mp::Mask mask{keys, mp::keep_of(op_key, threshold), seq_offset, width, width_offset};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     return mp::forward<T>(
@@ -115,7 +101,7 @@ extern "C" int32_t mp_dropout_backward(
     float* workspace) {
   if (!mp::good_sizes(seq, batch, cols, threshold) || seq * batch == 0) return MP_BAD_SIZE;
   if (threshold == 0 && dbias == nullptr) return MP_OK;
-  const mp::Mask mask{keys, mp::folded_key(op_key), threshold, seq_offset, width, width_offset};
+  const mp::Mask mask{keys, mp::keep_of(op_key, threshold), seq_offset, width, width_offset};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     return mp::backward<T>(

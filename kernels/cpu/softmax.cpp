@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "common.h"
+#include "mask_row.h"
 #include "vmath.h"
 
 namespace mp {
@@ -25,11 +26,31 @@ float largest(const float* v, int64_t n) {
   return most[0];
 }
 
+// Dropout factors of the rows of [batch * heads, queries, cols]; off() where there is no dropout.
+struct Mask {
+  const mp_probability_mask* mask;
+  int64_t queries, cols;
+  Keep keep;
+
+  Mask(const mp_probability_mask* mask, int64_t queries, int64_t cols)
+      : mask(mask), queries(queries), cols(cols), keep{} {
+    if (mask != nullptr) keep = keep_of(mask->op_key, mask->threshold);
+  }
+  bool off() const { return mask == nullptr; }
+  void factors(MaskRow& room, int64_t row, int64_t live, float* factor) const {
+    const int64_t matrix = row / queries, head = mask->head_offset + matrix % mask->heads;
+    const int64_t start = (head * cols + row % queries + cols - queries) * cols;
+    room.factors(keep, mask->keys[matrix / mask->heads], start, live, factor);
+  }
+};
+
 template <typename T>
-int32_t forward(int64_t matrices, int64_t queries, int64_t cols, float scale, const T* x, T* y) {
+int32_t forward(
+    int64_t matrices, int64_t queries, int64_t cols, float scale, const T* x, T* y, const Mask& mask, T* dropped) {
 #pragma omp parallel if (matrices * queries * cols > kParallelFrom)
   {
-    std::vector<float> a(cols), e(cols), out(cols);
+    std::vector<float> a(cols), e(cols), out(cols), factor(mask.off() ? 0 : cols);
+    MaskRow room(mask.off() ? 0 : cols);
     // Rows differ in length: dealt out in turn.
 #pragma omp for schedule(static, 1)
     for (int64_t row = 0; row < matrices * queries; row++) {
@@ -48,6 +69,13 @@ int32_t forward(int64_t matrices, int64_t queries, int64_t cols, float scale, co
       for (int64_t c = 0; c < live; c++) to[c] = e[c] * inverse;
       put_row(to, y + row * cols, live);
       memset(static_cast<void*>(y + row * cols + live), 0, (cols - live) * sizeof(T));
+      if (mask.off()) continue;
+      mask.factors(room, row, live, factor.data());
+      const float* probs = row_as_floats(y + row * cols, a.data(), live);
+      to = row_for_floats(dropped + row * cols, out.data());
+      for (int64_t c = 0; c < live; c++) to[c] = probs[c] * factor[c];
+      put_row(to, dropped + row * cols, live);
+      memset(static_cast<void*>(dropped + row * cols + live), 0, (cols - live) * sizeof(T));
     }
   }
   return MP_OK;
@@ -55,15 +83,21 @@ int32_t forward(int64_t matrices, int64_t queries, int64_t cols, float scale, co
 
 template <typename T>
 int32_t backward(
-    int64_t matrices, int64_t queries, int64_t cols, float scale, const T* dy, const T* y, T* dx) {
+    int64_t matrices, int64_t queries, int64_t cols, float scale, const T* dy, const T* y, const Mask& mask, T* dx) {
 #pragma omp parallel if (matrices * queries * cols > kParallelFrom)
   {
-    std::vector<float> a(cols), b(cols), out(cols);
+    std::vector<float> a(cols), b(cols), out(cols), factor(mask.off() ? 0 : cols);
+    MaskRow room(mask.off() ? 0 : cols);
 #pragma omp for schedule(static, 1)
     for (int64_t row = 0; row < matrices * queries; row++) {
       const int64_t live = row % queries + 1 + cols - queries;
       const float* grads = row_as_floats(dy + row * cols, a.data(), live);
       const float* probs = row_as_floats(y + row * cols, b.data(), live);
+      if (!mask.off()) {
+        mask.factors(room, row, live, factor.data());
+        for (int64_t c = 0; c < live; c++) a[c] = rounded<T>(grads[c] * factor[c]);
+        grads = a.data();
+      }
       float along = 0.0f, sum = 0.0f;
 #pragma omp simd reduction(+ : along, sum)
       for (int64_t c = 0; c < live; c++) {
@@ -80,29 +114,34 @@ int32_t backward(
   return MP_OK;
 }
 
-bool good_sizes(int64_t matrices, int64_t queries, int64_t cols) {
-  return matrices >= 0 && queries >= 1 && cols >= queries;
+bool good_sizes(int64_t matrices, int64_t queries, int64_t cols, const mp_probability_mask* mask) {
+  return matrices >= 0 && queries >= 1 && cols >= queries &&
+         (mask == nullptr || (mask->heads >= 1 && mask->threshold >= 1 && mask->threshold < 65536));
 }
 
 }  // namespace
 }  // namespace mp
 
 extern "C" int32_t mp_softmax_forward(
-    void* stream, int32_t dtype, int64_t matrices, int64_t queries, int64_t cols, float scale, const void* x, void* y) {
-  if (!mp::good_sizes(matrices, queries, cols)) return MP_BAD_SIZE;
+    void* stream, int32_t dtype, int64_t matrices, int64_t queries, int64_t cols, float scale, const void* x, void* y,
+    const mp_probability_mask* mask, void* dropped) {
+  if (!mp::good_sizes(matrices, queries, cols, mask)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return mp::forward<T>(matrices, queries, cols, scale, static_cast<const T*>(x), static_cast<T*>(y));
+    return mp::forward<T>(
+        matrices, queries, cols, scale, static_cast<const T*>(x), static_cast<T*>(y), {mask, queries, cols},
+        static_cast<T*>(dropped));
   });
 }
 
 extern "C" int32_t mp_softmax_backward(
     void* stream, int32_t dtype, int64_t matrices, int64_t queries, int64_t cols, float scale, const void* dy,
-    const void* y, void* dx) {
-  if (!mp::good_sizes(matrices, queries, cols)) return MP_BAD_SIZE;
+    const void* y, const mp_probability_mask* mask, void* dx) {
+  if (!mp::good_sizes(matrices, queries, cols, mask)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     return mp::backward<T>(
-        matrices, queries, cols, scale, static_cast<const T*>(dy), static_cast<const T*>(y), static_cast<T*>(dx));
+        matrices, queries, cols, scale, static_cast<const T*>(dy), static_cast<const T*>(y), {mask, queries, cols},
+        static_cast<T*>(dx));
   });
 }

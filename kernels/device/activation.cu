@@ -16,26 +16,8 @@ constexpr int kThreads = 256;
 constexpr int kBlocksEach = 4;
 constexpr int kRowsOfSlot = 16;
 
-constexpr float kLog2E = 1.44269504f;
 constexpr float kTanhLinear = 1.59576912f;   // 2 sqrt(2 / pi)
 constexpr float kTanhCubic = 0.0713548163f;  // 0.044715 * kTanhLinear
-
-// 2^x to 2 ulp; subnormal results may be 0.
-__device__ inline float power_of_2(float x) {
-#if defined(__CUDA_ARCH__)
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#elif defined(__HIP_DEVICE_COMPILE__)
-#if __has_builtin(__builtin_amdgcn_exp2f)
-  return __builtin_amdgcn_exp2f(x);
-#else
-  return __builtin_exp2f(x);  // v_exp_f32 alone, in the compilers before that builtin
-#endif
-#else
-  return exp2f(x);
-#endif
-}
 
 // 1 / x to 1 ulp; subnormal results may be 0.
 __device__ inline float reciprocal(float x) {
@@ -125,10 +107,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) gelu_forward(Gelu a) {
     for (int r = 0; r < kRows; r++) {
       const int64_t here = row + r * slots;
       if (here >= a.rows) break;
-      Pack<T, N> out;
+      float out[N];
 #pragma unroll
-      for (int i = 0; i < N; i++) out.at[i] = from_float<T>(gelu<APPROXIMATE>(to_float(in[r].at[i]) + bias[i]));
-      store<N>(static_cast<T*>(a.out) + here * a.cols + at, out);
+      for (int i = 0; i < N; i++) out[i] = gelu<APPROXIMATE>(to_float(in[r].at[i]) + bias[i]);
+      store<N>(static_cast<T*>(a.out) + here * a.cols + at, to_pack<T>(out));
     }
   }
 }
@@ -154,14 +136,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) gelu_backward(Gelu a) {
     for (int r = 0; r < kRows; r++) {
       const int64_t here = row + r * slots;
       if (here >= a.rows) break;
-      Pack<T, N> out;
+      float out[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float g = to_float(dy[r].at[i]) * gelu_slope<APPROXIMATE>(to_float(in[r].at[i]) + bias[i]);
-        sum[i] += g;
-        out.at[i] = from_float<T>(g);
+        out[i] = to_float(dy[r].at[i]) * gelu_slope<APPROXIMATE>(to_float(in[r].at[i]) + bias[i]);
+        sum[i] += out[i];
       }
-      store<N>(static_cast<T*>(a.out) + here * a.cols + at, out);
+      store<N>(static_cast<T*>(a.out) + here * a.cols + at, to_pack<T>(out));
     }
   }
   if (a.partial == nullptr) return;
@@ -196,13 +177,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) swiglu_forward(Swiglu a
     for (int r = 0; r < kRows; r++) {
       const int64_t here = row + r * slots;
       if (here >= a.rows) break;
-      Pack<T, N> out;
+      float out[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
         const float g = to_float(gate[r].at[i]);
-        out.at[i] = from_float<T>(g * reciprocal(1.0f + power_of_2(-kLog2E * g)) * to_float(up[r].at[i]));
+        out[i] = g * reciprocal(1.0f + power_of_2(-kLog2E * g)) * to_float(up[r].at[i]);
       }
-      store<N>(static_cast<T*>(a.out) + here * a.cols + at, out);
+      store<N>(static_cast<T*>(a.out) + here * a.cols + at, to_pack<T>(out));
     }
   }
 }
@@ -229,18 +210,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) swiglu_backward(Swiglu 
     for (int r = 0; r < kRows; r++) {
       const int64_t here = row + r * slots;
       if (here >= a.rows) break;
-      Pack<T, N> dgate, dup;
+      float dgate[N], dup[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
         const float g = to_float(gate[r].at[i]), d = to_float(dy[r].at[i]);
         const float e = power_of_2(-kLog2E * fabsf(g)), large = reciprocal(1.0f + e), small = e * large;
         const float s = g < 0.0f ? small : large;
-        dgate.at[i] = from_float<T>(d * to_float(up[r].at[i]) * (s + g * (large * small)));
-        dup.at[i] = from_float<T>(d * (g * s));
+        dgate[i] = d * to_float(up[r].at[i]) * (s + g * (large * small));
+        dup[i] = d * (g * s);
       }
       T* out = static_cast<T*>(a.out) + here * 2 * a.cols + at;
-      store<N>(out, dgate);
-      store<N>(out + a.cols, dup);
+      store<N>(out, to_pack<T>(dgate));
+      store<N>(out + a.cols, to_pack<T>(dup));
     }
   }
 }
@@ -274,7 +255,7 @@ int32_t run_gelu_backward(void* stream, bool approximate, Gelu a, void* dbias) {
   const auto kernel = approximate ? gelu_backward<T, N, true> : gelu_backward<T, N, false>;
   const int32_t code = launch(kernel, grid.blocks(), grid.threads, stream, a);
   if (code != MP_OK || dbias == nullptr) return code;
-  return sum_slots<T>(stream, a.partial, grid.slots, a.cols, a.cols, dbias);
+  return sum_slots<T>(stream, a.partial, grid.slots, a.cols, dbias);
 }
 
 template <typename T, int N>

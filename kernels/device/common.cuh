@@ -5,6 +5,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 #ifdef MP_EMULATOR
 #include "emulator.h"
@@ -31,6 +32,10 @@ struct f16 {
 struct bf16 {
   uint16_t bits;
 };
+template <typename T>
+constexpr bool is_bf16 = false;
+template <>
+constexpr bool is_bf16<bf16> = true;
 
 __host__ __device__ inline float float_of_bits(uint32_t bits) {
   union {
@@ -78,7 +83,7 @@ __device__ inline float from_float<float>(float x) {
 
 template <>
 __device__ inline bf16 from_float<bf16>(float x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   bf16 out;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
   return out;
@@ -113,6 +118,28 @@ __device__ inline float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x to 2 ulp; subnormal results may be 0.
+__device__ inline float power_of_2(float x) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#elif defined(__HIP_DEVICE_COMPILE__)
+#if __has_builtin(__builtin_amdgcn_exp2f)
+  return __builtin_amdgcn_exp2f(x);
+#else
+  return __builtin_exp2f(x);  // v_exp_f32 alone, in the compilers before that builtin
+#endif
+#else
+  return exp2f(x);
+#endif
+}
+
+// e^x likewise: what is rounded to half precision, or summed over a vocabulary, needs no more.
+__device__ inline float fast_exp(float x) { return power_of_2(kLog2E * x); }
+
 // ---------------------------------------------------------------------------------------------- vector loads
 
 // Elements of T in 16 bytes, the widest load of a lane.
@@ -138,6 +165,30 @@ __device__ inline void store(T* to, const Pack<T, N>& pack) {
   emulator::check_aligned(to, sizeof(T) * N);
 #endif
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+// Floats as a piece of T: in pairs where the hardware converts pairs.
+template <typename T, int N>
+__device__ inline Pack<T, N> to_pack(const float (&x)[N]) {
+  Pack<T, N> out;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    uint32_t pair[N / 2];
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {  // the first operand goes to the upper half
+      if constexpr (is_bf16<T>) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair[i / 2]) : "f"(x[i + 1]), "f"(x[i]));
+      } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair[i / 2]) : "f"(x[i + 1]), "f"(x[i]));
+      }
+    }
+    memcpy(&out, pair, sizeof(out));
+    return out;
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < N; i++) out.at[i] = from_float<T>(x[i]);
+  return out;
 }
 
 // Whether rows of `cols` elements that start at these pointers may be read in 16-byte pieces. NULL does not matter.
@@ -173,11 +224,12 @@ __device__ inline float warp_reduce(float value, Op op) {
   return value;
 }
 
-// Over a block of whole warps, N values at once; every thread gets the results. `scratch`: shared, N * kMaxWarps.
-// The leading barrier lets a kernel call it again with the same scratch.
+// Over a team of `warps` warps of the block, from warp `first` on, N values at once; every thread gets its team's
+// results. All teams of a block are of one size and call it together. `scratch`: shared, N * kMaxWarps. The leading
+// barrier lets a kernel call it again with the same scratch.
 template <int N, typename Op>
-__device__ inline void block_reduce(float (&value)[N], float* scratch, Op op, float neutral) {
-  const int lane = threadIdx.x % MP_WARP, warp = threadIdx.x / MP_WARP, warps = blockDim.x / MP_WARP;
+__device__ inline void warps_reduce(float (&value)[N], float* scratch, Op op, float neutral, int first, int warps) {
+  const int lane = threadIdx.x % MP_WARP, warp = threadIdx.x / MP_WARP;
 #pragma unroll
   for (int i = 0; i < N; i++) value[i] = warp_reduce(value[i], op);
   if (warps == 1) return;
@@ -188,7 +240,15 @@ __device__ inline void block_reduce(float (&value)[N], float* scratch, Op op, fl
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < N; i++) value[i] = warp_reduce(lane < warps ? scratch[i * kMaxWarps + lane] : neutral, op);
+  for (int i = 0; i < N; i++) {
+    value[i] = warp_reduce(lane < warps ? scratch[i * kMaxWarps + first + lane] : neutral, op);
+  }
+}
+
+// Over a block of whole warps.
+template <int N, typename Op>
+__device__ inline void block_reduce(float (&value)[N], float* scratch, Op op, float neutral) {
+  warps_reduce(value, scratch, op, neutral, 0, static_cast<int>(blockDim.x / MP_WARP));
 }
 
 // ---------------------------------------------------------------------------------------------- launches
@@ -254,32 +314,35 @@ inline int32_t for_dtype(int32_t dtype, F with) {
 
 constexpr int kSumThreads = 512;
 
-// out[c] = the sum of partial[slot * stride + c] over the slots, in the same order every time. A block takes one column
-// a lane, its warps share the slots.
+// out[c] = the sum of partial[slot * stride + c] over the slots, in the same order every time; columns from `cols` on go
+// to `second`. A block takes one column a lane, its warps share the slots. stride: the columns in all.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads) sum_slots_kernel(
-    const float* partial, int slots, int64_t stride, int cols, void* out) {
+    const float* partial, int slots, int stride, int cols, void* out, void* second) {
   __shared__ float scratch[kSumThreads];
   const int lane = threadIdx.x % MP_WARP, warp = threadIdx.x / MP_WARP, warps = blockDim.x / MP_WARP;
   const int c = blockIdx.x * MP_WARP + lane;
   float sum = 0.0f;
-  if (c < cols) {
+  if (c < stride) {
 #pragma unroll 8
-    for (int slot = warp; slot < slots; slot += warps) sum += partial[slot * stride + c];
+    for (int slot = warp; slot < slots; slot += warps) sum += partial[static_cast<int64_t>(slot) * stride + c];
   }
   scratch[threadIdx.x] = sum;
   __syncthreads();
-  if (warp != 0 || c >= cols) return;
+  if (warp != 0 || c >= stride) return;
   for (int w = 1; w < warps; w++) sum += scratch[w * MP_WARP + lane];
-  static_cast<T*>(out)[c] = from_float<T>(sum);
+  if (c < cols) static_cast<T*>(out)[c] = from_float<T>(sum);
+  else static_cast<T*>(second)[c - cols] = from_float<T>(sum);
 }
 
-// The gradient of a row of parameters [cols] from the sums that blocks kept in their slots.
+// The gradient of one or two rows of parameters [cols] from the sums that blocks kept in their slots, in one launch.
 template <typename T>
-inline int32_t sum_slots(void* stream, const float* partial, int64_t slots, int64_t stride, int cols, void* out) {
+inline int32_t sum_slots(
+    void* stream, const float* partial, int64_t slots, int cols, void* out, void* second = nullptr) {
+  const int stride = second == nullptr ? cols : 2 * cols;
   return launch(
-      sum_slots_kernel<T>, static_cast<unsigned>((cols + MP_WARP - 1) / MP_WARP),
-      block_threads(slots * MP_WARP, kSumThreads), stream, partial, static_cast<int>(slots), stride, cols, out);
+      sum_slots_kernel<T>, static_cast<unsigned>((stride + MP_WARP - 1) / MP_WARP),
+      block_threads(slots * MP_WARP, kSumThreads), stream, partial, static_cast<int>(slots), stride, cols, out, second);
 }
 
 }  // namespace mp

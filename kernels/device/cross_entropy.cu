@@ -68,17 +68,17 @@ __global__ void __launch_bounds__(kThreads) statistics(Statistics a) {
         }
       }
       const float shift = shift_of(next);
-      total *= __expf(maximum - shift);
+      total *= fast_exp(maximum - shift);
       maximum = next;
 #pragma unroll
       for (int p = 0; p < kPieces; p++) {
 #pragma unroll
-        for (int i = 0; i < N; i++) total += __expf(value[p][i] - shift);
+        for (int i = 0; i < N; i++) total += fast_exp(value[p][i] - shift);
       }
     }
     float highest[1] = {maximum};
     block_reduce(highest, scratch, Max(), low);
-    float sum[1] = {total * __expf(maximum - shift_of(highest[0]))};
+    float sum[1] = {total * fast_exp(maximum - shift_of(highest[0]))};
     if (maximum == highest[0]) sum[0] = total;  // also where both are infinite
     block_reduce(sum, scratch, Add(), 0.0f);
     if (threadIdx.x == 0) {
@@ -107,15 +107,14 @@ __global__ void __launch_bounds__(kThreads) gradient(Gradient a) {
       for (int p = 0; p < kPieces; p++) {
         const int at = start + p * static_cast<int>(blockDim.x) * N;
         if (at >= a.cols) continue;
-        // One comparison a pack: column - at is beyond N as unsigned where the label is elsewhere.
-        const bool here = static_cast<unsigned>(column - at) < static_cast<unsigned>(N) && column >= 0;
+        const int label = column >= 0 ? column - at : -1;  // among the N, or none of them
+        float value[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-          float value = at + i < a.extent ? __expf(to_float(pack[p].at[i]) - maximum) * scale : 0.0f;
-          if (here && at + i == column) value -= grad;
-          pack[p].at[i] = from_float<T>(value);
+          value[i] = at + i < a.extent ? fast_exp(to_float(pack[p].at[i]) - maximum) * scale : 0.0f;
+          value[i] -= label == i ? grad : 0.0f;  // no branch
         }
-        store<N>(x + at, pack[p]);
+        store<N>(x + at, to_pack<T>(value));
       }
     }
   }

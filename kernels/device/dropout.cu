@@ -9,8 +9,8 @@
 // element on sm_90 in all, 2/3 of what it can issue at 4.8 TB/s. Rows whose positions do not fall into whole groups
 // (width, width_offset, cols or pointers unaligned) hash each element.
 #include "common.cuh"
-#include "counter.h"
 #include "dropout.h"
+#include "mask.cuh"
 
 namespace mp {
 namespace {
@@ -31,9 +31,7 @@ struct Cut {
 
 struct Mask {
   const int64_t* keys;
-  uint64_t op;         // folded
-  uint32_t threshold;  // in the upper 16 bits
-  float scale;
+  Keep keep;
   int64_t seq_offset, width, width_offset;
 };
 
@@ -99,23 +97,9 @@ template <int N>
 __device__ inline void factors(const Mask& mask, const Place& place, float (&factor)[N]) {
   const uint64_t key = static_cast<uint64_t>(mask.keys[place.sample]);
   if constexpr (N == 1) {
-    const uint64_t group = static_cast<uint64_t>(static_cast<int64_t>(place.counter) >> 2);
-    const uint64_t bits = random_bits(group * kGolden, key, mask.op);
-    const uint32_t field = static_cast<uint32_t>(bits >> (16 * (place.counter & 3))) << 16;
-    factor[0] = field >= mask.threshold ? mask.scale : 0.0f;
+    factor[0] = keep_factor(mask.keep, key, static_cast<int64_t>(place.counter));
   } else {
-    uint64_t scaled = place.counter;
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      const uint64_t bits = random_bits(scaled, key, mask.op);
-      scaled += kGolden;
-      const uint32_t low = static_cast<uint32_t>(bits), high = static_cast<uint32_t>(bits >> 32);
-      // The upper field needs no extraction: what stands below it cannot reach the threshold's lowest bit.
-      factor[i] = (low << 16) >= mask.threshold ? mask.scale : 0.0f;
-      factor[i + 1] = low >= mask.threshold ? mask.scale : 0.0f;
-      factor[i + 2] = (high << 16) >= mask.threshold ? mask.scale : 0.0f;
-      factor[i + 3] = high >= mask.threshold ? mask.scale : 0.0f;
-    }
+    keep_factors<N>(mask.keep, key, place.counter, factor);
   }
 }
 
@@ -144,15 +128,15 @@ __global__ void __launch_bounds__(kThreads) forward(Forward a) {
       if (!walk.in(each[r])) continue;
       float factor[N];
       if (MASKED) factors<N>(a.mask, each[r], factor);
-      Pack<T, N> out;
+      float out[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
         // A factor, not a choice: an infinity that is dropped stays visible (as NaN), as it does in torch.
         float value = to_float(x[r].at[i]) + to_float(bias.at[i]);
         if (MASKED) value *= factor[i];
-        out.at[i] = from_float<T>(a.residual != nullptr ? value + to_float(more[r].at[i]) : value);
+        out[i] = a.residual != nullptr ? value + to_float(more[r].at[i]) : value;
       }
-      store<N>(static_cast<T*>(a.out) + each[r].at, out);
+      store<N>(static_cast<T*>(a.out) + each[r].at, to_pack<T>(out));
     }
   }
 }
@@ -181,15 +165,14 @@ __global__ void __launch_bounds__(kThreads) backward(Backward a) {
       if (!walk.in(each[r])) continue;
       float factor[N];
       if (MASKED) factors<N>(a.mask, each[r], factor);
-      Pack<T, N> dx;
+      float dx[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        float value = to_float(dout[r].at[i]);
-        if (MASKED) value *= factor[i];
-        sum[i] += value;
-        if (MASKED) dx.at[i] = from_float<T>(value);
+        dx[i] = to_float(dout[r].at[i]);
+        if (MASKED) dx[i] *= factor[i];
+        sum[i] += dx[i];
       }
-      if (MASKED) store<N>(static_cast<T*>(a.dx) + each[r].at, dx);
+      if (MASKED) store<N>(static_cast<T*>(a.dx) + each[r].at, to_pack<T>(dx));
     }
   }
   if (a.partial == nullptr) return;
@@ -219,14 +202,14 @@ Cut cut_of(int64_t rows, int64_t batch, int64_t cols, int n, int least) {
 
 // Whether N elements from any piece's first column on are whole groups of four.
 bool groups_fit(const Mask& mask) {
-  return mask.threshold == 0 || (mask.width % 4 == 0 && mask.width_offset % 4 == 0);
+  return mask.keep.threshold == 0 || (mask.width % 4 == 0 && mask.width_offset % 4 == 0);
 }
 
 template <typename T, int N>
 int32_t launch_forward(void* stream, Forward a, int64_t rows, int64_t batch, int64_t cols) {
   a.cut = cut_of(rows, batch, cols, N, kRows);
   const unsigned blocks = static_cast<unsigned>(a.cut.strips) * a.cut.bands;
-  if (a.mask.threshold == 0) return launch(forward<T, N, false>, blocks, a.cut.threads, stream, a);
+  if (a.mask.keep.threshold == 0) return launch(forward<T, N, false>, blocks, a.cut.threads, stream, a);
   return launch(forward<T, N, true>, blocks, a.cut.threads, stream, a);
 }
 
@@ -234,11 +217,11 @@ template <typename T, int N>
 int32_t launch_backward(void* stream, Backward a, int64_t rows, int64_t batch, int64_t cols, void* dbias) {
   a.cut = cut_of(rows, batch, cols, N, a.partial != nullptr ? kLeastRows : kRows);
   const unsigned blocks = static_cast<unsigned>(a.cut.strips) * a.cut.bands;
-  const int32_t code = a.mask.threshold == 0 ? launch(backward<T, N, false>, blocks, a.cut.threads, stream, a)
+  const int32_t code = a.mask.keep.threshold == 0 ? launch(backward<T, N, false>, blocks, a.cut.threads, stream, a)
                                              : launch(backward<T, N, true>, blocks, a.cut.threads, stream, a);
   if (code != MP_OK || dbias == nullptr) return code;
   const int64_t slots = static_cast<int64_t>(a.cut.bands) * a.cut.down;
-  return sum_slots<T>(stream, a.partial, slots, cols, static_cast<int>(cols), dbias);
+  return sum_slots<T>(stream, a.partial, slots, static_cast<int>(cols), dbias);
 }
 
 bool good_sizes(int64_t seq, int64_t batch, int64_t cols, int32_t threshold) {
@@ -248,8 +231,7 @@ bool good_sizes(int64_t seq, int64_t batch, int64_t cols, int32_t threshold) {
 
 Mask mask_of(
     const int64_t* keys, int64_t op_key, int32_t threshold, int64_t seq_offset, int64_t width, int64_t width_offset) {
-  return Mask{keys,       folded_key(op_key), static_cast<uint32_t>(threshold) << 16, 65536.0f / (65536 - threshold),
-              seq_offset, width,              width_offset};
+  return Mask{keys, keep_of(op_key, threshold), seq_offset, width, width_offset};
 }
 
 }  // namespace

@@ -5,8 +5,11 @@
 // live part of a row is read, everything is written. With L = sum over rows of (i + 1 + k - q), e bytes an element:
 // forward L e + q k e a matrix, 1.5 q k e at q = k; backward 2 L e + q k e, 2 q k e at q = k. A row's last piece reads
 // up to 16 - e bytes beyond the live part.
+// With dropout the forward pass writes q k e more a matrix, the dropped probabilities; no mask is stored or read, both
+// passes make it: a hash of 3 64-bit products an aligned group of four live elements, or an element where the rows do
+// not come in 16-byte pieces.
 #include "common.cuh"
-#include "softmax.h"
+#include "softmax.cuh"
 
 namespace mp {
 namespace {
@@ -15,44 +18,17 @@ constexpr int kWarpThreads = 256;  // where rows belong to warps
 constexpr int kThreads = 512;      // at most, where they belong to blocks
 constexpr int kFloats = 32;        // of a row that a thread keeps, at most
 
-struct Shape {
-  int64_t rows;
-  int queries, cols;
-  float scale;
-};
-
 __device__ inline float minus_infinity() { return float_of_bits(0xff800000u); }
 
 // The hardware's exp is good enough for what is rounded to half precision.
 template <typename T>
 __device__ inline float exponential(float x) {
-  return __expf(x);
+  return fast_exp(x);
 }
 template <>
 __device__ inline float exponential<float>(float x) {
   return expf(x);
 }
-
-// The rows of a team, a warp or the block: first, first + step, ... with the number of live columns of each.
-template <bool WARP>
-struct Rows {
-  int64_t row, step;
-  int query, step_query, queries, dead;
-
-  __device__ explicit Rows(const Shape& shape) : queries(shape.queries), dead(shape.cols - shape.queries) {
-    const int teams = WARP ? blockDim.x / MP_WARP : 1;
-    row = static_cast<int64_t>(blockIdx.x) * teams + (WARP ? threadIdx.x / MP_WARP : 0);
-    step = static_cast<int64_t>(gridDim.x) * teams;
-    query = static_cast<int>(row % queries);
-    step_query = static_cast<int>(step % queries);
-  }
-  __device__ int live() const { return query + 1 + dead; }
-  __device__ void next() {
-    row += step;
-    query += step_query;
-    if (query >= queries) query -= queries;
-  }
-};
 
 template <bool WARP, int N, typename Op>
 __device__ inline void team_reduce(float (&value)[N], float* scratch, Op op, float neutral) {
@@ -64,15 +40,15 @@ __device__ inline void team_reduce(float (&value)[N], float* scratch, Op op, flo
   }
 }
 
-template <typename T, int FLOATS, bool WARP>
-__global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) forward_registers(
-    Shape shape, const void* x, void* y) {
+template <typename T, int FLOATS, bool WARP, bool MASKED>
+__global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) forward_registers(Forward a) {
   constexpr int N = kVector<T>, PIECES = FLOATS / N;
   __shared__ float scratch[WARP ? 1 : kMaxWarps];
+  const Shape& shape = a.shape;
   const int lanes = WARP ? MP_WARP : blockDim.x, lane = threadIdx.x % lanes;
-  for (Rows<WARP> rows(shape); rows.row < shape.rows; rows.next()) {
-    const T* from = static_cast<const T*>(x) + rows.row * shape.cols;
-    T* to = static_cast<T*>(y) + rows.row * shape.cols;
+  for (Rows<WARP> rows(shape, a.mask); rows.row < shape.rows; rows.next()) {
+    const int64_t start = rows.row * shape.cols;
+    const T* from = static_cast<const T*>(a.x) + start;
     const int live = rows.live();
     Pack<T, N> in[PIECES];
     float value[PIECES][N], top[1] = {minus_infinity()}, sum[1] = {0.0f};
@@ -106,22 +82,26 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) forward_regist
     for (int p = 0; p < PIECES; p++) {
       const int at = (p * lanes + lane) * N;
       if (at >= shape.cols) continue;
-      Pack<T, N> out;
 #pragma unroll
-      for (int i = 0; i < N; i++) out.at[i] = from_float<T>(value[p][i] * inverse);
-      store<N>(to + at, out);
+      for (int i = 0; i < N; i++) value[p][i] *= inverse;
+      const Pack<T, N> out = to_pack<T>(value[p]);
+      store<N>(static_cast<T*>(a.y) + start + at, out);
+      if (!MASKED) continue;
+      const Factors factors(shape, a.mask, rows);
+      store<N>(static_cast<T*>(a.dropped) + start + at, dropped(out, at < live, factors, at));
     }
   }
 }
 
 // Any width (N = 1: and alignment): a thread's running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867), joined
 // over the block, then the row once more.
-template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) forward_any(Shape shape, const void* x, void* y) {
+template <typename T, int N, bool MASKED>
+__global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
   __shared__ float scratch[kMaxWarps];
-  for (Rows<false> rows(shape); rows.row < shape.rows; rows.next()) {
-    const T* from = static_cast<const T*>(x) + rows.row * shape.cols;
-    T* to = static_cast<T*>(y) + rows.row * shape.cols;
+  const Shape& shape = a.shape;
+  for (Rows<false> rows(shape, a.mask); rows.row < shape.rows; rows.next()) {
+    const int64_t start = rows.row * shape.cols;
+    const T* from = static_cast<const T*>(a.x) + start;
     const int live = rows.live();
     float own = minus_infinity(), sum[1] = {0.0f};
     for (int at = threadIdx.x * N; at < live; at += blockDim.x * N) {
@@ -151,18 +131,21 @@ __global__ void __launch_bounds__(kThreads) forward_any(Shape shape, const void*
         const float value = exponential<T>(to_float(in.at[i]) * shape.scale - top[0]) * inverse;
         out.at[i] = from_float<T>(at + i < live ? value : 0.0f);
       }
-      store<N>(to + at, out);
+      store<N>(static_cast<T*>(a.y) + start + at, out);
+      if (!MASKED) continue;
+      const Factors factors(shape, a.mask, rows);
+      store<N>(static_cast<T*>(a.dropped) + start + at, dropped(out, at < live, factors, at));
     }
   }
 }
 
-template <typename T, int FLOATS, bool WARP>
-__global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) backward_registers(
-    Shape shape, const void* dy, const void* y, void* dx) {
+template <typename T, int FLOATS, bool WARP, bool MASKED>
+__global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) backward_registers(Backward a) {
   constexpr int N = kVector<T>, PIECES = FLOATS / N;
   __shared__ float scratch[WARP ? 1 : 2 * kMaxWarps];
+  const Shape& shape = a.shape;
   const int lanes = WARP ? MP_WARP : blockDim.x, lane = threadIdx.x % lanes;
-  for (Rows<WARP> rows(shape); rows.row < shape.rows; rows.next()) {
+  for (Rows<WARP> rows(shape, a.mask); rows.row < shape.rows; rows.next()) {
     const int64_t start = rows.row * shape.cols;
     const int live = rows.live();
     Pack<T, N> probs[PIECES] = {}, grads[PIECES] = {};  // zeros where dead
@@ -171,8 +154,14 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) backward_regis
     for (int p = 0; p < PIECES; p++) {
       const int at = (p * lanes + lane) * N;
       if (at >= live) continue;
-      probs[p] = load<N>(static_cast<const T*>(y) + start + at);
-      grads[p] = load<N>(static_cast<const T*>(dy) + start + at);
+      probs[p] = load<N>(static_cast<const T*>(a.y) + start + at);
+      grads[p] = load<N>(static_cast<const T*>(a.dy) + start + at);
+    }
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+      const int at = (p * lanes + lane) * N;
+      if (at >= live) continue;
+      if (MASKED) drop(grads[p], Factors(shape, a.mask, rows), at);
 #pragma unroll
       for (int i = 0; i < N; i++) {
         if (at + i >= live) probs[p].at[i] = grads[p].at[i] = T{};
@@ -192,26 +181,26 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) backward_regis
     for (int p = 0; p < PIECES; p++) {
       const int at = (p * lanes + lane) * N;
       if (at >= shape.cols) continue;
-      Pack<T, N> out;
+      float dx[N];
 #pragma unroll
-      for (int i = 0; i < N; i++) {
-        out.at[i] = from_float<T>(shape.scale * to_float(probs[p].at[i]) * (to_float(grads[p].at[i]) - mean));
-      }
-      store<N>(static_cast<T*>(dx) + start + at, out);
+      for (int i = 0; i < N; i++) dx[i] = shape.scale * to_float(probs[p].at[i]) * (to_float(grads[p].at[i]) - mean);
+      store<N>(static_cast<T*>(a.dx) + start + at, to_pack<T>(dx));
     }
   }
 }
 
-template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) backward_any(Shape shape, const void* dy, const void* y, void* dx) {
+template <typename T, int N, bool MASKED>
+__global__ void __launch_bounds__(kThreads) backward_any(Backward a) {
   __shared__ float scratch[2 * kMaxWarps];
-  for (Rows<false> rows(shape); rows.row < shape.rows; rows.next()) {
-    const T* probs = static_cast<const T*>(y) + rows.row * shape.cols;
-    const T* grads = static_cast<const T*>(dy) + rows.row * shape.cols;
+  const Shape& shape = a.shape;
+  for (Rows<false> rows(shape, a.mask); rows.row < shape.rows; rows.next()) {
+    const T* probs = static_cast<const T*>(a.y) + rows.row * shape.cols;
+    const T* grads = static_cast<const T*>(a.dy) + rows.row * shape.cols;
     const int live = rows.live();
     float total[2] = {0.0f, 0.0f};
     for (int at = threadIdx.x * N; at < live; at += blockDim.x * N) {
-      const Pack<T, N> p = load<N>(probs + at), g = load<N>(grads + at);
+      Pack<T, N> p = load<N>(probs + at), g = load<N>(grads + at);
+      if (MASKED) drop(g, Factors(shape, a.mask, rows), at);
 #pragma unroll
       for (int i = 0; i < N; i++) {
         if (at + i >= live) continue;
@@ -223,13 +212,16 @@ __global__ void __launch_bounds__(kThreads) backward_any(Shape shape, const void
     const float mean = total[0] / total[1];
     for (int at = threadIdx.x * N; at < shape.cols; at += blockDim.x * N) {
       Pack<T, N> p = {}, g = {}, out;
-      if (at < live) p = load<N>(probs + at), g = load<N>(grads + at);
+      if (at < live) {
+        p = load<N>(probs + at), g = load<N>(grads + at);
+        if (MASKED) drop(g, Factors(shape, a.mask, rows), at);
+      }
 #pragma unroll
       for (int i = 0; i < N; i++) {
         const float value = shape.scale * to_float(p.at[i]) * (to_float(g.at[i]) - mean);
         out.at[i] = from_float<T>(at + i < live ? value : 0.0f);
       }
-      store<N>(static_cast<T*>(dx) + rows.row * shape.cols + at, out);
+      store<N>(static_cast<T*>(a.dx) + rows.row * shape.cols + at, out);
     }
   }
 }
@@ -242,68 +234,85 @@ unsigned blocks_for(int64_t work, int each) {
 }
 
 // Launches the kernel of `Kernels` that fits the width: registers<FLOATS, WARP>() or any<N>().
-template <typename T, typename Kernels, typename... Arguments>
-int32_t dispatch(void* stream, bool fits, const Shape& shape, Arguments... arguments) {
+template <typename T, bool MASKED, typename Kernels, typename Arguments>
+int32_t dispatch(void* stream, bool fits, const Arguments& arguments) {
+  const Shape& shape = arguments.shape;
   const int cols = shape.cols;
   if (fits && cols <= kFloats * MP_WARP) {
     const unsigned blocks = blocks_for((shape.rows * MP_WARP + kWarpThreads - 1) / kWarpThreads, 8);
-    const auto kernel = cols <= 8 * MP_WARP    ? Kernels::template registers<T, 8, true>()
-                        : cols <= 16 * MP_WARP ? Kernels::template registers<T, 16, true>()
-                                               : Kernels::template registers<T, kFloats, true>();
-    return launch(kernel, blocks, kWarpThreads, stream, shape, arguments...);
+    const auto kernel = cols <= 8 * MP_WARP    ? Kernels::template registers<T, 8, true, MASKED>()
+                        : cols <= 16 * MP_WARP ? Kernels::template registers<T, 16, true, MASKED>()
+                                               : Kernels::template registers<T, kFloats, true, MASKED>();
+    return launch(kernel, blocks, kWarpThreads, stream, arguments);
   }
   if (fits && cols <= kFloats * kThreads) {
     const unsigned threads = block_threads((cols + kFloats - 1) / kFloats, kThreads);
-    const auto kernel = Kernels::template registers<T, kFloats, false>();
-    return launch(kernel, blocks_for(shape.rows, 2048 / threads), threads, stream, shape, arguments...);
+    const auto kernel = Kernels::template registers<T, kFloats, false, MASKED>();
+    return launch(kernel, blocks_for(shape.rows, 2048 / threads), threads, stream, arguments);
   }
   const int n = fits ? kVector<T> : 1;
-  const auto kernel = fits ? Kernels::template any<T, kVector<T>>() : Kernels::template any<T, 1>();
+  const auto kernel =
+      fits ? Kernels::template any<T, kVector<T>, MASKED>() : Kernels::template any<T, 1, MASKED>();
   const unsigned threads = block_threads((cols + n - 1) / n, kThreads);
-  return launch(kernel, blocks_for(shape.rows, 2048 / threads < 16 ? 2048 / threads : 16), threads, stream, shape,
-                arguments...);
+  return launch(
+      kernel, blocks_for(shape.rows, 2048 / threads < 16 ? 2048 / threads : 16), threads, stream, arguments);
 }
 
 struct ForwardKernels {
-  template <typename T, int FLOATS, bool WARP>
-  static auto registers() { return &forward_registers<T, FLOATS, WARP>; }
-  template <typename T, int N>
-  static auto any() { return &forward_any<T, N>; }
+  template <typename T, int FLOATS, bool WARP, bool MASKED>
+  static auto registers() { return &forward_registers<T, FLOATS, WARP, MASKED>; }
+  template <typename T, int N, bool MASKED>
+  static auto any() { return &forward_any<T, N, MASKED>; }
 };
 
 struct BackwardKernels {
-  template <typename T, int FLOATS, bool WARP>
-  static auto registers() { return &backward_registers<T, FLOATS, WARP>; }
-  template <typename T, int N>
-  static auto any() { return &backward_any<T, N>; }
+  template <typename T, int FLOATS, bool WARP, bool MASKED>
+  static auto registers() { return &backward_registers<T, FLOATS, WARP, MASKED>; }
+  template <typename T, int N, bool MASKED>
+  static auto any() { return &backward_any<T, N, MASKED>; }
 };
 
-bool good_sizes(int64_t matrices, int64_t queries, int64_t cols) {
-  return matrices >= 0 && queries >= 1 && cols >= queries && cols <= (1 << 24);
+bool good_sizes(int64_t matrices, int64_t queries, int64_t cols, const mp_probability_mask* mask) {
+  return matrices >= 0 && queries >= 1 && cols >= queries && cols <= (1 << 24) &&
+         (mask == nullptr || (mask->heads >= 1 && mask->heads <= INT32_MAX && mask->threshold >= 1 &&
+                              mask->threshold < 65536));
+}
+
+Mask mask_of(const mp_probability_mask* mask) {
+  if (mask == nullptr) return Mask{nullptr, Keep{}, 0, 1};
+  return Mask{
+      mask->keys, keep_of(mask->op_key, mask->threshold), mask->head_offset, static_cast<int>(mask->heads)};
 }
 
 }  // namespace
 }  // namespace mp
 
 extern "C" int32_t mp_softmax_forward(
-    void* stream, int32_t dtype, int64_t matrices, int64_t queries, int64_t cols, float scale, const void* x, void* y) {
-  if (!mp::good_sizes(matrices, queries, cols)) return MP_BAD_SIZE;
+    void* stream, int32_t dtype, int64_t matrices, int64_t queries, int64_t cols, float scale, const void* x, void* y,
+    const mp_probability_mask* mask, void* dropped) {
+  if (!mp::good_sizes(matrices, queries, cols, mask)) return MP_BAD_SIZE;
   if (matrices == 0) return MP_OK;
   const mp::Shape shape{matrices * queries, static_cast<int>(queries), static_cast<int>(cols), scale};
+  const mp::Forward a{shape, mp::mask_of(mask), x, y, dropped};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return mp::dispatch<T, mp::ForwardKernels>(stream, mp::vectors_fit<T>(cols, x, y), shape, x, y);
+    const bool fits = mp::vectors_fit<T>(cols, x, y, dropped);
+    return mask == nullptr ? mp::dispatch<T, false, mp::ForwardKernels>(stream, fits, a)
+                           : mp::dispatch<T, true, mp::ForwardKernels>(stream, fits, a);
   });
 }
 
 extern "C" int32_t mp_softmax_backward(
     void* stream, int32_t dtype, int64_t matrices, int64_t queries, int64_t cols, float scale, const void* dy,
-    const void* y, void* dx) {
-  if (!mp::good_sizes(matrices, queries, cols)) return MP_BAD_SIZE;
+    const void* y, const mp_probability_mask* mask, void* dx) {
+  if (!mp::good_sizes(matrices, queries, cols, mask)) return MP_BAD_SIZE;
   if (matrices == 0) return MP_OK;
   const mp::Shape shape{matrices * queries, static_cast<int>(queries), static_cast<int>(cols), scale};
+  const mp::Backward a{shape, mp::mask_of(mask), dy, y, dx};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return mp::dispatch<T, mp::BackwardKernels>(stream, mp::vectors_fit<T>(cols, dy, y, dx), shape, dy, y, dx);
+    const bool fits = mp::vectors_fit<T>(cols, dy, y, dx);
+    return mask == nullptr ? mp::dispatch<T, false, mp::BackwardKernels>(stream, fits, a)
+                           : mp::dispatch<T, true, mp::BackwardKernels>(stream, fits, a);
   });
 }

@@ -32,4 +32,21 @@ MP_BOTH inline uint64_t random_bits(uint64_t scaled, uint64_t key, uint64_t fold
   return z ^ (z >> 32);
 }
 
+// What decides of every dropout mask which elements are kept.
+struct Keep {
+  uint64_t op;         // folded
+  uint32_t threshold;  // 0 to 65535
+  float scale;         // of what is kept
+};
+
+MP_BOTH inline Keep keep_of(int64_t op_key, int32_t threshold) {
+  return Keep{folded_key(op_key), static_cast<uint32_t>(threshold), 65536.0f / (65536 - threshold)};
+}
+
+// Scale or 0 of the element at a position of its sample: one hash serves four neighbours, 16 bits each from the low end.
+MP_BOTH inline float keep_factor(const Keep& keep, uint64_t key, int64_t position) {
+  const uint64_t bits = random_bits(static_cast<uint64_t>(position >> 2) * kGolden, key, keep.op);
+  return (static_cast<uint32_t>(bits >> (16 * (position & 3))) & 0xffffu) >= keep.threshold ? keep.scale : 0.0f;
+}
+
 }  // namespace mp

@@ -1,6 +1,6 @@
 """Providers of causal attention, all of one signature.
 
-``attention(q, k, v, *, causal=True, probs_hook=None)``: q [s, b, heads, d], k and v
+``attention(q, k, v, *, causal=True, dropout=None)``: q [s, b, heads, d], k and v
 [s, b, kv_heads, d] → [s, b, heads * d], scores scaled by 1/sqrt(d). With grouped
 queries (arXiv 2305.13245), query head j uses key head j // (heads / kv_heads).
 """
@@ -16,10 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_port.backend.cpu_upcast import product
-from megatron_port.backend.fused import CausalSoftmax, torch_causal_softmax
-
-ProbsHook = Callable[[torch.Tensor], torch.Tensor]
-"""Maps attention probabilities [b, heads, s, s] to the same shape (dropout)."""
+from megatron_port.backend.fused import CausalSoftmax, ProbabilityDropout, torch_causal_softmax
 
 
 class Attention(Protocol):
@@ -32,7 +29,7 @@ class Attention(Protocol):
         v: torch.Tensor,
         *,
         causal: bool = True,
-        probs_hook: ProbsHook | None = None,
+        dropout: ProbabilityDropout | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -53,7 +50,7 @@ def math_attention_with(softmax: CausalSoftmax) -> Attention:
         v: torch.Tensor,
         *,
         causal: bool = True,
-        probs_hook: ProbsHook | None = None,
+        dropout: ProbabilityDropout | None = None,
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal)
         seq, batch, heads, size = q.shape
@@ -64,12 +61,11 @@ def math_attention_with(softmax: CausalSoftmax) -> Attention:
         grouped = (q * (1.0 / math.sqrt(size))).permute(1, 2, 0, 3).reshape(batch, groups, rep * seq, size)
         scores = product(grouped, k.permute(1, 2, 3, 0)).view(batch, heads, seq, keys)
         if causal:
-            probs = softmax(scores, scale=1.0)
+            probs = softmax(scores, scale=1.0, dropout=dropout)
         else:
             wide = torch.float64 if q.dtype == torch.float64 else torch.float32
             probs = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
-        if probs_hook is not None:
-            probs = probs_hook(probs)
+            probs = probs if dropout is None else dropout.drop(probs)
         out = product(probs.view(batch, groups, rep * seq, keys), v.permute(1, 2, 0, 3))
         return out.view(batch, heads, seq, size).permute(2, 0, 1, 3).reshape(seq, batch, heads * size)
 
@@ -80,10 +76,10 @@ math_attention = math_attention_with(torch_causal_softmax)
 """With torch's softmax."""
 
 
-def no_hook(name: str, probs_hook: ProbsHook | None) -> None:
-    """Raise ValueError if a hook wants the probabilities, which fused kernels never materialise."""
-    if probs_hook is not None:
-        raise ValueError(f"attention provider {name} cannot drop single probabilities; use math")
+def refuse_dropout(name: str, dropout: ProbabilityDropout | None) -> None:
+    """Raise ValueError if there is dropout, whose masks only the project's own attention and math can make."""
+    if dropout is not None:
+        raise ValueError(f"attention provider {name} cannot drop probabilities by counters; use math")
 
 
 def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
@@ -96,10 +92,10 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
         v: torch.Tensor,
         *,
         causal: bool = True,
-        probs_hook: ProbsHook | None = None,
+        dropout: ProbabilityDropout | None = None,
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal)
-        no_hook("sdpa", probs_hook)
+        refuse_dropout("sdpa", dropout)
         qt, kt, vt = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         gqa = q.shape[2] != k.shape[2]
         if order:
@@ -121,10 +117,10 @@ def flash_attention(function: Callable[..., torch.Tensor]) -> Attention:
         v: torch.Tensor,
         *,
         causal: bool = True,
-        probs_hook: ProbsHook | None = None,
+        dropout: ProbabilityDropout | None = None,
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal)
-        no_hook("flash_attn", probs_hook)
+        refuse_dropout("flash_attn", dropout)
         out = function(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), causal=causal)
         return out.transpose(0, 1).reshape(q.shape[0], q.shape[1], -1)
 

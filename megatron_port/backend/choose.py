@@ -311,7 +311,7 @@ def choose_providers(
 
     Args:
         dtype: of parameters and activations.
-        attention_dropout: probability; above 0 only ``math`` serves, because its masks do not depend on the layout.
+        attention_dropout: probability; above 0 only ``own`` and ``math`` serve, with masks that are free of the layout.
         heads: (query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel.
         fp8: precision.fp8.
         rule: optimizer.name.

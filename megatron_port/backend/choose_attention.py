@@ -10,7 +10,7 @@ import torch
 
 from megatron_port.backend import attention as attn
 from megatron_port.backend.device import DeviceInfo
-from megatron_port.backend.fused import CausalSoftmax
+from megatron_port.backend.fused import CausalSoftmax, ProbabilityDropout
 from megatron_port.backend.providers import ProviderRow, optional_import
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
@@ -27,7 +27,7 @@ class AttentionNeeds:
 
     dtype: torch.dtype
     dropout: float = 0.0
-    """Dropout of probabilities; above 0 only ``math`` serves, because its masks do not depend on the layout."""
+    """Dropout of probabilities; above 0 only ``own`` and ``math`` serve, whose masks do not depend on the layout."""
     heads: tuple[int, int, int] | None = None
     """(query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel."""
 
@@ -95,11 +95,11 @@ def choose_attention(
         raise refuse("attention", asked, f"it is none of {', '.join(_CHOICES[1:])}", "math")
     if asked == "math":
         return attn.math_attention_with(softmax), ProviderRow("attention", "math", "asked for")
-    if needs.dropout > 0.0:
-        if asked != "auto":
-            drops = "only math drops the same elements in every layout"
-            raise refuse("attention", asked, f"model.attention_dropout is {needs.dropout:g}, and {drops}", "math")
-        why = f"auto: attention_dropout {needs.dropout:g}"
+    if needs.dropout > 0.0 and asked not in ("auto", "own"):
+        drops = "only own and math drop the same elements in every layout"
+        raise refuse("attention", asked, f"model.attention_dropout is {needs.dropout:g}, and {drops}", "math")
+    if needs.dropout > 0.0 and asked == "auto" and own.problem:
+        why = f"auto: attention_dropout {needs.dropout:g}; {own.problem}"
         return attn.math_attention_with(softmax), ProviderRow("attention", "math", why)
     if asked == "own" and own.problem:
         raise refuse("attention", asked, own.problem, "sdpa")
@@ -133,11 +133,10 @@ def _own_attention() -> attn.Attention:
 
     def attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-        probs_hook: attn.ProbsHook | None = None,
+        dropout: ProbabilityDropout | None = None,
     ) -> torch.Tensor:
         attn.check_shapes(q, k, v, causal)
-        attn.no_hook("own", probs_hook)
-        return op(q, k, v, causal=causal)
+        return op(q, k, v, causal=causal, dropout=dropout)
 
     return attention
 

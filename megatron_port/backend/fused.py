@@ -6,6 +6,7 @@ Tensors are [..., features] unless said otherwise. Every function is differentia
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -43,10 +44,6 @@ class SplitRotary(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-PackedAttention = Callable[[Tensor], Tensor]
-"""Causal attention of a packed projection that is not rotated, [s, b, g, r + 2, d] → [s, b, g·r·d]."""
-
-
 class BiasDropoutAdd(Protocol):
     """residual + dropout(x + bias) for [seq, batch, h]; see ``parallel.random`` for the mask and its arguments."""
 
@@ -56,10 +53,32 @@ class BiasDropoutAdd(Protocol):
     ) -> Tensor: ...
 
 
-class CausalSoftmax(Protocol):
-    """Softmax of scale · scores [b, heads, q, k] over the columns j ≤ row + k - q; zero elsewhere."""
+@dataclass(frozen=True)
+class ProbabilityDropout:
+    """Dropout of attention probabilities [b, heads, q, k] with the masks of ``parallel.random``."""
 
-    def __call__(self, scores: Tensor, *, scale: float) -> Tensor: ...
+    drop: Callable[[Tensor], Tensor]
+    """The dropout itself, in torch ops."""
+    keys: Tensor
+    """int64 [b], one a sample: with the rest what a kernel needs to make the same mask."""
+    op_key: int
+    p: float
+    head_offset: int
+    """Place of the first head among all heads of the layer."""
+    first_query: int | None
+    """Position of the first of q neighbouring queries; None: they are no neighbours."""
+
+
+class PackedAttention(Protocol):
+    """Causal attention of a packed projection that is not rotated, [s, b, g, r + 2, d] → [s, b, g·r·d]."""
+
+    def __call__(self, qkv: Tensor, *, dropout: ProbabilityDropout | None = None) -> Tensor: ...
+
+
+class CausalSoftmax(Protocol):
+    """Softmax of scale · scores [b, heads, q, k] over the columns j ≤ row + k - q, with dropout; zero elsewhere."""
+
+    def __call__(self, scores: Tensor, *, scale: float, dropout: ProbabilityDropout | None = None) -> Tensor: ...
 
 
 def torch_layer_norm(
@@ -112,10 +131,11 @@ def torch_split_rotary(
     return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
 
 
-def torch_causal_softmax(scores: Tensor, *, scale: float) -> Tensor:
+def torch_causal_softmax(scores: Tensor, *, scale: float, dropout: ProbabilityDropout | None = None) -> Tensor:
     """Causal softmax in torch ops, in fp32 (fp64 for fp64); the result has the dtype of the scores."""
     rows, cols = scores.shape[-2:]
     later = torch.ones(rows, cols, dtype=torch.bool, device=scores.device).triu_(1 + cols - rows)
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     scores = scores if scale == 1.0 else scores * scale
-    return torch.softmax(scores.masked_fill(later, float("-inf")), dim=-1, dtype=wide).to(scores.dtype)
+    probs = torch.softmax(scores.masked_fill(later, float("-inf")), dim=-1, dtype=wide).to(scores.dtype)
+    return probs if dropout is None else dropout.drop(probs)

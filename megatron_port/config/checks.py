@@ -98,10 +98,10 @@ def _relations(config: RunConfig) -> list[str]:
     """Providers and options that exclude one another."""
     m, backend = config.model, config.backend
     out = rope_problems(m)
-    if m.attention_dropout > 0 and backend.attention not in ("auto", "math"):
+    if m.attention_dropout > 0 and backend.attention not in ("auto", "own", "math"):
         out.append(
-            f"model.attention_dropout {m.attention_dropout} needs backend.attention auto or math, not "
-            f"{backend.attention!r}: only math keeps the mask free of the layout; or set attention_dropout = 0"
+            f"model.attention_dropout {m.attention_dropout} needs backend.attention auto, own or math, not "
+            f"{backend.attention!r}: only those keep the mask free of the layout; or set attention_dropout = 0"
         )
     dtype = config.precision.dtype
     if backend.attention in ("flash_attn", "fa3", "fa4") and dtype not in ("fp16", "bf16"):

@@ -106,7 +106,7 @@ class ModelConfig:
     hidden_dropout: Fraction = 0.0
     """Probability, after the embedding and each residual branch."""
     attention_dropout: Fraction = 0.0
-    """Probability, on attention weights; only the math provider keeps it free of layout."""
+    """Probability, on attention weights; the same in every layout; needs the provider own or math."""
     init_std: NonNegative = 0.02
     """Standard deviation of the initial weights; output layers use init_std / sqrt(2 L)."""
 

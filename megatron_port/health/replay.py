@@ -92,7 +92,7 @@ def check_replay_settings(config: RunConfig, session: Session) -> None:
             "true, or kernels may add in another order each time and sound devices would be blamed; set it, or 0"
         ])
     attention = next((row.provider for row in session.providers.table if row.op == "attention"), "")
-    if config.model.attention_dropout and attention != "math":
+    if config.model.attention_dropout and attention not in ("own", "math"):
         raise ConfigError([
             f"numerics.replay_interval is {config.numerics.replay_interval} with model.attention_dropout: attention "
             f'provider "{attention}" draws other masks on another rank; use backend.attention = "math", or 0'

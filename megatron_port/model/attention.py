@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.model.build import BuildContext
 from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
@@ -83,13 +84,15 @@ class SelfAttention(nn.Module):
         return attend(*inputs)
 
     def _attend_with_dropout(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        p, stream = self.dropout, self.stream
-        if p == 0.0 or not stream.enabled:
-            return self.providers.attention(q, k, v)
-        hook = lambda probs: stream.dropout_probabilities(  # noqa: E731
-            probs, p, op=self.op, head_offset=self.head_offset, positions=self._positions(q.shape[0])
+        return self.providers.attention(q, k, v, dropout=self._probability_dropout(q.shape[0]))
+
+    def _probability_dropout(self, rows: int) -> ProbabilityDropout | None:
+        """Return the dropout of the probabilities of ``rows`` queries in this pass; None where nothing is dropped."""
+        if self.dropout == 0.0 or not self.stream.enabled:
+            return None
+        return self.stream.probability_dropout(
+            self.dropout, op=self.op, head_offset=self.head_offset, positions=self._positions(rows)
         )
-        return self.providers.attention(q, k, v, probs_hook=hook)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Return [seq, batch, groups/tp, heads of a group + 2, d]: a group's queries, key, value; normed if asked."""
@@ -111,7 +114,8 @@ class SelfAttention(nn.Module):
         """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · d]."""
         packed = self.providers.packed_attention
         if packed is not None and self.rotary is None:
-            return self._recomputed(packed, y)
+            # Inside what is recomputed: the mask is that of the samples which the stream then has.
+            return self._recomputed(lambda y: packed(y, dropout=self._probability_dropout(y.shape[0])), y)
         return self.attend_split(*self.split(y))
 
     def attend_split(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -11,17 +11,18 @@ An element has a position in the logical tensor of its sample. One 64-bit hash,
 neighbours: position & 3 says which 16 bits of it, from the low end. An element
 is dropped where those are below ``drop_threshold(p)``; so p is rounded to
 1/65536, and the scale of what is kept fits the rounded p exactly. The own
-kernels (``backend/ops/dropout.py``) compute the same bits.
+kernels (``backend/ops``: dropout, softmax, attention) compute the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import torch
 
+from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.positions import Positions
@@ -140,9 +141,28 @@ class DropoutStream:
         """
         if p == 0.0 or not self.enabled:
             return probs
-        _, heads, rows, cols = probs.shape
-        dev = probs.device
-        a = torch.arange(head_offset, head_offset + heads, dtype=torch.int64, device=dev).view(1, -1, 1, 1)
-        i = (positions or Positions.contiguous(rows)).index(dev).view(1, 1, -1, 1)
-        keep = self.keep_mask(op, p, a * cols + i, width=cols, count=cols, batch_dim=0)
-        return probs * keep.to(probs.dtype) * keep_scale(p)
+        positions = positions or Positions.contiguous(probs.shape[2])
+        return self.probability_dropout(p, op=op, head_offset=head_offset, positions=positions).drop(probs)
+
+    def probability_dropout(
+        self, p: float, *, op: str, head_offset: int, positions: Positions
+    ) -> ProbabilityDropout:
+        """Return the dropout of the probabilities of queries at these positions, for the samples in flight."""
+        keys, key2 = self.sample_keys(p), self.op_key(op)
+        return ProbabilityDropout(
+            drop=partial(_drop_probabilities, keys=keys, key2=key2, p=p, head_offset=head_offset, positions=positions),
+            keys=keys, op_key=key2, p=p, head_offset=head_offset,
+            first_query=positions.runs[0].start if len(positions.runs) == 1 else None,
+        )
+
+
+def _drop_probabilities(
+    probs: torch.Tensor, *, keys: torch.Tensor, key2: int, p: float, head_offset: int, positions: Positions
+) -> torch.Tensor:
+    _, heads, _, cols = probs.shape
+    dev = probs.device
+    a = torch.arange(head_offset, head_offset + heads, dtype=torch.int64, device=dev).view(1, -1, 1, 1)
+    i = positions.index(dev).view(1, 1, -1, 1)
+    threshold = drop_threshold(p)
+    keep = keep_mask(keys.view(-1, 1, 1, 1), key2, threshold, a * cols + i, width=cols, offset=0, count=cols)
+    return probs * keep.to(probs.dtype) * keep_scale(p)

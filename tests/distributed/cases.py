@@ -72,8 +72,7 @@ def make_config(
     base: dict[str, Any] = {
         "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 53, "seq_length": 16,
     }
-    # Of the providers only ``math`` drops out probabilities, as every layout does.
-    own = own_kernels == "on" and dtype != "fp64" and not (model or {}).get("attention_dropout")
+    own = own_kernels == "on" and dtype != "fp64"
     attention: Literal["own", "math"] = "own" if own else "math"
     config = RunConfig(
         engine=engine,

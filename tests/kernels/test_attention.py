@@ -1,7 +1,8 @@
-"""Fused attention of the CPU library: values, gradients, strides, packing, what a row sees."""
+"""Fused attention of the CPU library: values, gradients, dropout, strides, packing, what a row sees."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,14 @@ import pytest
 import torch
 from reference import DTYPES, compare
 from torch.utils.checkpoint import checkpoint
+from twin.streams import dropout_factors
 
 from megatron_port.backend import kernels
 from megatron_port.backend.attention import math_attention
+from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.attention import attention, packed_attention
+from megatron_port.parallel.positions import Positions
+from megatron_port.parallel.random import DropoutStream
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +147,73 @@ def test_other_libraries_lack_it_and_say_so(built: Path) -> None:
             packed_attention(_packed())
     finally:
         kernels.load("cpu")
+
+
+SAMPLES = (3, 1 << 33)
+
+
+def _dropout(p: float, seq: int, head_offset: int = 0) -> ProbabilityDropout:
+    stream = DropoutStream(5, torch.device("cpu"))
+    stream.set_micro_batch(9, SAMPLES)
+    return stream.probability_dropout(p, op="a", head_offset=head_offset, positions=Positions.contiguous(seq))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout(dtype: torch.dtype) -> None:
+    """Values and gradients with the mask of torch's ops; heads of a rank that has not the first ones."""
+    for seq, groups, per_group, size in ((5, 1, 2, 8), (64, 2, 1, 16), (67, 1, 3, 33), (131, 2, 2, 24)):
+        q, k, v = (_normal(seq, 2, n, size, seed=i) for i, n in enumerate((groups * per_group, groups, groups)))
+        dropout = _dropout(0.3, seq, head_offset=2)
+        compare(lambda q, k, v, d=dropout: attention(q, k, v, dropout=d),
+                lambda q, k, v, d=dropout: math_attention(q, k, v, dropout=d), (q, k, v), dtype, torch.device("cpu"),
+                what=f"attention with dropout {(seq, groups, per_group, size)}")
+
+
+@pytest.mark.parametrize("seq", [9, 40, 70])
+def test_the_mask_is_the_twins(seq: int) -> None:
+    """Equal scores: row i has probabilities 1 / (i + 1), and values that are the identity give them back."""
+    heads = 3
+    factors = dropout_factors(5, 9, list(SAMPLES), "a", (heads, seq, seq), 0.4)
+    values = torch.eye(seq).view(seq, 1, 1, seq).expand(seq, 2, 1, seq)
+    got = attention(torch.zeros(seq, 2, heads, seq), torch.zeros(seq, 2, 1, seq), values, dropout=_dropout(0.4, seq))
+    want = factors * torch.ones(seq, seq).tril() / torch.arange(1, seq + 1).view(-1, 1)
+    torch.testing.assert_close(
+        got.view(seq, 2, heads, seq).permute(1, 2, 0, 3).double(), want.double(), rtol=1e-5, atol=0.0
+    )
+
+
+def test_packed_and_recomputed_dropout_give_the_same_bits() -> None:
+    y, dropout = _packed(), _dropout(0.2, 45, head_offset=1)
+
+    def split(y: torch.Tensor) -> torch.Tensor:
+        q, k, v = y.split((3, 1, 1), dim=3)
+        return attention(q.reshape(45, 2, 6, 20), k.squeeze(3), v.squeeze(3), dropout=dropout)
+
+    def packed(y: torch.Tensor) -> torch.Tensor:
+        return packed_attention(y, dropout=dropout)
+
+    wanted = _run(split, y)
+    for function in (packed, lambda y: checkpoint(packed, y, use_reentrant=False)):
+        assert all(torch.equal(a, b) for a, b in zip(_run(function, y), wanted))
+    assert not torch.equal(wanted[0], _run(packed_attention, y)[0])
+
+
+def test_opcheck_with_dropout() -> None:
+    q, k, v = torch.randn(6, 2, 2, 3, 8), torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8)
+    ops, mask = torch.ops.megatron_port, (torch.tensor([5, -6]), -7, 9000, 1)
+    torch.library.opcheck(ops.attention_forward, (q, k, v, 0.3, True, *mask))
+    out, rows = ops.attention_forward(q, k, v, 0.3, True, *mask)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    args = (torch.randn_like(out), q, k, v, out, rows, *grads, 0.3, True, *mask)
+    torch.library.opcheck(ops.attention_backward_, args)
+
+
+def test_dropout_that_cannot_be_is_refused() -> None:
+    q, k, v = torch.randn(6, 2, 4, 8), torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8)
+    with pytest.raises(RuntimeError, match="dropout is for causal attention"):
+        attention(q, k, v, causal=False, dropout=_dropout(0.1, 6))
+    with pytest.raises(RuntimeError, match="keys has 2 elements, not 1"):
+        attention(q[:, :1], k[:, :1], v[:, :1], dropout=_dropout(0.1, 6))
+    later = dataclasses.replace(_dropout(0.1, 6), first_query=6)
+    with pytest.raises(ValueError, match="a whole sequence, and the first query's position is 6"):
+        attention(q, k, v, dropout=later)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +13,9 @@ from reference import DTYPES, compare, random_shapes
 from megatron_port.backend.ops import norm
 
 EPS = 1e-5
-# 4104 and 9000: more than one 16-byte piece a thread in half precision, and wider than the registers hold in fp32.
-SHAPES = random_shapes(1, 20, wide=(4104, 9000, 2051))
+# 4104, 9000: more than one 16-byte piece a thread in half precision, and wider than the registers hold in fp32; 25600:
+# wider than they hold backward in half precision too. More rows than 64: several slots of partial sums.
+SHAPES = [*random_shapes(1, 20, wide=(4104, 9000, 2051)), (2, 25600), (197, 40), (130, 65), (97, 520)]
 
 
 def _inputs(rows: int, cols: int, count: int) -> list[torch.Tensor]:
@@ -51,6 +55,19 @@ def test_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
                 what=f"add_rms_norm {rows}x{cols}")
 
 
+def test_a_slot_of_partial_sums_has_at_least_32_rows(built: Path) -> None:
+    """In half precision without dsum a column of a slot costs 16 bytes beside 6 a row: at most 1.09 times the least."""
+    library = ctypes.CDLL(str(built / "libmp_emulated32.so"))
+    library.mp_norm_workspace.restype = ctypes.c_int64
+    for rows in (1, 31, 64, 100, 256, 4096, 32768):
+        for cols in (768, 25600):
+            floats = library.mp_norm_workspace(ctypes.c_int64(rows), ctypes.c_int64(cols))
+            slots = floats // (2 * cols)
+            assert floats == slots * 2 * cols and 1 <= slots <= max(1, rows // 32)
+            if rows >= 256:
+                assert 1 + 16 * slots / (6 * rows) <= 1.10
+
+
 def test_only_the_sum_or_only_the_norm_is_used(device: torch.device) -> None:
     x, residual, weight = (t.float().to(device).requires_grad_() for t in _inputs(5, 24, 3))
     norm.add_rms_norm(x, residual, weight, EPS)[1].sum().backward()
@@ -67,6 +84,22 @@ def test_the_same_bits_again(device: torch.device) -> None:
         y, total = norm.add_layer_norm(x, residual, weight, bias, EPS)
         seen.append([y, total, *torch.autograd.grad((y * y + total).sum(), (x, residual, weight, bias))])
     assert all(torch.equal(a, b) for a, b in zip(*seen))
+
+
+def test_no_rows_give_zeros(device: torch.device) -> None:
+    """Of a rank to which no token is routed."""
+    x = torch.empty(0, 24, device=device, requires_grad=True)
+    weight, bias = (torch.ones(24, device=device, requires_grad=True) for _ in range(2))
+    norm.layer_norm(x, weight, bias, EPS).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert torch.equal(weight.grad.cpu(), torch.zeros(24)) and torch.equal(bias.grad.cpu(), torch.zeros(24))
+
+
+def test_a_gradient_of_the_gradient_is_refused(device: torch.device) -> None:
+    x, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((3, 8), (8,)))
+    (gradient,) = torch.autograd.grad(norm.rms_norm(x, weight, EPS).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 def test_opcheck(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Causal softmax: values and gradients, what it must not read, its limits."""
+"""Causal softmax with dropout: values and gradients, masks, what it must not read, its limits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 import torch
 from reference import DTYPES, compare
 from torch.utils.checkpoint import checkpoint
+from twin.streams import dropout_factors
 
+from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.softmax import causal_softmax
+from megatron_port.parallel.positions import Positions, Run
+from megatron_port.parallel.random import DropoutStream
 
 SCALE = 0.3
 
@@ -114,6 +118,78 @@ def test_the_same_bits_again_and_under_recompute(device: torch.device) -> None:
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))
+
+
+SAMPLES = (3, 1 << 33)
+
+
+def _dropout(device: torch.device, p: float, positions: Positions, head_offset: int = 0) -> ProbabilityDropout:
+    stream = DropoutStream(5, device)
+    stream.set_micro_batch(9, SAMPLES)
+    return stream.probability_dropout(p, op="layers.0.attention.probs", head_offset=head_offset, positions=positions)
+
+
+@pytest.mark.parametrize("keys", [8, 13, 40, 1028, 1031])
+def test_the_mask_is_the_twins(device: torch.device, keys: int) -> None:
+    """Of the last queries of a sequence and of some of its heads; the probabilities of equal scores are known."""
+    p, heads, queries = 0.3, 5, min(keys, 11)
+    whole = dropout_factors(5, 9, list(SAMPLES), "layers.0.attention.probs", (heads, keys, keys), p)
+    factors = whole[:, 2:4, keys - queries :]
+    dropout = _dropout(device, p, Positions.contiguous(queries, keys - queries), head_offset=2)
+    probs = causal_softmax(torch.zeros(2, 2, queries, keys, device=device), scale=1.0, dropout=dropout)
+    want = torch.softmax(torch.zeros(queries, keys).masked_fill(~_live(queries, keys), float("-inf")), dim=-1) * factors
+    torch.testing.assert_close(probs.cpu().double(), want.double(), rtol=1e-6, atol=0.0)
+    assert bool((factors[..., 0] == 0).any()), "no live element was dropped"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_in_the_softmax_has_the_bits_of_dropout_after_it(device: torch.device, dtype: torch.dtype) -> None:
+    for b, heads, q, k in ((2, *shape[1:]) for shape in SHAPES):
+        dropout = _dropout(device, 0.2, Positions.contiguous(q, k - q), head_offset=heads)
+        dy = torch.randn(b, heads, q, k, generator=torch.Generator().manual_seed(k)).to(device, dtype)
+        seen = []
+        for function in (
+            lambda x, dropout: causal_softmax(x, scale=SCALE, dropout=dropout),
+            lambda x, dropout: dropout.drop(causal_softmax(x, scale=SCALE)),
+        ):
+            x = _scores(b, heads, q, k).to(device, dtype).requires_grad_()
+            y = function(x, dropout)
+            y.backward(dy)
+            seen.append((y.detach(), x.grad))
+        assert all(torch.equal(own, eager) for own, eager in zip(*seen)), f"{dtype} {(b, heads, q, k)}"
+
+
+def test_dropout_of_queries_that_are_not_the_last_ones(device: torch.device) -> None:
+    x = _scores(2, 2, 6, 6).float().to(device)
+    for positions in (Positions((Run(1, 3), Run(5, 3))), Positions.contiguous(6, 4)):
+        dropout = _dropout(device, 0.4, positions)
+        assert torch.equal(causal_softmax(x, scale=1.0, dropout=dropout), dropout.drop(causal_softmax(x, scale=1.0)))
+
+
+def test_opcheck_with_dropout(device: torch.device) -> None:
+    x = torch.randn(2, 3, 4, 8, device=device, requires_grad=True)
+    keys = torch.tensor([5, -6], device=device)
+    torch.library.opcheck(torch.ops.megatron_port.causal_softmax_dropout_forward, (x, 0.5, keys, -7, 9000, 1))
+    probs = causal_softmax(x.detach(), scale=0.5)
+    torch.library.opcheck(
+        torch.ops.megatron_port.causal_softmax_dropout_backward, (torch.randn_like(probs), probs, keys, 0.5, -7, 9, 1)
+    )
+
+
+@pytest.mark.parametrize("change, text", [
+    ({"keys": lambda k: k.int()}, "keys has another dtype"),
+    ({"keys": lambda k: k[:1]}, "keys has 1 elements, not 2"),
+    ({"threshold": lambda t: 65536}, "threshold must be in 1"),
+    ({"threshold": lambda t: 0}, "threshold must be in 1"),
+    ({"head_offset": lambda h: -1}, "head_offset must not be negative"),
+])
+def test_refusals_of_masks(device: torch.device, change: dict[str, Callable[..., object]], text: str) -> None:
+    given: dict[str, object] = {"keys": torch.tensor([5, -6], device=device), "threshold": 9, "head_offset": 0}
+    given |= {name: how(given[name]) for name, how in change.items()}
+    with pytest.raises(RuntimeError, match=text):
+        torch.ops.megatron_port.causal_softmax_dropout_forward(
+            torch.randn(2, 3, 4, 8, device=device), 1.0, given["keys"], 1, given["threshold"], given["head_offset"]
+        )
 
 
 def test_opcheck(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from megatron_port.backend import kernels
 from megatron_port.backend.attention import flash_attention, gpu_kernels, math_attention, sdpa_attention
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
-from megatron_port.backend.fused import torch_layer_norm, torch_rms_norm
+from megatron_port.backend.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
@@ -80,21 +80,22 @@ def test_math_softmax_is_wide_in_bf16() -> None:
     assert error <= 2 * (eager.double() - reference(q, k, v, True)).abs().max() + 1e-3
 
 
-def test_the_hook_sees_and_changes_probabilities() -> None:
+def test_dropout_sees_and_changes_probabilities() -> None:
     q, k, v = inputs(4, 2, 2, 2, 3, torch.float64)
     seen: list[torch.Tensor] = []
 
-    def hook(probs: torch.Tensor) -> torch.Tensor:
+    def double(probs: torch.Tensor) -> torch.Tensor:
         seen.append(probs)
         return probs * 2
 
-    out = math_attention(q, k, v, probs_hook=hook)
+    dropout = ProbabilityDropout(double, torch.empty(0, dtype=torch.int64), 0, 0.5, 0, 0)
+    out = math_attention(q, k, v, dropout=dropout)
     assert seen[0].shape == (2, 4, 4, 4)
     torch.testing.assert_close(seen[0].sum(-1), torch.ones(2, 4, 4, dtype=torch.float64))
     assert torch.equal(seen[0].triu(1), torch.zeros_like(seen[0]))
     torch.testing.assert_close(out, 2 * math_attention(q, k, v))
     with pytest.raises(ValueError, match="use math"):
-        sdpa_attention()(q, k, v, probs_hook=hook)
+        sdpa_attention()(q, k, v, dropout=dropout)
 
 
 def test_flash_attn_gets_batch_first() -> None:
@@ -233,8 +234,12 @@ def test_own_kernels_go_first_where_they_are_built_and_serve() -> None:
         choose(engine="deepspeed", optimizer="own")
 
 
-def test_dropout_on_probabilities_needs_math() -> None:
-    assert row(choose(dropout=0.1), "attention").provider == "math"
+def test_dropout_on_probabilities_needs_counters() -> None:
+    without = choose(dropout=0.1, own_kernels="off")
+    assert row(without, "attention").provider == "math" and "own_kernels is off" in row(without, "attention").why
+    assert row(choose(dropout=0.1, attention="math"), "attention").provider == "math"
+    if not kernels.kernels_status("cpu")[1]:
+        assert row(choose(dropout=0.1), "attention").provider == "own"
     with pytest.raises(EnvironmentFault, match=r"attention_dropout is 0.1.*backend.attention = \"math\""):
         choose(dropout=0.1, attention="sdpa")
 

@@ -1,0 +1,264 @@
+// LayerNorm and RMSNorm with the residual add, backward; include/norm.h says what they compute.
+//
+// The threads of a block form teams of a row each, with two rows in flight where a thread has one piece of a row; the
+// sums of dweight and dbias over all rows of a block stay in registers and go to its slot at the end. Bytes: (dy, sum,
+// dsum) in, dx out, and 8 bytes a column of a slot for each of the two, written and read. A slot has at least
+// kLeastRows rows, and there are at most kSlotsEach slots a multiprocessor, so that in half precision this is at most
+// 1.09 times the least (LayerNorm without dsum: 1/2 byte beside 6; with it beside 8: 1.07).
+//
+// Rows of more than kMaxPieces pieces a thread (16,384 columns in half precision, 8,192 in fp32) are read twice (from
+// cache, if a row fits one), and their dweight, dbias read dy and sum once more; unaligned ones too, element by element.
+#include "common.cuh"
+#include "norm.h"
+
+namespace mp {
+namespace {
+
+constexpr int kMaxPieces = 4;
+constexpr int kThreads = 512;
+constexpr int kBlocksEach = 16;
+constexpr int kSlotsEach = 2;
+constexpr int kLeastRows = 32;
+
+struct Backward {
+  int64_t rows;
+  int cols;
+  const void *dy, *dsum, *sum, *weight;
+  const float *mean, *rstd;
+  void* dx;
+  float* partial;  // [slots, 1 or 2, cols]: dweight, dbias
+  int team;        // threads of a team
+  bool has_bias;
+};
+
+// The sums of all teams in those of the first; `buffer`: shared, N floats a thread of the block.
+template <int N>
+__device__ inline void sum_teams(float (&value)[N], float* buffer, int team) {
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; i++) buffer[i * blockDim.x + threadIdx.x] = value[i];
+  __syncthreads();
+  if (threadIdx.x >= static_cast<unsigned>(team)) return;
+  for (unsigned other = threadIdx.x + team; other < blockDim.x; other += team) {
+#pragma unroll
+    for (int i = 0; i < N; i++) value[i] += buffer[i * blockDim.x + other];
+  }
+}
+
+template <int N>
+__device__ inline void store_sums(float* to, const float (&value)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) store<4>(to + i, Pack<float, 4>{value[i], value[i + 1], value[i + 2], value[i + 3]});
+}
+
+// With g = dy * weight and n the normalised row: dx = rstd * (g - mean(g) - n * mean(g * n)); RMS has no mean(g).
+template <typename T, bool RMS, int PIECES>
+__global__ void __launch_bounds__(kThreads) backward_registers(Backward a) {
+  constexpr int N = kVector<T>, ROWS = PIECES == 1 ? 2 : 1;
+  constexpr bool EARLY = PIECES <= 2;  // dsum with the other loads, while registers are left for it
+  __shared__ float scratch[2 * ROWS * kMaxWarps];
+  __shared__ float buffer[PIECES == 1 ? kThreads * N : 1];
+  // Several pieces a thread: one team, whose constants need no registers.
+  const int size = PIECES == 1 ? a.team : blockDim.x, warps = size / MP_WARP;
+  const int team = PIECES == 1 ? threadIdx.x / size : 0, teams = PIECES == 1 ? blockDim.x / size : 1;
+  const int column = (threadIdx.x - team * size) * N, step = size * N;
+  float dweight[PIECES][N] = {}, dbias[PIECES][N] = {};
+  const int64_t rows_at_once = static_cast<int64_t>(gridDim.x) * teams * ROWS;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams * ROWS; first < a.rows; first += rows_at_once) {
+    const int64_t row = first + team * ROWS;
+    Pack<T, N> in[ROWS][PIECES], dy[ROWS][PIECES], more[ROWS][EARLY ? PIECES : 1] = {};
+    float mean[ROWS], rstd[ROWS], total[2 * ROWS];  // sum of g * n, sum of g
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      const bool live = PIECES > 1 || row + r < a.rows;  // beyond the last row everything is 0
+      mean[r] = !RMS && live ? a.mean[row + r] : 0.0f;
+      rstd[r] = live ? a.rstd[row + r] : 0.0f;
+      total[2 * r] = total[2 * r + 1] = 0.0f;
+#pragma unroll
+      for (int p = 0; p < PIECES; p++) {
+        const int at = p * step + column;
+        if (PIECES == 1) in[r][p] = dy[r][p] = {};
+        if (!live || at >= a.cols) continue;
+        const int64_t place = (row + r) * a.cols + at;
+        in[r][p] = load<N>(static_cast<const T*>(a.sum) + place);
+        dy[r][p] = load<N>(static_cast<const T*>(a.dy) + place);
+        if (EARLY && a.dsum != nullptr) more[r][p] = load<N>(static_cast<const T*>(a.dsum) + place);
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+      const int at = p * step + column;
+      if (at >= a.cols) continue;
+      const Pack<T, N> w = load<N>(static_cast<const T*>(a.weight) + at);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+          const float n = (to_float(in[r][p].at[i]) - mean[r]) * rstd[r], d = to_float(dy[r][p].at[i]);
+          const float g = d * to_float(w.at[i]);
+          total[2 * r] += g * n;
+          total[2 * r + 1] += g;
+          dweight[p][i] += d * n;
+          if (!RMS) dbias[p][i] += d;
+        }
+      }
+    }
+    warps_reduce(total, scratch, Add(), 0.0f, team * warps, warps);
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+      const int at = p * step + column;
+      if (at >= a.cols) continue;
+      const Pack<T, N> w = load<N>(static_cast<const T*>(a.weight) + at);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        if (PIECES == 1 && row + r >= a.rows) continue;
+        const int64_t place = (row + r) * a.cols + at;
+        Pack<T, N>& skip = more[r][EARLY ? p : 0];
+        if (!EARLY && a.dsum != nullptr) skip = load<N>(static_cast<const T*>(a.dsum) + place);
+        const float along = total[2 * r] / a.cols, shift = RMS ? 0.0f : total[2 * r + 1] / a.cols;
+        float dx[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+          const float n = (to_float(in[r][p].at[i]) - mean[r]) * rstd[r];
+          const float g = to_float(dy[r][p].at[i]) * to_float(w.at[i]);
+          dx[i] = rstd[r] * (g - shift - n * along) + to_float(skip.at[i]);
+        }
+        store<N>(static_cast<T*>(a.dx) + place, to_pack<T>(dx));
+      }
+    }
+  }
+  if constexpr (PIECES == 1) {
+    if (teams > 1) {
+      sum_teams(dweight[0], buffer, a.team);
+      if (!RMS) sum_teams(dbias[0], buffer, a.team);
+    }
+  }
+  if (team != 0) return;
+  float* partial = a.partial + static_cast<int64_t>(blockIdx.x) * (a.has_bias ? 2 : 1) * a.cols;
+#pragma unroll
+  for (int p = 0; p < PIECES; p++) {
+    const int at = p * step + column;
+    if (at >= a.cols) continue;
+    store_sums(partial + at, dweight[p]);
+    if (a.has_bias) store_sums(partial + a.cols + at, dbias[p]);
+  }
+}
+
+// Any width, N elements at a time; N = 1: and alignment: dx row by row.
+template <typename T, bool RMS, int N>
+__global__ void __launch_bounds__(kThreads) backward_any(Backward a) {
+  __shared__ float scratch[2 * kMaxWarps];
+  const T* weight = static_cast<const T*>(a.weight);
+  const int first = threadIdx.x * N, step = blockDim.x * N;
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const float mean = RMS ? 0.0f : a.mean[row], rstd = a.rstd[row];
+    const T* in = static_cast<const T*>(a.sum) + row * a.cols;
+    const T* dy = static_cast<const T*>(a.dy) + row * a.cols;
+    const T* dsum = a.dsum != nullptr ? static_cast<const T*>(a.dsum) + row * a.cols : nullptr;
+    float total[2] = {0.0f, 0.0f};
+    for (int c = first; c < a.cols; c += step) {
+      const Pack<T, N> x = load<N>(in + c), d = load<N>(dy + c), w = load<N>(weight + c);
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        const float g = to_float(d.at[i]) * to_float(w.at[i]);
+        total[0] += g * (to_float(x.at[i]) - mean) * rstd;
+        total[1] += g;
+      }
+    }
+    block_reduce(total, scratch, Add(), 0.0f);
+    const float along = total[0] / a.cols, shift = RMS ? 0.0f : total[1] / a.cols;
+    for (int c = first; c < a.cols; c += step) {
+      const Pack<T, N> x = load<N>(in + c), d = load<N>(dy + c), w = load<N>(weight + c);
+      Pack<T, N> more = {};
+      if (dsum != nullptr) more = load<N>(dsum + c);
+      float dx[N];
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        const float n = (to_float(x.at[i]) - mean) * rstd, g = to_float(d.at[i]) * to_float(w.at[i]);
+        dx[i] = rstd * (g - shift - n * along) + to_float(more.at[i]);
+      }
+      store<N>(static_cast<T*>(a.dx) + row * a.cols + c, to_pack<T>(dx));
+    }
+  }
+}
+
+// Any width: the partial sums of dweight and dbias; a thread N columns, a block a band of rows. Reads run along rows.
+template <typename T, bool RMS, int N>
+__global__ void __launch_bounds__(kThreads) backward_any_columns(Backward a, int64_t band, int strips) {
+  const int64_t slot = blockIdx.x / strips;
+  const int c = ((blockIdx.x % strips) * blockDim.x + threadIdx.x) * N;
+  if (c >= a.cols) return;
+  const int64_t end = (slot + 1) * band < a.rows ? (slot + 1) * band : a.rows;
+  float dweight[N] = {}, dbias[N] = {};
+#pragma unroll 2
+  for (int64_t row = slot * band; row < end; row++) {
+    const Pack<T, N> dy = load<N>(static_cast<const T*>(a.dy) + row * a.cols + c);
+    const Pack<T, N> in = load<N>(static_cast<const T*>(a.sum) + row * a.cols + c);
+    const float mean = RMS ? 0.0f : a.mean[row], rstd = a.rstd[row];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      dweight[i] += to_float(dy.at[i]) * (to_float(in.at[i]) - mean) * rstd;
+      dbias[i] += to_float(dy.at[i]);
+    }
+  }
+  float* partial = a.partial + slot * (a.has_bias ? 2 : 1) * a.cols + c;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    partial[i] = dweight[i];
+    if (a.has_bias) partial[a.cols + i] = dbias[i];
+  }
+}
+
+int64_t slots_of(int64_t rows) { return persistent_blocks(rows / kLeastRows, kSlotsEach); }
+
+// dx, and the partial sums in this many slots, for rows that do not stay in registers.
+template <typename T, bool RMS, int N>
+int32_t backward_wide(void* stream, const Backward& a, int64_t slots) {
+  const unsigned threads = block_threads((a.cols + N - 1) / N, kThreads);
+  const int strips = static_cast<int>((a.cols / N + threads - 1) / threads);
+  const int32_t code =
+      launch(backward_any<T, RMS, N>, persistent_blocks(a.rows, kBlocksEach), threads, stream, a);
+  if (code != MP_OK) return code;
+  return launch(
+      backward_any_columns<T, RMS, N>, static_cast<unsigned>(slots * strips), threads, stream, a,
+      (a.rows + slots - 1) / slots, strips);
+}
+
+template <typename T, bool RMS>
+int32_t backward(void* stream, Backward a, void* dweight, void* dbias) {
+  constexpr int N = kVector<T>;
+  const int64_t slots = slots_of(a.rows);
+  const unsigned blocks = static_cast<unsigned>(slots);
+  const bool fits = vectors_fit<T>(a.cols, a.dy, a.dsum, a.sum, a.weight, a.dx, a.partial);
+  const int pieces = fits ? (a.cols / N + kThreads - 1) / kThreads : kMaxPieces + 1;
+  a.team = static_cast<int>(block_threads((a.cols / N + pieces - 1) / pieces, kThreads));
+  const unsigned threads = kThreads / a.team * a.team;  // one team where a thread has several pieces
+  int32_t code;
+  switch (pieces) {
+    case 1: code = launch(backward_registers<T, RMS, 1>, blocks, threads, stream, a); break;
+    case 2: code = launch(backward_registers<T, RMS, 2>, blocks, a.team, stream, a); break;
+    case 3: code = launch(backward_registers<T, RMS, 3>, blocks, a.team, stream, a); break;
+    case 4: code = launch(backward_registers<T, RMS, 4>, blocks, a.team, stream, a); break;
+    default: code = fits ? backward_wide<T, RMS, N>(stream, a, slots) : backward_wide<T, RMS, 1>(stream, a, slots);
+  }
+  if (code != MP_OK) return code;
+  return sum_slots<T>(stream, a.partial, slots, a.cols, dweight, dbias);
+}
+
+}  // namespace
+}  // namespace mp
+
+extern "C" int64_t mp_norm_workspace(int64_t rows, int64_t cols) { return mp::slots_of(rows) * 2 * cols; }
+
+extern "C" int32_t mp_norm_backward(
+    void* stream, int32_t dtype, int32_t rms, int64_t rows, int64_t cols, const void* dy, const void* dsum,
+    const void* sum, const void* weight, const float* mean, const float* rstd, void* dx, void* dweight, void* dbias,
+    float* workspace) {
+  if (rows < 1 || cols < 1 || cols > (1 << 24)) return MP_BAD_SIZE;
+  const mp::Backward a{rows, static_cast<int>(cols), dy, dsum, sum, weight, mean, rstd, dx, workspace, 0,
+                       dbias != nullptr};
+  return mp::for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return rms ? mp::backward<T, true>(stream, a, dweight, dbias) : mp::backward<T, false>(stream, a, dweight, dbias);
+  });
+}
