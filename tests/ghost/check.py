@@ -114,15 +114,15 @@ def cases(most: int = 8) -> list[Case]:
     return out
 
 
-def run_case(machine: Machine, case: Case) -> dict[str, Any]:
-    """Train two steps, resume for two more; the record's line."""
+def run_case(machine: Machine, case: Case, limit_s: float = 120.0) -> dict[str, Any]:
+    """Train two steps, resume for two more, each in at most ``limit_s``; return the record's line."""
     began = time.monotonic()
     (machine.scratch / "run.toml").write_text(case.run_file())
     argv = ["train", "run.toml", "--nproc", str(case.world)]
     found: list[str] = []
     logs: list[list[RankLog]] = []
     for steps in ("2", "4"):
-        code, output, now = machine.run(*argv, "--set", f"training.steps={steps}", seconds=120.0)
+        code, output, now = machine.run(*argv, "--set", f"training.steps={steps}", seconds=limit_s)
         logs.append(now)
         found += faults(now) if case.world > 1 else []
         if code:
@@ -145,6 +145,8 @@ def main() -> int:
     parser.add_argument("--python", type=Path, help="of an environment with the CUDA build of torch; none: one is made")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "ghost.jsonl")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this long")
+    parser.add_argument("--limit", type=float, default=120.0,
+                        help="seconds for one command; a busy machine needs more than a deadlock is worth waiting for")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     a = parser.parse_args()
     try:
@@ -163,7 +165,7 @@ def main() -> int:
         for case in cases():
             if case.name in done or a.only not in case.name or time.monotonic() - began > a.seconds:
                 continue
-            row = run_case(machine, case) | {
+            row = run_case(machine, case, a.limit) | {
                 "commit": commit, "torch": torch.version, "machine": platform.machine(), "command": "make ghost-check"
             }
             with open(a.out, "a") as out:
