@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("events.cpp", "runtime.cpp", "blas.cpp", "nccl.cpp")
+SOURCES = ("events.cpp", "kernels.cpp", "runtime.cpp", "blas.cpp", "nccl.cpp")
 ANSWERED = re.compile(r"^(cuda[A-Z]|__cuda|cublas|nccl[A-Z])")
 DRIVER = re.compile(r"^cu[A-Z]")
 NOT_OURS = re.compile(r"^cuFile")

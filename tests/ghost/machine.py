@@ -19,6 +19,8 @@ class Event:
     kind: str
     stream: str
     detail: str
+    memory: str = ""
+    """What the call touches, where that is known: ``rADDRESS:BYTES wADDRESS:BYTES`` (0 bytes: not known how far)."""
 
 
 @dataclass
@@ -73,7 +75,7 @@ def read_logs(folder: Path) -> list[RankLog]:
     """Logs of the processes that used a GPU, by device: the rank on a node of one rank per GPU."""
     found = []
     for path in folder.iterdir():
-        events = [Event(*line.split("\t", 2)) for line in path.read_text(errors="replace").splitlines()]
+        events = [Event(*line.split("\t", 3)) for line in path.read_text(errors="replace").splitlines()]
         devices = [int(event.detail) for event in events if event.kind == "device"]
         if any(event.kind in ("kernel", "communicator begins") for event in events):
             found.append(RankLog(devices[0] if devices else 0, events))
