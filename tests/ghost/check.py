@@ -28,7 +28,7 @@ sys.path.insert(0, str(HERE))
 
 from analyse import faults  # noqa: E402
 from environment import NoCudaTorch, find_torch, make_environment  # noqa: E402
-from libraries import build  # noqa: E402
+from libraries import build, build_kernels  # noqa: E402
 from machine import Machine, RankLog  # noqa: E402
 
 RUN = """
@@ -57,6 +57,7 @@ save_interval = 2
 [backend]
 device = "cuda"
 attention = "math"
+own_kernels = "{own}"
 [watch]
 enabled = false
 [layout]
@@ -68,6 +69,9 @@ pipeline_schedule = "{schedule}"
 virtual_pipeline_size = {vp}
 zero_stage = {zero}
 """
+
+OWN_KERNEL = "_ZN2mp"
+"""How the mangled name of each of the project's kernels begins."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,10 @@ class Case:
         """``tp2pp2dp1-1f1b-vp1-zero1-bf16``."""
         return f"tp{self.tp}pp{self.pp}dp{self.dp}-{self.schedule}-vp{self.vp}-zero{self.zero}-{self.dtype}"
 
-    def run_file(self) -> str:
+    def run_file(self, *, own_kernels: bool = False) -> str:
         """The run as TOML. Sequence parallelism is on wherever there is tensor parallelism."""
-        values = asdict(self) | {"name": self.name, "batch": 4 * self.dp, "sp": str(self.tp > 1).lower()}
+        values = asdict(self) | {"name": self.name, "batch": 4 * self.dp, "sp": str(self.tp > 1).lower(),
+                                 "own": "on" if own_kernels else "off"}
         return RUN.format(**values)
 
 
@@ -117,7 +122,7 @@ def cases(most: int = 8) -> list[Case]:
 def run_case(machine: Machine, case: Case, limit_s: float = 120.0) -> dict[str, Any]:
     """Train two steps, resume for two more, each in at most ``limit_s``; return the record's line."""
     began = time.monotonic()
-    (machine.scratch / "run.toml").write_text(case.run_file())
+    (machine.scratch / "run.toml").write_text(case.run_file(own_kernels=machine.kernels is not None))
     argv = ["train", "run.toml", "--nproc", str(case.world)]
     found: list[str] = []
     logs: list[list[RankLog]] = []
@@ -134,9 +139,16 @@ def run_case(machine: Machine, case: Case, limit_s: float = 120.0) -> dict[str, 
     return {
         "case": case.name, "world": case.world, "ok": not found, "faults": found[:5],
         "communicators": max((c["communicator begins"] for c in counts), default=0),
-        "kernels": max((c["kernel"] for c in counts), default=0), "nccl": max((c["nccl"] for c in counts), default=0),
+        "kernels": max((c["kernel"] for c in counts), default=0),
+        "own_kernels": max((own_launches(log) for log in logs[0]), default=0),
+        "nccl": max((c["nccl"] for c in counts), default=0),
         "waits": max((c["wait"] for c in counts), default=0), "seconds": round(time.monotonic() - began, 1),
     }
+
+
+def own_launches(log: RankLog) -> int:
+    """Launches of the project's kernels, whose names lie in its namespace."""
+    return sum(e.kind == "kernel" and OWN_KERNEL in e.detail for e in log.events)
 
 
 def main() -> int:
@@ -162,6 +174,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         machine = Machine(torch.python, Path(scratch) / "built", Path(scratch))
         build(torch.libraries, machine.built)
+        if problem := build_kernels(ROOT, machine.built):
+            print(f"without the project's kernels: {problem}")
         for case in cases():
             if case.name in done or a.only not in case.name or time.monotonic() - began > a.seconds:
                 continue

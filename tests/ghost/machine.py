@@ -44,6 +44,12 @@ class Machine:
     scratch: Path
     devices: int = 8
 
+    @property
+    def kernels(self) -> Path | None:
+        """The project's kernels as this machine can open them, where they could be built (``build_kernels``)."""
+        found = self.built / "kernels" / "libmp_cuda.so"
+        return found if found.exists() else None
+
     def run(
         self, *argv: str, settings: dict[str, str] | None = None, tree: Path = ROOT, seconds: float = 300.0
     ) -> tuple[int, str, list[RankLog]]:
@@ -55,7 +61,8 @@ class Machine:
         environment = {
             **os.environ, "LD_PRELOAD": str(self.built / "libghost.so"), "LD_LIBRARY_PATH": str(self.built),
             "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "GHOST_DEVICES": str(self.devices),
-            "GHOST_LOG": str(logs / "process"), "GHOST_MEETING": str(meeting), **(settings or {}),
+            "GHOST_LOG": str(logs / "process"), "GHOST_MEETING": str(meeting),
+            **({"GHOST_KERNELS": str(self.kernels)} if self.kernels else {}), **(settings or {}),
         }
         command = [str(self.python), "-W", "ignore", "-m", "megatron_port", *argv]
         process = subprocess.Popen(
