@@ -54,6 +54,15 @@ class Machine:
         self, *argv: str, settings: dict[str, str] | None = None, tree: Path = ROOT, seconds: float = 300.0
     ) -> tuple[int, str, list[RankLog]]:
         """Exit code, output and logs of ``megatron-port ARGV``; code 124 after ``seconds``."""
+        return self._run(["-W", "ignore", "-m", "megatron_port", *argv], settings or {}, tree, seconds)
+
+    def run_script(self, script: Path, *argv: str, seconds: float = 300.0) -> tuple[int, str, list[RankLog]]:
+        """Run a Python file in the same way."""
+        return self._run(["-W", "ignore", str(script), *argv], {}, ROOT, seconds)
+
+    def _run(
+        self, argv: list[str], settings: dict[str, str], tree: Path, seconds: float
+    ) -> tuple[int, str, list[RankLog]]:
         logs, meeting = self.scratch / "logs", self.scratch / "meeting"
         for folder in (logs, meeting):
             shutil.rmtree(folder, ignore_errors=True)
@@ -62,12 +71,11 @@ class Machine:
             **os.environ, "LD_PRELOAD": str(self.built / "libghost.so"), "LD_LIBRARY_PATH": str(self.built),
             "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "GHOST_DEVICES": str(self.devices),
             "GHOST_LOG": str(logs / "process"), "GHOST_MEETING": str(meeting),
-            **({"GHOST_KERNELS": str(self.kernels)} if self.kernels else {}), **(settings or {}),
+            **({"GHOST_KERNELS": str(self.kernels)} if self.kernels else {}), **settings,
         }
-        command = [str(self.python), "-W", "ignore", "-m", "megatron_port", *argv]
         process = subprocess.Popen(
-            command, cwd=self.scratch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
+            [str(self.python), *argv], cwd=self.scratch, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )
         try:
             output, _ = process.communicate(timeout=seconds)

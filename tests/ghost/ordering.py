@@ -21,6 +21,8 @@ from machine import Event, RankLog
 BLOCK = 21
 """Accesses are looked up by blocks of 2^21 bytes."""
 MOST_FAULTS = 20
+STEP_BEGINS, STEP_ENDS = "step begins", "step ends"
+"""Marks around the step that is counted."""
 Clock = dict[str, int]
 
 
@@ -163,11 +165,13 @@ def race_faults(log: RankLog) -> list[str]:
 
 
 def waits_between(log: RankLog, begin: str, end: str) -> list[str]:
-    """Return the calls with which the host waited between two marks, which the program under test leaves in the log.
+    """Return the calls with which the host waited between two marks, which the program under test leaves in the log. A
+    wait that follows another one at once (a copy to pageable memory and its synchronise) is part of it.
 
     Raises:
         ValueError: a mark is not there.
     """
     marks = [event.detail if event.kind == "mark" else "" for event in log.events]
     first, last = marks.index(begin), marks.index(end)
-    return [event.detail for event in log.events[first:last] if event.kind == "wait"]
+    pairs = zip(log.events[first:last], log.events[first + 1 : last])
+    return [event.detail for before, event in pairs if event.kind == "wait" and before.kind != "wait"]

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "ghost"))
 
+import budgets
 from analyse import faults, meeting_faults, operation_faults
 from machine import Event, RankLog
 from ordering import race_faults, waits_between
@@ -179,6 +180,8 @@ def test_a_second_wait_within_a_step_is_counted() -> None:
     end = "wait|0|cudaStreamSynchronize"
     assert waits_between(rank(end, first, WRITE, end, last, end), *names) == ["cudaStreamSynchronize"]
     assert len(waits_between(rank(first, "wait|0|cudaEventSynchronize", WRITE, end, last), *names)) == 2
+    copy = "copy to pageable memory"
+    assert waits_between(rank(first, f"wait|0|{copy}", end, last), *names) == [copy]
     with pytest.raises(ValueError, match="step 1 ends"):
         waits_between(rank(first, end), *names)
 
@@ -190,3 +193,30 @@ def test_groups_used_in_another_order_by_two_ranks_are_found_in_one_communicator
     right = [[*s, one.format(r), two.format(r)] for r, s in enumerate(start)]
     assert operation_faults(logs(*right)) == []
     assert len(operation_faults(logs(right[0], [*start[1], two.format(1), one.format(1)]))) == 2
+
+
+# ------------------------------------------------------------------------------------------------ budgets of a step
+
+
+def allowed() -> dict[str, float]:
+    return {**dict.fromkeys(budgets.COUNTS, 100), "peak_bytes": 10**9, "planned_over_measured": 1.01}
+
+
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("kernels", 101, "101 kernels a step, 100 are allowed"), ("waits", 101, "101 waits a step"),
+    ("own_kernels", 101, "101 own kernels a step"), ("peak_bytes", 1.006e9, "the allocator's peak is"),
+    ("peak_bytes", 0.99e9, "the allocator's peak is"), ("planned_over_measured", 0.97, "the planner is off by 3.0%"),
+])
+def test_a_step_over_its_budget_is_named(key: str, value: float, says: str) -> None:
+    assert budgets.over_budget("x", allowed(), allowed()) == []
+    (fault,) = budgets.over_budget("x", {**allowed(), key: value}, allowed())
+    assert says in fault and fault.startswith("x: ")
+
+
+def test_calls_outside_the_marks_do_not_count() -> None:
+    own = f"kernel|0|1,1,1 64 0 {budgets.OWN_KERNEL}11forward|"
+    step = ["mark|0|step begins", own, "kernel|0|1,1,1 64 0 theirs", "wait|0|cudaStreamSynchronize", "mark|0|step ends"]
+    found = budgets.counted(rank(own, *step, own, "wait|0|cudaDeviceSynchronize"))
+    assert (found["kernels"], found["own_kernels"], found["waits"], found["early_waits"]) == (2, 1, 1, 0)
+    early = budgets.counted(rank(*step[:2], "wait|0|cudaStreamSynchronize", *step[2:]))
+    assert (early["waits"], early["early_waits"]) == (2, 1)
