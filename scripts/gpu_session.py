@@ -99,7 +99,8 @@ def parts(folder: Path, device: str, *, tiny: bool, minutes: float) -> list[Part
         return Part(name, command, limit_s * scale, says, "", least_s * scale)
 
     return [
-        part("doctor", [*port, "doctor", "--json"], "versions, devices, what serves each op", 60, 20),
+        part("doctor", [*port, "doctor", str(folder / "run.toml"), "--json"],
+             "versions, devices, what serves each op", 60, 20),
         part("kernels", kernels, "own kernels against fp64, at most twice eager torch's error", 120, 50),
         part("step", [python, "-m", "benchmarks.compare.devices", "--device", device, "--out",
                       str(folder / "step.json"), *(["--sizes", "tiny", "tiny-bf16"] if tiny else [])],
