@@ -11,13 +11,15 @@ SHARE_GPU ?=
 KERNELS ?=
 ARCHS ?=
 ARGS ?=
+# 1: take PYTHON as it is, without .venv, pip and a network. For gpu-check, compare, site-report, gpu-session.
+NO_SETUP ?=
 
-VENV := .venv/bin/python
+VENV := $(if $(NO_SETUP),PYTHONPATH=$(CURDIR) $(PYTHON),.venv/bin/python)
 APT := sudo apt-get install -y git make g++ python3-dev python3-venv
 export SMALL SHARE_GPU DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test mutations soak kernels lint gpu-check ghost-check compare site-report lock clean
+.PHONY: help setup quickstart test mutations soak kernels lint gpu-check gpu-session ghost-check compare site-report lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,7 +27,7 @@ help:  ## this list
 
 setup:  ## make or update the environment in .venv; does nothing when it is up to date
 	@command -v $(PYTHON) >/dev/null || { echo "setup: no $(PYTHON) here. Once, as root:"; echo "  $(APT)"; exit 3; }
-	@$(PYTHON) scripts/setup.py --device '$(DEVICE)' --torch-version '$(TORCH_VERSION)' --torch-index '$(TORCH_INDEX)' $(NEEDS)
+	@$(if $(NO_SETUP),:,$(PYTHON) scripts/setup.py) --device '$(DEVICE)' --torch-version '$(TORCH_VERSION)' --torch-index '$(TORCH_INDEX)' $(NEEDS)
 
 # These use the device: without one they stop before anything is downloaded. An environment alone may be made anywhere.
 quickstart gpu-check: NEEDS := --needs-device
@@ -49,7 +51,10 @@ lint: setup  ## ruff and mypy
 	@$(VENV) scripts/run_tests.py --lint-only
 
 gpu-check: setup  ## build the kernels, the tests marked gpu, times and rates of every op (DEVICE=cuda or rocm)
-	@$(VENV) scripts/gpu_check.py
+	@$(VENV) scripts/gpu_check.py $(ARGS)
+
+gpu-session: setup  ## ten minutes on a GPU: checks, rates, MFU beside others (NO_SETUP=1; ARGS='--minutes 10')
+	@$(VENV) scripts/gpu_session.py $(ARGS)
 
 ghost-check: setup  ## the CUDA build of torch and NCCL's process group without a GPU: layouts, resume (3 GB to download)
 	@$(VENV) tests/ghost/check.py $(ARGS)

@@ -1,21 +1,23 @@
 """Own kernels on a GPU against eager torch, torch.compile and, where importable, apex and Liger.
 
     python benchmarks/gpu_kernels.py --json benchmarks/results/kernels-NAME.json
+    python benchmarks/gpu_kernels.py --device cpu --tiny --variants own eager    # that it runs, no times
 
-Per op and shape: time of the forward pass and of forward + backward, the bytes that must move at the least (each input
-read once, each output written once), and the rate of those bytes over the rate of a plain copy in the same run. All
-variants of a case alternate; the median of the repeats is kept. Then attention by provider, in TFLOP/s of causal
-attention counted in full. torch.compile is used here on purpose; training does not.
+Per op and shape: the device's time of the forward pass and of forward + backward, and the host's to launch them
+(``device_clock``: many calls queued behind a plug, inputs larger than the last cache); the bytes that must move at
+least (each input read once, each output written once); and the rate of those bytes over the rate of a plain copy in
+the same run. All variants of a case alternate; the median of the repeats is kept. Then attention by provider, in
+TFLOP/s of causal attention counted in full. torch.compile is used here on purpose; training does not. The file is
+written after every group of cases, so that a run that is stopped leaves what it has.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,13 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.device_clock import Timing, copies_of, copy_bandwidth, time_calls
 from megatron_port.backend import fused, kernels
 from megatron_port.backend.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
 from megatron_port.backend.ops import activation, cross_entropy, dropout, norm, optimizer, rotary, softmax
 from megatron_port.backend.providers import optional_import
 from megatron_port.runtime.atomic import write_text
-
-REPEATS = 15
 
 
 @dataclass
@@ -51,83 +52,81 @@ class Case:
 
 @dataclass
 class Result:
-    """Milliseconds by variant, and own bytes/s over copy's."""
+    """Milliseconds by variant, on the device and to launch on the host, and own bytes/s over copy's."""
 
     name: str
     shape: str
+    copies: int = 1
+    """Of the inputs, taken in turn."""
     forward_ms: dict[str, float] = field(default_factory=dict)
     both_ms: dict[str, float] = field(default_factory=dict)
+    forward_host_ms: dict[str, float] = field(default_factory=dict)
+    both_host_ms: dict[str, float] = field(default_factory=dict)
     forward_share: float = 0.0
     both_share: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)
 
+    def take_forward(self, timings: dict[str, Timing], moved: float, bandwidth: float) -> None:
+        """Note the times of a pass that moves so many bytes."""
+        self.forward_ms, self.forward_host_ms, self.forward_share = _in_ms(timings, moved, bandwidth)
 
-def time_ms(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median milliseconds of each, alternating, by CUDA events."""
-    taken: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
-        for _ in range(3):
-            function()
-    for _ in range(REPEATS):
-        for name, function in functions.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            taken[name].append(start.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in taken.items()}
+    def take_both(self, timings: dict[str, Timing], moved: float, bandwidth: float) -> None:
+        """Note the times of forward + backward."""
+        self.both_ms, self.both_host_ms, self.both_share = _in_ms(timings, moved, bandwidth)
 
 
-def copy_bandwidth() -> float:
-    """Bytes/s of a device copy of 2 GiB, read and write counted."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    ms = time_ms({"copy": lambda: target.copy_(source)})["copy"]
-    return 2 * source.numel() / ms * 1e3
+def _in_ms(
+    timings: dict[str, Timing], moved: float, bandwidth: float
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """(device ms, host ms, own bytes/s over ``bandwidth``)."""
+    device = {name: t.device_s * 1e3 for name, t in timings.items()}
+    host = {name: t.host_s * 1e3 for name, t in timings.items()}
+    return device, host, moved / timings["own"].device_s / bandwidth if "own" in timings else 0.0
 
 
 def _floats(inputs: tuple[Any, ...]) -> list[Tensor]:
     return [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
 
 
-def measure(case: Case, bandwidth: float) -> Result:
-    """Time all variants of a case."""
-    result = Result(case.name, case.shape)
-    forward: dict[str, Callable[[], Any]] = {}
-    both: dict[str, Callable[[], Any]] = {}
+def _outputs(out: Any) -> list[Tensor]:
+    return [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor) and o.requires_grad]
+
+
+def measure(case: Case, bandwidth: float, device: torch.device, wanted: Collection[str] = ()) -> Result:
+    """Time the ``wanted`` variants of a case (empty: all)."""
+    copies = copies_of(case.inputs, device)
+    result = Result(case.name, case.shape, len(copies))
+    forward: dict[str, Callable[[int], Any]] = {}
+    both: dict[str, Callable[[int], Any]] = {}
     for name, function in case.variants.items():
+        if wanted and name not in wanted:
+            continue
         try:
-            out = function(*case.inputs)
+            grads = [torch.randn_like(o) for o in _outputs(function(*case.inputs))]
         except Exception as error:  # a peer that cannot run is listed, not counted
             result.failed[name] = f"{type(error).__name__}: {error}"[:300]
             continue
-        outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor) and o.requires_grad]
-        grads = [torch.randn_like(o) for o in outs]
 
-        def run_forward(function: Callable[..., Any] = function) -> None:
+        def run_forward(i: int, function: Callable[..., Any] = function) -> None:
             with torch.no_grad():
-                function(*case.inputs)
+                function(*copies[i])
 
-        def run_both(function: Callable[..., Any] = function, grads: list[Tensor] = grads) -> None:
-            out = function(*case.inputs)
-            outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, Tensor) and o.requires_grad]
-            torch.autograd.grad(outs, _floats(case.inputs), grads, allow_unused=True)
+        def run_both(i: int, function: Callable[..., Any] = function, grads: list[Tensor] = grads) -> None:
+            outs = _outputs(function(*copies[i]))
+            torch.autograd.grad(outs, _floats(copies[i]), grads, allow_unused=True)
 
         forward[name] = run_forward
         if case.backward_bytes:
             both[name] = run_both
-    result.forward_ms = time_ms(forward)
-    result.forward_share = case.forward_bytes / result.forward_ms["own"] * 1e3 / bandwidth
+    result.take_forward(time_calls(forward, device, copies=len(copies)), case.forward_bytes, bandwidth)
     if both:
-        result.both_ms = time_ms(both)
         moved = case.forward_bytes + case.backward_bytes
-        result.both_share = moved / result.both_ms["own"] * 1e3 / bandwidth
+        result.take_both(time_calls(both, device, copies=len(copies)), moved, bandwidth)
     return result
 
 
 def _leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_()
+    return torch.randn(*shape, dtype=dtype).requires_grad_()
 
 
 def norm_cases(tokens: int, hidden: int) -> list[Case]:
@@ -186,8 +185,8 @@ def activation_cases(tokens: int, width: int) -> list[Case]:
 def attention_side_cases(seq: int, batch: int, groups: int, per_group: int, size: int) -> list[Case]:
     """Split + rotary of the packed projection; bias + dropout + residual; causal softmax."""
     qkv = _leaf(seq, batch, groups, per_group + 2, size)
-    exponent = torch.arange(0, size, 2, device="cuda") / size
-    angle = torch.outer(torch.arange(seq, device="cuda").float(), 1e4**-exponent)
+    exponent = torch.arange(0, size, 2) / size
+    angle = torch.outer(torch.arange(seq).float(), 1e4**-exponent)
     cos, sin = angle.cos(), angle.sin()
     split = {
         "own": lambda y: rotary.split_rotary(y, cos, sin), "eager": lambda y: fused.torch_split_rotary(y, cos, sin),
@@ -195,7 +194,7 @@ def attention_side_cases(seq: int, batch: int, groups: int, per_group: int, size
     }
     hidden = groups * per_group * size
     x, r, b = _leaf(seq, batch, hidden), _leaf(seq, batch, hidden), _leaf(hidden)
-    keys = torch.arange(batch, device="cuda") * 7919
+    keys = torch.arange(batch) * 7919
     join = {
         "own": lambda x, b, r: dropout.bias_dropout_add(
             x, b, r, keys, op_key=5, p=0.1, seq_offset=0, width=hidden, width_offset=0),
@@ -221,8 +220,8 @@ def attention_side_cases(seq: int, batch: int, groups: int, per_group: int, size
 def loss_case(tokens: int, vocab: int) -> Case:
     """Cross-entropy: one read forward, a read and a write backward."""
     logits = _leaf(tokens, vocab)
-    labels = torch.randint(0, vocab, (tokens,), device="cuda")
-    grad = torch.full((tokens,), 1.0 / tokens, device="cuda")
+    labels = torch.randint(0, vocab, (tokens,))
+    grad = torch.full((tokens,), 1.0 / tokens)
 
     def own(x: Tensor) -> Tensor:
         x = x.detach()
@@ -251,22 +250,22 @@ def loss_case(tokens: int, vocab: int) -> Case:
                 {"own": own, "eager": eager, "compile": with_compile}, size, 0.0)
 
 
-def measure_loss(case: Case, bandwidth: float) -> Result:
-    """The loss runs its own backward, in place."""
-    result = measure(case, bandwidth)
+def measure_loss(case: Case, bandwidth: float, device: torch.device, wanted: Collection[str] = ()) -> Result:
+    """Time the loss, which runs its own backward, in place."""
+    result = measure(case, bandwidth, device, wanted)
     (logits,) = case.inputs
-    result.both_ms = time_ms({n: (lambda f=f: f(logits)) for n, f in case.variants.items() if n not in result.failed})
-    result.both_share = 3 * case.forward_bytes / result.both_ms["own"] * 1e3 / bandwidth
+    functions = {n: (lambda i, f=f: f(logits)) for n, f in case.variants.items() if n in result.forward_ms}
+    result.take_both(time_calls(functions, device), 3 * case.forward_bytes, bandwidth)
     return result
 
 
 def optimizer_cases(parameters: int) -> list[Case]:
     """AdamW with bf16 weights, fp32 masters and gradients; squared norm."""
     count, each = 96, parameters // 96
-    masters = [torch.randn(each, device="cuda") for _ in range(count)]
+    masters = [torch.randn(each) for _ in range(count)]
     weights = [m.bfloat16() for m in masters]
     grads, first, second = ([torch.rand_like(m) for m in masters] for _ in range(3))
-    step = torch.tensor(10.0, device="cuda")
+    step = torch.tensor(10.0)
     common: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
     def own() -> None:
@@ -295,8 +294,9 @@ def quantise_cases(tokens: int, width: int) -> list[Case]:
 
     The least: x once, and once more where a scale is needed before the first element can be written; rows fit a block.
     """
-    formats = FNUZ if torch.version.hip and "gfx942" in torch.cuda.get_device_properties(0).gcnArchName else OCP
-    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+    fnuz = torch.version.hip and "gfx942" in getattr(torch.cuda.get_device_properties(0), "gcnArchName", "")
+    formats = FNUZ if fnuz else OCP
+    x = torch.randn(tokens, width, dtype=torch.bfloat16)
     inverse = torch_quantiser.tensor(x, formats.precise).inverse
     passes: dict[str, tuple[float, Callable[[Any, Tensor], Any]]] = {
         "quantise tensor": (5.0, lambda q, x: q.tensor(x, formats.precise)),
@@ -315,33 +315,38 @@ def quantise_cases(tokens: int, width: int) -> list[Case]:
     return out
 
 
-def attention_table() -> list[dict[str, Any]]:
+def attention_rows(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
     """TFLOP/s of SDPA's kernels, forward and forward + backward, causal counted in full."""
-    out = []
-    for seq, batch, heads, size in ((2048, 8, 32, 128), (8192, 2, 32, 128), (2048, 8, 25, 64)):
+    shapes = ((2048, 8, 32, 128), (8192, 2, 32, 128), (2048, 8, 25, 64))
+    for seq, batch, heads, size in ((32, 2, 2, 16),) if tiny else shapes:
         q, k, v = (_leaf(batch, heads, seq, size) for _ in range(3))
         grad = torch.randn_like(q)
         flops = 4.0 * batch * heads * seq * seq * size
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-            def forward() -> Tensor:
+            def forward(_: int) -> Tensor:
                 with sdpa_kernel([backend]):  # noqa: B023
                     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023
 
-            def both() -> None:
-                torch.autograd.grad(forward(), (q, k, v), grad)  # noqa: B023
+            def both(i: int) -> None:
+                torch.autograd.grad(forward(i), (q, k, v), grad)  # noqa: B023
 
             row: dict[str, Any] = {"shape": f"s{seq} b{batch} h{heads} d{size}", "kernel": backend.name.lower()}
             try:
-                ms = time_ms({"forward": forward, "both": both})
-                row.update(forward_tflops=flops / ms["forward"] / 1e9, both_tflops=3.5 * flops / ms["both"] / 1e9)
+                taken = time_calls({"forward": forward, "both": both}, device)
+                row.update(forward_tflops=flops / taken["forward"].device_s / 1e12,
+                           both_tflops=3.5 * flops / taken["both"].device_s / 1e12)
             except RuntimeError as error:
                 row["failed"] = str(error)[:200]
-            out.append(row)
-    return out
+            yield row
 
 
-def cases() -> list[Callable[[], list[Case]]]:
-    """Made one group at a time, so that memory is free again before the next."""
+def cases(tiny: bool = False) -> list[Callable[[], list[Case]]]:
+    """Made one group at a time, so that memory is free again before the next. ``tiny``: one small shape of each op."""
+    if tiny:
+        return [
+            lambda: norm_cases(64, 64), lambda: activation_cases(64, 64), lambda: attention_side_cases(32, 2, 2, 2, 16),
+            lambda: [loss_case(64, 512)], lambda: optimizer_cases(96_000), lambda: quantise_cases(64, 64),
+        ]
     return [
         lambda: norm_cases(16384, 1600), lambda: norm_cases(16384, 4096), lambda: norm_cases(16384, 8192),
         lambda: norm_cases(8192, 12288), lambda: activation_cases(16384, 6400), lambda: activation_cases(16384, 14336),
@@ -351,41 +356,64 @@ def cases() -> list[Callable[[], list[Case]]]:
     ]
 
 
-def main() -> int:
+def show(found: Result) -> None:
+    """Print a case."""
+    for label, ms, host, share in (("fwd", found.forward_ms, found.forward_host_ms, found.forward_share),
+                                   ("both", found.both_ms, found.both_host_ms, found.both_share)):
+        if "own" in ms:
+            others = "  ".join(f"{n} {t:.3f}" for n, t in ms.items() if n != "own")
+            head = f"{found.name:<42}{found.shape:<26}{label:<6}"
+            print(f"{head}{ms['own']:>8.3f}{host['own']:>8.3f}{share:>8.0%}   {others}", flush=True)
+    for name, why in found.failed.items():
+        print(f"    {name} does not run: {why}")
+
+
+def measure_all(device: torch.device, hardware: dict[str, Any], args: argparse.Namespace) -> None:
+    """Measure and print every case, then attention; write the file after each group."""
+    made: dict[str, Any] = {"hardware": hardware, "ops": [], "attention": []}
+
+    def write() -> None:
+        if args.json:
+            write_text(args.json, json.dumps(made, indent=1) + "\n")
+
+    bandwidth = hardware["copy_gb_s"] * 1e9
+    for make in cases(args.tiny):
+        for case in make():
+            timed = measure_loss if case.name.startswith("cross") else measure
+            found = timed(case, bandwidth, device, args.variants)
+            made["ops"].append(asdict(found))
+            show(found)
+        write()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    for row in attention_rows(device, args.tiny):
+        made["attention"].append(row)
+        write()
+        rates = row.get("failed") or f"{row['forward_tflops']:.0f} forward, {row['both_tflops']:.0f} both, TFLOP/s"
+        print(f"attention {row['shape']:<24}{row['kernel']:<22}{rates}")
+
+
+def main(argv: list[str] | None = None) -> int:
     """Run, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the table here")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cuda is also ROCm's name")
+    parser.add_argument("--tiny", action="store_true", help="one small shape of each op")
+    parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="own, eager, compile, apex, liger")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
         print("no GPU that torch can use", file=sys.stderr)
         return 3
-    library = kernels.load("rocm" if torch.version.hip else "cuda")
-    bandwidth = copy_bandwidth()
-    hardware = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "library": library,
-                "copy_gb_s": bandwidth / 1e9, "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
-    print(f"{hardware['device']}, torch {torch.__version__}, {library}, copy {bandwidth / 1e9:.0f} GB/s")
-    print(f"{'op':<42}{'shape':<26}{'pass':<6}{'own ms':>8}{'of copy':>9}   others, ms")
-    results = []
-    for make in cases():
-        for case in make():
-            measured = measure_loss(case, bandwidth) if case.name.startswith("cross") else measure(case, bandwidth)
-            results.append(measured)
-            for label, ms, share in (("fwd", measured.forward_ms, measured.forward_share),
-                                     ("both", measured.both_ms, measured.both_share)):
-                if ms:
-                    others = "  ".join(f"{n} {t:.3f}" for n, t in ms.items() if n != "own")
-                    head = f"{case.name:<42}{case.shape:<26}{label:<6}"
-                    print(f"{head}{ms['own']:>8.3f}{share:>8.0%}   {others}", flush=True)
-            for name, why in measured.failed.items():
-                print(f"    {name} does not run: {why}")
-        torch.cuda.empty_cache()
-    attention = attention_table()
-    for row in attention:
-        rates = row.get("failed") or f"{row['forward_tflops']:.0f} forward, {row['both_tflops']:.0f} both, TFLOP/s"
-        print(f"attention {row['shape']:<24}{row['kernel']:<22}{rates}")
-    if args.json:
-        text = json.dumps({"hardware": hardware, "ops": [asdict(r) for r in results], "attention": attention}, indent=1)
-        write_text(args.json, text + "\n")
+    device = torch.device(args.device)
+    library = kernels.load("cpu" if args.device == "cpu" else "rocm" if torch.version.hip else "cuda")
+    bandwidth = copy_bandwidth(device, 1 << 20 if args.tiny else 2 << 30)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    hardware = {"device": name, "torch": torch.__version__, "library": library, "copy_gb_s": bandwidth / 1e9,
+                "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv if argv is None else argv)}
+    print(f"{name}, torch {torch.__version__}, {library}, copy {bandwidth / 1e9:.0f} GB/s")
+    print(f"{'op':<42}{'shape':<26}{'pass':<6}{'own ms':>8}{'launch':>8}{'of copy':>8}   others, ms")
+    with device:  # the cases make their tensors on it
+        measure_all(device, hardware, args)
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Done(Protocol):
-    """Of a part; see ``site_report.PartResult``."""
+    """Of a part; see ``part_runner.PartResult``."""
 
     name: str
     seconds: float

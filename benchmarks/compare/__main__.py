@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.compare.peer import PEERS
 from benchmarks.compare.results import document, hardware, peak_of, summary, table, write
-from benchmarks.compare.run import Plan, compare
+from benchmarks.compare.run import Plan, compare, stored_reference
 from benchmarks.compare.sizes import sizes
 from benchmarks.compare.worker import settled
 
@@ -48,6 +49,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=0, help="instead of the size's own")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device, where its name is not known")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one answer of a peer")
+    parser.add_argument("--minutes", type=float, default=0.0, help="of it all; what does not fit is left out")
+    parser.add_argument("--reference", type=Path,
+                        help="an earlier --out with a row of plain torch: its numbers prove the others, also on a "
+                        "device or in a run that cannot afford the reference itself")
     parser.add_argument("--out", type=Path, help="JSON; written after each size")
     return parser.parse_args(argv)
 
@@ -55,6 +60,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, write. 1: none of our rows could be measured on some size."""
     args = arguments(argv)
+    ends = time.monotonic() + 60 * args.minutes if args.minutes > 0 else None
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         print("error: torch sees no GPU here; leave --device out", file=sys.stderr)
@@ -74,7 +80,13 @@ def main(argv: list[str] | None = None) -> int:
             size = settled(size, changes)
         together = 2 * size.state_bytes * len(args.peers)
         keep = args.processes == "keep" or (args.processes == "auto" and (not memory or together < memory))
-        plan = Plan(device, threads, args.repetitions, args.steps, args.warm_up, keep, args.timeout, changes)
+        stored = stored_reference(args.reference, size) if args.reference else {}
+        plan = Plan(device, threads, args.repetitions, args.steps, args.warm_up, keep, args.timeout, changes, ends,
+                    stored)
+        if plan.over:
+            print(f"{name}: no time is left", flush=True)
+            missing += 1
+            continue
         print(f"{name}: {', '.join(args.peers)}", flush=True)
         outcomes, rates = compare(size, args.peers, plan, lambda text: print(text, flush=True))
         found.append(summary(size, outcomes, rates, peak, plan))

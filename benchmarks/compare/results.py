@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.compare.peer import PEERS
+from benchmarks.compare.peer import PEERS, REFERENCE
 from benchmarks.compare.run import LAYER_TOLERANCE, TOLERANCE, PeerResult, Plan, ours
 from benchmarks.compare.sizes import Size
 from megatron_port.model.flops import parameter_count
@@ -69,7 +69,7 @@ def row(outcome: PeerResult, size: Size, peak: float | None, matmul: float | Non
         made["reason"] = outcome.reason
     if outcome.difference is not None:
         made["difference_over_tolerance"] = outcome.difference
-    made |= {key: value for key, value in outcome.numbers.items() if key != "probes"}
+    made |= {key: value for key, value in outcome.numbers.items() if key != "probes" or outcome.peer == REFERENCE}
     if not outcome.seconds:
         return made
     made |= {"seconds": quartiles(outcome.seconds), "cpu_seconds": quartiles(outcome.cpu_seconds)}

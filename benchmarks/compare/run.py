@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.child import Child
@@ -62,6 +65,34 @@ class Plan:
     keep: bool = True
     timeout_s: float = 1800.0
     changes: dict[str, int] = field(default_factory=dict)
+    ends: float | None = None
+    """Of time.monotonic: no repetition begins after it, and no answer is waited for much longer."""
+    reference: dict[str, list[float]] = field(default_factory=dict)
+    """The numbers of plain torch as an earlier comparison stored them; then it need not run to prove the others."""
+
+    def child(self) -> Child:
+        """A worker process that answers within the time that is left."""
+        left = self.timeout_s if self.ends is None else max(20.0, self.ends - time.monotonic())
+        return Child(self.device, self.threads, min(self.timeout_s, left))
+
+    @property
+    def over(self) -> bool:
+        """There is no time for another repetition."""
+        return self.ends is not None and time.monotonic() > self.ends
+
+
+def stored_reference(path: Path, size: Size) -> dict[str, list[float]]:
+    """Return what plain torch computed for this size in an earlier comparison; {}: that file has no such row."""
+    for found in json.loads(path.read_text())["sizes"]:
+        model = {key: getattr(size.model, key) for key in found["model"]}
+        batch = (found["micro_batch"], found["global_batch"], found["dtype"])
+        if found["size"] != size.name or found["model"] != model or batch != (
+                size.micro_batch, size.global_batch, size.dtype):
+            continue
+        for row in found["peers"]:
+            if row["peer"] == REFERENCE and "grad_norms" in row:
+                return {key: row[key] for key in ("losses", "grad_norms", "probes") if key in row}
+    return {}
 
 
 def differences(
@@ -91,15 +122,16 @@ def compare(
     size: Size, names: Sequence[str], plan: Plan, say: Callable[[str], None]
 ) -> tuple[list[PeerResult], list[dict[str, Any]]]:
     """(outcome of each peer, rates of products and copies measured between the repetitions)."""
-    outcomes = [PeerResult(name) for name in ([REFERENCE] if REFERENCE not in names else []) + list(names)]
+    needed = [] if REFERENCE in names or plan.reference else [REFERENCE]
+    outcomes = [PeerResult(name) for name in [*needed, *names]]
     children: dict[str, Child] = {}
-    products = Child(plan.device, plan.threads, plan.timeout_s)
+    products = plan.child()
     if plan.keep:  # all start at once: importing takes longer than a small size does
-        children = {o.peer: Child(plan.device, plan.threads, plan.timeout_s) for o in outcomes}
+        children = {o.peer: plan.child() for o in outcomes}
     rates: list[dict[str, Any]] = []
 
     def start(outcome: PeerResult) -> Child:
-        child = children.get(outcome.peer) or Child(plan.device, plan.threads, plan.timeout_s)
+        child = children.get(outcome.peer) or plan.child()
         answer = child.ask("build", peer=outcome.peer, size=size.name, changes=plan.changes)
         if not outcome.fail(answer):
             outcome.settings = answer["settings"]
@@ -124,11 +156,14 @@ def compare(
             if not (outcome.timed and plan.keep):
                 child.close()
             say(f"  {outcome.peer}: {outcome.reason or 'built'}")
-        judge(size, outcomes)
+        judge(size, outcomes, plan.reference)
         for outcome in outcomes:
             if plan.keep and not (outcome.timed and outcome.peer in names):
                 children.pop(outcome.peer).close()
         for round_ in range(plan.repetitions):
+            if plan.over:
+                say(f"  {round_} of {plan.repetitions} repetitions: no time is left")
+                break
             rate()
             order = [o for o in outcomes if o.timed and o.peer in names]
             # Rotated and every second time reversed: nobody always follows the same neighbour.
@@ -151,9 +186,10 @@ def compare(
     return [o for o in outcomes if o.peer in names], rates
 
 
-def judge(size: Size, outcomes: Sequence[PeerResult]) -> None:
-    """Refuse what does not compute what the reference computes; all of it, where there is no reference."""
-    reference = next((o for o in outcomes if o.peer == REFERENCE and o.numbers), None)
+def judge(size: Size, outcomes: Sequence[PeerResult], stored: dict[str, list[float]] | None = None) -> None:
+    """Refuse what does not compute what the reference computes; all of it, where there is no reference. ``stored``: its
+    numbers from an earlier run, which then judge this run's reference too."""
+    reference = stored or next((o.numbers for o in outcomes if o.peer == REFERENCE and o.numbers), None)
     for outcome in outcomes:
         if not outcome.timed:
             continue
@@ -161,12 +197,12 @@ def judge(size: Size, outcomes: Sequence[PeerResult]) -> None:
             outcome.state, outcome.reason = "refused", f"{REFERENCE} did not run, so nothing says that this is the same"
             continue
         precision = "fp8" if PEERS[outcome.peer].fp8 else size.dtype
-        outcome.difference = differences(size, outcome.numbers, reference.numbers, precision)
+        outcome.difference = differences(size, outcome.numbers, reference, precision)
         if not outcome.difference <= 1.0:
             outcome.state = "refused"
             outcome.reason = (
                 f"computes something else: {outcome.difference:.3g} tolerances from {REFERENCE} "
-                f"({_short(outcome.numbers)} against {_short(reference.numbers)})"
+                f"({_short(outcome.numbers)} against {_short(reference)})"
             )
 
 

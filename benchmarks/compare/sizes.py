@@ -130,10 +130,14 @@ def sizes() -> dict[str, Size]:
         Size("tiny-llama-layers", ModelConfig(name="tiny-llama", **{**tiny, **llama}),  # type: ignore[arg-type]
              2, 2, "fp32", True, "for tests"),
         Size("quickstart", quick, 8, 32, "fp32", about="what make quickstart trains"),
+        Size("gpt2-124m", _shipped("gpt2-124m"), 16, 64, "bf16", about="GPT-2, 124M"),
         Size("gpt2-xl", _shipped("gpt2-1558m"), 8, 64, "bf16", about="GPT-2 XL, 1.5B"),
         Size("6.7b", gpt3, 2, 32, "bf16", about="GPT-3 6.7B, or as many layers as fit"),
         Size("llama-8b", replace(_shipped("llama-8b"), num_layers=8), 1, 8, "bf16",
              about="8 layers of Llama-3-8B with its vocabulary; --layers 32 where the whole fits"),
+        Size("6.7b-layers", replace(gpt3, num_layers=2, vocab_size=128), 4, 4, "bf16", True, "2 layers of GPT-3 6.7B"),
+        Size("llama-8b-long", replace(_shipped("llama-8b"), num_layers=2, seq_length=32768, vocab_size=128), 1, 1,
+             "bf16", True, "2 layers of Llama-3-8B, 32,768 tokens in one sample"),
     ]
     for seq in (2048, 8192):
         found += [_layers("gpt-22b", 8, 2, seq), _layers("gpt-175b", 8, 1, seq), _layers("gpt-1t", 8, 1, seq),

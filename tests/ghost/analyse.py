@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from machine import RankLog
+from ordering import race_faults
 
 POINT_TO_POINT = ("send", "receive")
 
@@ -138,5 +139,6 @@ def launch_faults(logs: list[RankLog]) -> list[str]:
 
 
 def faults(logs: list[RankLog]) -> list[str]:
-    """All of the above."""
-    return [*meeting_faults(logs), *operation_faults(logs), *launch_faults(logs)]
+    """All of the above, and races between the streams of each rank (``ordering``)."""
+    races = [fault for log in logs for fault in race_faults(log)]
+    return [*meeting_faults(logs), *operation_faults(logs), *launch_faults(logs), *races]

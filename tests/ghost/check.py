@@ -28,7 +28,7 @@ sys.path.insert(0, str(HERE))
 
 from analyse import faults  # noqa: E402
 from environment import NoCudaTorch, find_torch, make_environment  # noqa: E402
-from libraries import build  # noqa: E402
+from libraries import build, build_kernels  # noqa: E402
 from machine import Machine, RankLog  # noqa: E402
 
 RUN = """
@@ -57,6 +57,7 @@ save_interval = 2
 [backend]
 device = "cuda"
 attention = "math"
+own_kernels = "{own}"
 [watch]
 enabled = false
 [layout]
@@ -68,6 +69,9 @@ pipeline_schedule = "{schedule}"
 virtual_pipeline_size = {vp}
 zero_stage = {zero}
 """
+
+OWN_KERNEL = "_ZN2mp"
+"""How the mangled name of each of the project's kernels begins."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,10 @@ class Case:
         """``tp2pp2dp1-1f1b-vp1-zero1-bf16``."""
         return f"tp{self.tp}pp{self.pp}dp{self.dp}-{self.schedule}-vp{self.vp}-zero{self.zero}-{self.dtype}"
 
-    def run_file(self) -> str:
+    def run_file(self, *, own_kernels: bool = False) -> str:
         """The run as TOML. Sequence parallelism is on wherever there is tensor parallelism."""
-        values = asdict(self) | {"name": self.name, "batch": 4 * self.dp, "sp": str(self.tp > 1).lower()}
+        values = asdict(self) | {"name": self.name, "batch": 4 * self.dp, "sp": str(self.tp > 1).lower(),
+                                 "own": "on" if own_kernels else "off"}
         return RUN.format(**values)
 
 
@@ -114,15 +119,15 @@ def cases(most: int = 8) -> list[Case]:
     return out
 
 
-def run_case(machine: Machine, case: Case) -> dict[str, Any]:
-    """Train two steps, resume for two more; the record's line."""
+def run_case(machine: Machine, case: Case, limit_s: float = 120.0) -> dict[str, Any]:
+    """Train two steps, resume for two more, each in at most ``limit_s``; return the record's line."""
     began = time.monotonic()
-    (machine.scratch / "run.toml").write_text(case.run_file())
+    (machine.scratch / "run.toml").write_text(case.run_file(own_kernels=machine.kernels is not None))
     argv = ["train", "run.toml", "--nproc", str(case.world)]
     found: list[str] = []
     logs: list[list[RankLog]] = []
     for steps in ("2", "4"):
-        code, output, now = machine.run(*argv, "--set", f"training.steps={steps}", seconds=120.0)
+        code, output, now = machine.run(*argv, "--set", f"training.steps={steps}", seconds=limit_s)
         logs.append(now)
         found += faults(now) if case.world > 1 else []
         if code:
@@ -134,9 +139,16 @@ def run_case(machine: Machine, case: Case) -> dict[str, Any]:
     return {
         "case": case.name, "world": case.world, "ok": not found, "faults": found[:5],
         "communicators": max((c["communicator begins"] for c in counts), default=0),
-        "kernels": max((c["kernel"] for c in counts), default=0), "nccl": max((c["nccl"] for c in counts), default=0),
+        "kernels": max((c["kernel"] for c in counts), default=0),
+        "own_kernels": max((own_launches(log) for log in logs[0]), default=0),
+        "nccl": max((c["nccl"] for c in counts), default=0),
         "waits": max((c["wait"] for c in counts), default=0), "seconds": round(time.monotonic() - began, 1),
     }
+
+
+def own_launches(log: RankLog) -> int:
+    """Launches of the project's kernels, whose names lie in its namespace."""
+    return sum(e.kind == "kernel" and OWN_KERNEL in e.detail for e in log.events)
 
 
 def main() -> int:
@@ -145,6 +157,8 @@ def main() -> int:
     parser.add_argument("--python", type=Path, help="of an environment with the CUDA build of torch; none: one is made")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "ghost.jsonl")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this long")
+    parser.add_argument("--limit", type=float, default=120.0,
+                        help="seconds for one command; a busy machine needs more than a deadlock is worth waiting for")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     a = parser.parse_args()
     try:
@@ -160,10 +174,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         machine = Machine(torch.python, Path(scratch) / "built", Path(scratch))
         build(torch.libraries, machine.built)
+        if problem := build_kernels(ROOT, machine.built):
+            print(f"without the project's kernels: {problem}")
         for case in cases():
             if case.name in done or a.only not in case.name or time.monotonic() - began > a.seconds:
                 continue
-            row = run_case(machine, case) | {
+            row = run_case(machine, case, a.limit) | {
                 "commit": commit, "torch": torch.version, "machine": platform.machine(), "command": "make ghost-check"
             }
             with open(a.out, "a") as out:

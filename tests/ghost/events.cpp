@@ -25,19 +25,40 @@ static int log_file() {
   return file;
 }
 
-void ghost_event(const char* kind, const void* stream, const char* format, ...) {
+static void append(const char* kind, const void* stream, const std::string& memory, const char* format, va_list rest) {
   const int file = log_file();
   if (file < 0) return;
-  char line[1024];
-  int used = snprintf(line, sizeof line - 1, "%s\t%zx\t", kind, reinterpret_cast<size_t>(stream));
+  char detail[900];
+  vsnprintf(detail, sizeof detail, format, rest);
+  char head[80];
+  snprintf(head, sizeof head, "%s\t%zx\t", kind, reinterpret_cast<size_t>(stream));
+  const std::string line = std::string(head) + detail + (memory.empty() ? "" : "\t" + memory) + "\n";
+  if (write(file, line.data(), line.size()) != static_cast<ssize_t>(line.size())) abort();
+}
+
+void ghost_event(const char* kind, const void* stream, const char* format, ...) {
   va_list rest;
   va_start(rest, format);
-  used += vsnprintf(line + used, sizeof line - 1 - used, format, rest);
+  append(kind, stream, "", format, rest);
   va_end(rest);
-  if (used > static_cast<int>(sizeof line) - 2) used = sizeof line - 2;
-  line[used++] = '\n';
-  if (write(file, line, used) != used) abort();
 }
+
+void ghost_touch(const char* kind, const void* stream, const std::string& memory, const char* format, ...) {
+  va_list rest;
+  va_start(rest, format);
+  append(kind, stream, memory, format, rest);
+  va_end(rest);
+}
+
+GhostMemory& GhostMemory::add(char how, const void* address, size_t bytes) {
+  if (!address || ghost_place(address) == Place::pageable) return *this;
+  char one[64];
+  snprintf(one, sizeof one, "%s%c%zx:%zu", text_.empty() ? "" : " ", how, reinterpret_cast<size_t>(address), bytes);
+  text_ += one;
+  return *this;
+}
+
+extern "C" void ghost_mark(const char* text) { ghost_event("mark", nullptr, "%s", text); }
 
 void* ghost_handle() {
   static std::atomic<uintptr_t> next{0x10000};

@@ -8,13 +8,15 @@ name as "unanswered": the list comes from the undefined symbols of torch's own l
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("events.cpp", "runtime.cpp", "blas.cpp", "nccl.cpp")
+SOURCES = ("events.cpp", "kernels.cpp", "loader.cpp", "runtime.cpp", "blas.cpp", "nccl.cpp")
 ANSWERED = re.compile(r"^(cuda[A-Z]|__cuda|cublas|nccl[A-Z])")
 DRIVER = re.compile(r"^cu[A-Z]")
 NOT_OURS = re.compile(r"^cuFile")
@@ -70,6 +72,24 @@ def build(torch_lib: Path, folder: Path) -> None:
     (folder / "driver_rest.cpp").write_text(stubs(driver, log=False))
     compile_library([HERE / "driver.cpp", folder / "driver_rest.cpp"], folder / "libcuda.so.1",
                     "-Wl,-soname,libcuda.so.1")
+
+
+def build_kernels(root: Path, folder: Path, archs: tuple[str, ...] = ("sm_90",)) -> str:
+    """Link the project's CUDA kernels with the shared runtime, so that this machine answers their launches; build them
+    as ``make kernels`` does where they are not. Return why there are none, or nothing."""
+    spec = importlib.util.spec_from_file_location("kernels_build", root / "kernels" / "build.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules["kernels_build"] = script
+    spec.loader.exec_module(script)
+    try:
+        (library,) = script.cuda_library(archs)
+        script.build([library], script.OUT)
+        shared = replace(library, link=[*library.link[:2], "-cudart", "shared", *library.link[2:]])
+        script.build([shared], folder / "kernels")
+    except (script.Missing, script.Failed) as error:
+        return str(error)
+    return ""
 
 
 def main() -> int:

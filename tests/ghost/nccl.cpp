@@ -43,10 +43,22 @@ int meet(void** out, int size, const UniqueId& id, int rank) {
   return 0;
 }
 
-int operation(const char* kind, void* comm, size_t count, int type, int peer, const void* stream) {
+// Bytes of ``count`` elements: int8, uint8, int32, uint32, int64, uint64, fp16, fp32, fp64, bf16, fp8 twice.
+size_t bytes_of(size_t count, int type) {
+  constexpr size_t widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+  return count * widths[type];
+}
+
+int rank_of(const void* comm) { return static_cast<const Communicator*>(comm)->rank; }
+size_t size_of(const void* comm) { return static_cast<const Communicator*>(comm)->size; }
+
+// from: the size of what is read; to: of what is written; nullptr: nothing.
+int operation(const char* kind, void* comm, size_t count, int type, int peer, const void* stream, const void* from,
+              size_t read, const void* to, size_t written) {
   const auto* c = static_cast<Communicator*>(comm);
   // name, this rank, kind, elements, dtype, root or peer (-1: none), inside a group
-  ghost_event("nccl", stream, "%s %d %s %zu %d %d %d", c->name.c_str(), c->rank, kind, count, type, peer,
+  const std::string memory = GhostMemory().reads(from, bytes_of(read, type)).writes(to, bytes_of(written, type)).text();
+  ghost_touch("nccl", stream, memory, "%s %d %s %zu %d %d %d", c->name.c_str(), c->rank, kind, count, type, peer,
               group_depth > 0);
   return 0;
 }
@@ -99,29 +111,31 @@ int ncclGroupEnd() {
   if (--group_depth == 0) ghost_event("nccl group", nullptr, "ends");
   return 0;
 }
-int ncclAllReduce(const void*, void*, size_t count, int type, int, void* comm, void* stream) {
-  return operation("all_reduce", comm, count, type, -1, stream);
+int ncclAllReduce(const void* from, void* to, size_t count, int type, int, void* comm, void* stream) {
+  return operation("all_reduce", comm, count, type, -1, stream, from, count, to, count);
 }
-int ncclBroadcast(const void*, void*, size_t count, int type, int root, void* comm, void* stream) {
-  return operation("broadcast", comm, count, type, root, stream);
+int ncclBroadcast(const void* from, void* to, size_t count, int type, int root, void* comm, void* stream) {
+  const void* source = rank_of(comm) == root ? from : nullptr;
+  return operation("broadcast", comm, count, type, root, stream, source, count, to, count);
 }
-int ncclBcast(void*, size_t count, int type, int root, void* comm, void* stream) {
-  return operation("broadcast", comm, count, type, root, stream);
+int ncclBcast(void* at, size_t count, int type, int root, void* comm, void* stream) {
+  return ncclBroadcast(at, at, count, type, root, comm, stream);
 }
-int ncclReduce(const void*, void*, size_t count, int type, int, int root, void* comm, void* stream) {
-  return operation("reduce", comm, count, type, root, stream);
+int ncclReduce(const void* from, void* to, size_t count, int type, int, int root, void* comm, void* stream) {
+  void* target = rank_of(comm) == root ? to : nullptr;
+  return operation("reduce", comm, count, type, root, stream, from, count, target, count);
 }
-int ncclAllGather(const void*, void*, size_t count, int type, void* comm, void* stream) {
-  return operation("all_gather", comm, count, type, -1, stream);
+int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm, void* stream) {
+  return operation("all_gather", comm, count, type, -1, stream, from, count, to, count * size_of(comm));
 }
-int ncclReduceScatter(const void*, void*, size_t count, int type, int, void* comm, void* stream) {
-  return operation("reduce_scatter", comm, count, type, -1, stream);
+int ncclReduceScatter(const void* from, void* to, size_t count, int type, int, void* comm, void* stream) {
+  return operation("reduce_scatter", comm, count, type, -1, stream, from, count * size_of(comm), to, count);
 }
-int ncclSend(const void*, size_t count, int type, int peer, void* comm, void* stream) {
-  return operation("send", comm, count, type, peer, stream);
+int ncclSend(const void* from, size_t count, int type, int peer, void* comm, void* stream) {
+  return operation("send", comm, count, type, peer, stream, from, count, nullptr, 0);
 }
-int ncclRecv(void*, size_t count, int type, int peer, void* comm, void* stream) {
-  return operation("receive", comm, count, type, peer, stream);
+int ncclRecv(void* to, size_t count, int type, int peer, void* comm, void* stream) {
+  return operation("receive", comm, count, type, peer, stream, nullptr, 0, to, count);
 }
 
 }  // extern "C"

@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "events.h"
+#include "kernels.h"
 
 namespace {
 
@@ -50,20 +51,27 @@ cudaError_t release(void* address) {
   return cudaSuccess;
 }
 
+size_t size_of(const void* address) {
+  std::lock_guard<std::mutex> hold(guard);
+  const auto found = allocated.find(reinterpret_cast<uintptr_t>(address));
+  return found == allocated.end() ? 0 : found->second.bytes;
+}
+
 const char* name_of(Place place) {
   return place == Place::device ? "device" : place == Place::pinned ? "pinned" : "pageable";
 }
 
 void copy(void* to, const void* from, size_t bytes, const void* stream) {
   const Place source = ghost_place(from), target = ghost_place(to);
-  ghost_event("copy", stream, "%s %s %zu", name_of(source), name_of(target), bytes);
+  ghost_touch("copy", stream, GhostMemory().reads(from, bytes).writes(to, bytes).text(), "%s %s %zu", name_of(source),
+              name_of(target), bytes);
   memmove(to, from, bytes);
   // The runtime returns from a copy to or from pageable memory only when the host's side is done.
   if (source == Place::pageable && target == Place::device) return;  // staged: the host may go on
   if (target == Place::pageable) ghost_event("wait", stream, "copy to pageable memory");
 }
 
-void launch(const void* kernel, dim3 grid, dim3 block, size_t shared, const void* stream) {
+void launch(const void* kernel, dim3 grid, dim3 block, size_t shared, const void* stream, void** arguments) {
   std::string name;
   {
     std::lock_guard<std::mutex> hold(guard);
@@ -72,7 +80,7 @@ void launch(const void* kernel, dim3 grid, dim3 block, size_t shared, const void
   }
   const bool legal = grid.x && grid.y && grid.z && grid.y <= 65535 && grid.z <= 65535 &&
                      block.x * block.y * block.z <= threads && shared <= shared_bytes;
-  ghost_event(legal ? "kernel" : "illegal launch", stream, "%u,%u,%u %u %zu %.700s", grid.x, grid.y, grid.z,
+  ghost_touch(legal ? "kernel" : "illegal launch", stream, kernel_memory(name, arguments), "%u,%u,%u %u %zu %.700s", grid.x, grid.y, grid.z,
               block.x * block.y * block.z, shared, name.c_str());
 }
 
@@ -186,13 +194,13 @@ cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) {
 }
 cudaError_t cudaFree(void* address) {
   if (address) {
-    ghost_event("free", nullptr, "device");
+    ghost_event("free", nullptr, "device %zx %zu", reinterpret_cast<size_t>(address), size_of(address));
     ghost_event("wait", nullptr, "cudaFree");
   }
   return release(address);
 }
 cudaError_t cudaFreeHost(void* address) {
-  ghost_event("free", nullptr, "pinned");
+  ghost_event("free", nullptr, "pinned %zx %zu", reinterpret_cast<size_t>(address), size_of(address));
   return release(address);
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* address) {
@@ -213,12 +221,12 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
-  ghost_event("fill", nullptr, "%zu", bytes);
+  ghost_touch("fill", nullptr, GhostMemory().writes(to, bytes).text(), "%zu", bytes);
   memset(to, value, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  ghost_event("fill", stream, "%zu", bytes);
+  ghost_touch("fill", stream, GhostMemory().writes(to, bytes).text(), "%zu", bytes);
   if (value || bytes <= 1 << 20) memset(to, value, bytes);  // else pages stay untouched: kernels wrote nothing there
   return cudaSuccess;
 }
@@ -263,8 +271,19 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   ghost_event("record", stream, "%zx", reinterpret_cast<size_t>(event));
   return cudaSuccess;
 }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   ghost_event("await", stream, "%zx", reinterpret_cast<size_t>(event));
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  ghost_event("query", event, "event");
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  ghost_event("query", stream, "stream");
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
@@ -313,20 +332,22 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
   *static_cast<void**>(stream) = pushed.stream;
   return cudaSuccess;
 }
-cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
-  launch(kernel, grid, block, shared, stream);
+cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
+                             cudaStream_t stream) {
+  launch(kernel, grid, block, shared, stream, arguments);
   return cudaSuccess;
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* kernel, void**) {
-  launch(kernel, c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream);
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* kernel, void** arguments) {
+  launch(kernel, c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream, arguments);
   return cudaSuccess;
 }
 cudaError_t __cudaGetKernel(void** out, const void* kernel) {
   *out = const_cast<void*>(kernel);
   return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(void* kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
-  launch(kernel, grid, block, shared, stream);
+cudaError_t __cudaLaunchKernel(void* kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
+                             cudaStream_t stream) {
+  launch(kernel, grid, block, shared, stream, arguments);
   return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {

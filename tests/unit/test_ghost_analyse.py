@@ -10,8 +10,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "ghost"))
 
+import budgets
 from analyse import faults, meeting_faults, operation_faults
 from machine import Event, RankLog
+from ordering import race_faults, waits_between
 
 Lines = list[str]
 
@@ -90,3 +92,131 @@ def test_a_rank_that_never_came_and_an_illegal_launch_are_named() -> None:
     alone = logs(["communicator begins|a 2 0", "illegal launch|0,1,1 64 0 k"])
     assert meeting_faults(alone) == ["rank 0 waits for ever in the communicator a of 2 ranks"]
     assert "1 of its 2 ranks have no log" in faults(alone)[1] and "illegal launch 0,1,1" in faults(alone)[2]
+
+
+# ------------------------------------------------------------------------------------------------ streams of one rank
+
+
+def rank(*lines: str) -> RankLog:
+    """``kind|stream|detail|memory`` lines of one rank."""
+    return RankLog(0, [Event(*(line.split("|") + [""] * 3)[:4]) for line in lines])
+
+
+WRITE, READ = "kernel|0|write|w1000:64", "copy|8|device device 64|r1000:64 w9000:64"
+"""A kernel on the default stream writes what a copy on another stream reads."""
+
+
+def test_a_read_after_an_event_of_the_writer_is_in_order() -> None:
+    assert race_faults(rank(WRITE, "record|0|e", "await|8|e", READ)) == []
+    assert race_faults(rank(WRITE, "wait|0|cudaStreamSynchronize", READ)) == []
+    assert race_faults(rank(WRITE, "record|0|e", "query|e|event", READ)) == []
+    assert race_faults(rank(WRITE, "wait|0|cudaDeviceSynchronize", READ)) == []
+    chain = ["record|0|e", "await|5|e", "kernel|5|between|w500:4", "record|5|f", "await|8|f"]
+    assert race_faults(rank(WRITE, *chain, READ)) == []
+
+
+def missing_event() -> list[str]:
+    return [WRITE, READ]
+
+
+def missing_wait() -> list[str]:
+    return [WRITE, "record|0|e", READ]
+
+
+def recorded_too_early() -> list[str]:
+    return ["record|0|e", WRITE, "await|8|e", READ]
+
+
+def waited_for_another_event() -> list[str]:
+    return [WRITE, "record|0|e", "record|5|f", "await|8|f", READ]
+
+
+def overwritten_while_read() -> list[str]:
+    return [READ, WRITE]
+
+
+def overlapping_ends() -> list[str]:
+    return ["kernel|0|write|w103f:1", READ]
+
+
+@pytest.mark.parametrize("lines", [
+    missing_event, missing_wait, recorded_too_early, waited_for_another_event, overwritten_while_read, overlapping_ends,
+], ids=lambda value: value.__name__)
+def test_a_race_between_streams_is_found(lines: Callable[[], list[str]]) -> None:
+    (fault,) = race_faults(rank(*lines()))
+    assert "nothing orders it after" in fault and fault.startswith("rank 0: ")
+    assert fault in faults([rank(*lines())])
+
+
+def test_what_does_not_conflict_is_no_race() -> None:
+    assert race_faults(rank("kernel|0|a|r1000:64", "kernel|8|b|r1000:64")) == []
+    assert race_faults(rank("kernel|0|a|w1000:64", "kernel|8|b|w1040:64")) == []
+    assert race_faults(rank("kernel|0|a|w1000:64", "kernel|0|b|w1000:64")) == []
+
+
+def test_a_range_across_blocks_is_one_range() -> None:
+    block = 1 << 21
+    wide = f"fill|0|x|w{block - 16:x}:{3 * block}"
+    for at in (block - 1, 2 * block, 4 * block - 17):
+        assert len(race_faults(rank(wide, f"kernel|8|b|r{at:x}:1"))) == 1, at
+    assert race_faults(rank(wide, f"kernel|8|b|r{4 * block - 16:x}:1")) == []
+
+
+def test_a_pinned_buffer_freed_while_a_copy_reads_it_is_found() -> None:
+    copy = "copy|8|pinned device 64|r5000:64 w9000:64"
+    (fault,) = race_faults(rank(copy, "free|0|pinned 5000 4096"))
+    assert "pinned memory is freed while copy pinned device 64" in fault
+    for waited in ("wait|8|cudaStreamSynchronize", "wait|0|cudaDeviceSynchronize"):
+        assert race_faults(rank(copy, waited, "free|0|pinned 5000 4096")) == []
+    assert race_faults(rank(copy, "free|0|pinned 6000 4096")) == []
+    # The address comes again as another buffer.
+    again = "copy|5|pinned device 64|r5000:64 w7000:64"
+    assert race_faults(rank(copy, "wait|8|cudaStreamSynchronize", "free|0|pinned 5000 4096", again)) == []
+
+
+def test_a_second_wait_within_a_step_is_counted() -> None:
+    names = "step 1 begins", "step 1 ends"
+    first, last = (f"mark|0|{name}" for name in names)
+    end = "wait|0|cudaStreamSynchronize"
+    assert waits_between(rank(end, first, WRITE, end, last, end), *names) == ["cudaStreamSynchronize"]
+    assert len(waits_between(rank(first, "wait|0|cudaEventSynchronize", WRITE, end, last), *names)) == 2
+    copy = "copy to pageable memory"
+    assert waits_between(rank(first, f"wait|0|{copy}", end, last), *names) == [copy]
+    with pytest.raises(ValueError, match="step 1 ends"):
+        waits_between(rank(first, end), *names)
+
+
+def test_groups_used_in_another_order_by_two_ranks_are_found_in_one_communicator() -> None:
+    """The fifth planted fault: the communicator is made, but its collectives are asked for in another order."""
+    start = [[f"communicator begins|a 2 {r}"] for r in (0, 1)]
+    one, two = "nccl|a {} all_reduce 4 7 -1 0", "nccl|a {} all_gather 4 7 -1 0"
+    right = [[*s, one.format(r), two.format(r)] for r, s in enumerate(start)]
+    assert operation_faults(logs(*right)) == []
+    assert len(operation_faults(logs(right[0], [*start[1], two.format(1), one.format(1)]))) == 2
+
+
+# ------------------------------------------------------------------------------------------------ budgets of a step
+
+
+def allowed() -> dict[str, float]:
+    return {**dict.fromkeys(budgets.COUNTS, 100), "peak_bytes": 10**9, "planned_over_measured": 1.01}
+
+
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("kernels", 101, "101 kernels a step, 100 are allowed"), ("waits", 101, "101 waits a step"),
+    ("own_kernels", 101, "101 own kernels a step"), ("peak_bytes", 1.006e9, "the allocator's peak is"),
+    ("peak_bytes", 0.99e9, "the allocator's peak is"), ("planned_over_measured", 0.97, "the planner is off by 3.0%"),
+])
+def test_a_step_over_its_budget_is_named(key: str, value: float, says: str) -> None:
+    assert budgets.over_budget("x", allowed(), allowed()) == []
+    (fault,) = budgets.over_budget("x", {**allowed(), key: value}, allowed())
+    assert says in fault and fault.startswith("x: ")
+
+
+def test_calls_outside_the_marks_do_not_count() -> None:
+    own = f"kernel|0|1,1,1 64 0 {budgets.OWN_KERNEL}11forward|"
+    step = ["mark|0|step begins", own, "kernel|0|1,1,1 64 0 theirs", "wait|0|cudaStreamSynchronize", "mark|0|step ends"]
+    found = budgets.counted(rank(own, *step, own, "wait|0|cudaDeviceSynchronize"))
+    assert (found["kernels"], found["own_kernels"], found["waits"], found["early_waits"]) == (2, 1, 1, 0)
+    early = budgets.counted(rank(*step[:2], "wait|0|cudaStreamSynchronize", *step[2:]))
+    assert (early["waits"], early["early_waits"]) == (2, 1)

@@ -10,6 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import part_runner
 import psutil
 import pytest
 import site_report
@@ -74,17 +75,17 @@ def test_the_archive_holds_redacted_text_only(tmp_path: Path, monkeypatch: pytes
 
 def test_a_part_that_fails_or_hangs_is_noted(tmp_path: Path) -> None:
     failing = [sys.executable, "-c", "print('so'); raise SystemExit(7)"]
-    bad = site_report.run(site_report.Part("bad", failing, 60), tmp_path)
+    bad = part_runner.run(part_runner.Part("bad", failing, 60), tmp_path)
     assert bad.exit == 7 and (tmp_path / "bad.txt").read_text() == "so\n"
-    slow = site_report.run(site_report.Part("slow", ["sleep", "60"], 0.1), tmp_path)
+    slow = part_runner.run(part_runner.Part("slow", ["sleep", "60"], 0.1), tmp_path)
     assert slow.exit == 124 and slow.seconds < 30
     assert slow.state == "stopped: not done after 0.1 s, its limit" and bad.state == "failed (exit 7)"
     assert "stopped: not done after 0.1 s" in (tmp_path / "slow.txt").read_text()
 
 
 def test_the_overview_names_states_and_puts_predictions_beside_measurements(tmp_path: Path) -> None:
-    done = [site_report.PartResult("doctor", "x", 0, 3.0, 60.0, "versions"),
-            site_report.PartResult("compare", "y", 124, 60.0, 60.0, "steps")]
+    done = [part_runner.PartResult("doctor", "x", 0, 3.0, 60.0, "versions"),
+            part_runner.PartResult("compare", "y", 124, 60.0, 60.0, "steps")]
     (tmp_path / "compare.txt").write_text("the reason\n")
     text = overview(tmp_path, {"machine": "one node"}, done)
     assert "| doctor | ok | 3 | doctor.txt | versions |" in text and "stopped: not done after 60 s" in text
@@ -115,14 +116,14 @@ def test_where_a_job_ends_soon_every_part_leaves_time_to_those_after_it(tmp_path
     for minutes in (60.0, 120.0):
         left = minutes * 60
         for i, part in enumerate(wanted):  # each takes all that it may
-            given = site_report.allowance(part, wanted[i + 1 :], left)
+            given = part_runner.allowance(part, wanted[i + 1 :], left, site_report.PACKING_S)
             assert part.least_s <= given <= part.limit_s, part.name
             left -= given
         assert left >= site_report.PACKING_S
-    given = site_report.allowance(wanted[0], wanted[1:], site_report.PACKING_S + 5.0)
+    given = part_runner.allowance(wanted[0], wanted[1:], site_report.PACKING_S + 5.0, site_report.PACKING_S)
     assert given == 5.0  # what is not there is not given
-    assert site_report.run(wanted[0], tmp_path, 5.0).state == "not run: no time left"
-    assert site_report.allowance(wanted[0], [], None) == wanted[0].limit_s
+    assert part_runner.run(wanted[0], tmp_path, 5.0).state == "not run: no time left"
+    assert part_runner.allowance(wanted[0], [], None) == wanted[0].limit_s
 
 
 def test_a_stopped_part_takes_along_what_it_started_in_other_sessions() -> None:
@@ -131,7 +132,7 @@ def test_a_stopped_part_takes_along_what_it_started_in_other_sessions() -> None:
     process = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE)
     assert process.stdout is not None
     left = psutil.Process(int(process.stdout.readline()))
-    site_report.end(process)
+    part_runner.end(process)
     process.stdout.close()
     with contextlib.suppress(psutil.NoSuchProcess):
         assert left.status() == psutil.STATUS_ZOMBIE
@@ -139,8 +140,8 @@ def test_a_stopped_part_takes_along_what_it_started_in_other_sessions() -> None:
 
 def test_a_signal_ends_the_part_at_work_and_the_rest_is_not_begun(tmp_path: Path) -> None:
     tell = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(60)"
-    wanted = [site_report.Part("first", [sys.executable, "-c", tell], 50.0), site_report.Part("second", ["true"], 50.0)]
-    found = site_report.run_all(wanted, tmp_path, None)
+    wanted = [part_runner.Part("first", [sys.executable, "-c", tell], 50.0), part_runner.Part("second", ["true"], 50.0)]
+    found = part_runner.run_all(wanted, tmp_path, None)
     assert [o.state for o in found] == ["stopped: the job was told to end", "not run: no time left"]
     assert "got SIGTERM" in (tmp_path / "first.txt").read_text() and found[0].seconds < 40
 

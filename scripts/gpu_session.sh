@@ -1,0 +1,11 @@
+#!/bin/bash
+# Ten minutes on a GPU: checks, rates and the comparison, with nothing to install (scripts/gpu_session.py says what).
+# PYTHON: an interpreter that has torch. Options are those of gpu_session.py: --minutes 10 --kernels FOLDER --out FOLDER.
+set -euo pipefail
+
+root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-}
+if [[ -z $python && -x $root/.venv/bin/python ]]; then python=$root/.venv/bin/python; fi
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+cd "$root"
+exec "${python:-python3}" scripts/gpu_session.py "$@"

@@ -1,0 +1,68 @@
+"""One process on the ghost machine: build a size of the comparison and train three steps, the last between two marks.
+
+    python budget_step.py SIZE LAYERS MICRO_BATCH GLOBAL_BATCH     (started by budgets.py, under the ghost machine)
+
+Prints one line of JSON: the allocator's peak of the last step, the host's seconds for it, and the providers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+
+import torch
+from ordering import STEP_BEGINS, STEP_ENDS
+from torch.nn.attention import SDPBackend
+
+from benchmarks.compare.sizes import sizes
+from benchmarks.compare.worker import settled
+from megatron_port.backend import attention
+from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.device import choose_device
+from megatron_port.config.schema import BackendConfig
+from megatron_port.data.batch import MicroBatch
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.session.assemble import DTYPES, build_engine
+
+STEPS = 3
+
+
+def main() -> int:
+    """Train and print."""
+    name, layers, micro, batch = sys.argv[1], *map(int, sys.argv[2:5])
+    mark = ctypes.CDLL(None).ghost_mark
+    size = settled(sizes()[name], {"layers": layers, "micro_batch": micro, "global_batch": batch})
+    device = choose_device("auto")
+    m = size.model
+    # cuDNN cannot be loaded here; flash attention is what a GPU without it takes.
+    attention.gpu_kernels = lambda **_: [SDPBackend.FLASH_ATTENTION]  # type: ignore[assignment]
+    providers = choose_providers(
+        BackendConfig(device=device.kind), device, DTYPES[size.dtype], engine="native",
+        heads=(m.num_attention_heads, m.kv_heads, m.head_size),
+    )
+    engine = build_engine(
+        size.run_config(), ParallelContext.single(device.torch_device), providers, initialise=False
+    )
+    tokens = torch.zeros(size.global_batch, m.seq_length, dtype=torch.int64)
+    batches = [MicroBatch(tuple(range(i, i + micro)), tokens=tokens[i : i + micro], labels=tokens[i : i + micro])
+               for i in range(0, size.global_batch, micro)]
+    for step in range(STEPS):
+        last = step == STEPS - 1
+        if last:
+            torch.cuda.reset_peak_memory_stats()
+            mark(STEP_BEGINS.encode())
+        wall, processor = time.perf_counter(), time.process_time()
+        engine.train_step(batches, step=step, lr=1e-3)
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    mark(STEP_ENDS.encode())
+    print(json.dumps({
+        "peak_bytes": torch.cuda.max_memory_allocated(), "host_seconds": processor, "wall_seconds": wall,
+        "providers": {row.op: row.provider for row in providers.table},
+    }))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
