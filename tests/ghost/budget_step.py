@@ -39,7 +39,7 @@ def main() -> int:
     # cuDNN cannot be loaded here; flash attention is what a GPU without it takes.
     attention.gpu_kernels = lambda **_: [SDPBackend.FLASH_ATTENTION]  # type: ignore[assignment]
     providers = choose_providers(
-        BackendConfig(device=device.kind), device, DTYPES[size.dtype], engine="native",
+        BackendConfig(device="cuda"), device, DTYPES[size.dtype], engine="native",
         heads=(m.num_attention_heads, m.kv_heads, m.head_size),
     )
     engine = build_engine(
