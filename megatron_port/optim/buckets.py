@@ -1,8 +1,9 @@
 """Layout of a rank's parameters in flat buckets, and the part of them that each replica owns. Pure arithmetic.
 
-A bucket is what one collective moves. It holds parameters whose gradients are summed over the same ranks; each tied
-parameter has its own, because its layout must be the same on the two stages that hold it. Buckets follow the order in
-which backward passes end: last chunk and last layer first.
+A bucket is what one collective moves. It holds parameters whose gradients are summed over the same ranks, those of
+shared key/value heads apart (``ParameterRecord.sums_query_heads``); each tied parameter has its own, because its layout
+must be the same on the two stages that hold it. Buckets follow the order in which backward passes end: last chunk and
+last layer first.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ def plan_buckets(
         first: factors of the first sum, which leaves each of ``shards`` replicas its part.
         shards: replicas that divide a bucket.
     """
-    def key(record: ParameterRecord) -> tuple[bool, list[int]]:
-        return record.tied_key is not None, sorted(record.reduces_over(mesh) - first)
+    def key(record: ParameterRecord) -> tuple[bool, bool, tuple[int, ...]]:
+        beyond = tuple(sorted(record.reduces_over(mesh) - first))
+        return record.tied_key is not None, record.sums_query_heads(mesh), beyond
 
     plans: list[BucketPlan] = []
     for chunk in reversed(chunks):
-        kinds = sorted({(tied, tuple(beyond)) for tied, beyond in (key(record) for _, record, _ in chunk)})
-        for tied, beyond in kinds:
-            alike = [entry for entry in reversed(chunk) if key(entry[1]) == (tied, list(beyond))]
+        for kind in sorted({key(record) for _, record, _ in chunk}):
+            tied, _, beyond = kind
+            alike = [entry for entry in reversed(chunk) if key(entry[1]) == kind]
             for slots, end in _filled(alike, 0 if tied else capacity):
                 numel = -(-end // (ALIGN * shards)) * ALIGN * shards
                 late = tied or bool(frozenset(beyond) - mesh.factors(*REPLICAS))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.optim.buckets import ALIGN, plan_buckets, shard_ranges
+from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord
 from megatron_port.parallel.topology import Topology
 
@@ -53,3 +54,28 @@ def test_shards_cover_every_element_once(
     order = [next(c for c, chunk in enumerate(numbered) if plan.slots[0].index in {i for i, _, _ in chunk})
              for plan in plans]
     assert order == sorted(order, reverse=True)
+
+
+def test_gradients_of_shared_heads_are_reduced_by_themselves() -> None:
+    """One key/value head for three ranks: summed over the same ranks as a norm's, in a bucket of its own.
+
+    A ring of three rounds an element by its place in the buffer, so that a norm's size would change a head's gradient.
+    """
+    mesh = Topology(tp=3, kv_copies=3).mesh
+    heads = slice_record("qkv", (60,), init=InitSpec("zeros"), decay=True, partial_over=(*REPLICAS, "kv_copies"))
+    norm = slice_record("norm", (7,), init=InitSpec("zeros"), decay=True, partial_over=SEQUENCE)
+    assert heads.reduces_over(mesh) == norm.reduces_over(mesh) == mesh.factors("tp")
+    parameters = [(0, norm, 7), (1, heads, 60), (2, norm, 7)]
+    plans = plan_buckets([parameters], mesh, first=mesh.factors(*REPLICAS), shards=1, capacity=9000)
+    assert [[slot.index for slot in plan.slots] for plan in plans] == [[2, 0], [1]]
+    assert all(plan.beyond == mesh.factors("tp") for plan in plans)
+
+
+def test_heads_that_nobody_shares_lie_with_the_others() -> None:
+    mesh = Topology(tp=2).mesh
+    heads = slice_record("qkv", (60,), init=InitSpec("zeros"), decay=True, partial_over=(*REPLICAS, "kv_copies"))
+    weight = slice_record("up", (7,), init=InitSpec("zeros"), decay=True)
+    plans = plan_buckets(
+        [[(0, weight, 7), (1, heads, 60)]], mesh, first=mesh.factors(*REPLICAS), shards=1, capacity=9000
+    )
+    assert [[slot.index for slot in plan.slots] for plan in plans] == [[1, 0]]
