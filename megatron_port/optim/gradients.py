@@ -36,13 +36,13 @@ def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext
     which has only its query heads' part.
     """
     data = ctx.mesh.factors(*REPLICAS)
-    by_group: dict[Factors, list[torch.Tensor]] = {}
+    alike: dict[tuple[bool, Factors], list[torch.Tensor]] = {}
     for record, g in grads:
-        by_group.setdefault(record.reduces_over(ctx.mesh) - data, []).append(g)
-    for beyond in sorted(by_group, key=sorted):
+        alike.setdefault((record.sums_query_heads(ctx.mesh), record.reduces_over(ctx.mesh) - data), []).append(g)
+    for heads, beyond in sorted(alike, key=lambda kind: (kind[0], sorted(kind[1]))):
         group = ctx.along(beyond)
         if group is not None:
-            all_reduce_flat(by_group[beyond], group)
+            all_reduce_flat(alike[heads, beyond], group)
 
 
 def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:

@@ -65,11 +65,14 @@ class Positions:
         return Positions(tuple(runs))
 
     def take(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Select these positions from ``x``, which has an entry per position along ``dim``. A single run is a view.
+        """Select these positions from ``x``, which has an entry per position along ``dim``. A single run is a view,
+        and all of ``x`` is ``x`` itself: the gradient of a slice would be copied into zeros.
 
         Raises:
             RuntimeError: ``x`` is too short.
         """
+        if self.runs == ((0, x.shape[dim]),):
+            return x
         parts = [x.narrow(dim, run.start, run.length) for run in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

@@ -94,6 +94,14 @@ class ParameterRecord:
         """
         return mesh.factors(*self.partial_over) & self.replicated_over(mesh)
 
+    def sums_query_heads(self, mesh: Mesh) -> bool:
+        """Return whether the gradient is a sum over ranks that hold the same key/value heads.
+
+        Engine deepspeed reduces them apart from others that are summed over the same ranks: with three ranks and more a
+        ring rounds an element by its place in the buffer.
+        """
+        return "kv_copies" in self.partial_over and bool(mesh.factors("kv_copies"))
+
     def is_owned(self, mesh: Mesh, rank: int, *, spread: Factors = frozenset()) -> bool:
         """Return whether this rank's copy is the one that is saved, recorded and counted in the norm.
 

@@ -1,7 +1,8 @@
 """Digests of what every layout computes, to show that a refactoring changes no number.
 
 Run before and after with ``python tests/distributed/digests.py --out FILE`` (resumable), then compare the two files
-with ``--compare BEFORE AFTER``. A digest is SHA-256 of all losses, norms, gradients and weights of all ranks.
+with ``--compare BEFORE AFTER``. A digest is SHA-256 of all losses, norms, gradients and weights of all ranks; shorter
+ones of each of these tell what of a draw changed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -45,6 +47,16 @@ def traces_digest(traces: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
+def part_digests(traces: Sequence[Any]) -> dict[str, str]:
+    """Return 16 hexadecimal digits for each field of the records, over all ranks."""
+    out = {}
+    for name in sorted(vars(traces[0])):
+        digest = hashlib.sha256()
+        feed(digest, [getattr(trace, name) for trace in traces])
+        out[name] = digest.hexdigest()[:16]
+    return out
+
+
 def as_before(one: Draw) -> Draw:
     """The draw without the options that commits before 2026-11-22 did not have."""
     later: dict[str, dict[str, Any]] = {
@@ -77,7 +89,9 @@ def run(draws: Sequence[tuple[str, Draw]], out: Path, *, batch_size: int, second
                                     deepspeed=deepspeed)
                 with out.open("a") as file:
                     for i, (name, one) in enumerate(batch):
-                        row = {"name": name, **one.describe(), "digest": traces_digest([r[i] for r in results])}
+                        traces = [r[i] for r in results]
+                        row = {"name": name, **one.describe(), "digest": traces_digest(traces),
+                               "parts": part_digests(traces)}
                         file.write(json.dumps(row) + "\n")
     finally:
         ranks.close()
@@ -89,7 +103,10 @@ def compare(before: Path, after: Path) -> int:
     common = [name for name in old if name in new]
     differ = [name for name in common if old[name]["digest"] != new[name]["digest"]]
     for name in differ:
-        print(name, json.dumps({k: v for k, v in new[name].items() if k not in ("name", "digest")}))
+        parts = [old[name].get("parts", {}), new[name].get("parts", {})]
+        changed = sorted(k for k in parts[0].keys() & parts[1].keys() if parts[0][k] != parts[1][k])
+        config = {k: v for k, v in new[name].items() if k not in ("name", "digest", "parts")}
+        print(name, f"differs in {', '.join(changed)}:" if changed else "", json.dumps(config))
     print(f"{len(common)} compared, {len(differ)} differ")
     return 1 if differ or not common else 0
 
@@ -101,6 +118,7 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, nargs=2)
     parser.add_argument("--seeds", type=int, default=1000, help="random draws")
     parser.add_argument("--matrix", action="store_true", help="the rows of both matrices as well")
+    parser.add_argument("--only", default="", metavar="REGEX", help="of these, those whose name matches from its start")
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     args = parser.parse_args()
@@ -111,6 +129,7 @@ def main() -> int:
         for own in ("off", "on"):
             rows = [*matrix(own), *schedule_matrix(own_kernels=own)]
             draws += [(f"matrix {own} {i}", one) for i, one in enumerate(rows)]
+    draws = [(name, one) for name, one in draws if re.match(args.only, name)]
     run(draws, args.out, batch_size=args.batch, seconds=args.seconds)
     return 0
 
