@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.optim.buckets import ALIGN, plan_buckets, shard_ranges
-from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord
 from megatron_port.parallel.topology import Topology
 
