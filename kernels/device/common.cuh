@@ -33,9 +33,9 @@ struct bf16 {
   uint16_t bits;
 };
 template <typename T>
-constexpr bool is_bf16 = false;
+inline constexpr bool is_bf16 = false;
 template <>
-constexpr bool is_bf16<bf16> = true;
+inline constexpr bool is_bf16<bf16> = true;
 
 __host__ __device__ inline float float_of_bits(uint32_t bits) {
   union {

@@ -71,9 +71,9 @@ def record_run(
     if evaluate_after:
         trace.final_eval_loss = engine.eval_step(batches(0)).loss
     for record, parameter in engine.named_parameters():
-        copy = _slices([(record, parameter)])
-        trace.copies += copy
-        trace.weights += copy if record.is_owned(ctx.mesh, ctx.rank) else []
+        # Apart, because a file of tensors may not hold the same memory twice.
+        trace.copies += _slices([(record, parameter)])
+        trace.weights += _slices([(record, parameter)] if record.is_owned(ctx.mesh, ctx.rank) else [])
     return trace
 
 
