@@ -79,7 +79,9 @@ def act(kind, loop, want):
         zero = want["trainer"].engine.engine.optimizer
         flat = zero.single_partition_of_fp32_groups[0]
         zero.optimizer.state[flat]["exp_avg"].view(-1).view(torch.int32)[5] ^= 1 << 12
-    elif kind == "error": raise loop.PortError("a fault of this rank alone")
+    elif kind == "error":
+        from megatron_port.errors import PortError
+        raise PortError("a fault of this rank alone")
     elif kind == "bug": raise KeyError("a bug of this rank alone")
     else: raise AssertionError(kind)
 def install(loop, here):
