@@ -121,7 +121,7 @@ def pipelines(names: tuple[tuple[str, int], ...]) -> list[tuple[Case, Case]]:
     out = []
     for i, (name, chunks) in enumerate(names):
         options: dict[str, Any] = {
-            "dtype": ("fp32", "bf16")[i % 2], "layers": 7, "micro_batches": 3, "tied": i % 2 == 0,
+            "dtype": ("fp32", "bf16")[i % 2], "layers": 5, "micro_batches": 3, "tied": i % 2 == 0,
             "pipeline_schedule": name, "virtual_pipeline_size": chunks,
         }
         layout = (1, 2, 2)
