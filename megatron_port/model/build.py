@@ -1,4 +1,4 @@
-"""What the modules of a stage are built with."""
+"""Context that the modules of a stage are built with."""
 
 from __future__ import annotations
 

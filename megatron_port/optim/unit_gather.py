@@ -42,7 +42,7 @@ class WeightSharding:
 
 
 class ShardedBucket(Protocol):
-    """What is gathered of a bucket (``optim.sharded.Bucket``)."""
+    """Parts of a bucket that are gathered (``optim.sharded.Bucket``)."""
 
     weights: torch.Tensor
     """All of it, in a window."""

@@ -28,7 +28,7 @@ CHOICES = {
     "micro-batch": "micro_batch", "tensor parallel size": "tp", "pipeline stages": "pp", "recompute": "recompute",
     "sequence parallel": "sequence_parallel",
 }
-"""What a bar is called → the field of the layout that changes."""
+"""Name of a bar → the field of the layout that changes."""
 
 
 @dataclass(frozen=True)
