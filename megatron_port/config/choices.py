@@ -1,4 +1,4 @@
-"""What configuration fields may be, from their types: values of a ``Literal`` or of a registry, and ranges."""
+"""Legal values of configuration fields, from their types: values of a ``Literal`` or of a registry, and ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a value may be, stated in its field's type: ``num_layers: Size``. ``config.choices`` collects them."""
+"""Ranges of values, stated in a field's type: ``num_layers: Size``. ``config.choices`` collects them."""
 
 from __future__ import annotations
 

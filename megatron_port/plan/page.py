@@ -23,9 +23,9 @@ SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 12
 def study_picture(
     study: Study, found: Sequence[Planned], measured: Sequence[tuple[float, float, float]] | None = None
 ) -> str:
-    """One study: rate of a device (scaling: efficiency) over its x; hollow points do not fit the device.
+    """One study: rate per device (scaling: efficiency) over its x; hollow points do not fit the device.
 
-    ``measured``: points beside the planned ones, (x, hardware TFLOP/s of a device, fraction of the first).
+    ``measured``: points beside the planned ones, (x, hardware TFLOP/s per device, fraction of the first).
     """
     scaling = study.name in ("weak", "strong")
     points = [(p.x, p.efficiency if scaling else p.tflops) for p in found]

@@ -50,7 +50,7 @@ early = cpp._jit_compile
 undo = install_guard(False)
 refused(lambda: cpp.load("my_op", ["x.cpp"]), "my_op", "--no-build-isolation", "backend.allow_jit = true")
 refused(lambda: cpp.load_inline(name="my_other", cpp_sources=[""]), "my_other")
-refused(lambda: cpp._run_ninja_build("/tmp/x", False, ""), "/tmp/x")
+refused(lambda: cpp._run_ninja_build("/build/x", False, ""), "/build/x")
 def double(x): return 2 * x
 compiled = torch.compile(double)          # decorating alone is harmless
 refused(lambda: compiled(torch.ones(1)), "double", "make kernels", "backend.allow_jit = true")

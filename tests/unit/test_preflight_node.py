@@ -161,12 +161,12 @@ def test_device_files_and_slurms_count(tmp_path: Path) -> None:
 
 def test_settings_that_the_cluster_asks_for() -> None:
     config = RunConfig(
-        cluster=ClusterConfig(environment=("NCCL_NET=OFI", "FI_MR_CACHE_MONITOR=kdreg2", "MIOPEN_PATH=/tmp/{user}")),
+        cluster=ClusterConfig(environment=("NCCL_NET=OFI", "FI_MR_CACHE_MONITOR=kdreg2", "MIOPEN_PATH=/nvme/{user}")),
         launch=LaunchConfig(environment=("NCCL_NET=Socket", "A=b=c")),
     )
     wanted = wanted_environment(config)
-    assert wanted == {"NCCL_NET": "Socket", "FI_MR_CACHE_MONITOR": "kdreg2", "MIOPEN_PATH": "/tmp/{user}", "A": "b=c"}
-    found = compare_environment(wanted, {"NCCL_NET": "IB", "MIOPEN_PATH": "/tmp/root", "A": "b=c"})
+    assert wanted == {"NCCL_NET": "Socket", "FI_MR_CACHE_MONITOR": "kdreg2", "MIOPEN_PATH": "/nvme/{user}", "A": "b=c"}
+    found = compare_environment(wanted, {"NCCL_NET": "IB", "MIOPEN_PATH": "/nvme/root", "A": "b=c"})
     assert found == {"missing": {"FI_MR_CACHE_MONITOR": "kdreg2"}, "different": {"NCCL_NET": ["Socket", "IB"]}}
 
 
