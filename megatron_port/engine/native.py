@@ -38,7 +38,7 @@ from megatron_port.engine.native_passes import Passes, unit_uses
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
 from megatron_port.errors import ConfigError
-from megatron_port.optim.gradients import global_square_norm
+from megatron_port.optim.gradients import global_square_norm, owned_gradients
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.rules import rule_of
 from megatron_port.optim.sharded import Bucket, ShardedParameters, StateShard
@@ -130,6 +130,9 @@ class NativeEngine:
             for unit in chunk.units:
                 self.sharded.wait_before(unit)
         self.update = make_update(optimizer_provider, self.sharded, config.optimizer)
+        self._in_norm = owned_gradients(
+            ((p.record, p.gradient) for p in self.sharded.pieces), ctx, spread=self.sharded.spread
+        )
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
         self.auxiliary = AuxiliarySums(self.chunks[0].auxiliary_names, ctx.device)
@@ -257,10 +260,7 @@ class NativeEngine:
         auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
         veto = refused_loss(sums, largest_loss) if probe is None else torch.ones((), device=sums.device)
         at(OPTIMIZER, "gradient norm and update")
-        square = global_square_norm(
-            ((p.record, p.gradient) for p in self.sharded.pieces), self.ctx, self.update.square_norm,
-            spread=self.sharded.spread,
-        )
+        square = global_square_norm(self._in_norm, self.ctx, self.update.square_norm)
         self.state_check.verify()
         norm, refused = self.update.step(square, lr=lr, scale=used_scale, veto=veto, limit=largest_norm)
         self._record_state(gathering=self.sharded.shards > 1 and self.sharded.unit_gather is None)

@@ -5,7 +5,7 @@ Both engines use these, so a layout's gradient rules exist once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,28 +66,33 @@ def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelCont
             g.zero_()
 
 
+def owned_gradients(
+    grads: Iterable[RecordedGrad], ctx: ParallelContext, *, spread: Factors = frozenset()
+) -> list[torch.Tensor]:
+    """Return the gradients of which this rank owns the parameter (``ParameterRecord.is_owned``): those of all ranks hold
+    each logical element once, and padding, whose gradient is zero.
+
+    ``spread``: factors along which each rank gives its own pieces of the gradients (ZeRO).
+    """
+    return [g.detach() for record, g in grads if record.is_owned(ctx.mesh, ctx.rank, spread=spread)]
+
+
 def global_square_norm(
-    grads: Iterable[RecordedGrad],
+    owned: Sequence[torch.Tensor],
     ctx: ParallelContext,
     square_norm: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
-    *,
-    spread: Factors = frozenset(),
 ) -> torch.Tensor:
     """Return the sum of squares of all final gradients of the model, a float64 scalar on the device. Collective.
 
-    Each logical element is counted once, by the rank that owns it (``ParameterRecord.is_owned``); padding never, since
-    its gradient is zero.
-
     Args:
+        owned: this rank's ``owned_gradients``.
         square_norm: of a list of tensors; None: torch's ops.
-        spread: factors along which each rank gives its own pieces of the gradients (ZeRO).
     """
-    mine = [g.detach() for record, g in grads if record.is_owned(ctx.mesh, ctx.rank, spread=spread)]
-    if square_norm is not None and mine:
-        total = square_norm(mine)
+    if square_norm is not None and owned:
+        total = square_norm(list(owned))
     else:
-        wide = torch.float64 if mine and mine[0].dtype == torch.float64 else torch.float32
-        squares = [g.to(wide).square().sum() for g in mine]
+        wide = torch.float64 if owned and owned[0].dtype == torch.float64 else torch.float32
+        squares = [g.to(wide).square().sum() for g in owned]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=ctx.device)
     total = total.double()  # one dtype on all ranks, also where a rank has nothing to add
     # Owners may lie anywhere on the mesh, so one sum over all ranks is right whatever axes a parameter lies along.
