@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_port.backend.direct import first_order
 
 _INSTRUCTIONS = {
     torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
@@ -41,7 +42,7 @@ class _Product(torch.autograd.Function):
         return (a.float() @ b.float()).to(a.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         a, b = ctx.saved_tensors
         wide = grad.float()

@@ -49,9 +49,11 @@ class ResidualStream:
         if fused is None:
             return residual + self.drop(x if bias is None else x + bias, op=op)
         positions, keys = self.positions(x.shape[0]), self.stream.sample_keys(p)
+        key, runs = self.stream.op_key(op), positions.runs
+        rows = [run.length for run in runs]
+        split = ((x,), (residual,)) if len(runs) == 1 else (x.split(rows), residual.split(rows))
         parts = [  # a call for each run: the kernel knows one start
-            fused(part, bias, rest, keys, op_key=self.stream.op_key(op), p=p, seq_offset=run.start, width=self.width,
-                  width_offset=0)
-            for (run, part), (_, rest) in zip(positions.split(x), positions.split(residual))
+            fused(part, bias, rest, keys, op_key=key, p=p, seq_offset=run.start, width=self.width, width_offset=0)
+            for run, part, rest in zip(runs, *split)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -69,8 +69,9 @@ def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelCont
 def owned_gradients(
     grads: Iterable[RecordedGrad], ctx: ParallelContext, *, spread: Factors = frozenset()
 ) -> list[torch.Tensor]:
-    """Return the gradients of which this rank owns the parameter (``ParameterRecord.is_owned``): those of all ranks hold
-    each logical element once, and padding, whose gradient is zero.
+    """Return the gradients of which this rank owns the parameter (``ParameterRecord.is_owned``).
+
+    Those of all ranks hold each logical element once; of padding the gradient is zero.
 
     ``spread``: factors along which each rank gives its own pieces of the gradients (ZeRO).
     """

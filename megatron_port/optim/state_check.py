@@ -172,11 +172,13 @@ class StateCheck:
     @torch.no_grad()
     def verify(self) -> None:
         """Hash the recorded tensors again and add rows that differ to ``differing``. No host synchronisation."""
+        if not self._recorded:
+            return
+        assert self._hash is not None
         for key, (t, recorded, _) in self._recorded.items():
-            assert self._hash is not None
-            found = self._hash(t.flat)
-            self._recorded[key] = (t, recorded, found)
-            self.differing += (found != recorded).sum()
+            self._recorded[key] = (t, recorded, self._hash(t.flat))
+        _, recorded_rows, found_rows = zip(*self._recorded.values())
+        self.differing += (torch.cat(found_rows) != torch.cat(recorded_rows)).sum()
 
     def damage(self) -> Damage | None:
         """Return the damage found since the update before the last, with the places of the first damaged kind, or None.

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from megatron_port.backend.cross_entropy import CrossEntropyOps, torch_cross_entropy
+from megatron_port.backend.direct import first_order
 from megatron_port.parallel.collectives import Group
 
 TokenLoss = Callable[..., torch.Tensor]
@@ -47,7 +47,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return total.log() + (maximum - target)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None, None]:

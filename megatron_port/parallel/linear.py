@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from megatron_port.backend.cpu_upcast import widens
+from megatron_port.backend.direct import first_order
 from megatron_port.parallel.collectives import (
     Group,
     all_gather_first,
@@ -101,7 +101,7 @@ class _Linear(torch.autograd.Function):
         return results[0][0] if len(results) == 1 else torch.cat([y for y, _ in results], dim=-1)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         kernels, needs = ctx.kernels, ctx.needs_input_grad

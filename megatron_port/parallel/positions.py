@@ -13,7 +13,6 @@ Today a rank holds the whole sequence. A division of the sequence for attention 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -75,13 +74,6 @@ class Positions:
             return x
         parts = [x.narrow(dim, run.start, run.length) for run in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def split(self, x: torch.Tensor) -> Iterator[tuple[Run, torch.Tensor]]:
-        """Split ``x``, whose rows are these positions, into (run, rows of the run)."""
-        if len(self.runs) == 1:
-            yield self.runs[0], x
-            return
-        yield from zip(self.runs, x.split([run.length for run in self.runs]))
 
     def index(self, device: torch.device) -> torch.Tensor:
         """Return the positions, int64 [count]."""

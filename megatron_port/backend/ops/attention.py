@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_port.backend.direct import first_order
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import drop_threshold
 
@@ -67,7 +67,7 @@ class _Attention(torch.autograd.Function):
         return flat
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, rows, keys = ctx.saved_tensors
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -89,7 +89,7 @@ class _PackedAttention(torch.autograd.Function):
         return flat
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
         qkv, out, rows, keys = ctx.saved_tensors
         gradient: Tensor = qkv.new_empty(qkv.shape)
