@@ -60,7 +60,7 @@ def summary(config: RunConfig, world_size: int | None) -> str:
         f"{config.name} is legal.\n"
         f"  model   {config.model.name}: {count:,} parameters\n"
         f"  layout  tp {tp} x pp {pp} x dp {dp} = {model_ranks(config.layout) * dp} ranks, engine {config.engine}, "
-        f"ZeRO-{config.layout.zero_stage}, {config.precision.dtype}, recompute {config.layout.recompute}\n"
+        f"ZeRO-{config.layout.zero_stage}, {config.precision.dtype}, recompute {config.activations.policy}\n"
         f"  batch   {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} x "
         f"{batch.global_batch_size // (batch.micro_batch_size * dp)} accumulated x dp {dp}; "
         f"{batch.global_batch_size * config.model.seq_length:,} tokens, {step:.3e} model FLOPs per step"

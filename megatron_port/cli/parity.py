@@ -129,12 +129,13 @@ def _stand_in(config: RunConfig, layout: str) -> str:
 
 def _record_single(args: argparse.Namespace, config: RunConfig) -> int:
     """Record the named runs of one process, engine native, under ``--out``."""
+    from megatron_port.config.schema import ActivationsConfig
     from megatron_port.parity.recording import record_orders
     from megatron_port.parity.reduction_order import ORDERS
     from megatron_port.runtime.discovery import discover
 
     alone = replace(
-        parse_layout("tp1pp1dp1", config.layout), zero_stage=0, shard_size=0, reshard="forward", recompute="none",
+        parse_layout("tp1pp1dp1", config.layout), zero_stage=0, shard_size=0, reshard="forward",
         pipeline_schedule="1f1b", virtual_pipeline_size=1,
     )
     provider = "auto" if config.backend.optimizer == "deepspeed" else config.backend.optimizer
@@ -145,7 +146,8 @@ def _record_single(args: argparse.Namespace, config: RunConfig) -> int:
             (_places(changed) if name.startswith(PLACES) else None, out)
         ]
         changed = replace(
-            changed, engine="native", layout=alone, backend=replace(changed.backend, optimizer=provider)
+            changed, engine="native", layout=alone, activations=ActivationsConfig(),
+            backend=replace(changed.backend, optimizer=provider),
         )
         if name == WIDE:  # torch's ops: an error of a kernel is not to be in both
             steps, changed = 1, replace(

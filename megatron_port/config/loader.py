@@ -44,6 +44,8 @@ RUN_CONFIG = "config.toml"
 """What a run writes of its configuration, in its folder."""
 OF_FOLDER = "the run's folder "
 """Start of the origin of a value that a run's folder gives, and not the file in it."""
+MOVED = {"layout.recompute": "activations.policy"}
+"""Fields that have another name now; their old one is refused with it."""
 _FILE_BYTES = 1 << 20
 _MOST_FILES = 256
 
@@ -224,7 +226,8 @@ class _Reader:
         for key, value in data.items():
             dotted = prefix + key
             if key not in hints:
-                self.problems.append(f"{origin(dotted)}: unknown key {dotted!r}{self._suggest(key, hints)}")
+                moved = f"; it is {MOVED[dotted]} now" if dotted in MOVED else self._suggest(key, hints)
+                self.problems.append(f"{origin(dotted)}: unknown key {dotted!r}{moved}")
                 continue
             kind = hints[key]
             if dataclasses.is_dataclass(kind):

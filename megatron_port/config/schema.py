@@ -25,6 +25,7 @@ from megatron_port.config.machine import (
     PreflightConfig,
     WatchConfig,
 )
+from megatron_port.config.memory import ActivationsConfig
 from megatron_port.config.ranges import (
     Count,
     CountOrZero,
@@ -42,8 +43,8 @@ from megatron_port.config.ranges import (
 )
 
 __all__ = [
-    "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig", "DataConfig",
-    "HardwareConfig", "LaunchConfig", "LayoutConfig", "ModelConfig", "NumericsConfig", "OptimizerConfig",
+    "ActivationsConfig", "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig",
+    "DataConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig", "ModelConfig", "NumericsConfig", "OptimizerConfig",
     "PrecisionConfig", "PreflightConfig", "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
 ]
 
@@ -177,8 +178,6 @@ class LayoutConfig:
     """Transformer layers on each virtual stage, in order; empty: balanced by cost, embedding and head counted."""
     vocab_padding_multiple: Size = 128
     """The vocabulary is padded to a multiple of this times t; padded logits are masked."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """none | selective (attention core) | full (each layer from its input)"""
     elastic: bool = False
     """With another number of ranks than this layout's, continue with the nearest legal one (docs/elastic.md) instead of
     stopping; the global batch stays."""
@@ -428,6 +427,7 @@ class RunConfig:
     losses, schedules, data sources, kernels (CONTRIBUTING.md). What they do is done: name only what you trust."""
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

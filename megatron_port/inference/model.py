@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from megatron_port.config.schema import ActivationsConfig
 from megatron_port.engine.module import read_local, recorded_parameters
 from megatron_port.errors import PortError
 from megatron_port.inference.kv_cache import CacheSlot, KeyValueCache
@@ -38,8 +39,8 @@ class InferenceModel:
 
     def __init__(self, session: Session, read: StateReader) -> None:
         self.ctx, config = session.ctx, session.config
-        layout = replace(config.layout, sequence_parallel=False, recompute="none", virtual_pipeline_size=1)
-        self.config = replace(config, layout=layout)
+        layout = replace(config.layout, sequence_parallel=False, virtual_pipeline_size=1)
+        self.config = replace(config, layout=layout, activations=ActivationsConfig())
         self.model = config.model
         stream = DropoutStream(0, self.ctx.device)
         stream.enabled = False

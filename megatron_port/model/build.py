@@ -30,17 +30,18 @@ class BuildContext:
         dtype: of parameters and activations.
         loss: of the head while training; evaluations take the cross-entropy.
         partition: positions that this rank holds; None: those of the layout.
+        recompute: the policy of the layers' activations.
     """
 
     def __init__(
         self, *, model: ModelConfig, layout: LayoutConfig, ctx: ParallelContext, providers: Providers,
         stream: DropoutStream, dtype: torch.dtype, loss: TokenLoss = vocab_parallel_cross_entropy,
-        partition: SequencePartition | None = None,
+        partition: SequencePartition | None = None, recompute: str = "none",
     ) -> None:
         self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
         self.dtype, self.loss = dtype, loss
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
-        self.recompute = layout.recompute
+        self.recompute = recompute
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
         self.kernels = make_linear_kernels(providers.fp8)

@@ -285,7 +285,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         cp=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage, shard=layout.shard_size,
         reshard=layout.reshard, state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
-        recompute=layout.recompute, micro_batch=batch.micro_batch_size,
+        recompute=config.activations.policy, micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,
         flash=config.backend.attention != "math" and config.model.attention_dropout == 0

@@ -121,7 +121,7 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
         "layout.tensor_parallel_size": case.tp, "layout.pipeline_parallel_size": case.pp,
         "layout.virtual_pipeline_size": case.vp,
         "layout.data_parallel_size": case.dp if config.layout.data_parallel_size else 0,  # 0: derived
-        "layout.sequence_parallel": case.sequence_parallel, "layout.recompute": case.recompute,
+        "layout.sequence_parallel": case.sequence_parallel, "activations.policy": case.recompute,
         "layout.zero_stage": case.zero_stage, "batch.micro_batch_size": case.micro_batch,
         "layout.pipeline_schedule": case.schedule,
     }

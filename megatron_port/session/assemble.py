@@ -54,6 +54,7 @@ def build_model(
     build = BuildContext(
         model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
         dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(config.training.loss),
+        recompute=config.activations.policy,
     )
     return build_chunks(build, layers_by_chunk(config, ctx.topology))
 

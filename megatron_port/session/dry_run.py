@@ -130,7 +130,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
         f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} "
         f"replicas; pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
         f"a step: {model_flops(config.model) * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
-        f"{hardware_flops(config.model, config.layout.recompute, tp) * config.batch.global_batch_size / 1e15:.4g} "
+        f"{hardware_flops(config.model, config.activations.policy, tp) * config.batch.global_batch_size / 1e15:.4g} "
         "hardware",
         *group_lines(topology, config.cluster.gpus_per_node),
         "stage  ranks          layers  parameters a rank  weights+gradients+optimizer a rank (activations not counted)",

@@ -145,7 +145,7 @@ def inference_config(weights: Weights, overrides: Sequence[str], world_size: int
         "engine=native", "layout.tensor_parallel_size=1", "layout.pipeline_parallel_size=1",
         "layout.virtual_pipeline_size=1", "layout.data_parallel_size=0", "layout.sequence_parallel=false",
         "layout.pipeline_split=[]", "layout.zero_stage=0", "layout.shard_size=0", "layout.reshard=forward",
-        "layout.pipeline_schedule=1f1b", "layout.recompute=none", "layout.elastic=false",
+        "layout.pipeline_schedule=1f1b", "activations.policy=none", "layout.elastic=false",
         f"batch.micro_batch_size={micro_batch}", f"batch.global_batch_size={micro_batch * world_size}",
         "batch.rampup_start=0",
     ]

@@ -18,7 +18,7 @@ FILE_NAME = "results.jsonl"
 OK, OUT_OF_MEMORY, FAILED, TIMEOUT = "ok", "oom", "failed", "timeout"
 _FREE = (
     "layout.tensor_parallel_size", "layout.pipeline_parallel_size", "layout.virtual_pipeline_size",
-    "layout.data_parallel_size", "layout.sequence_parallel", "layout.recompute", "layout.zero_stage",
+    "layout.data_parallel_size", "layout.sequence_parallel", "activations.policy", "layout.zero_stage",
     "layout.pipeline_schedule", "layout.pipeline_split", "batch.micro_batch_size", "cluster.nodes",
 )
 _OF_NO_MATTER = ("name", "output_dir", "launch.", "telemetry.", "checkpoint.", "watch.", "preflight.", "hardware.",

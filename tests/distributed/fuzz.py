@@ -21,7 +21,7 @@ from typing import Any
 from cases import Order, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
-from megatron_port.config.schema import BatchConfig, LayoutConfig, RunConfig
+from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
 from megatron_port.parity.run_record import RankTrace
@@ -79,7 +79,7 @@ class Draw:
                 "qk_norm")
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
-            "sequence_parallel": c.layout.sequence_parallel, "recompute": c.layout.recompute,
+            "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
             "schedule": c.layout.pipeline_schedule, "vp": c.layout.virtual_pipeline_size,
             "zero_stage": c.layout.zero_stage, "shard": c.layout.shard_size,
             "reshard": c.layout.reshard, "bucket": c.layout.reduce_bucket_size,
@@ -233,7 +233,8 @@ def plain(config: RunConfig) -> RunConfig:
     if not half:
         backend = dataclasses.replace(backend, own_kernels="off", attention="math")
     return dataclasses.replace(
-        config, engine="native", layout=LayoutConfig(vocab_padding_multiple=1), backend=backend
+        config, engine="native", layout=LayoutConfig(vocab_padding_multiple=1), activations=ActivationsConfig(),
+        backend=backend,
     )
 
 

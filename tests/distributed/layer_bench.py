@@ -127,9 +127,10 @@ class Bench:
         layout = LayoutConfig(
             tensor_parallel_size=self.tp, sequence_parallel=self.case.sp, **sizes.get("layout", {})
         )
+        recompute = sizes.get("recompute", "none")
         return BuildContext(
             model=sizes["model"], layout=layout, ctx=self.ctx, providers=torch_providers(), stream=stream,
-            dtype=torch.float64,
+            dtype=torch.float64, recompute=recompute,
         )
 
     def residual(

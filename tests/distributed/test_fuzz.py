@@ -42,7 +42,7 @@ def test_every_option_is_drawn_or_listed_with_the_reason() -> None:
 
 def test_the_draws_cover_what_they_should() -> None:
     draws = [draw(s) for s in SEEDS]
-    layouts, models = [d.config.layout for d in draws], [d.config.model for d in draws]
+    models = [d.config.model for d in draws]
     assert {d.config.engine for d in draws} == {"native", "deepspeed"}
     assert {d.config.precision.dtype for d in draws} == {"fp64", "fp32", "bf16", "fp16"}
     halves = {(d.topology.pp, d.topology.dp) for d in draws
@@ -60,7 +60,7 @@ def test_the_draws_cover_what_they_should() -> None:
     shared = [d for m, d in zip(models, draws) if m.kv_heads < d.topology.tp]
     assert {d.config.engine for d in shared} == {"native", "deepspeed"}
     assert {1, 2} <= {d.config.model.kv_heads for d in shared}
-    assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
+    assert {d.config.activations.policy for d in draws} == {"none", "selective", "full"}
     assert {m.tie_embeddings for m in models} == {m.parallel_residual for m in models} == {True, False}
     assert {m.qk_norm for m in models} == {True, False}
     native = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.pp > 1]

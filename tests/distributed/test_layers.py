@@ -125,9 +125,8 @@ def test_blocks_of_the_model(ranks: RankPool, tp: int, name: str) -> None:
     """SelfAttention (1 to 3 query heads a group, rotary or not), MLP, both norms, embedding and head."""
     def sizes(r: random.Random, sp: bool) -> dict[str, Any]:
         layout: dict[str, Any] = {"vocab_padding_multiple": r.choice([1, 8])}
-        if name == "attention":
-            layout["recompute"] = r.choice(["none", "selective"])
-        return {"model": model_sizes(r, tp), "layout": layout}
+        recompute = r.choice(["none", "selective"]) if name == "attention" else "none"
+        return {"model": model_sizes(r, tp), "layout": layout, "recompute": recompute}
 
     check(ranks, tp, draw(name, tp, sizes))
 
@@ -135,17 +134,17 @@ def test_blocks_of_the_model(ranks: RankPool, tp: int, name: str) -> None:
 @both
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_transformer_layer(ranks: RankPool, tp: int, recompute: str) -> None:
-    cases = draw("layer", tp, lambda r, sp: {"model": model_sizes(r, tp), "layout": {"recompute": recompute}})
+    cases = draw("layer", tp, lambda r, sp: {"model": model_sizes(r, tp), "recompute": recompute})
     assert any(c.sizes["model"].hidden_dropout and c.sizes["model"].attention_dropout and c.sp for c in cases)
     check(ranks, tp, cases)
 
 
 def test_recompute_changes_no_bit() -> None:
     """On one process: full and selective recompute give the very gradients of keeping all activations."""
-    plain = draw("layer", 2, lambda r, sp: {"model": model_sizes(r, 2), "layout": {"recompute": "none"}})
+    plain = draw("layer", 2, lambda r, sp: {"model": model_sizes(r, 2), "recompute": "none"})
     wanted = one_process(plain)
     for kind in ("selective", "full"):
-        cases = [replace(c, sizes={**c.sizes, "layout": {"recompute": kind}}) for c in plain]
+        cases = [replace(c, sizes={**c.sizes, "recompute": kind}) for c in plain]
         for got, want in zip(one_process(cases), wanted):
             assert all(torch.equal(got[name].tensor, want[name].tensor) for name in want)
 

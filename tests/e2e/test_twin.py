@@ -125,8 +125,11 @@ def tables_of(case: Case, corpora: list[str]) -> dict[str, Any]:
     tables["data"]["train"] = corpora
     replicas = RANKS // math.prod(v for k, v in case.layout.items() if k.endswith("parallel_size"))
     tables["batch"] |= {"micro_batch_size": case.batch_unit // replicas, "rampup_increment": case.batch_unit}
+    layout = dict(case.layout)
+    policy = layout.pop("recompute")
     return {
-        "name": "run", "seed": 4321, "engine": case.engine, **tables, "model": case.model, "layout": case.layout,
+        "name": "run", "seed": 4321, "engine": case.engine, **tables, "model": case.model, "layout": layout,
+        "activations": {"policy": policy},
         "precision": {"dtype": case.dtype},
     }
 

@@ -59,7 +59,7 @@ class Side:
         layout = c.layout
         words = [c.engine, f"tp{t.tp} pp{t.pp} dp{t.dp}", c.precision.dtype]
         words += ["sp"] if layout.sequence_parallel else []
-        words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+        words += [f"recompute {c.activations.policy}"] if c.activations.policy != "none" else []
         words += [layout.pipeline_schedule] if t.pp > 1 and layout.pipeline_schedule != "1f1b" else []
         words += [f"{layout.virtual_pipeline_size} chunks"] if layout.virtual_pipeline_size > 1 else []
         words += [f"ZeRO-{layout.zero_stage}"] if t.dp > 1 else []

@@ -17,7 +17,7 @@ TINY = {
     "model.name": "tiny", "model.num_layers": "4", "model.hidden_size": "32", "model.num_attention_heads": "4",
     "model.head_dim": "0", "model.vocab_size": "257", "model.seq_length": "16", "model.ffn_hidden_size": "0",
     "layout.tensor_parallel_size": "1", "layout.pipeline_parallel_size": "1", "layout.data_parallel_size": "0",
-    "layout.zero_stage": "0", "layout.recompute": "none", "batch.micro_batch_size": "1",
+    "layout.zero_stage": "0", "activations.policy": "none", "batch.micro_batch_size": "1",
     "batch.global_batch_size": "12",
     "data.synthetic": "true", "training.steps": "4", "training.eval_interval": "0", "training.eval_batches": "0",
     "optimizer.warmup_steps": "0", "checkpoint.save_interval": "0", "checkpoint.keep": "0", "cluster.peak_tflops": "0",

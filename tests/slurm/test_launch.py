@@ -118,7 +118,7 @@ def test_a_frontier_script_runs_as_it_is_with_command_line_options(runs: Runs, s
     job = runs.submit(
         ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"],
         settings(precision__dtype="bf16", training__steps=6, layout__tensor_parallel_size=2, engine="native",
-                 layout__pipeline_parallel_size=2, layout__recompute="full", batch__global_batch_size=8,
+                 layout__pipeline_parallel_size=2, activations__policy="full", batch__global_batch_size=8,
                  cluster__peak_tflops=191.5),
         script=f"launch/{script}.sh", run=None,
         # The faked nodes have no topology for --gpu-bind=closest to go by.

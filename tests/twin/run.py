@@ -134,7 +134,7 @@ class Twin:
                 "skipped": False, "skipped_total": 0, "anomalies_total": 0, "samples": consumed,
                 "tokens": consumed * m.seq_length, "step_tokens": size * m.seq_length,
                 "model_operations": 3 * operations(m) * size,
-                "hardware_operations": (3 * operations(m) + again[c["layout"]["recompute"]]) * size,
+                "hardware_operations": (3 * operations(m) + again[c["activations"]["policy"]]) * size,
             })
             if (step + 1) % training["eval_interval"] == 0 or step + 1 == training["steps"]:
                 self.evaluate(step + 1)

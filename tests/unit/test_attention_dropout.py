@@ -96,8 +96,8 @@ def _gradient(providers: Providers, recompute: Literal["none", "selective"], rop
     )
     stream = _stream()
     build = BuildContext(
-        model=model, layout=LayoutConfig(vocab_padding_multiple=1, recompute=recompute), ctx=ParallelContext.single(),
-        providers=providers, stream=stream, dtype=torch.float32,
+        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
+        providers=providers, stream=stream, dtype=torch.float32, recompute=recompute,
     )
     attention = SelfAttention("layers.0", model_spec(model).layers[0].attention, build)
     y = torch.randn(16, 2, 2, 3, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -290,7 +290,7 @@ def test_shipped_runs_are_legal(name: str) -> None:
 def test_the_papers_run() -> None:
     config = load("runs/frontier-1t").config
     assert topology_sizes(config, 3072) == (8, 64, 6) and config.batch.global_batch_size == 9600
-    assert (config.precision.dtype, config.layout.recompute, config.training.steps) == ("fp16", "full", 10)
+    assert (config.precision.dtype, config.activations.policy, config.training.steps) == ("fp16", "full", 10)
     check(with_values(config, {"model.num_attention_heads": 200}), world_size=3072)
 
 

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.config.loader import as_dict, config_hash, field_help, load, shipped_names, to_toml
-from megatron_port.config.schema import BatchConfig, DataConfig, LayoutConfig, ModelConfig, RunConfig
+from megatron_port.config.schema import (
+    ActivationsConfig,
+    BatchConfig,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+)
 from megatron_port.errors import ConfigError
 
 
@@ -91,6 +98,7 @@ def test_cycle_and_missing_file(tmp_path: Path) -> None:
         ("extends = [1]", "extends must be"),
         ("[model]\nhidden_sise = 3", ":2: unknown key 'model.hidden_sise'; did you mean 'hidden_size'?"),
         ("[layout]\ntensor = 3", "did you mean 'tensor_parallel_size'?"),
+        ('[layout]\nrecompute = "full"', ":2: unknown key 'layout.recompute'; it is activations.policy now"),
         ("lr = 1e-3", ":1: unknown key 'lr'; did you mean 'optimizer.lr'?"),
         ("[modle]\nx = 1", "unknown key 'modle'; did you mean 'model'?"),
         ("seed = 1.0", "seed must be an integer, not the number 1.0"),
@@ -197,7 +205,8 @@ def test_hash_follows_what_determines_training() -> None:
     base = RunConfig()
     same = [
         replace(base, engine="native", name="other", output_dir="x"),
-        replace(base, layout=LayoutConfig(tensor_parallel_size=4, recompute="full", vocab_padding_multiple=64)),
+        replace(base, layout=LayoutConfig(tensor_parallel_size=4, vocab_padding_multiple=64)),
+        replace(base, activations=ActivationsConfig(policy="full")),
         replace(base, batch=BatchConfig(micro_batch_size=4)),
         replace(base, model=ModelConfig(name="label", num_query_groups=4, head_dim=32, ffn_hidden_size=512)),
         replace(base, optimizer=replace(base.optimizer, decay_steps=base.training.steps)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.config.checks import problems
 from megatron_port.config.loader import load
 from megatron_port.config.schema import (
+    ActivationsConfig,
     BackendConfig,
     BatchConfig,
     DataConfig,
@@ -264,13 +266,14 @@ def test_providers_agree() -> None:
 # ---- a whole model
 
 
-def config(recipe: str = "tensorwise", **layout: object) -> RunConfig:
+def config(recipe: str = "tensorwise", *, recompute: Any = "none", **layout: object) -> RunConfig:
     return RunConfig(
         engine="native",
         model=ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=61, seq_length=16,
                           hidden_dropout=0.1),
         layout=LayoutConfig(vocab_padding_multiple=1, **layout),  # type: ignore[arg-type]
         batch=BatchConfig(micro_batch_size=2, global_batch_size=4), precision=PrecisionConfig(fp8=recipe),
+        activations=ActivationsConfig(policy=recompute),
         optimizer=OptimizerConfig(clip_grad=0.5), data=DataConfig(synthetic=True),
         backend=BackendConfig(device="cpu", own_kernels="off", scaled_mm="reference"),
     )
@@ -426,7 +429,7 @@ def planned(fp8: str, *more: str) -> tuple[float, float]:
     settings = [
         f"precision.fp8={fp8}", "engine=native", "model.num_layers=32", "model.hidden_size=4096",
         "model.num_attention_heads=32", "model.seq_length=2048", "layout.tensor_parallel_size=1",
-        "layout.pipeline_parallel_size=1", "layout.data_parallel_size=1", "layout.recompute=none", "cluster.nodes=0",
+        "layout.pipeline_parallel_size=1", "layout.data_parallel_size=1", "activations.policy=none", "cluster.nodes=0",
         "batch.micro_batch_size=2", "batch.global_batch_size=32", *more,
     ]
     base = load("clusters/h200").config

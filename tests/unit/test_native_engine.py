@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import (
+    ActivationsConfig,
     BackendConfig,
     BatchConfig,
     LayoutConfig,
@@ -32,13 +33,16 @@ from megatron_port.parallel.linear import WgradAccumulator, linear
 from megatron_port.session.assemble import build_engine
 
 
-def make_engine(schedule: str = "1f1b", chunks: int = 1, **layout: Any) -> NativeEngine:
+def make_engine(
+    schedule: str = "1f1b", chunks: int = 1, *, recompute: Any = "none", **layout: Any
+) -> NativeEngine:
     config = RunConfig(
         engine="native",
         model=ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, vocab_size=31, seq_length=8),
         layout=LayoutConfig(
             vocab_padding_multiple=1, pipeline_schedule=schedule, virtual_pipeline_size=chunks, **layout
         ),
+        activations=ActivationsConfig(policy=recompute),
         batch=BatchConfig(micro_batch_size=1, global_batch_size=3), precision=PrecisionConfig(dtype="fp64"),
         optimizer=OptimizerConfig(lr=1e-2), backend=BackendConfig(device="cpu", attention="math", own_kernels="off"),
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fake_ranks import Traffic, batches, fake_rank
 
 from megatron_port.config.loader import load
 from megatron_port.config.schema import (
+    ActivationsConfig,
     BatchConfig,
     DataConfig,
     LayoutConfig,
@@ -35,10 +37,11 @@ LLAMA = {
 }
 
 
-def run(model: dict, dtype: str = "bf16", **layout: object) -> RunConfig:
+def run(model: dict, dtype: str = "bf16", recompute: Any = "none", **layout: object) -> RunConfig:
     base = {"vocab_padding_multiple": 8, "data_parallel_size": 1}
     return RunConfig(
         model=ModelConfig(**model), layout=LayoutConfig(**{**base, **layout}),  # type: ignore[arg-type]
+        activations=ActivationsConfig(policy=recompute),
         batch=BatchConfig(micro_batch_size=2, global_batch_size=8), precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(synthetic=True), engine="native",
     )
@@ -110,11 +113,11 @@ def kinds_of(bucket: Bucket, mesh: Mesh) -> dict[str, int]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kernels", ["own", "torch"])
-def test_the_seconds_move_the_same_bytes(sequence_parallel: bool, recompute: str, kernels: str) -> None:
+def test_the_seconds_move_the_same_bytes(sequence_parallel: bool, recompute: Any, kernels: str) -> None:
     """With links of 1 GB/s and no hops, tensor-parallel seconds are bytes past a rank."""
     config = load("runs/frontier-22b", ["layout.tensor_parallel_size=4", "layout.pipeline_parallel_size=3"]).config
-    config = replace(config, layout=replace(config.layout, sequence_parallel=sequence_parallel, recompute=recompute,
-                                            data_parallel_size=1), cluster=replace(config.cluster, nodes=0))
+    config = replace(config, layout=replace(config.layout, sequence_parallel=sequence_parallel, data_parallel_size=1),
+                     activations=ActivationsConfig(policy=recompute), cluster=replace(config.cluster, nodes=0))
     engine = replace(ENGINES["native"], tensor_overlap="none", gathers_again=False)  # nothing hidden
     case = replace(case_of(config)[0], kernels=kernels, engine=engine)
     machine = machine_of(config)

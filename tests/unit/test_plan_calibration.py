@@ -122,7 +122,7 @@ def test_shapes_are_the_models_layers() -> None:
 
 
 def test_the_points_of_a_sweep_are_runs_that_train() -> None:
-    config = with_values(load("runs/frontier-22b").config, {"layout.recompute": "none"})
+    config = with_values(load("runs/frontier-22b").config, {"activations.policy": "none"})
     space = make_space(config)
     found = _studies(space, ("tensor", "micro-batches", "stages", "ratio", "weak", "strong"), 16)
     assert {s.name for s in found} >= {"micro-batches", "stages", "strong"}

@@ -62,7 +62,7 @@ def test_neighbours_are_legal_fit_and_are_faster() -> None:
         changed = with_values(config, {
             "layout.tensor_parallel_size": n.case.tp, "layout.pipeline_parallel_size": n.case.pp,
             "layout.data_parallel_size": n.case.dp, "layout.sequence_parallel": n.case.sequence_parallel,
-            "layout.recompute": n.case.recompute, "batch.micro_batch_size": n.case.micro_batch,
+            "activations.policy": n.case.recompute, "batch.micro_batch_size": n.case.micro_batch,
         })
         check(changed)
         again = make_plan(changed, neighbours=False)

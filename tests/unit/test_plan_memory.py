@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.loader import load
-from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
+from megatron_port.config.schema import ActivationsConfig, LayoutConfig, ModelConfig, RunConfig
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.topology import Topology
@@ -163,9 +164,9 @@ FAMILIES = {
 }
 
 
-def kept_bytes(model: ModelConfig, recompute: str, batch: int) -> int:
+def kept_bytes(model: ModelConfig, recompute: Literal["none", "selective", "full"], batch: int) -> int:
     """Bytes that a forward of the real model keeps for its backward, parameters left out."""
-    config = RunConfig(model=model, layout=LayoutConfig(recompute=recompute), engine="native")
+    config = RunConfig(model=model, activations=ActivationsConfig(policy=recompute), engine="native")
     ctx = ParallelContext.single("cpu")
     stream = DropoutStream(0, ctx.device)
     stream.set_micro_batch(0, tuple(range(batch)))

@@ -11,6 +11,7 @@ from fake_ranks import batches, fake_rank
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_port.config.schema import (
+    ActivationsConfig,
     BackendConfig,
     BatchConfig,
     DataConfig,
@@ -108,8 +109,11 @@ class Momentum(ElementwiseRule):
 
 def run_of(model: str, dtype: str, layout: dict) -> RunConfig:
     base = {"zero_stage": 0, "vocab_padding_multiple": 8, "data_parallel_size": 1}
+    layout = dict(layout)
+    policy = layout.pop("recompute", "none")
     return RunConfig(
         model=ModelConfig(**MODELS[model]), layout=LayoutConfig(**{**base, **layout}),
+        activations=ActivationsConfig(policy=policy),
         batch=BatchConfig(micro_batch_size=2, global_batch_size=8), precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(synthetic=True), engine="native", backend=BackendConfig(device="cpu", attention="math"),
     )

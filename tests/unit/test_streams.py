@@ -60,10 +60,11 @@ def twin_shape(model: ModelConfig) -> Shape:
     return Shape(**{**values, "num_query_groups": model.kv_heads, "ffn_hidden_size": model.ffn_size})
 
 
-def build_context(model: ModelConfig, stream: DropoutStream, *, fused: Any = None, **layout: Any) -> BuildContext:
+def build_context(model: ModelConfig, stream: DropoutStream, *, fused: Any = None, **options: Any) -> BuildContext:
     return BuildContext(
-        model=model, layout=LayoutConfig(vocab_padding_multiple=1, **layout), ctx=ParallelContext.single(),
+        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
         providers=dataclasses.replace(torch_providers(), bias_dropout_add=fused), stream=stream, dtype=torch.float32,
+        **options,
     )
 
 

@@ -123,7 +123,7 @@ def test_results_are_not_mixed_and_never_half_written(space: Space, tmp_path: Pa
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     assert len(lines) == 4 and json.loads(lines[0])["format"] == 1
     (tmp_path / "results.jsonl").write_text("\n".join(lines) + '\n{"torn')
-    same = Results.open(tmp_path, with_values(config, {"layout.recompute": "none", "batch.micro_batch_size": 4}), 5)
+    same = Results.open(tmp_path, with_values(config, {"activations.policy": "none", "batch.micro_batch_size": 4}), 5)
     assert len(same.trials) == 3
     for other, steps in ((with_values(config, {"batch.global_batch_size": 1280}), 5), (config, 6)):
         with pytest.raises(ConfigError, match="cannot be compared"):

@@ -9,6 +9,7 @@ import torch
 from fake_ranks import Traffic, batches, fake_rank
 
 from megatron_port.config.schema import (
+    ActivationsConfig,
     BatchConfig,
     DataConfig,
     LayoutConfig,
@@ -23,7 +24,7 @@ DP, LAYERS = 4, 6
 """Replicas, layers of a stage."""
 
 
-def run(pp: int, micro_batches: int, dtype: Any = "bf16", **layout: Any) -> RunConfig:
+def run(pp: int, micro_batches: int, dtype: Any = "bf16", recompute: Any = "none", **layout: Any) -> RunConfig:
     return RunConfig(
         model=ModelConfig(num_layers=LAYERS * pp, hidden_size=32, num_attention_heads=4, vocab_size=97, seq_length=8,
                           tie_embeddings=bool(layout.pop("tied", False))),
@@ -31,6 +32,7 @@ def run(pp: int, micro_batches: int, dtype: Any = "bf16", **layout: Any) -> RunC
             "data_parallel_size": DP, "pipeline_parallel_size": pp, "pipeline_split": (LAYERS,) * pp,
             "zero_stage": 3, "reduce_bucket_size": 4000, "vocab_padding_multiple": 8, **layout,
         }),
+        activations=ActivationsConfig(policy=recompute),
         batch=BatchConfig(micro_batch_size=1, global_batch_size=DP * micro_batches),
         precision=PrecisionConfig(dtype=dtype), data=DataConfig(synthetic=True), engine="native",
     )
