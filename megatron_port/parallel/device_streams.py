@@ -1,0 +1,174 @@
+"""Streams of copies beside the computation, their events, and an observer that may look on.
+
+Work on one stream runs in the order in which it was queued; work on two streams runs in no order unless one waits for
+an event of the other. ``HOST`` is the program itself: it waits for an event by blocking, and what is queued on any
+stream is queued after everything that the host has done or waited for.
+
+On a CPU nothing runs beside the program, so nothing has to wait. An observer (``parallel.stream_order``) is told of
+every event, wait and access on either device, and so checks on a CPU what a GPU would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+COMPUTE = "compute"
+"""The stream of the model's kernels: the device's current one."""
+COPY_OUT = "copy out"
+"""Copies from the device to the host."""
+COPY_IN = "copy in"
+"""Copies from the host to the device."""
+HOST = "host"
+"""The program: what it reads and writes itself in host memory."""
+
+
+class Observer(Protocol):
+    """Told, in the program's order, of what would run beside what."""
+
+    def access(
+        self, stream: str, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        """Work is queued on a stream that touches these tensors."""
+
+    def record(self, stream: str) -> object:
+        """Return a mark of everything that is queued on a stream so far."""
+
+    def wait(self, stream: str, mark: object) -> None:
+        """What is queued on ``stream`` from here on runs after a mark."""
+
+
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Tell ``observer`` of all accesses of this process while the context lasts."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def access(
+    stream: str, what: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
+) -> None:
+    """State what work on a stream touches. Costs the look at an empty list where nobody observes."""
+    for observer in _observers:
+        observer.access(stream, what, reads, writes)
+
+
+def is_observed() -> bool:
+    """Return whether an observer is attached, for callers to whom collecting the tensors costs something."""
+    return bool(_observers)
+
+
+class Event:
+    """Mark in a stream. It is made once and recorded again and again; before the first time it stands for nothing."""
+
+    def __init__(self, native: Any = None) -> None:
+        self.native = native
+        self._marks: list[tuple[Observer, object]] = []
+
+    def record(self, stream: str) -> None:
+        """Tell the observers that the event now marks a stream's work so far."""
+        self._marks = [(observer, observer.record(stream)) for observer in _observers]
+
+    def wait(self, stream: str) -> None:
+        """Tell the observers that a stream waits for the event."""
+        for observer, mark in self._marks:
+            observer.wait(stream, mark)
+
+
+class Streams:
+    """Streams of a device without any: a CPU, on which a copy has ended when its call returns."""
+
+    def event(self) -> Event:
+        """Return a new event."""
+        return Event()
+
+    def record(self, event: Event, stream: str) -> None:
+        """Let an event mark everything that is queued on a stream so far."""
+        event.record(stream)
+
+    def wait(self, stream: str, event: Event) -> None:
+        """Let a stream, or the host, wait for what an event marks."""
+        event.wait(stream)
+
+    def on(self, stream: str) -> AbstractContextManager[Any]:
+        """Return a context in which kernels and copies are queued on a stream."""
+        return nullcontext()
+
+
+class CudaStreams(Streams):
+    """Streams of a GPU (CUDA or HIP), two of them for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copies = {name: torch.cuda.Stream(device) for name in (COPY_OUT, COPY_IN)}
+
+    def _native(self, stream: str) -> Any:
+        return self._copies.get(stream) or torch.cuda.current_stream(self.device)
+
+    def event(self) -> Event:
+        return Event(torch.cuda.Event())
+
+    def record(self, event: Event, stream: str) -> None:
+        if stream != HOST:
+            event.native.record(self._native(stream))
+        super().record(event, stream)
+
+    def wait(self, stream: str, event: Event) -> None:
+        if stream == HOST:
+            event.native.synchronize()
+        else:
+            self._native(stream).wait_event(event.native)
+        super().wait(stream, event)
+
+    def on(self, stream: str) -> AbstractContextManager[Any]:
+        return nullcontext() if stream in (HOST, COMPUTE) else torch.cuda.stream(self._copies[stream])
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a device; on a GPU two new ones for copies."""
+    return CudaStreams(device) if device.type == "cuda" else Streams()
+
+
+class _ObservedWork:
+    """A collective in flight, which tells the observers when the compute stream waits for it."""
+
+    def __init__(self, work: dist.Work, event: Event, stream: str) -> None:
+        self._work, self._event, self._stream = work, event, stream
+
+    def wait(self, *arguments: Any) -> Any:
+        done = self._work.wait(*arguments)
+        self._event.wait(self._stream)
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def in_flight(
+    work: dist.Work, what: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (),
+    queue: str = "communicator", after: str = COMPUTE,
+) -> dist.Work:
+    """Return ``work``, an asynchronous collective or transfer that has just been started, and state what it touches.
+
+    Args:
+        queue: what runs one after the other: a communicator's stream.
+        after: the stream that was current at the start, whose work so far the communicator waits for.
+    """
+    if not _observers:
+        return work
+    started, ended = Event(), Event()
+    started.record(after)
+    started.wait(queue)
+    access(queue, what, reads=reads, writes=writes)
+    ended.record(queue)
+    return _ObservedWork(work, ended, COMPUTE)  # type: ignore[return-value]  # it is used as one
