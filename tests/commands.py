@@ -130,7 +130,7 @@ class Commands:
             raise RuntimeError(f"the server did not start: {greeting}\n{(folder / 'server.log').read_text()[-3000:]}")
 
     def start(self, *argv: str, env: dict[str, str] | None = None) -> Command:
-        """Fork ``megatron-port ARGV``; ``env`` is added to its environment."""
+        """Fork ``megatron-port ARGV``; ``env`` is added to its environment, its PYTHONPATH to sys.path."""
         self._count += 1
         log = self.folder / f"command-{self._count:04d}.log"
         assert self._process.stdin is not None
@@ -146,9 +146,9 @@ class Commands:
         self._started[command.pid] = command
         return command
 
-    def run(self, *argv: str, seconds: float = 120.0) -> tuple[int, str]:
+    def run(self, *argv: str, seconds: float = 120.0, env: dict[str, str] | None = None) -> tuple[int, str]:
         """Exit code and output of a command that ends by itself."""
-        command = self.start(*argv)
+        command = self.start(*argv, env=env)
         try:
             return command.wait(seconds), command.output()
         finally:
@@ -240,6 +240,7 @@ def _serve() -> None:
             if pid == 0:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.environ.update(request["env"])
+                sys.path[1:1] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
                 _command(request["argv"], request["log"])
             alive.add(pid)
             _say({"started": pid})

@@ -137,8 +137,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
     tighten()
+    return exit_code_of(lambda: _dispatch(arguments), debug=debug)
+
+
+def exit_code_of(call: Callable[[], int], *, debug: bool = False) -> int:
+    """Return the exit code of ``call()``; what a user can mend is reported in one line instead of raised.
+
+    ``debug``: with its traceback.
+    """
     try:
-        code = _dispatch(arguments)
+        code = call()
         sys.stdout.flush()
         return code
     except SystemExit as e:  # argparse: help, version and usage errors

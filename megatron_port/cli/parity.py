@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.cli.main import add_run_options, exit_code_of, load_run
 from megatron_port.config.layout_name import parse_layout
 from megatron_port.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
 
@@ -45,8 +45,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--out", type=Path, help="keep the recorded runs here (several nodes: a shared folder)")
     parser.add_argument("--master-addr", help="under srun: host of rank 0")
     parser.add_argument("--master-port", type=int, help="under srun: its port")
-    parser.add_argument("--record", metavar="LAYOUT", help=argparse.SUPPRESS)
-    parser.add_argument("--single", nargs="+", metavar="RUN", help=argparse.SUPPRESS)
 
 
 def world_of(layout: LayoutConfig) -> int:
@@ -70,15 +68,11 @@ def config_for(config: RunConfig, layout: str) -> RunConfig:
 
 def run(args: argparse.Namespace) -> int:
     """Record every layout, compare, print; return 0 or 6."""
-    if len(args.layouts) < 2 and not (args.record or args.single):
+    if len(args.layouts) < 2:
         raise ConfigError("--layouts needs two or more layouts; the first is the reference")
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: at least 1")
     config = load_run(args).config
-    if args.record:
-        return _record_local(args, config_for(config, args.record))
-    if args.single:
-        return _record_single(args, config)
     from megatron_port.runtime.discovery import discover
 
     info = discover(master_addr=args.master_addr, master_port=args.master_port)
@@ -92,21 +86,24 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         out = args.out or Path(scratch)
         for layout in args.layouts:
-            _spawn(args, f"running {layout}", "--record", layout, "--out", str(out / layout))
+            record = partial(_record_local, config_for(config, layout), out / layout, steps=args.steps)
+            _apart(f"running {layout}", config, record)
         if config.precision.dtype in ("bf16", "fp16"):
             return _report_half(args, config, out)
         return _report(config, args.layouts, out)
 
 
-def _spawn(args: argparse.Namespace, message: str, *what: str) -> None:
-    """Record in a process of its own (DeepSpeed keeps module globals, so each layout has one)."""
-    sets = [x for text in args.overrides for x in ("--set", text)]
-    command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "megatron_port", "parity", args.run_file, *sets,
-               "--steps", str(args.steps), *what]
+def _apart(message: str, config: RunConfig, record: Callable[[], int]) -> None:
+    """Record in a process of its own: DeepSpeed keeps module globals, so each layout has one."""
+    from megatron_port.runtime.local import run_apart
+
+    modules = ["torch", "torch._dynamo", "megatron_port.parity.recording"]
+    if config.engine == "deepspeed":
+        modules.append("megatron_port.runtime.deepspeed_import")
     print(message, flush=True)
-    done = subprocess.run(command, check=False)
-    if done.returncode:
-        raise EnvironmentFault(f"{message} ended with exit code {done.returncode}; what it said is above")
+    code = run_apart(lambda: exit_code_of(record), preload=modules)
+    if code:
+        raise EnvironmentFault(f"{message} ended with exit code {code}; what it said is above")
 
 
 def _places(config: RunConfig) -> RoundingEmulation | None:
@@ -127,8 +124,8 @@ def _stand_in(config: RunConfig, layout: str) -> str:
     return PLAIN if plain else f"{PLACES}{layout}"
 
 
-def _record_single(args: argparse.Namespace, config: RunConfig) -> int:
-    """Record the named runs of one process, engine native, under ``--out``."""
+def _record_single(config: RunConfig, names: Sequence[str], out: Path, *, steps: int) -> int:
+    """Record the named runs of one process, engine native, in folders of their names under ``out``."""
     from megatron_port.config.schema import ActivationsConfig
     from megatron_port.parity.recording import record_orders
     from megatron_port.parity.reduction_order import ORDERS
@@ -139,39 +136,38 @@ def _record_single(args: argparse.Namespace, config: RunConfig) -> int:
         pipeline_schedule="1f1b", virtual_pipeline_size=1,
     )
     provider = "auto" if config.backend.optimizer == "deepspeed" else config.backend.optimizer
-    for name in args.single:
+    for name in names:
         changed = config_for(config, name.removeprefix(PLACES) if name.startswith(PLACES) else "tp1pp1dp1")
-        steps, out = args.steps, args.out / name
         orders: list[tuple[Reordering | RoundingEmulation | None, Path]] = [
-            (_places(changed) if name.startswith(PLACES) else None, out)
+            (_places(changed) if name.startswith(PLACES) else None, out / name)
         ]
         changed = replace(
             changed, engine="native", layout=alone, activations=ActivationsConfig(),
             backend=replace(changed.backend, optimizer=provider),
         )
         if name == WIDE:  # torch's ops: an error of a kernel is not to be in both
-            steps, changed = 1, replace(
+            changed = replace(
                 changed, precision=replace(changed.precision, dtype="fp32"),
                 backend=replace(changed.backend, own_kernels="off", attention="math"),
             )
         if name == ORDERED:
-            orders = [(order, out / str(i)) for i, order in enumerate(ORDERS) if order is not None]
-        record_orders(changed, discover({}), orders, steps=steps)
+            orders = [(order, out / name / str(i)) for i, order in enumerate(ORDERS) if order is not None]
+        record_orders(changed, discover({}), orders, steps=1 if name == WIDE else steps)
     return EXIT_OK
 
 
-def _record_local(args: argparse.Namespace, config: RunConfig) -> int:
-    world = world_of(config.layout)
-    if world == 1:
-        from megatron_port.runtime.discovery import discover
+def _record_local(config: RunConfig, out: Path, *, steps: int) -> int:
+    """Record a layout on ranks that are started here."""
+    import torch
 
-        return _record(config, discover({}), args.out, args.steps)
+    from megatron_port.runtime.discovery import discover
     from megatron_port.runtime.local import run_local
 
-    modules = ["torch", "torch._dynamo", "megatron_port.parity.recording"]
-    if config.engine == "deepspeed":
-        modules.append("megatron_port.runtime.deepspeed_import")
-    return run_local(world, lambda info: _record(config, info, args.out, args.steps), preload=modules)
+    world = world_of(config.layout)
+    if world == 1:
+        return _record(config, discover({}), out, steps)
+    torch.set_num_threads(max(1, torch.get_num_threads() // world))  # of each rank: they inherit it
+    return run_local(world, lambda info: _record(config, info, out, steps))
 
 
 def _record(config: RunConfig, info: ProcessInfo, out: Path, steps: int) -> int:
@@ -220,6 +216,8 @@ def _report(config: RunConfig, layouts: list[str], out: Path) -> int:
 def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
     """bf16 and fp16: every layout against one process that rounds where it does, and that process against the plain
     one and fp32."""
+    import torch
+
     from megatron_port.errors import NumericsError
     from megatron_port.parity.half_precision import SingleRuns, within_rounding
     from megatron_port.parity.recording import read_recorded
@@ -227,15 +225,18 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
 
     singles = list(dict.fromkeys([PLAIN, *(_stand_in(config, layout) for layout in args.layouts)]))
     narrow = config.precision.fp8 != "none"  # of products in 8 bits ranks scale their pieces by themselves
-    _spawn(args, "running one process" + ("" if narrow else " that rounds where the layouts do, and in fp32"),
-           "--single", *singles, *([] if narrow else [WIDE]), "--out", str(out))
+    _apart(
+        "running one process" + ("" if narrow else " that rounds where the layouts do, and in fp32"), config,
+        partial(_record_single, config, [*singles, *([] if narrow else [WIDE])], out, steps=args.steps),
+    )
+    torch.set_num_threads(1)  # one more process may be forked after the first comparison
 
     def ordered(count: int) -> list[Run]:
         if not count:
             return []
         if not (out / ORDERED).exists():
-            _spawn(args, f"running one process with its sums in {len(ORDERS) - 1} other orders", "--single", ORDERED,
-                   "--out", str(out))
+            _apart(f"running one process with its sums in {len(ORDERS) - 1} other orders", config,
+                   partial(_record_single, config, [ORDERED], out, steps=args.steps))
         folders = [out / PLAIN if order is None else out / ORDERED / str(i) for i, order in enumerate(ORDERS[:count])]
         return [read_recorded(folder) for folder in folders]
 

@@ -87,6 +87,30 @@ def run_local(
     return _wait(children)
 
 
+def run_apart(call: Callable[[], int], *, preload: Sequence[str] = ()) -> int:
+    """Return the exit code of a forked process that ends with what ``call()`` returns there.
+
+    ``preload``: modules that it needs, imported here first, once for all that are forked. The calling process must not
+    have run torch's operators on several threads: a fork has none of them.
+    """
+    _import_for_all(preload)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent()
+        gc.enable()
+        code = 1
+        try:
+            code = call()
+        finally:  # whatever the caller would do on its way out is not this process's
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    gc.enable()
+    return _wait({pid: 0})
+
+
 def _refuse_launcher() -> None:
     """Raise EnvironmentFault where a launcher has started several processes: each would fork ranks of its own."""
     env = os.environ

