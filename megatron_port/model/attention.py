@@ -110,10 +110,24 @@ class SelfAttention(nn.Module):
         cos, sin = self.rotary.rows(self._positions(y.shape[0]), y.device)
         return self.providers.split_rotary(y, cos, sin)
 
+    def core_arguments(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what :meth:`attend_to` takes, from the input: the packed projection, or queries, keys and values."""
+        y = self.project(x)
+        return (y,) if self._packed else self.split(y)
+
+    def attend_to(self, *arguments: torch.Tensor) -> torch.Tensor:
+        """Causal attention from what :meth:`core_arguments` returned: [seq, batch, heads/tp · d]."""
+        return self.attend(*arguments) if self._packed else self.attend_split(*arguments)
+
+    @property
+    def _packed(self) -> bool:
+        """Whether attention takes the projection as it is."""
+        return self.providers.packed_attention is not None and self.rotary is None
+
     def attend(self, y: torch.Tensor) -> torch.Tensor:
         """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · d]."""
         packed = self.providers.packed_attention
-        if packed is not None and self.rotary is None:
+        if packed is not None and self._packed:
             # Inside what is recomputed: the mask is that of the samples which the stream then has.
             return self._recomputed(lambda y: packed(y, dropout=self._probability_dropout(y.shape[0])), y)
         return self.attend_split(*self.split(y))

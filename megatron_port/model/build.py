@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from megatron_port.backend.providers import Providers
 from megatron_port.config.schema import LayoutConfig, ModelConfig
+from megatron_port.model.activation_sites import LayerActivations
 from megatron_port.model.residual import ResidualStream
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.spec import LinearSpec, ParameterSpec
@@ -30,18 +33,21 @@ class BuildContext:
         dtype: of parameters and activations.
         loss: of the head while training; evaluations take the cross-entropy.
         partition: positions that this rank holds; None: those of the layout.
-        recompute: the policy of the layers' activations.
+        recompute: none | selective | full, for all layers.
+        layer_activations: by the index of the layer, where ``recompute`` is none.
     """
 
     def __init__(
         self, *, model: ModelConfig, layout: LayoutConfig, ctx: ParallelContext, providers: Providers,
         stream: DropoutStream, dtype: torch.dtype, loss: TokenLoss = vocab_parallel_cross_entropy,
         partition: SequencePartition | None = None, recompute: str = "none",
+        layer_activations: Mapping[int, LayerActivations] | None = None,
     ) -> None:
         self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
         self.dtype, self.loss = dtype, loss
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
         self.recompute = recompute
+        self.layer_activations = layer_activations or {}
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
         self.kernels = make_linear_kernels(providers.fp8)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from megatron_port.model.activation_sites import LayerActivations
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
 from megatron_port.model.mlp import MLP
 from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
+from megatron_port.model.site_tape import SiteTape
 from megatron_port.model.spec import EmbeddingSpec, HeadSpec, LayerSpec
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import VocabParallelEmbedding
@@ -57,6 +59,7 @@ class TransformerLayer(nn.Module):
         name = f"layers.{index}"
         self.name, self.parallel_residual = name, spec.parallel_residual
         self.residual, self.stream, self.recompute = build.residual, build.stream, build.recompute == "full"
+        self.activations = build.layer_activations.get(index, LayerActivations())
         self.norm1 = Norm(name, spec.norm1, build)
         self.attention = SelfAttention(name, spec.attention, build)
         self.norm2 = Norm(name, spec.norm2, build)
@@ -76,9 +79,43 @@ class TransformerLayer(nn.Module):
             y = self.norm2(x)
         return join(self.mlp(y), self.mlp.down.bias, x, op=f"{self.name}.mlp")
 
+    def _forward_by_site(self, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:
+        """The same operations, each under the name of what it leaves behind."""
+        join, mlp, attention = self.residual.bias_dropout_add, self.mlp, self.attention
+        arguments = tape.run("qkv", attention.core_arguments, tape.run("norm1", self.norm1, x))
+        core = tape.run("core", attention.attend_to, *arguments)
+
+        def add(core: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return join(attention.output(core), attention.output.bias, x, op=f"{self.name}.attention")
+
+        def add_branch(wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return join(mlp.down(wide), mlp.down.bias, x, op=f"{self.name}.mlp")
+
+        if self.parallel_residual:
+            y, x = tape.run("norm2", self.norm2, x), tape.run("residual", add, core, x)
+        elif attention.output.bias is None and self.residual.dropout_now == 0.0 and self.norm2.fuses_add:
+            source = x
+            x, y = tape.run_fused(
+                lambda core, x: self.norm2.add(attention.output(core), x)[::-1], (core, x),
+                lambda total, y: (("residual", add, (core, source)), ("norm2", self.norm2, (total,))),
+            )
+        else:
+            x = tape.run("residual", add, core, x)
+            y = tape.run("norm2", self.norm2, x)
+        wide = tape.run("activation", mlp.activate, tape.run("hidden", mlp.up, y))
+        out: torch.Tensor = tape.run("output", add_branch, wide, x)
+        return out
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.recompute and self.training and torch.is_grad_enabled():
-            return recompute(self._forward, x, stream=self.stream)
+        if self.training and torch.is_grad_enabled():
+            if self.recompute:
+                return recompute(self._forward, x, stream=self.stream)
+            if self.activations.recomputed:
+                tape = SiteTape(self.activations, self.stream, x)
+                try:
+                    return self._forward_by_site(x, tape)
+                finally:
+                    tape.close()
         return self._forward(x)
 
 

@@ -18,11 +18,13 @@ class MLP(nn.Module):
         self.up = build.column(layer, spec.up, skip_bias=spec.activation != "swiglu")
         self.down = build.row(layer, spec.down)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def activate(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input [seq, batch, ffn/tp] of ``down`` from the output of ``up``."""
         if self.activation == "swiglu":
-            out: torch.Tensor = self.down(self.providers.swiglu(self.up(x)))
-        else:
-            # The bias is added where the activation is computed: one pass over [seq, batch, ffn/tp] less.
-            approximate = self.activation == "gelu_tanh"
-            out = self.down(self.providers.bias_gelu(self.up(x), self.up.bias, approximate=approximate))
+            return self.providers.swiglu(hidden)
+        # The bias is added where the activation is computed: one pass over [seq, batch, ffn/tp] less.
+        return self.providers.bias_gelu(hidden, self.up.bias, approximate=self.activation == "gelu_tanh")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.activate(self.up(x)))
         return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron_port.backend import fused
+from megatron_port.backend.fused import torch_layer_norm, torch_rms_norm
 from megatron_port.model.build import BuildContext
 from megatron_port.model.spec import NormSpec
 
@@ -20,6 +22,8 @@ class Norm(nn.Module):
         super().__init__()
         self.over_heads = spec.gradient == "heads"
         self.kind, self.eps, self.providers = spec.kind, build.model.norm_epsilon, build.providers
+        # torch's norms add first, with the same bits.
+        self.fuses_add = self._norm not in (torch_layer_norm, torch_rms_norm)
         weight, *bias = (build.unsplit(p, layer) for p in spec.parameters)
         self.weight: nn.Parameter = weight
         self.bias: nn.Parameter | None = bias[0] if bias else None
@@ -32,5 +36,8 @@ class Norm(nn.Module):
         return self._run(x, residual)
 
     def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        norm = self.providers.rms_norm if self.kind == "rmsnorm" else self.providers.layer_norm
-        return norm(x, residual, self.weight, self.bias, self.eps)
+        return self._norm(x, residual, self.weight, self.bias, self.eps)
+
+    @property
+    def _norm(self) -> fused.Norm:
+        return self.providers.rms_norm if self.kind == "rmsnorm" else self.providers.layer_norm

@@ -1,19 +1,16 @@
 """Bytes of a rank by stage: what is held, the peak and when it comes.
 
 Weights, gradients and optimizer come from the engine's own arithmetic
-(``Engine``). Activations follow Korthikanti et al. (arXiv 2205.05198): a layer
-keeps s·b·h·34 bytes (16-bit) of which 24 are split by tensor parallelism and all
-by sequence parallelism, plus 5·a·s²·b/t of attention scores unless attention is
-fused or recomputed. The schedule says how many micro-batches are held at once.
+(``Engine``), those of a layer's activations from ``plan.activations``. The
+schedule says how many micro-batches are held at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import LayerSpec
 from megatron_port.pipeline.schedules import make_schedule, peak_in_flight
+from megatron_port.plan.activations import layer_activation_bytes
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.elements import stage_elements, stage_kinds, unit_elements, window_elements
 from megatron_port.plan.fp8 import copy_bytes
@@ -88,49 +85,6 @@ def in_flight(case: Case, stage: int) -> float:
     if v > 1:
         return min((p - stage - 1) * 2 + (v - 1) * p + 1, m * v) / v
     return min(p - stage, m)
-
-
-def layer_activation_bytes(case: Case, recompute: str | None = None, layer: LayerSpec | None = None) -> float:
-    """Bytes that one layer keeps of one micro-batch between its forward and its backward on a rank.
-
-    For GPT in 16 bits with dropout: s·b·h·34 = 10 not split by tp, 24 split; without dropout no masks. Own kernels draw
-    masks again and keep none; torch's ops keep them in the compute dtype, the inputs of an RMSNorm and its result in
-    fp32 and SwiGLU's sigmoid branch as well, and under rotary positions the packed projection
-    (tests/unit/test_plan_memory.py measures them). ``recompute`` None: the case's; ``layer`` None: the model's first.
-    """
-    m, t = case.model, case.tp
-    layer = layer or model_spec(m).layers[0]
-    w = case.width
-    recompute = case.recompute if recompute is None else recompute
-    tokens = m.seq_length / case.cp * case.micro_batch
-    stream = tokens * m.hidden_size * (1 / t if case.sequence_parallel else 1)
-    if recompute == "full":
-        return w * stream
-    torchs = case.kernels == "torch"
-    mask = {"own": 0, "torch": w}.get(case.kernels, 1)
-    masks = 2 * mask * (m.hidden_dropout > 0)
-    inputs = stream if case.engine.gathers_again else tokens * m.hidden_size  # gathered once and kept, or again
-    linears = layer.linears
-    whole = stream * (len(layer.norms) * w + masks)
-    whole += inputs * sum(linear.parallel == "column" for linear in linears) * w
-    split = tokens / t * layer.kept_features(t) * w
-    wide = 2 * case.wide - w if torchs else 0  # beyond the input itself
-    whole += stream * sum(norm.kind == "rmsnorm" for norm in layer.norms) * wide
-    if torchs and layer.mlp.activation == "swiglu":
-        split += tokens / t * layer.mlp.down.inputs * w
-    heads = layer.attention.groups
-    if torchs and m.position_embedding == "rope":  # v is a view that keeps the whole projection alive
-        split += tokens / t * heads.head_size * (heads.heads + heads.held(t)) * w
-    split += tokens / t * layer.attention.normalized_features(t) * (w + wide)
-    if not case.flash and recompute == "none":
-        dropped = 1 if m.attention_dropout > 0 else 0
-        scores = heads.heads / t * m.seq_length * tokens / case.cp
-        split += tokens / t * heads.heads * heads.head_size * w if torchs else 0  # q, scaled
-        wide = case.wide if torchs and w != case.wide else 0  # softmax in fp32
-        split += scores * (w + wide + dropped * (mask if torchs else w + mask))
-    if case.flash:
-        split += tokens / t * heads.heads * 4  # log-sum-exp of each row, fp32
-    return whole + split
 
 
 def _logits(case: Case) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_port.model.flops import model_flops
 from megatron_port.plan import arithmetic
-from megatron_port.plan.memory import layer_activation_bytes
+from megatron_port.plan.activations import layer_activation_bytes
 from megatron_port.plan.search import Candidate
 from megatron_port.plan.verdict import Plan
 

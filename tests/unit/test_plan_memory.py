@@ -15,9 +15,10 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.schedules import interleaved, make_schedule, peak_in_flight
+from megatron_port.plan.activations import layer_activation_bytes
 from megatron_port.plan.case import Case, Engine, Machine, balanced_split, case_of, machine_of
 from megatron_port.plan.elements import stage_elements
-from megatron_port.plan.memory import in_flight, layer_activation_bytes, plan_memory, stage_memory
+from megatron_port.plan.memory import in_flight, plan_memory, stage_memory
 from megatron_port.session.assemble import build_model
 
 GIB, MIB = 2**30, 2**20

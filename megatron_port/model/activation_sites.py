@@ -1,0 +1,45 @@
+"""Names of what a layer saves for its backward pass, and what is decided of each. Plain Python, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Site = Literal["input", "norm1", "qkv", "core", "residual", "norm2", "hidden", "activation", "output"]
+"""What an operation of the layer leaves behind: its result, where a later operation saves it, and what the operation
+itself saves beside its arguments (statistics, masks, scores).
+
+======== ==================================================================== ==================
+site     operation                                                            its result is read by
+======== ==================================================================== ==================
+input    the layer before                                                     norm1
+norm1    norm of the input                                                    projection
+qkv      projection to queries, keys and values; their norms and rotation     core
+core     scores, softmax, product with the values                             output projection
+residual output projection, its sum over ranks, bias, dropout, addition       norm2
+norm2    norm of the residual stream                                          up projection
+hidden   up projection                                                        activation
+activation  GeLU or SwiGLU                                                    down projection
+output   down projection, its sum over ranks, bias, dropout, addition         the layer after
+======== ==================================================================== ==================
+"""
+
+SITES: tuple[Site, ...] = get_args(Site)
+"""In the order of the forward pass."""
+RECOMPUTED: tuple[Site, ...] = ("norm1", "qkv", "core", "residual", "norm2", "hidden", "activation")
+"""Sites that can be computed again from the one before."""
+
+Decision = Literal["keep", "recompute"]
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """What one layer does with its sites; those that are not named are kept."""
+
+    decisions: Mapping[Site, Decision] = field(default_factory=dict)
+
+    @property
+    def recomputed(self) -> frozenset[Site]:
+        """Sites that are dropped after the forward pass and computed again in the backward pass."""
+        return frozenset(site for site, decision in self.decisions.items() if decision == "recompute")

@@ -1,0 +1,239 @@
+"""Recompute of single activations: after a forward pass autograd holds, in place of a tensor that is dropped, the
+operation that makes it again.
+
+A layer runs its operations through :meth:`SiteTape.run`, each under the name of its site
+(``model.activation_sites``). What autograd saves is told apart by its memory: the result of an earlier operation
+belongs to that one's site, anything else but a parameter to the operation itself. When the backward pass asks for
+something of a dropped site, its operation runs once more, on arguments that are kept or are made again in the same way;
+all that it saved is then there until it has been asked for. So each dropped site costs one forward pass of its
+operation, whatever else is dropped.
+
+``torch.utils.checkpoint`` (``model.recompute``) keeps the arguments of what it runs again, and its last results are
+saved by whatever follows; here both may be dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_port.model.activation_sites import LayerActivations, Site
+from megatron_port.parallel.random import DropoutStream
+
+Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+
+
+Tensors = tuple[torch.Tensor, ...]
+Made = tuple[Site, Function, Tensors]
+"""Site of a result, and the function and arguments that make it by itself."""
+
+
+class _Result:
+    """A result of a dropped operation that autograd saved, as the same view of its memory."""
+
+    def __init__(self, operation: _Operation, index: int, tensor: torch.Tensor) -> None:
+        self.operation, self.index = operation, index
+        self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        operation.waiting[index] += 1
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor; its memory is given up when everything that saved it has asked."""
+        operation, whole = self.operation, self.operation.result(self.index)
+        operation.waiting[self.index] -= 1
+        if operation.waiting[self.index] == 0:
+            operation.results.pop(self.index, None)
+        return whole.as_strided(*self.view)
+
+
+class _Saved:
+    """A tensor that an operation saved beside its arguments; ``number``: in the order of saving."""
+
+    def __init__(self, tensor: torch.Tensor, number: int) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.number = number
+        self.made_by: _Result | _Operation | None = None
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor, made again where it was dropped."""
+        if self.tensor is not None:
+            return self.tensor
+        assert self.made_by is not None
+        return self.made_by.take() if isinstance(self.made_by, _Result) else self.made_by.saved_again(self.number)
+
+
+class _Operation:
+    """One operation of a forward pass: how to run it again, and what of it is there."""
+
+    def __init__(
+        self, function: Function, arguments: tuple[tuple[_Operation, int], ...], needs_grad: tuple[bool, ...],
+        stream: DropoutStream, *, dropped: bool,
+    ) -> None:
+        self.function, self.arguments, self.needs_grad = function, arguments, needs_grad
+        self.stream, self.context, self.enabled = stream, stream.current, stream.enabled
+        self.dropped = dropped
+        self.results: dict[int, torch.Tensor] = {}
+        """Results that are here, detached: those that are kept, and dropped ones that the backward pass waits for."""
+        self.waiting: list[int] = []
+        """How often each result is saved and has not been asked for."""
+        self.internal: set[int] = set()
+        """Numbers, in the order of saving, of the tensors that only this operation has; ``again``: those made again."""
+        self.again: dict[int, torch.Tensor] = {}
+
+    def result(self, index: int) -> torch.Tensor:
+        """Return a result, made again if need be."""
+        found = self.results.get(index)
+        return self._run_again()[index] if found is None else found
+
+    def saved_again(self, number: int) -> torch.Tensor:
+        """Return a tensor that the operation saved, made again; it is given out once."""
+        if number not in self.again:
+            self._run_again()
+        return self.again.pop(number)
+
+    def _run_again(self) -> tuple[torch.Tensor, ...]:
+        """Run the operation on the micro-batch of its forward pass; note what the backward pass still waits for."""
+        arguments = [
+            operation.result(index).detach().requires_grad_(needs)
+            for (operation, index), needs in zip(self.arguments, self.needs_grad)
+        ]
+        count = 0
+
+        def collect(tensor: torch.Tensor) -> None:
+            nonlocal count
+            if count in self.internal:
+                self.again[count] = tensor.detach()
+            count += 1
+
+        enabled, self.stream.enabled = self.stream.enabled, self.enabled
+        try:
+            context = None if self.context is None else self.context.again()
+            with self.stream.use(context), torch.set_grad_enabled(bool(self.internal)), \
+                    saved_tensors_hooks(collect, _never):
+                results = tuple(tensor.detach() for tensor in _as_tuple(self.function(*arguments)))
+        finally:
+            self.stream.enabled = enabled
+        self.results |= {i: tensor for i, tensor in enumerate(results) if self.waiting[i]}
+        return results
+
+
+class SiteTape:
+    """The operations of one forward pass of a layer.
+
+    Args:
+        activations: decisions for the layer's sites.
+        stream: of dropout; an operation that runs again sees the micro-batch of its forward pass.
+        source: the layer's input, which is kept.
+    """
+
+    def __init__(self, activations: LayerActivations, stream: DropoutStream, source: torch.Tensor) -> None:
+        self._dropped, self._stream = activations.recomputed, stream
+        self._owners: dict[StorageWeakRef, tuple[_Operation, int]] = {}
+        self._made: list[tuple[weakref.ref[torch.Tensor], _Operation, int]] = []
+        self._adopt(self._operation("input", _never, ()), (source,))
+
+    def run(self, site: Site, function: Function, *inputs: torch.Tensor) -> Any:
+        """Return ``function(*inputs)``; keep or drop what autograd saves of it, as is decided for the site.
+
+        ``inputs``: results of earlier operations, or the layer's input.
+        """
+        operation = self._operation(site, function, inputs)
+        out, saved = self._record(function, inputs)
+        self._adopt(operation, _as_tuple(out))
+        self._settle(saved, operation)
+        return out
+
+    def run_fused(self, function: Function, inputs: Tensors, made_by: Callable[..., Sequence[Made]]) -> Tensors:
+        """Return ``function(*inputs)``, whose results belong to several sites and are the same bits one by one.
+
+        ``made_by(*results)``: how each result is made by itself, of earlier ones. What the function saves beside
+        results is kept.
+        """
+        out, saved = self._record(function, inputs)
+        results = _as_tuple(out)
+        for tensor, (site, again, arguments) in zip(results, made_by(*results)):
+            self._adopt(self._operation(site, again, arguments), (tensor,))
+        self._settle(saved, None)
+        return results
+
+    def close(self) -> None:
+        """Forget the results at the end of the forward pass: autograd holds the hooks, and so this tape, for longer."""
+        self._owners.clear()
+        self._made.clear()
+
+    def _operation(self, site: Site, function: Function, inputs: Tensors) -> _Operation:
+        if site not in self._dropped:  # never runs again, so it does not hold its arguments
+            return _Operation(_never, (), (), self._stream, dropped=False)
+        arguments = tuple(self._find(tensor) for tensor in inputs)
+        needs_grad = tuple(tensor.requires_grad for tensor in inputs)
+        return _Operation(function, arguments, needs_grad, self._stream, dropped=True)
+
+    def _record(self, function: Function, inputs: Tensors) -> tuple[Any, list[_Saved]]:
+        """Run a function; return its result, and what it saved that no earlier operation has."""
+        saved: list[_Saved] = []
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> Any:
+            nonlocal count
+            count += 1
+            if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+                return tensor
+            operation, index = self._owner(tensor)
+            if operation is not None:
+                return _Result(operation, index, tensor) if operation.dropped else tensor
+            saved.append(_Saved(tensor, count - 1))
+            return saved[-1]
+
+        with saved_tensors_hooks(pack, _take):
+            return function(*inputs), saved
+
+    def _adopt(self, operation: _Operation, results: Tensors) -> None:
+        """Note the results of an operation and whose memory they are."""
+        operation.waiting = [0] * len(results)
+        for index, tensor in enumerate(results):
+            self._made.append((weakref.ref(tensor), operation, index))
+            self._owners.setdefault(StorageWeakRef(tensor.untyped_storage()), (operation, index))
+            if not operation.dropped:
+                operation.results[index] = tensor.detach()
+
+    def _settle(self, saved: list[_Saved], operation: _Operation | None) -> None:
+        """Drop what was saved before it was known whose memory it is; ``operation``: of what is no result."""
+        for one in saved:
+            assert one.tensor is not None
+            owner, index = self._owner(one.tensor)
+            if owner is not None and owner.dropped:
+                one.made_by, one.tensor = _Result(owner, index, one.tensor), None
+            elif owner is None and operation is not None and operation.dropped:
+                operation.internal.add(one.number)
+                one.made_by, one.tensor = operation, None
+        saved.clear()  # autograd's hooks hold the list until the last of them has been asked for
+
+    def _find(self, tensor: torch.Tensor) -> tuple[_Operation, int]:
+        """Return the operation that made a tensor, and which of its results that is."""
+        for made, operation, index in self._made:
+            if made() is tensor:
+                return operation, index
+        raise ValueError("an operation of a layer has an argument that no operation before it returned")
+
+    def _owner(self, tensor: torch.Tensor) -> tuple[_Operation | None, int]:
+        """Return the operation, and the index of its result, whose memory a tensor lies in."""
+        return self._owners.get(StorageWeakRef(tensor.untyped_storage()), (None, 0))
+
+
+def _as_tuple(out: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (out,) if isinstance(out, torch.Tensor) else out
+
+
+def _take(saved: Any) -> torch.Tensor:
+    """Return what autograd asks for: a tensor that was kept, or one that is made again."""
+    tensor: torch.Tensor = saved if isinstance(saved, torch.Tensor) else saved.take()
+    return tensor
+
+
+def _never(*arguments: Any) -> Any:
+    raise RuntimeError("the layer's input is kept, and a pass that is run again has no backward pass of its own")

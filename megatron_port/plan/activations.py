@@ -1,0 +1,90 @@
+"""Bytes and seconds of what one layer keeps of one micro-batch, site by site.
+
+Bytes follow Korthikanti et al. (arXiv 2205.05198), section 4: for GPT in 16 bits with dropout a layer keeps s·b·h·34
+bytes, of which 24 are split by tensor parallelism and all by sequence parallelism, plus 5·a·s²·b/t of attention scores
+unless attention is fused. ``tests/unit/test_activation_sites.py`` measures each site on a real layer.
+"""
+
+from __future__ import annotations
+
+from megatron_port.model.activation_sites import SITES, Site
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.spec import LayerSpec
+from megatron_port.plan.case import Case
+
+
+def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = True) -> dict[Site, float]:
+    """Return the bytes that each site of a layer keeps of one micro-batch between forward and backward on a rank.
+
+    Own kernels draw masks again and keep none; torch's ops keep them in the compute dtype, the input of an RMSNorm and
+    its result in fp32 and SwiGLU's sigmoid branch as well, and under rotary positions the packed projection. Where a
+    torch op keeps a copy in place of its argument (RMSNorm's in fp32, GeLU's with the bias), that much of the copy is
+    counted as the argument: it is kept when the copy is dropped.
+
+    Args:
+        layer: None: the model's first.
+        scores: with the scores of attention; False: as under selective recompute.
+    """
+    m, t, w = case.model, case.tp, case.width
+    layer = layer or model_spec(m).layers[0]
+    torchs = case.kernels == "torch"
+    tokens, stream = _stream(case)
+    mask = {"own": 0, "torch": w}.get(case.kernels, 1) * (m.hidden_dropout > 0)
+    wide = 2 * case.wide - w if torchs else 0  # of an RMSNorm, in place of its input
+    inputs = (stream if case.engine.gathers_again else tokens * m.hidden_size) * w  # gathered once and kept, or again
+    norm1, norm2 = (inputs + stream * wide * (norm.kind == "rmsnorm") for norm in layer.norms)
+    silu = layer.mlp.down.inputs if torchs and layer.mlp.activation == "swiglu" else 0
+    return {
+        "input": stream * w,
+        "norm1": norm1,
+        "qkv": tokens / t * _qkv_bytes(case, layer, wide),
+        "core": tokens / t * (layer.attention.output.kept_features(t) * w + _core_bytes(case, layer, scores)),
+        # Where the norms read the same tensor, there is no second one.
+        "residual": stream * (mask + (0 if layer.parallel_residual else w)),
+        "norm2": norm2,
+        "hidden": tokens / t * layer.mlp.up.kept_features(t) * w,
+        "activation": tokens / t * (layer.mlp.down.kept_features(t) + silu) * w,
+        "output": stream * mask,
+    }
+
+
+def layer_activation_bytes(case: Case, recompute: str | None = None, layer: LayerSpec | None = None) -> float:
+    """Return the bytes that one layer keeps of one micro-batch between its forward and its backward on a rank.
+
+    ``recompute`` None: the case's; ``layer`` None: the model's first.
+    """
+    recompute = case.recompute if recompute is None else recompute
+    found = site_bytes(case, layer, scores=recompute == "none")
+    return found["input"] if recompute == "full" else sum(found[site] for site in SITES)
+
+
+def _stream(case: Case) -> tuple[float, float]:
+    """Tokens of a micro-batch, and elements of its residual stream on a rank (split under sequence parallelism)."""
+    tokens = case.model.seq_length / case.cp * case.micro_batch
+    return tokens, tokens * case.model.hidden_size * (1 / case.tp if case.sequence_parallel else 1)
+
+
+def _qkv_bytes(case: Case, layer: LayerSpec, wide: int) -> float:
+    """Bytes per token, over all tensor-parallel ranks, of queries, keys and values and of what their norms and their
+    rotation keep."""
+    t, w, heads = case.tp, case.width, layer.attention.groups
+    out: float = layer.attention.qkv.kept_features(t) * w
+    if case.kernels == "torch" and case.model.position_embedding == "rope":
+        out += heads.head_size * heads.held(t) * w  # rotated keys; v is a view that keeps the whole projection alive
+        out += 4 * case.model.rotary_size * w / case.micro_batch * t  # the tables, in the compute dtype
+    return out + layer.attention.normalized_features(t) * (w + wide)
+
+
+def _core_bytes(case: Case, layer: LayerSpec, scores: bool) -> float:
+    """Bytes per token, over all tensor-parallel ranks, that attention keeps beside its arguments and its result."""
+    m, w, heads = case.model, case.width, layer.attention.groups
+    if case.flash:
+        return heads.heads * 4  # log-sum-exp of each row, fp32
+    if not scores:
+        return 0.0
+    torchs, dropped = case.kernels == "torch", 1 if m.attention_dropout > 0 else 0
+    mask = {"own": 0, "torch": w}.get(case.kernels, 1)
+    wide = case.wide if torchs and w != case.wide else 0  # softmax in fp32
+    each = w + wide + dropped * (mask if torchs else w + mask)
+    scaled = heads.head_size * w if torchs else 0  # queries
+    return heads.heads * (m.seq_length / case.cp * each + scaled)

@@ -1,0 +1,229 @@
+"""Sites of a layer: what each keeps on a real layer against the planner, and gradients when any of them is dropped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.device import choose_device
+from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
+from megatron_port.model.activation_sites import RECOMPUTED, SITES, LayerActivations, Site
+from megatron_port.model.build import BuildContext
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.layers import TransformerLayer
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.plan.activations import site_bytes
+from megatron_port.plan.case import Case, Engine
+
+LLAMA: dict[str, Any] = {
+    "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
+    "tie_embeddings": False, "num_query_groups": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {}, "gpt, dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1}, "llama": LLAMA,
+    "qwen3": {**LLAMA, "qk_norm": True}, "neox": {"parallel_residual": True, "position_embedding": "rope"},
+    "llama, dropout": {**LLAMA, "hidden_dropout": 0.1},
+}
+SEQ, BATCH = 64, 2
+
+
+def model_of(family: str, width: int = 64) -> ModelConfig:
+    return ModelConfig(
+        num_layers=1, hidden_size=width, num_attention_heads=4, seq_length=SEQ, vocab_size=100, **FAMILIES[family]
+    )
+
+
+def make_layer(
+    family: str, own: bool, dtype: torch.dtype, activations: LayerActivations, width: int = 64
+) -> TransformerLayer:
+    model = model_of(family, width)
+    backend = BackendConfig(
+        device="cpu", own_kernels="on" if own else "off", attention="own" if own else "math"
+    )
+    providers = choose_providers(
+        backend, choose_device("cpu"), dtype, engine="native", attention_dropout=model.attention_dropout
+    )
+    stream = DropoutStream(0, torch.device("cpu"))
+    stream.set_micro_batch(1, tuple(range(BATCH)))
+    build = BuildContext(
+        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single("cpu"),
+        providers=providers, stream=stream, dtype=dtype, layer_activations={0: activations},
+    )
+    layer = TransformerLayer(0, model_spec(model).layers[0], build)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1 + (p.dim() == 1))
+    return layer
+
+
+def source(dtype: torch.dtype, width: int = 64) -> torch.Tensor:
+    return torch.randn(SEQ, BATCH, width, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+
+
+def gradients(layer: TransformerLayer, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Result, gradient of the input and of every parameter, with another micro-batch in flight at the backward pass."""
+    x = source(dtype)
+    y = layer(x)
+    layer.stream.set_micro_batch(2, tuple(range(50, 50 + BATCH)))
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype))
+    assert x.grad is not None
+    found = [p.grad for p in layer.parameters()]
+    assert all(g is not None for g in found)
+    return [y.detach(), x.grad, *(g for g in found if g is not None)]
+
+
+def drops(sites: Any) -> LayerActivations:
+    return LayerActivations(dict.fromkeys(sites, "recompute"))
+
+
+def some_sets() -> list[tuple[Site, ...]]:
+    """Every site alone, all of them, and a few sets."""
+    r = random.Random(4)
+    return [*((site,) for site in RECOMPUTED), RECOMPUTED,
+            *(tuple(s for s in RECOMPUTED if r.random() < 0.5) for _ in range(5))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("own", [False, True], ids=["torch", "own"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_changes_whatever_is_dropped(family: str, own: bool, dtype: torch.dtype) -> None:
+    wanted = gradients(make_layer(family, own, dtype, LayerActivations()), dtype)
+    for sites in some_sets():
+        got = gradients(make_layer(family, own, dtype, drops(sites)), dtype)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), sites
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def constants(layer: TransformerLayer) -> set[int]:
+    """Addresses of parameters and of the rotary tables, which all layers share."""
+    tensors: list[torch.Tensor] = list(layer.parameters())
+    if layer.attention.rotary is not None:
+        tensors += layer.attention.rotary.rows(layer.attention._positions(SEQ), torch.device("cpu"))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+class Counting:
+    """Bytes of a layer's forward pass that autograd keeps, parameters left out, by who made the memory."""
+
+    def __init__(self, layer: TransformerLayer) -> None:
+        self.own = constants(layer)
+        self.kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.own:
+            self.kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+
+WIDE = 512
+"""Width at which a row's statistics are a small part of it."""
+
+
+def by_site(family: str, own: bool) -> dict[Site, int]:
+    """Bytes of each site: a storage is of the operation during which it was seen first, as result or as saved."""
+    layer = make_layer(family, own, torch.bfloat16, LayerActivations(), WIDE)
+    counting = Counting(layer)
+    owner: dict[int, Site] = {}
+    x = source(torch.bfloat16, WIDE)
+    owner[x.untyped_storage().data_ptr()] = "input"
+    results = [x]  # alive, so that no address has a second owner
+
+    class Tape:
+        """Operations run as they are, each watched."""
+
+        def run(self, site: Site, function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+            known = set(counting.kept)
+            with torch.autograd.graph.saved_tensors_hooks(counting.pack, lambda t: t):
+                out = function(*inputs)
+            for tensor in out if isinstance(out, tuple) else (out,):
+                owner.setdefault(tensor.untyped_storage().data_ptr(), site)
+                results.append(tensor)
+            for address in set(counting.kept) - known:
+                owner.setdefault(address, site)
+            return out
+
+        def run_fused(self, function: Any, inputs: Any, made_by: Any) -> Any:
+            core, x = inputs
+            total = self.run("residual", lambda core, x: layer.attention.output(core) + x, core, x)
+            return total, self.run("norm2", layer.norm2, total)
+
+    layer._forward_by_site(x, Tape())  # type: ignore[arg-type]
+    out: dict[Site, int] = dict.fromkeys(SITES, 0)
+    for address, (size, _) in counting.kept.items():
+        out[owner[address]] += size
+    return out
+
+
+def planned(family: str, own: bool) -> Case:
+    return Case(
+        model=model_of(family, WIDE), engine=Engine(name="native"), micro_batch=BATCH, flash=own,
+        kernels="own" if own else "torch", dtype="bf16",
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("own", [False, True], ids=["torch", "own"])
+def test_what_each_site_really_keeps(family: str, own: bool) -> None:
+    """Within 2 % of the layer; a norm's statistics and a kernel's keys are left out by the planner."""
+    measured = by_site(family, own)
+    expected = site_bytes(planned(family, own))
+    whole = sum(measured.values())
+    # torch's ops may keep a copy in place of their argument, which the planner counts as the argument.
+    together: list[tuple[Site, ...]] = [(site,) for site in SITES] if own else [
+        ("input", "norm1"), ("qkv",), ("core",), ("residual", "norm2"), ("hidden", "activation"), ("output",)
+    ]
+    for sites in together:
+        off = sum(measured[site] - expected[site] for site in sites)
+        assert abs(off) <= 0.01 * whole, sites
+    assert sum(expected.values()) == pytest.approx(whole, rel=0.02)
+
+
+def held(family: str, own: bool, sites: tuple[Site, ...]) -> int:
+    """Bytes of tensors, parameters left out, that a layer's graph holds between forward and backward."""
+    layer = make_layer(family, own, torch.bfloat16, drops(sites), WIDE)
+    own_memory = constants(layer)
+    leaf = source(torch.bfloat16, WIDE)
+    own_memory.add(leaf.untyped_storage().data_ptr())
+    made: dict[int, Any] = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() not in own_memory:
+                        made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            return out
+
+    with Watch():
+        y = layer(leaf * 1.0)
+    output = y.untyped_storage()._cdata
+    return sum(size for key, (ref, size) in made.items() if not ref.expired() and key != output)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("own", [False, True], ids=["torch", "own"])
+def test_what_is_dropped_is_freed(family: str, own: bool) -> None:
+    case = planned(family, own)
+    whole = held(family, own, ())
+    freed = site_bytes(case)
+    apart: list[tuple[Site, ...]] = [("qkv",), ("core",), ("residual",), ("hidden",)]
+    if not own:  # an argument of which only a copy was kept has to be kept itself, or be dropped too
+        apart = [("qkv", "core"), ("norm1", "residual", "norm2"), ("hidden", "activation")]
+    for sites in [*apart, ("norm1",), ("norm2",), ("activation",), RECOMPUTED]:
+        expected = sum(freed[site] for site in sites)
+        assert whole - held(family, own, sites) == pytest.approx(expected, abs=0.02 * whole), sites
