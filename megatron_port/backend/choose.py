@@ -266,7 +266,7 @@ def _own_rotary() -> fused.SplitRotary:
         qkv: Tensor, cos: Tensor | None, sin: Tensor | None, *, offset: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         if cos is None or sin is None:  # nothing to compute: three views, which every attention takes, cost nothing
-            return fused.torch_split_rotary(qkv, None, None)
+            return rotary.split(qkv)
         return rotary.split_rotary(qkv, cos, sin, offset=offset)
 
     return split_rotary
