@@ -218,14 +218,14 @@ def _own_norms() -> tuple[fused.Norm, fused.Norm]:
         x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return norm.layer_norm(x, weight, bias, eps), x
+            return norm.fork(x, weight, bias, eps, rms=False)
         return norm.add_layer_norm(x, residual, weight, bias, eps)
 
     def rms_norm(
         x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return norm.rms_norm(x, weight, eps), x
+            return norm.fork(x, weight, None, eps, rms=True)
         return norm.add_rms_norm(x, residual, weight, eps)
 
     return layer_norm, rms_norm

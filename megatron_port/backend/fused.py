@@ -15,7 +15,10 @@ from torch import Tensor
 
 
 class Norm(Protocol):
-    """(norm(x + residual) · weight + bias, x + residual); without residual the second is x. x [..., h], weight [h]."""
+    """(norm(x + residual) · weight + bias, x + residual); without residual the second is x. x [..., h], weight [h].
+
+    The second is for what else uses the sum: a provider may then add the gradient of that in the norm's backward pass.
+    """
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
