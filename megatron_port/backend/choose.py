@@ -284,6 +284,12 @@ def _own_dropout() -> fused.BiasDropoutAdd:
     return dropout.bias_dropout_add
 
 
+def _own_dropout_norm() -> fused.BiasDropoutAddNorm:
+    from megatron_port.backend.ops import residual_norm
+
+    return residual_norm.bias_dropout_add_norm
+
+
 def _own_softmax() -> fused.CausalSoftmax:
     from megatron_port.backend.ops import softmax
 
@@ -328,6 +334,9 @@ def choose_providers(
     bias_dropout_add, dropout_row = chooser.dropout()
     cross_entropy, loss_row = chooser.cross_entropy()
     optimizer, optimizer_row = chooser.optimizer()
+    together = norm_row.provider == dropout_row.provider == "own"
+    if together:
+        dropout_row = dataclasses.replace(dropout_row, why=f"{dropout_row.why}; with the norm that follows")
     rows = [attention_row, norm_row, activation_row, rotary_row, dropout_row, loss_row, optimizer_row]
     if attention_row.provider == "math":
         rows.insert(1, softmax_row)
@@ -342,4 +351,5 @@ def choose_providers(
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,
         optimizer=optimizer, table=tuple(rows), fp8=products,
         packed_attention=_own_packed_attention() if attention_row.provider == "own" else None,
+        bias_dropout_add_norm=_own_dropout_norm() if together else None,
     )

@@ -56,6 +56,15 @@ class BiasDropoutAdd(Protocol):
     ) -> Tensor: ...
 
 
+class BiasDropoutAddNorm(Protocol):
+    """(norm(sum) · weight + bias, sum) with sum = residual + dropout(x + x_bias) for [seq, batch, h] of whole rows."""
+
+    def __call__(
+        self, x: Tensor, x_bias: Tensor | None, residual: Tensor, keys: Tensor, weight: Tensor, bias: Tensor | None, *,
+        op_key: int, p: float, seq_offset: int, eps: float, rms: bool,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class ProbabilityDropout:
     """Dropout of attention probabilities [b, heads, q, k] with the masks of ``parallel.random``."""
