@@ -315,10 +315,11 @@ inline int32_t for_dtype(int32_t dtype, F with) {
 constexpr int kSumThreads = 512;
 
 // out[c] = the sum of partial[slot * stride + c] over the slots, in the same order every time; columns from `cols` on go
-// to `second`. A block takes one column a lane, its warps share the slots. stride: the columns in all.
+// to `second`, those from 2 * cols on to `third`. A block takes one column a lane, its warps share the slots. stride: the
+// columns in all.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads) sum_slots_kernel(
-    const float* partial, int slots, int stride, int cols, void* out, void* second) {
+    const float* partial, int slots, int stride, int cols, void* out, void* second, void* third) {
   __shared__ float scratch[kSumThreads];
   const int lane = threadIdx.x % MP_WARP, warp = threadIdx.x / MP_WARP, warps = blockDim.x / MP_WARP;
   const int c = blockIdx.x * MP_WARP + lane;
@@ -332,17 +333,20 @@ __global__ void __launch_bounds__(kSumThreads) sum_slots_kernel(
   if (warp != 0 || c >= stride) return;
   for (int w = 1; w < warps; w++) sum += scratch[w * MP_WARP + lane];
   if (c < cols) static_cast<T*>(out)[c] = from_float<T>(sum);
-  else static_cast<T*>(second)[c - cols] = from_float<T>(sum);
+  else if (c < 2 * cols) static_cast<T*>(second)[c - cols] = from_float<T>(sum);
+  else static_cast<T*>(third)[c - 2 * cols] = from_float<T>(sum);
 }
 
-// The gradient of one or two rows of parameters [cols] from the sums that blocks kept in their slots, in one launch.
+// The gradient of one to three rows of parameters [cols] from the sums that blocks kept in their slots, in one launch.
 template <typename T>
 inline int32_t sum_slots(
-    void* stream, const float* partial, int64_t slots, int cols, void* out, void* second = nullptr) {
-  const int stride = second == nullptr ? cols : 2 * cols;
+    void* stream, const float* partial, int64_t slots, int cols, void* out, void* second = nullptr,
+    void* third = nullptr) {
+  const int stride = second == nullptr ? cols : third == nullptr ? 2 * cols : 3 * cols;
   return launch(
       sum_slots_kernel<T>, static_cast<unsigned>((stride + MP_WARP - 1) / MP_WARP),
-      block_threads(slots * MP_WARP, kSumThreads), stream, partial, static_cast<int>(slots), stride, cols, out, second);
+      block_threads(slots * MP_WARP, kSumThreads), stream, partial, static_cast<int>(slots), stride, cols, out, second,
+      third);
 }
 
 }  // namespace mp

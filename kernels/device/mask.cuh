@@ -24,4 +24,22 @@ __device__ inline void keep_factors(const Keep& keep, uint64_t key, uint64_t sca
   }
 }
 
+// The mask of rows [seq, batch, cols] that are whole in their sample.
+struct RowMask {
+  const int64_t* keys;
+  Keep keep;
+  int64_t seq_offset;
+  int batch;
+};
+
+// Scale or 0 of N elements of a row from `column` on, N, cols and column multiples of 4. Rows: fewer than 2^31.
+template <int N>
+__device__ inline void row_factors(const RowMask& mask, int64_t row, int cols, int column, float (&factor)[N]) {
+  const uint32_t seq = static_cast<uint32_t>(row) / static_cast<uint32_t>(mask.batch);
+  const uint32_t sample = static_cast<uint32_t>(row) - seq * static_cast<uint32_t>(mask.batch);
+  const int64_t position = (seq + mask.seq_offset) * cols + column;
+  keep_factors<N>(
+      mask.keep, static_cast<uint64_t>(mask.keys[sample]), static_cast<uint64_t>(position >> 2) * kGolden, factor);
+}
+
 }  // namespace mp

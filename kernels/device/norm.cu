@@ -1,16 +1,21 @@
-// LayerNorm and RMSNorm with the residual add, forward; include/norm.h says what they compute.
+// LayerNorm and RMSNorm with the residual add, forward; include/norm.h says what they compute, include/residual_norm.h
+// what they do with the bias and dropout of a branch that is added.
 //
 // A block takes whole rows, one after another (persistent grid). While a row fits (16-byte pieces, at most kMaxPieces a
 // thread: 32,768 columns in half precision, 16,384 in fp32) it is read once and stays in registers. Bytes: (x, residual)
 // in, (y, sum) out, nothing twice. Wider rows are read three times (from cache, if a row fits one), unaligned ones too,
 // element by element.
 #include "common.cuh"
+#include "dropout.h"
+#include "mask.cuh"
 #include "norm.h"
+#include "residual_norm.h"
 
 namespace mp {
 namespace {
 
 constexpr int kMaxPieces = 8;
+constexpr int kMaxBranchPieces = 4;  // with the bias and the mask of a branch
 constexpr int kThreads = 512;
 constexpr int kBlocksEach = 16;
 
@@ -21,6 +26,8 @@ struct Forward {
   const void *x, *residual, *weight, *bias;
   void *y, *sum;
   float *mean, *rstd;
+  const void* x_bias;  // this and the mask: of a branch only
+  RowMask mask;
 };
 
 // The row's mean (0 under RMS) and reciprocal deviation, from values that stay in registers.
@@ -53,7 +60,20 @@ __device__ inline void statistics(
   rstd = rsqrtf(total[0] / cols + eps);
 }
 
-template <typename T, bool RMS, int PIECES>
+// mask * scale * (x + bias) of a piece.
+template <typename T, int N>
+__device__ inline void branch_values(const Forward& a, int64_t row, int column, const Pack<T, N>& x, float (&value)[N]) {
+  Pack<T, N> bias = {};
+  if (a.x_bias != nullptr) bias = load<N>(static_cast<const T*>(a.x_bias) + column);
+  float factor[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) factor[i] = 1.0f;
+  if (a.mask.keep.threshold != 0) row_factors<N>(a.mask, row, a.cols, column, factor);
+#pragma unroll
+  for (int i = 0; i < N; i++) value[i] = (to_float(x.at[i]) + to_float(bias.at[i])) * factor[i];
+}
+
+template <typename T, bool RMS, int PIECES, bool BRANCH>
 __global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
   constexpr int N = kVector<T>;
   __shared__ float scratch[kMaxWarps];
@@ -71,8 +91,14 @@ __global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
       const Pack<T, N> in = load<N>(x + at);
       if (a.residual != nullptr) {
         const Pack<T, N> more = load<N>(static_cast<const T*>(a.residual) + row * a.cols + at);
+        if constexpr (BRANCH) {
+          branch_values<T, N>(a, row, at, in, value[p]);
+        } else {
 #pragma unroll
-        for (int i = 0; i < N; i++) value[p][i] = to_float(in.at[i]) + to_float(more.at[i]);
+          for (int i = 0; i < N; i++) value[p][i] = to_float(in.at[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) value[p][i] += to_float(more.at[i]);
         const Pack<T, N> out = to_pack<T>(value[p]);
 #pragma unroll
         for (int i = 0; i < N; i++) value[p][i] = to_float(out.at[i]);
@@ -159,26 +185,38 @@ __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
   }
 }
 
-template <typename T, bool RMS>
+// Pieces of a row that a thread holds; more than kMaxPieces: they do not fit.
+template <typename T>
+int pieces_of(const Forward& a) {
+  const int vectors = a.cols / kVector<T>;
+  if (!vectors_fit<T>(a.cols, a.x, a.x_bias, a.residual, a.weight, a.bias, a.y, a.sum)) return kMaxPieces + 1;
+  // Several pieces a thread before more threads: what a thread does once a row is shared by them.
+  const int pieces = (vectors + kThreads / 4 - 1) / (kThreads / 4);
+  if (vectors <= 4 * kThreads) return pieces > 4 ? 4 : pieces;
+  return vectors <= 6 * kThreads ? 6 : vectors <= 8 * kThreads ? 8 : kMaxPieces + 1;
+}
+
+template <typename T, bool RMS, bool BRANCH>
 int32_t forward(void* stream, const Forward& a) {
   constexpr int N = kVector<T>;
   const unsigned blocks = persistent_blocks(a.rows, kBlocksEach);
-  const bool fits = vectors_fit<T>(a.cols, a.x, a.residual, a.weight, a.bias, a.y, a.sum);
-  if (!fits) return launch(forward_any<T, RMS, 1>, blocks, block_threads(a.cols, kThreads), stream, a);
-  const int vectors = a.cols / N;
-  if (vectors > kMaxPieces * kThreads) return launch(forward_any<T, RMS, N>, blocks, kThreads, stream, a);
-  // Several pieces a thread before more threads: what a thread does once a row is shared by them.
-  int pieces = (vectors + kThreads / 4 - 1) / (kThreads / 4);
-  pieces = pieces > 4 ? 4 : pieces;
-  if (vectors > pieces * kThreads) pieces = vectors > 6 * kThreads ? 8 : 6;
+  const int pieces = pieces_of<T>(a), vectors = a.cols / N;
   const unsigned threads = block_threads((vectors + pieces - 1) / pieces, kThreads);
   switch (pieces) {
-    case 1: return launch(forward_registers<T, RMS, 1>, blocks, threads, stream, a);
-    case 2: return launch(forward_registers<T, RMS, 2>, blocks, threads, stream, a);
-    case 3: return launch(forward_registers<T, RMS, 3>, blocks, threads, stream, a);
-    case 4: return launch(forward_registers<T, RMS, 4>, blocks, threads, stream, a);
-    case 6: return launch(forward_registers<T, RMS, 6>, blocks, threads, stream, a);
-    default: return launch(forward_registers<T, RMS, 8>, blocks, threads, stream, a);
+    case 1: return launch(forward_registers<T, RMS, 1, BRANCH>, blocks, threads, stream, a);
+    case 2: return launch(forward_registers<T, RMS, 2, BRANCH>, blocks, threads, stream, a);
+    case 3: return launch(forward_registers<T, RMS, 3, BRANCH>, blocks, threads, stream, a);
+    case 4: return launch(forward_registers<T, RMS, 4, BRANCH>, blocks, threads, stream, a);
+  }
+  if constexpr (BRANCH) {
+    return MP_BAD_SIZE;  // the caller looks first
+  } else {
+    if (pieces == 6) return launch(forward_registers<T, RMS, 6, false>, blocks, threads, stream, a);
+    if (pieces == 8) return launch(forward_registers<T, RMS, 8, false>, blocks, threads, stream, a);
+    if (vectors_fit<T>(a.cols, a.x, a.residual, a.weight, a.bias, a.y, a.sum)) {
+      return launch(forward_any<T, RMS, N>, blocks, kThreads, stream, a);
+    }
+    return launch(forward_any<T, RMS, 1>, blocks, block_threads(a.cols, kThreads), stream, a);
   }
 }
 
@@ -190,9 +228,30 @@ extern "C" int32_t mp_norm_forward(
     const void* residual, const void* weight, const void* bias, void* y, void* sum, float* mean, float* rstd) {
   if (rows < 0 || cols < 1 || cols > (1 << 24)) return MP_BAD_SIZE;
   if (rows == 0) return MP_OK;
-  const mp::Forward a{rows, static_cast<int>(cols), eps, x, residual, weight, bias, y, sum, mean, rstd};
+  const mp::Forward a{rows, static_cast<int>(cols), eps, x, residual, weight, bias, y, sum, mean, rstd, nullptr, {}};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return rms ? mp::forward<T, true>(stream, a) : mp::forward<T, false>(stream, a);
+    return rms ? mp::forward<T, true, false>(stream, a) : mp::forward<T, false, false>(stream, a);
+  });
+}
+
+extern "C" int32_t mp_residual_norm_forward(
+    void* stream, int32_t dtype, int32_t rms, int64_t seq, int64_t batch, int64_t cols, float eps, const void* x,
+    const void* x_bias, const void* residual, const int64_t* keys, int64_t op_key, int32_t threshold,
+    int64_t seq_offset, const void* weight, const void* bias, void* y, void* sum, float* mean, float* rstd) {
+  const int64_t rows = seq * batch;
+  if (seq < 0 || batch < 0 || rows >= (int64_t{1} << 31) || cols < 1 || cols > (1 << 24)) return MP_BAD_SIZE;
+  if (rows == 0) return MP_OK;
+  const mp::RowMask mask{keys, mp::keep_of(op_key, threshold), seq_offset, static_cast<int>(batch)};
+  const mp::Forward a{rows, static_cast<int>(cols), eps, x, residual, weight, bias, y, sum, mean, rstd, x_bias, mask};
+  return mp::for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if (mp::pieces_of<T>(a) <= mp::kMaxBranchPieces) {
+      return rms ? mp::forward<T, true, true>(stream, a) : mp::forward<T, false, true>(stream, a);
+    }
+    const int32_t code = mp_dropout_forward(
+        stream, dtype, seq, batch, cols, x, x_bias, residual, keys, op_key, threshold, seq_offset, cols, 0, sum);
+    if (code != MP_OK) return code;
+    return mp_norm_forward(stream, dtype, rms, rows, cols, eps, sum, nullptr, weight, bias, y, nullptr, mean, rstd);
   });
 }

@@ -1,4 +1,5 @@
-// LayerNorm and RMSNorm with the residual add, backward; include/norm.h says what they compute.
+// LayerNorm and RMSNorm with the residual add, backward; include/norm.h says what they compute, include/residual_norm.h
+// what they do with the bias and dropout of a branch that was added.
 //
 // The threads of a block form teams of a row each, with two rows in flight where a thread has one piece of a row; the
 // sums of dweight and dbias over all rows of a block stay in registers and go to its slot at the end. Bytes: (dy, sum,
@@ -9,12 +10,16 @@
 // Rows of more than kMaxPieces pieces a thread (16,384 columns in half precision, 8,192 in fp32) are read twice (from
 // cache, if a row fits one), and their dweight, dbias read dy and sum once more; unaligned ones too, element by element.
 #include "common.cuh"
+#include "dropout.h"
+#include "mask.cuh"
 #include "norm.h"
+#include "residual_norm.h"
 
 namespace mp {
 namespace {
 
 constexpr int kMaxPieces = 4;
+constexpr int kMaxBranchPieces = 2;  // with the bias and the mask of a branch, whose sums take registers too
 constexpr int kThreads = 512;
 constexpr int kBlocksEach = 16;
 constexpr int kSlotsEach = 2;
@@ -26,9 +31,24 @@ struct Backward {
   const void *dy, *dsum, *sum, *weight;
   const float *mean, *rstd;
   void* dx;
-  float* partial;  // [slots, 1 or 2, cols]: dweight, dbias
+  float* partial;  // [slots, 1 to 3, cols]: dweight, dbias, dx_bias
   int team;        // threads of a team
   bool has_bias;
+};
+
+// With the branch that was added to the residual stream.
+struct BranchBackward : Backward {
+  void* dx_branch;
+  bool has_branch_bias;
+  RowMask mask;
+};
+template <bool BRANCH>
+struct ArgumentsOf {
+  using type = Backward;
+};
+template <>
+struct ArgumentsOf<true> {
+  using type = BranchBackward;
 };
 
 // The sums of all teams in those of the first; `buffer`: shared, N floats a thread of the block.
@@ -51,9 +71,27 @@ __device__ inline void store_sums(float* to, const float (&value)[N]) {
   for (int i = 0; i < N; i += 4) store<4>(to + i, Pack<float, 4>{value[i], value[i + 1], value[i + 2], value[i + 3]});
 }
 
+// A piece of the branch's gradient from that of the sum, rounded; adds it to `total` before it is rounded again.
+template <typename T, int N>
+__device__ inline void branch_gradient(
+    const BranchBackward& a, int64_t row, int column, const Pack<T, N>& given, float (&total)[N]) {
+  float value[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) value[i] = to_float(given.at[i]);
+  if (a.mask.keep.threshold != 0) {
+    float factor[N];
+    row_factors<N>(a.mask, row, a.cols, column, factor);
+#pragma unroll
+    for (int i = 0; i < N; i++) value[i] *= factor[i];
+    store<N>(static_cast<T*>(a.dx_branch) + row * a.cols + column, to_pack<T>(value));
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++) total[i] += value[i];
+}
+
 // With g = dy * weight and n the normalised row: dx = rstd * (g - mean(g) - n * mean(g * n)); RMS has no mean(g).
-template <typename T, bool RMS, int PIECES>
-__global__ void __launch_bounds__(kThreads) backward_registers(Backward a) {
+template <typename T, bool RMS, int PIECES, bool BRANCH>
+__global__ void __launch_bounds__(kThreads) backward_registers(typename ArgumentsOf<BRANCH>::type a) {
   constexpr int N = kVector<T>, ROWS = PIECES == 1 ? 2 : 1;
   constexpr bool EARLY = PIECES <= 2;  // dsum with the other loads, while registers are left for it
   __shared__ float scratch[2 * ROWS * kMaxWarps];
@@ -62,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) backward_registers(Backward a) {
   const int size = PIECES == 1 ? a.team : blockDim.x, warps = size / MP_WARP;
   const int team = PIECES == 1 ? threadIdx.x / size : 0, teams = PIECES == 1 ? blockDim.x / size : 1;
   const int column = (threadIdx.x - team * size) * N, step = size * N;
-  float dweight[PIECES][N] = {}, dbias[PIECES][N] = {};
+  float dweight[PIECES][N] = {}, dbias[PIECES][N] = {}, dbranch[BRANCH ? PIECES : 1][N] = {};
   const int64_t rows_at_once = static_cast<int64_t>(gridDim.x) * teams * ROWS;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams * ROWS; first < a.rows; first += rows_at_once) {
     const int64_t row = first + team * ROWS;
@@ -124,6 +162,7 @@ __global__ void __launch_bounds__(kThreads) backward_registers(Backward a) {
           dx[i] = rstd[r] * (g - shift - n * along) + to_float(skip.at[i]);
         }
         store<N>(static_cast<T*>(a.dx) + place, to_pack<T>(dx));
+        if constexpr (BRANCH) branch_gradient<T, N>(a, row + r, at, to_pack<T>(dx), dbranch[p]);
       }
     }
   }
@@ -131,16 +170,22 @@ __global__ void __launch_bounds__(kThreads) backward_registers(Backward a) {
     if (teams > 1) {
       sum_teams(dweight[0], buffer, a.team);
       if (!RMS) sum_teams(dbias[0], buffer, a.team);
+      if (BRANCH) sum_teams(dbranch[0], buffer, a.team);
     }
   }
   if (team != 0) return;
-  float* partial = a.partial + static_cast<int64_t>(blockIdx.x) * (a.has_bias ? 2 : 1) * a.cols;
+  int parts = a.has_bias ? 2 : 1;
+  if constexpr (BRANCH) parts += a.has_branch_bias ? 1 : 0;
+  float* partial = a.partial + static_cast<int64_t>(blockIdx.x) * parts * a.cols;
 #pragma unroll
   for (int p = 0; p < PIECES; p++) {
     const int at = p * step + column;
     if (at >= a.cols) continue;
     store_sums(partial + at, dweight[p]);
     if (a.has_bias) store_sums(partial + a.cols + at, dbias[p]);
+    if constexpr (BRANCH) {
+      if (a.has_branch_bias) store_sums(partial + (parts - 1) * a.cols + at, dbranch[p]);
+    }
   }
 }
 
@@ -224,25 +269,42 @@ int32_t backward_wide(void* stream, const Backward& a, int64_t slots) {
       (a.rows + slots - 1) / slots, strips);
 }
 
-template <typename T, bool RMS>
-int32_t backward(void* stream, Backward a, void* dweight, void* dbias) {
+template <typename T>
+bool fits(const Backward& a, const void* dx_branch = nullptr) {
+  return vectors_fit<T>(a.cols, a.dy, a.dsum, a.sum, a.weight, a.dx, dx_branch, a.partial);
+}
+
+// Pieces of a row that a thread holds; more than kMaxPieces: they do not fit.
+template <typename T>
+int pieces_of(const Backward& a, const void* dx_branch = nullptr) {
+  return fits<T>(a, dx_branch) ? (a.cols / kVector<T> + kThreads - 1) / kThreads : kMaxPieces + 1;
+}
+
+// BRANCH: at most kMaxBranchPieces pieces; the caller looks first.
+template <typename T, bool RMS, bool BRANCH>
+int32_t backward(void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweight, void* dbias, void* dx_bias) {
   constexpr int N = kVector<T>;
   const int64_t slots = slots_of(a.rows);
   const unsigned blocks = static_cast<unsigned>(slots);
-  const bool fits = vectors_fit<T>(a.cols, a.dy, a.dsum, a.sum, a.weight, a.dx, a.partial);
-  const int pieces = fits ? (a.cols / N + kThreads - 1) / kThreads : kMaxPieces + 1;
+  const int pieces = pieces_of<T>(a);
   a.team = static_cast<int>(block_threads((a.cols / N + pieces - 1) / pieces, kThreads));
   const unsigned threads = kThreads / a.team * a.team;  // one team where a thread has several pieces
-  int32_t code;
-  switch (pieces) {
-    case 1: code = launch(backward_registers<T, RMS, 1>, blocks, threads, stream, a); break;
-    case 2: code = launch(backward_registers<T, RMS, 2>, blocks, a.team, stream, a); break;
-    case 3: code = launch(backward_registers<T, RMS, 3>, blocks, a.team, stream, a); break;
-    case 4: code = launch(backward_registers<T, RMS, 4>, blocks, a.team, stream, a); break;
-    default: code = fits ? backward_wide<T, RMS, N>(stream, a, slots) : backward_wide<T, RMS, 1>(stream, a, slots);
+  int32_t code = MP_BAD_SIZE;
+  if (pieces == 1) {
+    code = launch(backward_registers<T, RMS, 1, BRANCH>, blocks, threads, stream, a);
+  } else if (pieces == 2) {
+    code = launch(backward_registers<T, RMS, 2, BRANCH>, blocks, a.team, stream, a);
+  } else if constexpr (!BRANCH) {
+    switch (pieces) {
+      case 3: code = launch(backward_registers<T, RMS, 3, false>, blocks, a.team, stream, a); break;
+      case 4: code = launch(backward_registers<T, RMS, 4, false>, blocks, a.team, stream, a); break;
+      default:
+        code = fits<T>(a) ? backward_wide<T, RMS, N>(stream, a, slots) : backward_wide<T, RMS, 1>(stream, a, slots);
+    }
   }
   if (code != MP_OK) return code;
-  return sum_slots<T>(stream, a.partial, slots, a.cols, dweight, dbias);
+  void* second = dbias != nullptr ? dbias : dx_bias;
+  return sum_slots<T>(stream, a.partial, slots, a.cols, dweight, second, dbias != nullptr ? dx_bias : nullptr);
 }
 
 }  // namespace
@@ -259,6 +321,38 @@ extern "C" int32_t mp_norm_backward(
                        dbias != nullptr};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return rms ? mp::backward<T, true>(stream, a, dweight, dbias) : mp::backward<T, false>(stream, a, dweight, dbias);
+    return rms ? mp::backward<T, true, false>(stream, a, dweight, dbias, nullptr)
+               : mp::backward<T, false, false>(stream, a, dweight, dbias, nullptr);
+  });
+}
+
+extern "C" int64_t mp_residual_norm_workspace(int64_t rows, int64_t cols) {
+  const int64_t together = mp::slots_of(rows) * 3 * cols, apart = mp_dropout_workspace(rows, cols);
+  return together > apart ? together : apart;
+}
+
+extern "C" int32_t mp_residual_norm_backward(
+    void* stream, int32_t dtype, int32_t rms, int64_t seq, int64_t batch, int64_t cols, const void* dy,
+    const void* dsum, const void* sum, const void* weight, const float* mean, const float* rstd, const int64_t* keys,
+    int64_t op_key, int32_t threshold, int64_t seq_offset, void* dsum_total, void* dx, void* dweight, void* dbias,
+    void* dx_bias, float* workspace) {
+  const int64_t rows = seq * batch;
+  if (rows < 1 || rows >= (int64_t{1} << 31) || cols < 1 || cols > (1 << 24)) return MP_BAD_SIZE;
+  const mp::RowMask mask{keys, mp::keep_of(op_key, threshold), seq_offset, static_cast<int>(batch)};
+  const mp::BranchBackward a{
+      {rows, static_cast<int>(cols), dy, dsum, sum, weight, mean, rstd, dsum_total, workspace, 0, dbias != nullptr},
+      dx, dx_bias != nullptr, mask};
+  return mp::for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if (mp::pieces_of<T>(a, dx) <= mp::kMaxBranchPieces) {
+      return rms ? mp::backward<T, true, true>(stream, a, dweight, dbias, dx_bias)
+                 : mp::backward<T, false, true>(stream, a, dweight, dbias, dx_bias);
+    }
+    const int32_t code = mp_norm_backward(
+        stream, dtype, rms, rows, cols, dy, dsum, sum, weight, mean, rstd, dsum_total, dweight, dbias, workspace);
+    if (code != MP_OK) return code;
+    return mp_dropout_backward(
+        stream, dtype, seq, batch, cols, dsum_total, keys, op_key, threshold, seq_offset, cols, 0, dx, dx_bias,
+        workspace);
   });
 }

@@ -82,6 +82,16 @@ def refuse_dropout(name: str, dropout: ProbabilityDropout | None) -> None:
         raise ValueError(f"attention provider {name} cannot drop probabilities by counters; use math")
 
 
+def fold_batch(x: torch.Tensor) -> torch.Tensor:
+    """Return [s, b, heads, d] as [1, s, b * heads, d]: one sample that has the heads of all.
+
+    The batch lies inside the sequence, and fused kernels want their output and its gradient contiguous with the batch
+    outside: with several samples they copy both. Heads are independent and in one order, also those of grouped queries
+    (head j of b * heads uses key head j // (heads / kv_heads)), so the values are the same and nothing is copied.
+    """
+    return x.flatten(1, 2).unsqueeze(0)
+
+
 def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
     """torch's scaled_dot_product_attention; ``kernels``: tried in this order (empty: torch's own choice)."""
     order = list(kernels)
@@ -96,14 +106,14 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal)
         refuse_dropout("sdpa", dropout)
-        qt, kt, vt = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        qt, kt, vt = (fold_batch(x).transpose(1, 2) for x in (q, k, v))
         gqa = q.shape[2] != k.shape[2]
         if order:
             with sdpa_kernel(order, set_priority=True):
                 out = F.scaled_dot_product_attention(qt, kt, vt, is_causal=causal, enable_gqa=gqa)
         else:
             out = F.scaled_dot_product_attention(qt, kt, vt, is_causal=causal, enable_gqa=gqa)
-        return out.permute(2, 0, 1, 3).reshape(q.shape[0], q.shape[1], -1)
+        return out.transpose(1, 2).reshape(q.shape[0], q.shape[1], -1)
 
     return attention
 
@@ -121,8 +131,8 @@ def flash_attention(function: Callable[..., torch.Tensor]) -> Attention:
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal)
         refuse_dropout("flash_attn", dropout)
-        out = function(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), causal=causal)
-        return out.transpose(0, 1).reshape(q.shape[0], q.shape[1], -1)
+        out = function(fold_batch(q), fold_batch(k), fold_batch(v), causal=causal)
+        return out.reshape(q.shape[0], q.shape[1], -1)
 
     return attention
 

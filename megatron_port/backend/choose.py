@@ -218,14 +218,14 @@ def _own_norms() -> tuple[fused.Norm, fused.Norm]:
         x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return norm.layer_norm(x, weight, bias, eps), x
+            return norm.fork(x, weight, bias, eps, rms=False)
         return norm.add_layer_norm(x, residual, weight, bias, eps)
 
     def rms_norm(
         x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return norm.rms_norm(x, weight, eps), x
+            return norm.fork(x, weight, None, eps, rms=True)
         return norm.add_rms_norm(x, residual, weight, eps)
 
     return layer_norm, rms_norm
@@ -266,7 +266,7 @@ def _own_rotary() -> fused.SplitRotary:
         qkv: Tensor, cos: Tensor | None, sin: Tensor | None, *, offset: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         if cos is None or sin is None:  # nothing to compute: three views, which every attention takes, cost nothing
-            return fused.torch_split_rotary(qkv, None, None)
+            return rotary.split(qkv)
         return rotary.split_rotary(qkv, cos, sin, offset=offset)
 
     return split_rotary
@@ -282,6 +282,12 @@ def _own_dropout() -> fused.BiasDropoutAdd:
     from megatron_port.backend.ops import dropout
 
     return dropout.bias_dropout_add
+
+
+def _own_dropout_norm() -> fused.BiasDropoutAddNorm:
+    from megatron_port.backend.ops import residual_norm
+
+    return residual_norm.bias_dropout_add_norm
 
 
 def _own_softmax() -> fused.CausalSoftmax:
@@ -328,6 +334,9 @@ def choose_providers(
     bias_dropout_add, dropout_row = chooser.dropout()
     cross_entropy, loss_row = chooser.cross_entropy()
     optimizer, optimizer_row = chooser.optimizer()
+    together = norm_row.provider == dropout_row.provider == "own"
+    if together:
+        dropout_row = dataclasses.replace(dropout_row, why=f"{dropout_row.why}; with the norm that follows")
     rows = [attention_row, norm_row, activation_row, rotary_row, dropout_row, loss_row, optimizer_row]
     if attention_row.provider == "math":
         rows.insert(1, softmax_row)
@@ -342,4 +351,5 @@ def choose_providers(
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,
         optimizer=optimizer, table=tuple(rows), fp8=products,
         packed_attention=_own_packed_attention() if attention_row.provider == "own" else None,
+        bias_dropout_add_norm=_own_dropout_norm() if together else None,
     )

@@ -15,7 +15,10 @@ from torch import Tensor
 
 
 class Norm(Protocol):
-    """(norm(x + residual) · weight + bias, x + residual); without residual the second is x. x [..., h], weight [h]."""
+    """(norm(x + residual) · weight + bias, x + residual); without residual the second is x. x [..., h], weight [h].
+
+    The second is for what else uses the sum: a provider may then add the gradient of that in the norm's backward pass.
+    """
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
@@ -51,6 +54,15 @@ class BiasDropoutAdd(Protocol):
         self, x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, *, op_key: int, p: float,
         seq_offset: int, width: int, width_offset: int,
     ) -> Tensor: ...
+
+
+class BiasDropoutAddNorm(Protocol):
+    """(norm(sum) · weight + bias, sum) with sum = residual + dropout(x + x_bias) for [seq, batch, h] of whole rows."""
+
+    def __call__(
+        self, x: Tensor, x_bias: Tensor | None, residual: Tensor, keys: Tensor, weight: Tensor, bias: Tensor | None, *,
+        op_key: int, p: float, seq_offset: int, eps: float, rms: bool,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class Providers:
     table: tuple[ProviderRow, ...]
     packed_attention: fused.PackedAttention | None = None
     """The same attention of a projection that is not split, where the provider has it."""
+    bias_dropout_add_norm: fused.BiasDropoutAddNorm | None = None
+    """``bias_dropout_add`` with the norm that follows, where one provider has both; None: one after the other."""
     fp8: Fp8 | None = None
     """Kernels of the layers' linears in 8 bits; None: in the compute dtype."""
 

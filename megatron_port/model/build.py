@@ -55,7 +55,8 @@ class BuildContext:
             partition = sequence_partition(ctx.mesh, ctx.rank, sequence_parallel=self.sequence_parallel)
         self.partition = partition
         self.residual = ResidualStream(
-            partition, stream, model.hidden_dropout, model.hidden_size, providers.bias_dropout_add
+            partition, stream, model.hidden_dropout, model.hidden_size, providers.bias_dropout_add,
+            providers.bias_dropout_add_norm,
         )
         self.rotary = RotaryTables(model) if model.position_embedding == "rope" else None
 

@@ -67,16 +67,14 @@ class TransformerLayer(nn.Module):
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         join = self.residual.bias_dropout_add
-        out, bias = self.attention(self.norm1(x)), self.attention.output.bias
+        y, x = self.norm1.fork(x)
+        out, bias = self.attention(y), self.attention.output.bias
         if self.parallel_residual:
-            branch = self.mlp(self.norm2(x))
+            y, x = self.norm2.fork(x)
+            branch = self.mlp(y)
             x = join(out, bias, x, op=f"{self.name}.attention")
             return join(branch, self.mlp.down.bias, x, op=f"{self.name}.mlp")
-        if bias is None and self.residual.dropout_now == 0.0:
-            y, x = self.norm2.add(out, x)
-        else:
-            x = join(out, bias, x, op=f"{self.name}.attention")
-            y = self.norm2(x)
+        y, x = self.residual.bias_dropout_add_norm(out, bias, x, self.norm2, op=f"{self.name}.attention")
         return join(self.mlp(y), self.mlp.down.bias, x, op=f"{self.name}.mlp")
 
     def _forward_by_site(self, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:

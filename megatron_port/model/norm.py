@@ -31,6 +31,11 @@ class Norm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._run(x, None)[0]
 
+    def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm of x, x); use the second in place of x, whose gradients are then added in one pass where the
+        provider can."""
+        return self._run(x, None)
+
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm of x + residual, x + residual), in one pass where the provider can."""
         return self._run(x, residual)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_port.backend.fused import BiasDropoutAdd
+from megatron_port.backend.fused import BiasDropoutAdd, BiasDropoutAddNorm
 from megatron_port.parallel.positions import Positions, SequencePartition
 from megatron_port.parallel.random import DropoutStream
+
+if TYPE_CHECKING:
+    from megatron_port.model.norm import Norm  # which is built with this stream
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class ResidualStream:
     width: int
     fused: BiasDropoutAdd | None
     """Provider of bias + dropout + addition; None: plain torch."""
+    fused_norm: BiasDropoutAddNorm | None = None
+    """Provider of the same with the norm that follows; None: one after the other."""
 
     @property
     def dropout_now(self) -> float:
@@ -57,3 +63,17 @@ class ResidualStream:
             for run, part, rest in zip(runs, *split)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def bias_dropout_add_norm(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm: Norm, *, op: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm of the sum, sum) with the sum residual + dropout(x + bias)."""
+        p, positions = self.dropout_now, self.positions(x.shape[0])
+        if bias is None and p == 0.0:
+            return norm.add(x, residual)
+        if self.fused_norm is None or len(positions.runs) > 1:  # the kernel knows one start
+            return norm.fork(self.bias_dropout_add(x, bias, residual, op=op))
+        return self.fused_norm(
+            x, bias, residual, self.stream.sample_keys(p), norm.weight, norm.bias, op_key=self.stream.op_key(op), p=p,
+            seq_offset=positions.runs[0].start, eps=norm.eps, rms=norm.kind == "rmsnorm",
+        )

@@ -308,7 +308,8 @@ class _SplitResidual(ResidualStream):
         parts = tuple(
             dataclasses.replace(residual, partition=SequencePartition(piece=i, pieces=ranks)) for i in range(ranks)
         )
-        return cls(**vars(residual), ranks=parts)
+        # The norm that follows is cut by itself (_cut_norm).
+        return cls(**vars(dataclasses.replace(residual, fused_norm=None)), ranks=parts)
 
     def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, op: str) -> Tensor:
         count, out = len(self.ranks), []

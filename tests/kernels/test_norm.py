@@ -55,6 +55,21 @@ def test_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
                 what=f"add_rms_norm {rows}x{cols}")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_another_use_is_added(device: torch.device, dtype: torch.dtype) -> None:
+    """Of an input that is used beside its norm: the second result is that input itself."""
+    for rows, cols in SHAPES[::3]:
+        x, _, weight, bias = _inputs(rows, cols, 4)
+        compare(lambda x, w, b: norm.fork(x, w, b, EPS, rms=False),
+                lambda x, w, b: (F.layer_norm(x, w.shape, w, b, EPS), x * 1), (x, weight, bias), dtype, device,
+                what=f"layer_norm of two uses {rows}x{cols}")
+        compare(lambda x, w: norm.fork(x, w, None, EPS, rms=True), lambda x, w: (F.rms_norm(x, w.shape, w, EPS), x * 1),
+                (x, weight), dtype, device, what=f"rms_norm of two uses {rows}x{cols}")
+    y, same = norm.fork(leaf := x.to(device, dtype).requires_grad_(), weight.to(device, dtype), None, EPS, rms=True)
+    assert same.data_ptr() == leaf.data_ptr()
+    assert torch.equal(torch.autograd.grad(same, leaf, y.detach())[0], y)
+
+
 def test_a_slot_of_partial_sums_has_at_least_32_rows(built: Path) -> None:
     """In half precision without dsum a column of a slot costs 16 bytes beside 6 a row: at most 1.09 times the least."""
     library = ctypes.CDLL(str(built / "libmp_emulated32.so"))

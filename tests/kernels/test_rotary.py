@@ -70,6 +70,23 @@ def test_without_tables_it_copies(device: torch.device, dtype: torch.dtype) -> N
         assert torch.equal(dqkv, 3 * qkv)
 
 
+@pytest.mark.parametrize("size", [7, 64])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_split_without_rotation_is_torchs_and_its_gradient_is_packed(
+    device: torch.device, heads: int, size: int
+) -> None:
+    """To the bit; gradients as attention returns them, and sizes that the kernel does not take."""
+    qkv = _qkv((5, 2, 3, heads, size)).bfloat16().to(device).requires_grad_()
+    found = []
+    for way in (rotary.split, lambda x: torch_split_rotary(x, None, None)):
+        out = way(qkv)
+        assert all(o.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for o in out[heads > 1 :])
+        grads = [torch.empty_like(o.transpose(0, 1).contiguous()).transpose(0, 1).copy_(o + i)
+                 for i, o in enumerate(out)]
+        found.append([*out, *torch.autograd.grad(out, qkv, grads)])
+    assert all(torch.equal(a, b) for a, b in zip(*found)) and found[0][-1].is_contiguous()
+
+
 def test_values_are_copied_and_every_element_is_turned_by_its_own_angle(device: torch.device) -> None:
     """One hot element at a time: it stays at i by the cosine and appears at i + d/2 by the sine of its position."""
     size, offset = 16, 9

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.backend import kernels
-from megatron_port.backend.attention import flash_attention, gpu_kernels, math_attention, sdpa_attention
+from megatron_port.backend.attention import flash_attention, fold_batch, gpu_kernels, math_attention, sdpa_attention
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
-from megatron_port.backend.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm
+from megatron_port.backend.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
@@ -98,15 +98,27 @@ def test_dropout_sees_and_changes_probabilities() -> None:
         sdpa_attention()(q, k, v, dropout=dropout)
 
 
-def test_flash_attn_gets_batch_first() -> None:
+def test_flash_attn_gets_one_sample_with_the_heads_of_all_and_nothing_is_copied() -> None:
     q, k, v = inputs(5, 2, 2, 2, 4, torch.float64)
+    made: list[torch.Tensor] = []
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-        assert q.shape == (2, 5, 4, 4) and k.shape == (2, 5, 2, 4) and causal
+        assert q.shape == (1, 5, 8, 4) and k.shape == (1, 5, 4, 4) and causal
         back = [x.transpose(0, 1) for x in (q, k, v)]
-        return math_attention(*back).view(5, 2, 4, 4).transpose(0, 1)
+        made.append(math_attention(*back).view(1, 5, 8, 4))
+        return made[0]
 
-    torch.testing.assert_close(flash_attention(function)(q, k, v), math_attention(q, k, v))
+    out = flash_attention(function)(q, k, v)
+    torch.testing.assert_close(out, math_attention(q, k, v))
+    assert out.data_ptr() == made[0].data_ptr() and out.is_contiguous()
+
+
+def test_a_packed_projection_reaches_attention_as_views() -> None:
+    packed = torch.randn(5, 3, 2, 3, 4)
+    for x, y in zip(torch_split_rotary(packed, None, None), packed.unbind(3)):
+        folded = fold_batch(x)
+        assert folded.shape == (1, 5, 6, 4) and torch.equal(folded[0].view(5, 3, 2, 4), y)
+        assert folded.data_ptr() == y.data_ptr()
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_port.backend.direct import differentiable
+from megatron_port.backend.fused import torch_split_rotary
+
+_LARGEST_HEAD = 512
 
 
 def split_rotary(
@@ -25,6 +29,36 @@ def split_rotary(
     """
     q, k, v = _rotary(qkv, cos, sin, offset)
     return q, k, v
+
+
+def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without rotation: keys, values, and queries where a group has one head, are views of qkv.
+
+    The three gradients, of any strides, are put into one packed tensor by one kernel. Heads that it does not take (d
+    odd, or above 512) are split by torch.
+    """
+    if qkv.shape[-1] % 2 or qkv.shape[-1] > _LARGEST_HEAD:
+        return torch_split_rotary(qkv, None, None)
+    q, k, v = _Split.apply(qkv)  # type: ignore[no-untyped-call]
+    return q, k, v
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch_split_rotary(qkv, None, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _pack(grads, None, None, 0)
+
+
+def _pack(grads: tuple[Tensor, ...], cos: Tensor | None, sin: Tensor | None, offset: int) -> Tensor:
+    """Gradient of the packed projection from those of q, k and v, rotated back."""
+    dq, dk, dv = (g if g.stride(-1) == 1 else g.contiguous() for g in grads)
+    packed: Tensor = torch.ops.megatron_port.rotary_backward.default(dq, dk, dv, cos, sin, offset)
+    return packed
 
 
 def _forward_shapes(
@@ -48,8 +82,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
     cos, sin = ctx.saved_tensors
-    dq, dk, dv = (g if g.stride(-1) == 1 else g.contiguous() for g in grads)
-    return torch.ops.megatron_port.rotary_backward.default(dq, dk, dv, cos, sin, ctx.offset), None, None, None
+    return _pack(grads, cos, sin, ctx.offset), None, None, None
 
 
 _rotary = differentiable("rotary_forward", _save, _backward)
