@@ -32,34 +32,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from gpu_summary import data_of, summary_table  # noqa: E402
-from part_runner import Part, PartResult, run_all  # noqa: E402
+from part_runner import TINY_RUN, Part, PartResult, run_all  # noqa: E402
 
 SIZES = {"gpt2-124m": [], "gpt2-xl": ["--layers", "24", "--global-batch", "16"], "6.7b-layers": [], "llama-8b-long": []}
 """Size → what is changed of it, so that every peer's state fits beside the others' and a step takes about a second."""
 TINY_SIZES: dict[str, list[str]] = {"tiny": [], "tiny-bf16": [], "tiny-layers": [], "tiny-llama-layers": []}
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp1", "tp1pp2dp2")
-RUN = """# Layouts against one process.
-name = "gpu-session"
-engine = "native"
-[model]
-num_layers = 4
-hidden_size = 64
-num_attention_heads = 4
-vocab_size = 256
-seq_length = 32
-[layout]
-vocab_padding_multiple = 1
-zero_stage = 0
-[batch]
-micro_batch_size = 2
-global_batch_size = 8
-[precision]
-dtype = "fp32"
-[data]
-synthetic = true
-"""
-
-
 def device_name(device: str) -> str:
     """What results are called: the device's name in small letters and hyphens."""
     import torch
@@ -106,7 +84,7 @@ def parts(folder: Path, device: str, *, tiny: bool, minutes: float) -> list[Part
                       str(folder / "step.json"), *(["--sizes", "tiny", "tiny-bf16"] if tiny else [])],
              "losses and gradient norms of a step against the CPU's", 90, 30),
         part("layouts", [*port, "parity", str(folder / "run.toml"), "--layouts", *layouts, "--out",
-                         str(folder / "layouts"), "--set", f"backend.device={device}",
+                         str(folder / "layouts"), "--set", f"backend.device={device}", "--set", "layout.zero_stage=0",
                          "--set", f"backend.share_devices={str(device == 'cuda').lower()}"],
              "losses and gradients of layouts whose ranks share the GPU, over gloo", 120, 50),
         part("ops", [*ops, "--variants", "own", "eager", "apex", "liger", "--json", str(folder / "ops.json")],
@@ -194,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").write_text(RUN)
+    (folder / "run.toml").write_text(TINY_RUN)
     earlier = json.loads(args.reference.read_text()) if args.reference else {}
     if earlier:
         write_reference(earlier, folder)

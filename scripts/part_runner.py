@@ -18,6 +18,25 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TIMED_OUT, ENDED, NOT_RUN = 124, 143, -1
 """Exits of parts that were stopped at their limit or by a signal, and of those that never began."""
+TINY_RUN = """# Layouts against one process: small, so that every machine can.
+engine = "native"
+[model]
+num_layers = 4
+hidden_size = 64
+num_attention_heads = 4
+vocab_size = 256
+seq_length = 32
+[layout]
+vocab_padding_multiple = 1
+[batch]
+micro_batch_size = 2
+global_batch_size = 8
+[precision]
+dtype = "fp32"
+[data]
+synthetic = true
+"""
+"""A run file for parts that compare layouts."""
 SMALLEST_S = 20.0
 """A part with less time than this is not begun."""
 

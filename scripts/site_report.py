@@ -31,33 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import site_redact  # noqa: E402
-from part_runner import Part, run_all  # noqa: E402
+from part_runner import TINY_RUN, Part, run_all  # noqa: E402
 from site_overview import overview  # noqa: E402
 
 PACKING_S = 120.0
 """Kept of a job's time for the archive. SLURM's signal comes up to a minute before its time, which is 30 s in
 launch/site_report.sh: by then all should be done."""
-
-RUN = """# Layouts against one process: small, so that every machine can.
-name = "site"
-engine = "native"
-[model]
-num_layers = 4
-hidden_size = 64
-num_attention_heads = 4
-vocab_size = 256
-seq_length = 32
-[layout]
-vocab_padding_multiple = 1
-[batch]
-micro_batch_size = 2
-global_batch_size = 8
-[precision]
-dtype = "fp32"
-[data]
-synthetic = true
-"""
-
 
 def clusters() -> dict[str, str]:
     """What torch calls a device → the shipped description that fits it best."""
@@ -200,7 +179,7 @@ def clear(folder: Path) -> str:
             return f"{folder} is no folder of an earlier report; give --out one that is empty or not there"
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    (folder / "site.toml").write_text(RUN)
+    (folder / "site.toml").write_text(TINY_RUN)
     return ""
 
 
