@@ -10,7 +10,7 @@ from megatron_port.backend.ops.optimizer import add_gradients_
 from megatron_port.optim.sharded import ShardedParameters
 
 _LARGEST_DEFERRED = 1 << 16
-"""Elements of a gradient that may wait for others: biases and norms, not tables, whose memory is to be freed at once."""
+"""Elements of a gradient that may wait for others: of biases and norms; the memory of a table's is to be freed."""
 
 
 class GradientSink:
