@@ -1,4 +1,4 @@
-// megatron_port::square_norm, adamw_: on lists of tensors, nothing read back to the host.
+// megatron_port::square_norm, adamw_, add_gradients_: on lists of tensors, nothing read back to the host.
 #include "optimizer.h"
 
 #include "core.h"
@@ -9,6 +9,7 @@ namespace {
 const Function<decltype(mp_square_norm)> norm{"mp_square_norm"};
 const Function<decltype(mp_square_norm_workspace)> norm_workspace{"mp_square_norm_workspace"};
 const Function<decltype(mp_adamw)> adamw{"mp_adamw"};
+const Function<decltype(mp_add_gradients)> add{"mp_add_gradients"};
 
 std::vector<int64_t> sizes_of(const std::vector<Tensor>& tensors) {
   std::vector<int64_t> out;
@@ -103,6 +104,22 @@ void adamw_(
       first, op);
 }
 
+void add_gradients_(const std::vector<Tensor>& sums, const std::vector<Tensor>& grads) {
+  const char* op = "add_gradients_";
+  check(!sums.empty() && sums.size() == grads.size(), op, "there must be as many gradients as sums, at least one");
+  const Tensor& first = sums[0];
+  check_list(op, "sums", sums, sums, ScalarType::Float);
+  const int32_t dtype = dtype_of(grads[0], op);
+  check_list(op, "grads", grads, sums, grads[0].scalar_type());
+  const std::vector<int64_t> sizes = sizes_of(sums);
+  const Where where(first);
+  check_code(
+      add.on(first)(
+          where.stream(), dtype, static_cast<int64_t>(sizes.size()), pointers<float>(sums).data(),
+          pointers<const void>(grads).data(), sizes.data()),
+      first, op);
+}
+
 }  // namespace
 }  // namespace mp
 
@@ -112,14 +129,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
       "adamw_(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] grads, Tensor(c!)[] exp_avg, "
       "Tensor(d!)[] exp_avg_sq, Tensor step, Tensor? grad_scale, Tensor? skip, float lr, float beta1, float beta2, "
       "float eps, float weight_decay) -> ()");
+  m.def("add_gradients_(Tensor(a!)[] sums, Tensor[] grads) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {
   m.impl("square_norm", TORCH_BOX(&mp::square_norm));
   m.impl("adamw_", TORCH_BOX(&mp::adamw_));
+  m.impl("add_gradients_", TORCH_BOX(&mp::add_gradients_));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CUDA, m) {
   m.impl("square_norm", TORCH_BOX(&mp::square_norm));
   m.impl("adamw_", TORCH_BOX(&mp::adamw_));
+  m.impl("add_gradients_", TORCH_BOX(&mp::add_gradients_));
 }

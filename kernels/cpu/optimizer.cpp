@@ -1,4 +1,4 @@
-// Multi-tensor AdamW and squared norm; include/optimizer.h says what they compute.
+// Multi-tensor AdamW, squared norm and accumulation; include/optimizer.h says what they compute.
 #include "optimizer.h"
 
 #include <algorithm>
@@ -145,5 +145,19 @@ extern "C" int32_t mp_adamw(
       return mp::adamw<decltype(weight), decltype(grad)>(
           f, count, weights, masters, grads, exp_avg, exp_avg_sq, sizes);
     });
+  });
+}
+
+extern "C" int32_t mp_add_gradients(
+    void* stream, int32_t grad_dtype, int64_t count, float* const* sums, const void* const* grads,
+    const int64_t* sizes) {
+  if (!mp::sizes_fit(count, sizes)) return MP_BAD_SIZE;
+  return mp::for_dtype(grad_dtype, [&](auto zero) {
+    using T = decltype(zero);
+    for (int64_t t = 0; t < count; t++) {
+      const T* grad = static_cast<const T*>(grads[t]);
+      for (int64_t i = 0; i < sizes[t]; i++) sums[t][i] += mp::to_float(grad[i]);
+    }
+    return static_cast<int32_t>(MP_OK);
   });
 }

@@ -1,4 +1,4 @@
-// Multi-tensor AdamW and squared norm; include/optimizer.h says what they compute.
+// Multi-tensor AdamW, squared norm and accumulation; include/optimizer.h says what they compute.
 //
 // A launch takes a table of tensors by value in its parameters (no copy to the device, no allocation); more tensors,
 // more launches. Tensors are cut into chunks of one size and a persistent grid takes the chunks in turn, so that many
@@ -251,6 +251,42 @@ unsigned norm_blocks(int64_t count, const int64_t* sizes) {
   return persistent_blocks(chunks, 2 * kBlocksEach);
 }
 
+// ---------------------------------------------------------------------------------------------- accumulation
+
+constexpr int kSumTensors = 64;
+constexpr int kSumChunk = 1024;  // small: what comes here are biases and norms
+
+struct Sums {
+  Table<kSumTensors> table;
+  float* sum[kSumTensors];
+  const void* grad[kSumTensors];
+  uint64_t vectors;  // bit t: tensor t may be read in pieces
+};
+static_assert(sizeof(Sums) <= 4096, "kernel parameters are at most 4 KiB");
+
+template <typename G>
+__global__ void __launch_bounds__(kThreads) add_gradients(Sums a) {
+  const int chunks = a.table.first[a.table.tensors];
+  int t = 0;
+  for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    while (chunk >= a.table.first[t + 1]) t++;
+    const int64_t start = static_cast<int64_t>(chunk - a.table.first[t]) * kSumChunk;
+    const int64_t left = a.table.size[t] - start;
+    const int n = left < kSumChunk ? static_cast<int>(left) : kSumChunk;
+    float* sum = a.sum[t] + start;
+    const G* grad = static_cast<const G*>(a.grad[t]) + start;
+    const int whole = (a.vectors >> t) & 1 ? n / kAdamVector * kAdamVector : 0;
+    for (int at = static_cast<int>(threadIdx.x) * kAdamVector; at < whole; at += kThreads * kAdamVector) {
+      Pack<float, kAdamVector> s = load<kAdamVector>(sum + at);
+      const Pack<G, kAdamVector> g = load<kAdamVector>(grad + at);
+#pragma unroll
+      for (int i = 0; i < kAdamVector; i++) s.at[i] += to_float(g.at[i]);
+      store<kAdamVector>(sum + at, s);
+    }
+    for (int at = whole + static_cast<int>(threadIdx.x); at < n; at += kThreads) sum[at] += to_float(grad[at]);
+  }
+}
+
 }  // namespace
 }  // namespace mp
 
@@ -333,6 +369,33 @@ extern "C" int32_t mp_adamw(
                       (weights == nullptr || mp::aligned(weights[i], mp::piece_bytes(weight_dtype)));
     if (fits) a.vectors |= uint64_t{1} << t;
     if (a.table.tensors < mp::kAdamTensors) continue;
+    if (const int32_t code = send(); code != MP_OK) return code;
+  }
+  return a.table.tensors > 0 ? send() : MP_OK;
+}
+
+extern "C" int32_t mp_add_gradients(
+    void* stream, int32_t grad_dtype, int64_t count, float* const* sums, const void* const* grads,
+    const int64_t* sizes) {
+  for (int64_t i = 0; i < count; i++) {
+    if (sizes[i] < 0 || sizes[i] > mp::kMostChunks / mp::kSumTensors * mp::kSumChunk) return MP_BAD_SIZE;
+  }
+  mp::Sums a = {};
+  const auto send = [&] {
+    const unsigned blocks = mp::persistent_blocks(a.table.first[a.table.tensors], mp::kBlocksEach);
+    const int32_t code = mp::for_dtype(grad_dtype, [&](auto zero) {
+      return mp::launch(mp::add_gradients<decltype(zero)>, blocks, mp::kThreads, stream, a);
+    });
+    a = {};
+    return code;
+  };
+  for (int64_t i = 0; i < count; i++) {
+    if (sizes[i] == 0) continue;
+    const int t = mp::add(a.table, sizes[i], mp::kSumChunk);
+    a.sum[t] = sums[i];
+    a.grad[t] = grads[i];
+    if (mp::aligned(sums[i], 16) && mp::aligned(grads[i], mp::piece_bytes(grad_dtype))) a.vectors |= uint64_t{1} << t;
+    if (a.table.tensors < mp::kSumTensors) continue;
     if (const int32_t code = send(); code != MP_OK) return code;
   }
   return a.table.tensors > 0 ? send() : MP_OK;

@@ -1,4 +1,4 @@
-/* AdamW (arXiv 1711.05101) and the squared norm of many tensors at once. Arrays of pointers and sizes lie on the host
+/* AdamW (arXiv 1711.05101), the squared norm and the accumulation of many tensors at once. Arrays of pointers and sizes lie on the host
  * and are read before the functions return; what the pointers name, `step`, `grad_scale` and `skip` lie on the device.
  */
 #ifndef MP_OPTIMIZER_H
@@ -31,6 +31,11 @@ int32_t mp_adamw(
     const void* const* grads, float* const* exp_avg, float* const* exp_avg_sq, const int64_t* sizes, const void* step,
     int32_t step_is_int64, const float* grad_scale, const float* skip, double lr, double beta1, double beta2,
     double eps, double weight_decay);
+
+/* sums[i] += grads[i] for `count` tensors, grads of a dtype. Reads both and writes the sum, each once. */
+int32_t mp_add_gradients(
+    void* stream, int32_t grad_dtype, int64_t count, float* const* sums, const void* const* grads,
+    const int64_t* sizes);
 
 #ifdef __cplusplus
 }

@@ -34,6 +34,7 @@ from megatron_port.engine.module import (
     recorded_parameters,
     zero_moments,
 )
+from megatron_port.engine.native_gradients import GradientSink
 from megatron_port.engine.native_passes import Passes, unit_uses
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
@@ -62,31 +63,6 @@ from megatron_port.runtime.progress import OPTIMIZER, REDUCE, ProgressTracker
 REDUCE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of gradients between replicas; None: that of their sums (fp32; fp64 in fp64 runs)."""
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
-
-
-class _Gradients:
-    """Sink of gradients for autograd's hooks, which must not keep the parameters' holder alive: a reference cycle
-    through them is collected late, and so are the process groups and their threads."""
-
-    def __init__(self, sharded: ShardedParameters) -> None:
-        self._alive = weakref.ref(sharded)
-
-    def total(self, parameter: torch.Tensor) -> torch.Tensor:
-        sharded = self._alive()
-        assert sharded is not None, "a backward pass after its engine's end"
-        return sharded.gradient_of(parameter)
-
-    def added(self, parameter: torch.Tensor) -> None:
-        sharded = self._alive()
-        if sharded is not None:
-            sharded.added(parameter)
-
-    def accumulate(self, parameter: torch.Tensor) -> None:
-        """Add to the wide sum what arrives as ``grad`` (all but the linears' weights), and free it."""
-        if parameter.grad is not None:  # None: parallel.linear adds it itself
-            self.total(parameter).add_(parameter.grad)
-            parameter.grad = None
-            self.added(parameter)
 
 
 def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], bucket: Bucket) -> None:
@@ -119,7 +95,7 @@ class NativeEngine:
             shard_gradients=self._shards_gradients(), rule=rule_of(config.optimizer), shared=self._shared(),
             sharding=self._weight_sharding(),
         )
-        gradients = _Gradients(self.sharded)
+        self.gradients = gradients = GradientSink(self.sharded, together=optimizer_provider == "own")
         self.wgrad_accumulator = WgradAccumulator(gradients.added, gradients.total)
         self.quantized_weight_cache = QuantizedWeightCache()
         for _, p in self.parameters:
@@ -139,7 +115,7 @@ class NativeEngine:
         self._losses: list[torch.Tensor] = []
         self.state_check = check_of(config, ctx)
         self._differing = 0
-        # Not a bound method: see _Gradients.
+        # Not a bound method: see GradientSink.
         recording, sharded = self.state_check, weakref.ref(self.sharded)
         self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
 
@@ -220,6 +196,7 @@ class NativeEngine:
             step=step, loss_factor=self.scaler.scale * loss_weight(tokens), global_tokens=tokens,
             auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
+            flush_gradients=self.gradients.flush,
         )
         sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
         if self.sharded.unit_gather is not None:

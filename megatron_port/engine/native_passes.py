@@ -63,6 +63,7 @@ class Passes:
         auxiliary: what the modules add to; None: nobody reads it.
         probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
         after_backward: told the chunk whose backward pass has ended.
+        flush_gradients: adds what autograd returned in a backward pass to the sums.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Passes:
         gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int, loss_factor: float,
         global_tokens: float = 1.0, auxiliary: AuxiliarySums | None = None, probe: Probe | None = None,
         sums: Callable[[], list[torch.Tensor]] = list, after_backward: Callable[[int], None] = lambda chunk: None,
+        flush_gradients: Callable[[], None] = lambda: None,
     ) -> None:
         self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
         self.micro_batches, self.step, self.loss_factor = micro_batches, step, loss_factor
         self.global_tokens, self.auxiliary = global_tokens, auxiliary
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
+        self.flush_gradients = flush_gradients
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
@@ -146,6 +149,7 @@ class Passes:
                 torch.autograd.backward(_floating(outputs), received)
         finally:
             self.gradients.deferred = None
+            self.flush_gradients()
         gradients = () if inputs is None else _gradients_of(inputs)
         if self.probe is not None:
             virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)

@@ -238,6 +238,10 @@ class ShardedParameters:
                 self._open.append(bucket)
         return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
 
+    def bucket_of(self, parameter: torch.Tensor) -> int:
+        """Return the number of the bucket that has a parameter's gradient."""
+        return self._slot_of[self._index[id(parameter)]][0]
+
     def added(self, parameter: torch.Tensor) -> None:
         """Note that a gradient has been added to :meth:`gradient_of`."""
         index = self._index[id(parameter)]

@@ -23,6 +23,7 @@ from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
 from megatron_port.config.schema import BackendConfig
 from megatron_port.data.batch import MicroBatch
+from megatron_port.parallel import linear_kernels
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.session.assemble import DTYPES, build_engine
 
@@ -38,6 +39,8 @@ def main() -> int:
     m = size.model
     # cuDNN cannot be loaded here; flash attention is what a GPU without it takes.
     attention.gpu_kernels = lambda **_: [SDPBackend.FLASH_ATTENTION]  # type: ignore[assignment]
+    # The feature test looks at a product's values, of which there are none here; a GPU has the product.
+    linear_kernels.widening_addmm = lambda *_: True  # type: ignore[assignment]
     providers = choose_providers(
         BackendConfig(device="cuda"), device, DTYPES[size.dtype], engine="native",
         heads=(m.num_attention_heads, m.kv_heads, m.head_size),

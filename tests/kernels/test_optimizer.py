@@ -191,6 +191,31 @@ def test_square_norm_keeps_what_is_not_finite(device: torch.device, dtype: torch
         assert float(optimizer.clip_factor(torch.tensor(total), max_norm=1.0, inv_scale=1.0)[1]) == 1.0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_added_as_torch_adds_them(device: torch.device, dtype: torch.dtype) -> None:
+    """To the bit: more tensors than a launch takes, unaligned, empty and strided ones."""
+    shapes = [*SHAPES, *((n,) for n in range(1, 90))]
+    grads = [_normal(i, s).to(dtype).to(device) for i, s in enumerate(shapes)]
+    grads[4] = grads[4].t().contiguous().t()
+    flat = torch.ones(sum(g.numel() for g in grads) + 1, device=device)[1:]
+    sums = [part.view(g.shape) for part, g in zip(flat.split([g.numel() for g in grads]), grads)]
+    wanted = [(s + 0.25).add_(g) for s, g in zip(sums, grads)]
+    flat += 0.25
+    optimizer.add_gradients_(sums, grads)
+    assert all(torch.equal(a, b) for a, b in zip(sums, wanted))
+
+
+@pytest.mark.parametrize("sums, grads, text", [
+    ([4], [], "as many gradients as sums"), ([4], [5], "5 elements, not 4"),
+    ([4, 4], [4, 4.5], "another dtype"), ([4.5], [4], "another dtype"),
+])
+def test_refused_accumulations(device: torch.device, sums: list[float], grads: list[float], text: str) -> None:
+    """A number with a fraction: in fp64."""
+    make = lambda n: torch.zeros(int(n), dtype=torch.float64 if n % 1 else torch.float32, device=device)  # noqa: E731
+    with pytest.raises(RuntimeError, match=text):
+        optimizer.add_gradients_([make(n) for n in sums], [make(n) for n in grads])
+
+
 def test_bits_do_not_depend_on_the_number_of_threads(built: Path) -> None:
     kernels.load("cpu")
     tensors = [_normal(i, (n,)).float() for i, n in enumerate((100_003, 7, 40_000))]

@@ -1,4 +1,5 @@
-"""AdamW (Loshchilov & Hutter, arXiv 1711.05101) and the squared norm of many tensors in one call, with no host sync.
+"""AdamW (Loshchilov & Hutter, arXiv 1711.05101), the squared norm and the accumulation of many tensors in one call,
+with no host sync.
 
 Bytes an element: ``adamw_`` reads the fp32 master and moments and the gradient and writes the master, the moments and
 the weight, each once: 28 (fp32 gradients, no separate weights; or half weights and gradients), 30 (fp32 gradients,
@@ -91,6 +92,17 @@ def clip_factor(
     return factor.float(), skip if veto is None else torch.maximum(skip, veto), norm
 
 
+@torch.no_grad()
+def add_gradients_(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Add each gradient to its sum, in one launch for up to 64 of them.
+
+    Args:
+        sums: float32, contiguous, on one device.
+        grads: of the same sizes and one dtype, fp32, fp16 or bf16; made contiguous where they are not.
+    """
+    torch.ops.megatron_port.add_gradients_(list(sums), [g.contiguous() for g in grads])
+
+
 def _norm_shape(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty((), dtype=torch.float64)
 
@@ -100,6 +112,7 @@ def _nothing(*_: object) -> None:
 
 
 def register() -> None:
-    """Shapes of the ops, in torch's registry; neither has a gradient."""
+    """Shapes of the ops, in torch's registry; none has a gradient."""
     torch.library.register_fake("megatron_port::square_norm", _norm_shape)
     torch.library.register_fake("megatron_port::adamw_", _nothing)
+    torch.library.register_fake("megatron_port::add_gradients_", _nothing)

@@ -1,0 +1,70 @@
+"""Accumulation of the gradients that autograd returns (all but the linears' weights) in the engine's wide sums."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from megatron_port.backend.ops.optimizer import add_gradients_
+from megatron_port.optim.sharded import ShardedParameters
+
+_LARGEST_DEFERRED = 1 << 16
+"""Elements of a gradient that may wait for others: of biases and norms; the memory of a table's is to be freed."""
+
+
+class GradientSink:
+    """Sink of gradients for autograd's hooks, which must not keep the parameters' holder alive: a reference cycle
+    through them is collected late, and so are the process groups and their threads.
+
+    Args:
+        together: small gradients wait and are added to their sums by one own kernel, as soon as one of another bucket
+            arrives, and at the end of the pass; else each is added by itself. The sums are the same to the bit.
+    """
+
+    def __init__(self, sharded: ShardedParameters, *, together: bool) -> None:
+        self._alive, self._together = weakref.ref(sharded), together
+        self._waiting: list[torch.Tensor] = []
+        self._bucket: int | None = None
+
+    def total(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the sum to add a gradient to; see ``ShardedParameters.gradient_of``."""
+        return self._sharded().gradient_of(parameter)
+
+    def _sharded(self) -> ShardedParameters:
+        sharded = self._alive()
+        assert sharded is not None, "a backward pass after its engine's end"
+        return sharded
+
+    def added(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient has been added to its sum."""
+        sharded = self._alive()
+        if sharded is not None:
+            sharded.added(parameter)
+
+    def accumulate(self, parameter: torch.Tensor) -> None:
+        """Add to the wide sum what arrives as ``grad``, now or with the next :meth:`flush`, and free it."""
+        if parameter.grad is None:  # parallel.linear adds it itself
+            return
+        if not self._together or parameter.numel() > _LARGEST_DEFERRED:
+            self.total(parameter).add_(parameter.grad)
+            parameter.grad = None
+            self.added(parameter)
+            return
+        # Of one bucket only: to give memory to the gradients of another may take away that of the first.
+        bucket = self._sharded().bucket_of(parameter)
+        if bucket != self._bucket:
+            self.flush()
+            self._bucket = bucket
+        self._waiting.append(parameter)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Add the gradients that wait to their sums. To be called at the end of every backward pass."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        add_gradients_([self.total(p) for p in waiting], [p.grad for p in waiting if p.grad is not None])
+        for parameter in waiting:
+            parameter.grad = None
+            self.added(parameter)
