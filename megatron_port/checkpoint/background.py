@@ -47,9 +47,12 @@ from megatron_port.checkpoint.writer import (
     write_part,
 )
 from megatron_port.errors import CheckpointError
+from megatron_port.parallel.device_streams import COMPUTE, HOST, Event, access, host_waits_for
 from megatron_port.parallel.state import StatePiece
 
 _NICE = 10
+_THREAD = "saving thread"
+"""The stream of a save's accesses, for ``parallel.stream_order``."""
 
 
 class HostBuffer:
@@ -65,6 +68,11 @@ class HostBuffer:
     def nbytes(self) -> int:
         """Bytes held."""
         return 0 if self._data is None else self._data.numel()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory, where there is any."""
+        return [] if self._data is None else [self._data]
 
     def take(self, plan: ShardPlan) -> memoryview:
         """Copy the data of ``plan`` (not its header), in the order of the file; complete on return.
@@ -88,9 +96,11 @@ class HostBuffer:
         if not size or self._data is None:
             return memoryview(b"")
         for piece, (start, stop) in zip(plan.pieces, plan.spans):
+            access(COMPUTE, "snapshot", reads=[piece.tensor], writes=[self._data[start:stop]])
             _copy(self._data[start:stop], piece.tensor.detach())
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
+        host_waits_for(COMPUTE)
         return self._data[:size].numpy().data
 
 
@@ -138,6 +148,8 @@ class _Job:
     failed: bool = False
     message: str | None = None
     thread: threading.Thread | None = None
+    written: Event = field(default_factory=Event)
+    """The thread has read the snapshot for the last time."""
 
     def proceed(self) -> None:
         """Raise if the save is lost anyway."""
@@ -215,6 +227,8 @@ class BackgroundSave:
         job.thread = threading.Thread(target=self._run, args=(job,), name=f"save-{state.step}", daemon=True)
         job.stall = time.perf_counter() - began
         self._job = job
+        access(_THREAD, "a snapshot is written to its file", reads=self._buffer.tensors)
+        job.written.record(_THREAD)
         job.thread.start()
         return job.stall
 
@@ -260,6 +274,7 @@ class BackgroundSave:
         if some:
             return None
         job.thread.join()
+        job.written.wait(HOST)
         self._job = None
         failure = self._peers.first_failure(job.message)
         if failure is not None and rank == 0:

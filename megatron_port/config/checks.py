@@ -15,6 +15,7 @@ from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
+from megatron_port.config.offload import offload_problems
 from megatron_port.config.ranges import Range
 from megatron_port.config.rope import rope_problems
 from megatron_port.config.schema import RunConfig
@@ -48,7 +49,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     if not sizes:
         found += [*_relations(config), *fp8_problems(config)]
     found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
-    found += _engine_problems(config)
+    found += [*_engine_problems(config), *offload_problems(config)]
     found += secret_problems(config)
     neighbour = legal_neighbour(config, world_size) if sizes or layout else None
     if neighbour:

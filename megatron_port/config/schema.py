@@ -26,6 +26,7 @@ from megatron_port.config.machine import (
     WatchConfig,
 )
 from megatron_port.config.memory import ActivationsConfig
+from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.ranges import (
     Count,
     CountOrZero,
@@ -441,5 +442,6 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)

@@ -93,7 +93,7 @@ class NativeEngine:
             split_state=config.layout.zero_stage > 0, capacity=config.layout.reduce_bucket_size,
             reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
             shard_gradients=self._shards_gradients(), rule=rule_of(config.optimizer), shared=self._shared(),
-            sharding=self._weight_sharding(),
+            sharding=self._weight_sharding(), offload=config.offload,
         )
         self.gradients = gradients = GradientSink(self.sharded, together=optimizer_provider == "own")
         self.wgrad_accumulator = WgradAccumulator(gradients.added, gradients.total)
@@ -157,7 +157,8 @@ class NativeEngine:
             ends += [at + 1] if virtual == 0 else []
             at += len(units)
             ends += [at - 1] if virtual == topology.virtual_stages - 1 else []
-        return WeightSharding(ends, keep=self.config.layout.reshard == "step")
+        host = self.config.offload.weights == "cpu"
+        return WeightSharding(ends, keep=self.config.layout.reshard == "step", on_host=host)
 
     def _by_unit(self) -> list[list[list[tuple[ParameterRecord, nn.Parameter]]]]:
         """Return the parameters of each unit of each chunk, each with the first unit that has it: a table that
@@ -238,7 +239,7 @@ class NativeEngine:
         veto = refused_loss(sums, largest_loss) if probe is None else torch.ones((), device=sums.device)
         at(OPTIMIZER, "gradient norm and update")
         square = global_square_norm(self._in_norm, self.ctx, self.update.square_norm)
-        self.state_check.verify()
+        self._verify_state()
         norm, refused = self.update.step(square, lr=lr, scale=used_scale, veto=veto, limit=largest_norm)
         self._record_state(gathering=self.sharded.shards > 1 and self.sharded.unit_gather is None)
         self.sharded.start_gather()
@@ -257,9 +258,15 @@ class NativeEngine:
     def _record_state(self, *, gathering: bool) -> None:
         """Hash what this rank owns, after an update; its weights too, unless a gather is still to bring them."""
         if self.state_check.begin():
+            self.sharded.settle_state()
             self.state_check.record(self.sharded.owned_tensors())
             if not gathering:
                 self.state_check.record(self.sharded.weight_tensor(b) for b in self.sharded.buckets)
+
+    def _verify_state(self) -> None:
+        if self.state_check.recorded:
+            self.sharded.settle_state()
+            self.state_check.verify()
 
     def record_state(self) -> None:
         self.sharded.wait()
@@ -269,7 +276,7 @@ class NativeEngine:
         """What changed since the last update; see ``engine.api.Engine``."""
         if now:
             self.sharded.wait()
-            self.state_check.verify()
+            self._verify_state()
             self._differing = int(self.state_check.differing)
         return self.state_check.damage() if self._differing else None
 
@@ -305,6 +312,7 @@ class NativeEngine:
         for record, buffer in self.buffers:
             if record.is_owned(self.ctx.mesh, self.ctx.rank):
                 yield from logical_pieces(record, BUFFER, buffer.detach().reshape(-1), 0)
+        self.sharded.settle_state()
         for piece in self.sharded.pieces:
             if not piece.record.is_owned(self.ctx.mesh, self.ctx.rank, spread=self.sharded.spread):
                 continue
@@ -319,6 +327,7 @@ class NativeEngine:
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
         """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
         self.sharded.wait()
+        self.sharded.settle_state()
         pieces: dict[tuple[str, tuple[int, ...]], list[StateShard]] = {}
         for piece in self.sharded.pieces:
             pieces.setdefault(piece.record.place, []).append(piece)
@@ -342,6 +351,8 @@ class NativeEngine:
             read_local(read, record, BUFFER, buffer)
         if self.sharded.unit_gather is not None:
             self.sharded.unit_gather.release()
+        if self.sharded.offload is not None:
+            self.sharded.offload.changed()
         self.update.restore(int(scalars.get("optimizer_steps", 0)))
         self.scaler.load(scalars)
         self._record_state(gathering=False)

@@ -14,8 +14,12 @@ from typing import Protocol
 
 import torch
 
+from megatron_port.backend.kernels import load as load_kernels
+from megatron_port.backend.ops.optimizer import square_norm
 from megatron_port.config.schema import OptimizerConfig
 from megatron_port.errors import ConfigError
+from megatron_port.optim.fused import FusedAdamW
+from megatron_port.optim.offload import Offload
 from megatron_port.optim.rules import AdamW, ElementwiseRule, UpdateSettings
 from megatron_port.optim.sharded import ShardedParameters, StateShard
 
@@ -143,20 +147,17 @@ class RuleUpdate(HostUpdate):
 
 
 class OwnUpdate:
-    """Update by the kernel of ``backend.ops.optimizer``."""
+    """Update of ``pieces`` by the kernel of ``backend.ops.optimizer``."""
 
-    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
-        from megatron_port.backend.ops.optimizer import square_norm
-        from megatron_port.optim.fused import FusedAdamW
-
+    def __init__(self, pieces: Sequence[StateShard], config: OptimizerConfig, device: torch.device) -> None:
         self.config = config
         self.square_norm: SquareNorm = square_norm
-        self.groups = _by_decay(sharded.pieces)
-        separate = any(p.weight.dtype != p.master.dtype for p in sharded.pieces)
+        self.groups = _by_decay(pieces)
+        separate = any(p.weight.dtype != p.master.dtype for p in pieces)
         self.optimizer = FusedAdamW(
             [([p.weight for p in pieces] if separate else [], [p.master for p in pieces], decay)
              for pieces, decay in zip(self.groups, (config.weight_decay, 0.0))],
-            betas=(config.beta1, config.beta2), eps=config.eps, device=sharded.ctx.device,
+            betas=(config.beta1, config.beta2), eps=config.eps, device=device,
             moments=[(p.state["exp_avg"], p.state["exp_avg_sq"]) for pieces in self.groups for p in pieces],
         )
 
@@ -174,9 +175,38 @@ class OwnUpdate:
         self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.optimizer.clipped_step(
-            [[p.gradient for p in pieces] for pieces in self.groups], lr=lr, square_norm=square,
-            max_norm=self.config.clip_grad, inv_scale=1.0 / scale, limit=limit, veto=veto,
+            self._gradients(), lr=lr, square_norm=square, max_norm=self.config.clip_grad, inv_scale=1.0 / scale,
+            limit=limit, veto=veto,
         )
+
+    def apply(self, factor: torch.Tensor, skip: torch.Tensor, *, lr: float) -> None:
+        """Apply the pieces' gradients times ``factor`` unless ``skip`` is not 0: scalars on the device."""
+        self.optimizer.step(self._gradients(), lr=lr, grad_scale=factor, skip=skip)
+
+    def _gradients(self) -> list[list[torch.Tensor]]:
+        return [[p.gradient for p in pieces] for pieces in self.groups]
+
+
+def offloaded_update(
+    provider: str, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig
+) -> Update:
+    """Return the update of offloaded state.
+
+    Raises:
+        ConfigError: the own optimizer kernel is not what the device uses.
+        EnvironmentFault: it is not built for this machine's CPU.
+    """
+    if provider != "own":
+        raise ConfigError(
+            f'offload.optimizer "{offload.config.optimizer}" updates by the own AdamW kernel, and backend.optimizer is '
+            f'"{provider}" here; build the kernels (make kernels), and set backend.optimizer = "own"'
+        )
+    if sharded.ctx.device.type != "cpu":  # else the provider has loaded them
+        load_kernels("cpu")
+    from megatron_port.engine.offloaded_update import OffloadedUpdate
+
+    on_device = [p for b, p in zip(sharded.owners, sharded.pieces) if not b.offloaded]
+    return OffloadedUpdate(OwnUpdate(on_device, config, sharded.ctx.device), sharded, offload, config)
 
 
 def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig) -> Update:
@@ -186,8 +216,11 @@ def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConf
         ConfigError: the rule is of a kind that this engine has no update for.
     """
     rule = sharded.rule
+    if sharded.offload is not None:
+        return offloaded_update(provider, sharded, sharded.offload, config)
     if isinstance(rule, AdamW):
-        return OwnUpdate(sharded, config) if provider == "own" else TorchUpdate(sharded, config)
+        own = provider == "own"
+        return OwnUpdate(sharded.pieces, config, sharded.ctx.device) if own else TorchUpdate(sharded, config)
     if isinstance(rule, ElementwiseRule):
         return RuleUpdate(sharded, config, rule)
     raise ConfigError(

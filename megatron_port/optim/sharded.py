@@ -23,15 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_port.config.offload import OffloadConfig
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
 from megatron_port.optim.grad_buffer_pool import GradBufferPool
 from megatron_port.optim.grad_ready import GradReadyTracker
 from megatron_port.optim.gradients import all_reduce_flat
+from megatron_port.optim.offload import Offload
 from megatron_port.optim.rules import ADAMW, OptimizerRule
 from megatron_port.optim.state_check import StateEntry, StateTensor
 from megatron_port.optim.unit_gather import UnitGather, WeightSharding
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.device_streams import COMPUTE, access, in_flight
 from megatron_port.parallel.mesh import REPLICAS, SHARDED, Factors
 from megatron_port.parallel.record import ParameterRecord
 
@@ -69,6 +72,7 @@ class Bucket:
     def __init__(
         self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, shard: int, shards: int,
         lasting: bool, kinds: Sequence[str], window: torch.Tensor | None = None,
+        offload: Offload | None = None, number: int = 0,
     ) -> None:
         first = parameters[plan.slots[0].index][1]
         self.plan, self.shards, self.lasting = plan, shards, lasting
@@ -91,9 +95,15 @@ class Bucket:
                 self.weights[span].copy_(p.detach().reshape(-1))
             p.data = self.weights[span].view(p.shape)
         self.shard = self.weights[self.own] if window is None else self.weights[self.own].clone()
-        self.masters = self.shard if first.dtype == wide else torch.zeros_like(self.shard, dtype=wide)
+        self.offloaded = offload is not None and offload.holds(number)
         # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
-        self.state = {kind: torch.zeros_like(self.masters) for kind in kinds}
+        if offload is not None and self.offloaded:
+            if offload.weights_on_host:
+                self.shard = offload.host_zeros(size, first.dtype).copy_(self.shard)
+            self.masters, self.state = offload.allocate(number)
+        else:
+            self.masters = self.shard if first.dtype == wide else torch.zeros_like(self.shard, dtype=wide)
+            self.state = {kind: torch.zeros_like(self.masters) for kind in kinds}
         self.reducing: dist.Work | None = None
         self.narrow: torch.Tensor | None = None
         self.gathering: dist.Work | None = None
@@ -113,12 +123,14 @@ class ShardedParameters:
         rule: of the update, which says what state each parameter has. A kind that one parameter of a bucket has takes
             memory for the whole bucket.
         sharding: stage 3; None: each replica has all weights.
+        offload: where masters and optimizer state live; None: on the device.
     """
 
     def __init__(
         self, chunks: Sequence[Sequence[Sequence[Recorded]]], ctx: ParallelContext, *, wide: torch.dtype,
         split_state: bool, capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
         rule: OptimizerRule = ADAMW, shared: Collection[torch.Tensor] = (), sharding: WeightSharding | None = None,
+        offload: OffloadConfig | None = None,
     ) -> None:
         self.ctx, self.wide, self.rule = ctx, wide, rule
         mesh = ctx.mesh
@@ -138,23 +150,30 @@ class ShardedParameters:
         plans = plan_buckets(
             units, mesh, first=first, shards=shards, capacity=capacity, shared={self._index[id(p)] for p in shared}
         )
+        weight, self.offload = self.parameters[0][1], None
+        if offload is not None and offload.optimizer != "none":
+            kinds = self.rule.kinds(self.parameters[0][0])
+            self.offload = Offload(offload, plans, shards=shards, kinds=kinds, weight=weight)
         self.unit_gather = None
-        if sharding is not None and shards > 1:
-            weight = self.parameters[0][1]
-            self.unit_gather = UnitGather(plans, sharding, like=weight, group=self.replicas)
+        if sharding is not None and (shards > 1 or sharding.on_host):
+            streams = None if self.offload is None else self.offload.ring.streams
+            self.unit_gather = UnitGather(plans, sharding, like=weight, group=self.replicas, streams=streams)
         windows = [None] * len(plans) if self.unit_gather is None else self.unit_gather.memory(plans)
         self.buckets = [
             Bucket(
                 plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients, kinds=self._kinds(plan),
-                window=window,
+                window=window, offload=self.offload, number=number,
             )
-            for plan, window in zip(plans, windows)
+            for number, (plan, window) in enumerate(zip(plans, windows))
         ]
+        if self.offload is not None:
+            self.offload.attach(self.buckets)
         if self.unit_gather is not None:
             self.unit_gather.attach(self.buckets)
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=shard, shards=shards)]
         self.pieces = [self._shard(bucket, f) for bucket, f in owned]
+        self.owners = [bucket for bucket, _ in owned]  # of the pieces
         self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
         for bucket, f in owned:
             entry = StateEntry(f.at - bucket.own.start, f.numel, self.parameters[f.index][0].name, f.start)
@@ -200,13 +219,18 @@ class ShardedParameters:
         return StateTensor("weight", bucket.weights, entries)
 
     def owned_tensors(self) -> Iterator[StateTensor]:
-        """Return this rank's masters (where they are not the weights) and optimizer state."""
+        """Return this rank's masters (where they are not the weights) and state; call :meth:`settle_state` before."""
         for bucket in self.buckets:
             entries = self._owned[id(bucket)]
-            if bucket.masters.dtype != bucket.weights.dtype:
+            if bucket.masters is not bucket.shard:
                 yield StateTensor("fp32 master", bucket.masters, entries)
             for kind, flat in bucket.state.items():
                 yield StateTensor(kind, flat, entries)
+
+    def settle_state(self) -> None:
+        """Wait until offloaded state may be read where it lives."""
+        if self.offload is not None:
+            self.offload.settle()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -216,6 +240,7 @@ class ShardedParameters:
         stage 2 needs, this once, as much memory as stage 1."""
         self._hold = not early
         for bucket in self.buckets:
+            access(COMPUTE, "sums are cleared", writes=[bucket.sums])
             bucket.sums.zero_()
             if bucket.gradients is not None:
                 bucket.gradients.zero_()
@@ -236,7 +261,9 @@ class ShardedParameters:
                 assert self.grad_buffer_pool is not None
                 bucket.gradients = self.grad_buffer_pool.acquire(bucket.plan.numel, self._free_grad_buffer)
                 self._open.append(bucket)
-        return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
+        gradient = bucket.gradients[slot.start : slot.start + slot.numel]
+        access(COMPUTE, "a gradient is added", writes=[gradient])
+        return gradient.view(parameter.shape)
 
     def bucket_of(self, parameter: torch.Tensor) -> int:
         """Return the number of the bucket that has a parameter's gradient."""
@@ -247,6 +274,16 @@ class ShardedParameters:
         index = self._index[id(parameter)]
         for number in self._round_of[index].added(index):
             self._start(self.buckets[number])
+            if self.offload is not None:
+                self._settle_completed()
+
+    def _settle_completed(self) -> None:
+        """End the reductions that are complete, so that offloaded buckets start their way to the host."""
+        while self._reducing and self._reducing[0].lasting:
+            work = self._reducing[0].reducing
+            if work is None or not work.is_completed():
+                break
+            self._settle()
 
     def end_pass(self, chunk: int) -> None:
         """End a backward pass of a chunk; under stage 2, start reducing its gradients."""
@@ -277,9 +314,10 @@ class ShardedParameters:
         if self.reduce_dtype != flat.dtype:
             bucket.narrow = flat = flat.to(self.reduce_dtype)
         if bucket.shards == 1:
-            bucket.reducing = dist.all_reduce(flat, group=group, async_op=True)
+            work = dist.all_reduce(flat, group=group, async_op=True)
         else:
-            bucket.reducing = reduce_scatter_single(flat[bucket.own], flat, group=group, async_op=True)
+            work = reduce_scatter_single(flat[bucket.own], flat, group=group, async_op=True)
+        bucket.reducing = in_flight(work, "gradient reduction", reads=[flat], writes=[flat[bucket.own]])
         self._reducing.append(bucket)
 
     @torch.no_grad()
@@ -291,6 +329,7 @@ class ShardedParameters:
         assert bucket.reducing is not None and bucket.gradients is not None
         bucket.reducing.wait()
         bucket.reducing = None
+        access(COMPUTE, "reduced gradients are added up", reads=[bucket.gradients], writes=[bucket.sums])
         reduced = bucket.gradients[bucket.own] if bucket.narrow is None else bucket.narrow[bucket.own]
         if not bucket.lasting:
             assert self.grad_buffer_pool is not None
@@ -301,6 +340,9 @@ class ShardedParameters:
         elif bucket.narrow is not None:
             bucket.sums.copy_(reduced)
         bucket.narrow = None
+        plan = bucket.plan
+        if self.offload is not None and bucket.lasting and not (plan.copies or plan.partial or plan.tied):
+            self.offload.reduced(bucket)  # nothing will be added to these sums
         return True
 
     @torch.no_grad()
@@ -374,9 +416,8 @@ class ShardedParameters:
         for bucket in reversed(self.buckets):
             if bucket.shards > 1:
                 own = bucket.weights[bucket.own]
-                bucket.gathering = all_gather_single(
-                    bucket.weights, own, group=self.replicas, async_op=True
-                )
+                work = all_gather_single(bucket.weights, own, group=self.replicas, async_op=True)
+                bucket.gathering = in_flight(work, "weight gather", reads=[own], writes=[bucket.weights])
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait until the weights of these buckets (default: all) have been gathered."""
@@ -385,6 +426,7 @@ class ShardedParameters:
                 bucket.gathering.wait()
                 bucket.gathering = None
                 self.on_gathered(bucket)
+            access(COMPUTE, "weights are used", reads=[bucket.weights])
 
     def wait_before(self, unit: nn.Module) -> None:
         """Make every forward pass of a module, under stage 3 every backward pass too, wait for its weights, and for

@@ -142,7 +142,8 @@ class StateCheck:
     def __init__(self, device: torch.device, interval: int) -> None:
         self.interval = interval
         self._device = device
-        self._hash: RowHashes | None = None
+        self._hashes: dict[str, RowHashes] = {}
+        """By type of device: the state may be offloaded to the host."""
         self._recorded: dict[tuple[str, int], tuple[StateTensor, torch.Tensor, torch.Tensor]] = {}
         """By kind and address: the tensor, its rows' hashes after the update, and those found at the last check."""
         self._before: list[tuple[StateTensor, torch.Tensor, torch.Tensor]] = []
@@ -162,23 +163,35 @@ class StateCheck:
 
     def record(self, tensors: Iterable[StateTensor]) -> None:
         """Hash tensors that only the next update may change. No host synchronisation."""
-        if self._hash is None:
-            self._hash = RowHashes(self._device)
         for t in tensors:
             if t.flat.numel():
-                hashes = self._hash(t.flat)
+                hashes = self._hash_of(t)(t.flat)
                 self._recorded[t.kind, t.flat.data_ptr()] = (t, hashes, hashes)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is anything to verify."""
+        return bool(self._recorded)
+
+    def _hash_of(self, t: StateTensor) -> RowHashes:
+        kind = t.flat.device.type
+        if kind not in self._hashes:
+            self._hashes[kind] = RowHashes(t.flat.device)
+        return self._hashes[kind]
 
     @torch.no_grad()
     def verify(self) -> None:
         """Hash the recorded tensors again and add rows that differ to ``differing``. No host synchronisation."""
         if not self._recorded:
             return
-        assert self._hash is not None
         for key, (t, recorded, _) in self._recorded.items():
-            self._recorded[key] = (t, recorded, self._hash(t.flat))
-        _, recorded_rows, found_rows = zip(*self._recorded.values())
-        self.differing += (torch.cat(found_rows) != torch.cat(recorded_rows)).sum()
+            self._recorded[key] = (t, recorded, self._hash_of(t)(t.flat))
+        places: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for _, recorded, found in self._recorded.values():
+            places.setdefault(found.device, []).append((recorded, found))
+        for pairs in places.values():
+            before, now = (torch.cat(hashes) for hashes in zip(*pairs))
+            self.differing += (now != before).sum().to(self._device, non_blocking=True)
 
     def damage(self) -> Damage | None:
         """Return the damage found since the update before the last, with the places of the first damaged kind, or None.
@@ -199,8 +212,7 @@ class StateCheck:
         """The parameter, and of one damaged word also the element and the bit."""
         words = RowHashes.words(t.flat)
         size = words.element_size()
-        assert self._hash is not None
-        found = _one_word(self._hash.factors[: min(ROW, len(words) - row * ROW)], difference, bits=8 * size)
+        found = _one_word(self._hash_of(t).factors[: min(ROW, len(words) - row * ROW)], difference, bits=8 * size)
         if found is None:
             first = row * ROW * size // t.flat.element_size()
             last = min((row + 1) * ROW * size // t.flat.element_size(), t.flat.numel())

@@ -12,7 +12,8 @@ each unit has its own window, which is freed after the step's passes.
 
 The gathers are asynchronous and touch only windows that the unit which is about to run does not use. On a GPU the
 communicator's stream waits for what has been queued before, hence for the last kernel that reads the window's former
-unit, and :meth:`UnitGather.enter` makes the compute stream wait for the gather.
+unit, and :meth:`UnitGather.enter` makes the compute stream wait for the gather. Shards that live in host memory
+(``on_host``) are first copied to their place in the window, on a stream for copies, which the communicator waits for.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_port.optim.buckets import BucketPlan
 from megatron_port.parallel.compat import all_gather_single
+from megatron_port.parallel.device_streams import COMPUTE, COPY_IN, Streams, access, in_flight, is_observed
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class WeightSharding:
     """Units, by index, that are the model's embedding or head."""
     keep: bool = False
     """Each unit has its own window, for as long as a step lasts (``reshard = "step"``)."""
+    on_host: bool = False
+    """The shards live in host memory and are copied to the device for each gather (``offload.weights = "cpu"``)."""
 
 
 class ShardedBucket(Protocol):
@@ -48,6 +52,8 @@ class ShardedBucket(Protocol):
     """All of it, in a window."""
     shard: torch.Tensor
     """This rank's part, in memory of its own."""
+    own: slice
+    """The part's place in ``weights``."""
 
 
 @contextmanager
@@ -80,6 +86,24 @@ class Window:
         self.nbytes = self.flat.nbytes
 
 
+class Gathering(Protocol):
+    """A gather under way: a collective, or a copy."""
+
+    def wait(self) -> object:
+        """Make compute wait for its end."""
+
+
+class _Copy:
+    """The copy of a shard to the device that nothing is gathered with."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams, self._ended = streams, streams.event()
+        streams.record(self._ended, COPY_IN)
+
+    def wait(self) -> None:
+        self._streams.wait(COMPUTE, self._ended)
+
+
 @dataclass(eq=False)
 class GatherGroup:
     """Buckets that are gathered together: those of one unit, or of one table."""
@@ -88,7 +112,7 @@ class GatherGroup:
     plans: list[int] = field(default_factory=list)
     """Indices of the buckets, in the order of the plans."""
     buckets: list[ShardedBucket] = field(default_factory=list)
-    gathering: list[dist.Work] = field(default_factory=list)
+    gathering: list[Gathering] = field(default_factory=list)
     """Gathers that nobody has waited for yet."""
 
     def wait(self) -> None:
@@ -104,13 +128,19 @@ class UnitGather:
     Args:
         plans: all buckets of the rank.
         like: a parameter, whose dtype and device the windows have.
-        group: the ranks that hold the shards.
+        group: the ranks that hold the shards; None: this one alone.
+        streams: of the device, for copies of shards on the host.
     """
 
     def __init__(
         self, plans: Sequence[BucketPlan], sharding: WeightSharding, *, like: torch.Tensor,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None, streams: Streams | None = None,
     ) -> None:
+        self.streams = Streams() if streams is None else streams
+        self.on_host = sharding.on_host
+        self._computed = self.streams.event()
+        self.copied = 0
+        """Bytes of shards copied to the device since the start."""
         self.keep, self.group = sharding.keep, group
         self.groups = _groups(plans, sharding)
         self.windows = list(dict.fromkeys(g.window for g in self.groups))
@@ -193,6 +223,8 @@ class UnitGather:
         self._start(needed)
         for group in needed:
             group.wait()
+        if is_observed():
+            access(COMPUTE, "a unit's pass", reads=[b.weights for group in needed for b in group.buckets])
         at = self._at + 1
         while at < len(self._uses) and self._uses[at] == unit:
             at += 1
@@ -229,8 +261,30 @@ class UnitGather:
             if self.keep:
                 window.flat.untyped_storage().resize_(window.nbytes)
             for bucket in group.buckets:
-                work = all_gather_single(bucket.weights, bucket.shard, group=self.group, async_op=True)
-                group.gathering.append(work)
+                group.gathering.append(self._gather_host(bucket) if self.on_host else self._gather(bucket))
+
+    def _gather(self, bucket: ShardedBucket) -> Gathering:
+        work = all_gather_single(bucket.weights, bucket.shard, group=self.group, async_op=True)
+        return in_flight(work, "weight gather", reads=[bucket.shard], writes=[bucket.weights])
+
+    def _gather_host(self, bucket: ShardedBucket) -> Gathering:
+        """Copy this rank's part from the host into the window, once compute is done with that, and gather the rest.
+
+        The host updates a shard after its gradient has come, which is after compute has used what is gathered here.
+        """
+        own = bucket.weights[bucket.own]
+        self.streams.record(self._computed, COMPUTE)
+        self.streams.wait(COPY_IN, self._computed)
+        access(COPY_IN, "weights to the device", reads=[bucket.shard], writes=[own])
+        self.copied += own.nbytes
+        work = None
+        with self.streams.on(COPY_IN):  # which is then the stream that the communicator waits for
+            own.copy_(bucket.shard, non_blocking=True)
+            if self.group is not None:
+                work = all_gather_single(bucket.weights, own, group=self.group, async_op=True)
+        if work is None:
+            return _Copy(self.streams)
+        return in_flight(work, "weight gather", reads=[own], writes=[bucket.weights], after=COPY_IN)
 
 
 def _groups(plans: Sequence[BucketPlan], sharding: WeightSharding) -> list[GatherGroup]:

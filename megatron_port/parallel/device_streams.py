@@ -134,6 +134,14 @@ class CudaStreams(Streams):
         return nullcontext() if stream in (HOST, COMPUTE) else torch.cuda.stream(self._copies[stream])
 
 
+def host_waits_for(stream: str) -> None:
+    """State that the host has just waited for all of a stream's work."""
+    if _observers:
+        event = Event()
+        event.record(stream)
+        event.wait(HOST)
+
+
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of a device; on a GPU two new ones for copies."""
     return CudaStreams(device) if device.type == "cuda" else Streams()

@@ -9,7 +9,9 @@ of one stream for another, without which a copy would race with a kernel, with t
 3. the host wrote the buffer, or a copy out did, and compute has used the target for the last time → the copy in may
    write the target (:meth:`StagingRing.copy_in`);
 4. the copy in has ended → compute may use the target (:meth:`StagingRing.wait_target`);
-5. the last copy from or to a buffer has ended → the buffer may have a new user (:meth:`StagingRing.take`).
+5. the last copy from or to a buffer has ended → the buffer may have a new user (:meth:`StagingRing.take`);
+6. a thread has read a file into the buffer → the host may read it; it has written the buffer to a file → the buffer
+   may have a new user (:meth:`StagingRing.start_io`, :meth:`StagingRing.wait_io`).
 
 Nothing waits for the whole device. ``parallel.stream_order`` checks the edges on a CPU.
 """
@@ -17,6 +19,8 @@ Nothing waits for the whole device. ``parallel.stream_order`` checks the edges o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -35,6 +39,9 @@ class StagingBuffer:
         """The last copy out of the device, and the last into it."""
         self.source: torch.Tensor | None = None
         """What is being copied out, alive until compute has waited for the copy."""
+        self.io: Future[None] | None = None
+        """Job of a thread that reads or writes the buffer; ``io_ended`` marks its end."""
+        self.io_ended = Event()
 
     def view(self, dtype: torch.dtype, numel: int, *, offset: int = 0) -> torch.Tensor:
         """Return ``numel`` elements from byte ``offset`` on.
@@ -64,6 +71,10 @@ class StagingRing:
         pinned = device.type == "cuda"
         self._free = deque(StagingBuffer(self._allocate(nbytes, pinned), self.streams) for _ in range(count))
         self._compute: Event = self.streams.event()
+        self._threads: ThreadPoolExecutor | None = None
+        self._jobs = 0
+        self.moved = {COPY_OUT: 0, COPY_IN: 0}
+        """Bytes copied since the ring was made."""
 
     @staticmethod
     def _allocate(nbytes: int, pinned: bool) -> torch.Tensor:
@@ -78,7 +89,7 @@ class StagingRing:
         return len(self._free)
 
     def take(self) -> StagingBuffer:
-        """Return a buffer that the host may write and copies may use; the host waits for its last copies.
+        """Return a buffer that the host may write and copies may use; the host waits for its last copies and job.
 
         Raises:
             RuntimeError: all are lent out (their number and size are named).
@@ -86,6 +97,7 @@ class StagingRing:
         if not self._free:
             raise RuntimeError(f"all {self.count} staging buffers of {self.nbytes} bytes are in use")
         buffer = self._free.popleft()
+        self.wait_io(buffer)
         self.streams.wait(HOST, buffer.out)
         self.streams.wait(HOST, buffer.into)
         return buffer
@@ -110,6 +122,7 @@ class StagingRing:
         """
         self._after_compute(COPY_OUT)
         access(COPY_OUT, "copy to the host", reads=[source], writes=[target])
+        self.moved[COPY_OUT] += source.nbytes
         with self.streams.on(COPY_OUT):
             target.copy_(source, non_blocking=True)
         self.streams.record(buffer.out, COPY_OUT)
@@ -133,6 +146,7 @@ class StagingRing:
         self._after_compute(COPY_IN)
         self.streams.wait(COPY_IN, buffer.out)
         access(COPY_IN, "copy to the device", reads=[source], writes=[target])
+        self.moved[COPY_IN] += source.nbytes
         with self.streams.on(COPY_IN):
             target.copy_(source, non_blocking=True)
         self.streams.record(buffer.into, COPY_IN)
@@ -140,6 +154,37 @@ class StagingRing:
     def wait_target(self, buffer: StagingBuffer) -> None:
         """Make compute wait for the copy in: its target may be used."""
         self.streams.wait(COMPUTE, buffer.into)
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def start_io(
+        self, buffer: StagingBuffer, what: str, job: Callable[[], None], *, reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Run ``job``, which reads or writes the buffer, in a thread; nothing orders it with other jobs.
+
+        Args:
+            reads, writes: what it touches: views of the buffer, and of the file.
+        """
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(max(2, self.count), thread_name_prefix="staging")
+        self._jobs += 1
+        stream = f"file job {self._jobs}"
+        access(stream, what, reads=reads, writes=writes)
+        buffer.io_ended.record(stream)  # nothing of the device: the future is what the host waits for
+        buffer.io = self._threads.submit(job)
+
+    def wait_io(self, buffer: StagingBuffer) -> None:
+        """Wait until the buffer's job has ended. Raises what the job raised."""
+        if buffer.io is not None:
+            job, buffer.io = buffer.io, None
+            job.result()
+            buffer.io_ended.wait(HOST)
+
+    def drain(self) -> None:
+        """Wait for the jobs of all buffers that are not lent out."""
+        for buffer in self._free:
+            self.wait_io(buffer)
 
     # -- whole tensors -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.device_streams import COMPUTE, access, in_flight, is_observed
 from megatron_port.pipeline.boundary import Boundary, Payload
 
 
@@ -22,6 +23,7 @@ class Arrival:
         """Wait for the tensors and return them. On a GPU the stream waits, not the host."""
         for work in self._works:
             work.wait()
+        access(COMPUTE, "what arrived is used", reads=self._payload)
         return tuple(tensor.to(self._device) for tensor in self._payload)
 
 
@@ -90,9 +92,18 @@ class StageLink:
         """Start ``isend`` or ``irecv`` of each tensor."""
         group, tag = self._queue(downstream)
         if self._batched:
-            return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group) for tensor in payload])
-        works = [operation(x, peer, group=group, tag=tag + 2 * i) for i, x in enumerate(payload)]
-        return [work for work in works if work is not None]
+            works = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group) for tensor in payload])
+        else:
+            started = [operation(x, peer, group=group, tag=tag + 2 * i) for i, x in enumerate(payload)]
+            works = [work for work in started if work is not None]
+        if not is_observed():
+            return works
+        queue, sends = f"{'activations' if downstream else 'gradients'} to or from {peer}", operation is dist.isend
+        return [
+            in_flight(work, "transfer between stages", reads=payload if sends else (),
+                      writes=() if sends else payload, queue=queue)
+            for work in works
+        ]
 
     def send(self, tensors: Payload, to: int, *, downstream: bool = True) -> Departure:
         """Start sending; the tensors are kept alive until the send has ended."""

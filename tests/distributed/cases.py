@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
 from megatron_port.backend.providers import Providers
+from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import (
     ActivationsConfig,
     BackendConfig,
@@ -209,7 +210,7 @@ def _alone(config: RunConfig) -> RunConfig:
     """On one process, engine native."""
     return dataclasses.replace(
         config, engine="native", backend=dataclasses.replace(config.backend, optimizer="auto"),
-        layout=LayoutConfig(vocab_padding_multiple=1, pipeline_schedule="1f1b"),
+        layout=LayoutConfig(vocab_padding_multiple=1, pipeline_schedule="1f1b"), offload=OffloadConfig(),
     )
 
 

@@ -12,21 +12,26 @@ import functools
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cases import Order, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
+from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
 from megatron_port.parity.run_record import RankTrace
 
 STEPS = 3
+OPS = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy")
+WHERE: tuple[Literal["cpu", "nvme"], ...] = ("cpu", "nvme")
+"""Where offloaded state lives."""
 
 
 NOT_DRAWN = {
@@ -86,7 +91,8 @@ class Draw:
             "padding": c.layout.vocab_padding_multiple, "split": list(c.layout.pipeline_split),
             "micro_batch": c.batch.micro_batch_size, "global_batch": c.batch.global_batch_size,
             "rampup": c.batch.rampup_start, "mask_loss": c.data.mask_eod_loss,
-            "own_kernels": c.backend.own_kernels,
+            "own_kernels": c.backend.own_kernels, "offload": c.offload.optimizer, "fraction": c.offload.fraction,
+            "weights": c.offload.weights, "buffers": c.offload.buffers,
             **{k: getattr(c.model, k) for k in keep},
         }
 
@@ -166,8 +172,7 @@ def _layout(r: random.Random, t: Topology, engine: str) -> dict[str, Any]:
 
 def _backend(r: random.Random, engine: str, dtype: str, model: dict[str, Any], own: str) -> dict[str, Any]:
     """Providers that are not those of ``own_kernels``: torch's for single ops."""
-    ops = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy")
-    backend: dict[str, Any] = {op: "torch" for op in ops if own == "on" and r.random() < 0.15}
+    backend: dict[str, Any] = {op: "torch" for op in OPS if own == "on" and r.random() < 0.15}
     # In half precision one process has the layout's providers, and its emulation those that cut nothing themselves.
     if dtype in ("fp32", "fp64") and not model["attention_dropout"] and r.random() < 0.25:
         backend["attention"] = "sdpa"
@@ -213,7 +218,27 @@ def draw(seed: int) -> Draw:
     sharded, before = random.Random(f"zero-3-{seed}"), config.layout
     if engine == "native" and before.zero_stage == before_stage_3(before) and sharded.random() < 0.5:
         config = change(config, layout=change(before, zero_stage=3, reshard=sharded.choice(("forward", "step"))))
-    return Draw(seed, config, t)
+    config = change(config, checkpoint=change(config.checkpoint, asynchronous=False))  # as state on a disk wants it
+    return Draw(seed, _offloaded(random.Random(f"offload-{seed}"), config), t)
+
+
+def _offloaded(r: random.Random, config: RunConfig) -> RunConfig:
+    """The run with its state on the host or a disk, which takes the own optimizer kernel; half of those that can."""
+    layout, dtype = config.layout, config.precision.dtype
+    drawn = config.engine == "native" and layout.zero_stage > 0 and dtype != "fp64" and r.random() < 0.5
+    if not drawn or config.backend.optimizer != "auto":
+        return config
+    change, host = dataclasses.replace, layout.zero_stage == 3 and r.random() < 0.5
+    offload = OffloadConfig(
+        optimizer=r.choice(WHERE), weights="cpu" if host else "none", buffers=r.choice((1, 2, 4)),
+        fraction=1.0 if host else r.choice((0.3, 1.0)), nvme_path=tempfile.gettempdir(),
+    )
+    if offload.optimizer == "cpu":
+        offload = change(offload, nvme_path="")
+    backend = change(config.backend, optimizer="own")
+    if backend.own_kernels == "off":  # the optimizer's alone
+        backend = change(backend, own_kernels="auto", **dict.fromkeys(OPS, "torch"))
+    return change(config, offload=offload, backend=backend)
 
 
 def before_stage_3(layout: LayoutConfig) -> int:

@@ -70,3 +70,4 @@ def test_the_draws_cover_what_they_should() -> None:
     assert {layout.zero_stage for layout in spread} == {0, 1, 2, 3}
     assert {layout.reshard for layout in spread if layout.zero_stage == 3} == {"forward", "step"}
     assert any(d.config.layout.sequence_parallel and d.topology.tp > 1 for d in draws)
+    assert {"cpu", "nvme"} <= {d.config.offload.optimizer for d in draws}

@@ -1,0 +1,81 @@
+"""Section ``[offload]``: training state that lives in host memory or on a disk, and what stands against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron_port.config.ranges import Count, Share
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Training state outside of the device's memory (engine native; docs/offload.md). Changes no number."""
+
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where masters and moments live, which the own AdamW kernel for CPUs then updates: none (on the device) | cpu
+    (host memory) | nvme (files in nvme_path)"""
+    fraction: Share = 1.0
+    """Share of the elements whose masters and moments are offloaded, by whole buckets, last layers first; the others
+    are updated on the device."""
+    weights: Literal["none", "cpu"] = "none"
+    """Where this rank's shards of the weights live under ZeRO stage 3: none (on the device) | cpu (host memory, from
+    which they are copied for each gather)"""
+    buffers: Count = 4
+    """Staging buffers in host memory, each as large as a bucket's share needs: what is under way at a time."""
+    nvme_path: str = ""
+    """Folder on a fast local disk for nvme: per rank one file of fixed size for each kind of state. The files are
+    scratch and vanish with the process; checkpoints hold the state."""
+
+
+def offload_problems(config: RunConfig) -> list[str]:
+    """Return what in a configuration contradicts its ``[offload]``."""
+    offload = config.offload
+    if offload == OffloadConfig():
+        return []
+    asked = f'offload.optimizer "{offload.optimizer}"' if offload.optimizer != "none" else (
+        f'offload.weights "{offload.weights}"' if offload.weights != "none" else "an [offload] section")
+    if config.engine != "native":
+        return [f'{asked} with engine "{config.engine}", which keeps all state on the device; use engine = "native"']
+    if offload.optimizer == "none":
+        return [f'{asked} with offload.optimizer "none", which offloads nothing; set offload.optimizer = "cpu" or '
+                '"nvme", or leave the section out']
+    out = []
+    if not config.layout.zero_stage:
+        out.append(f"{asked} with layout.zero_stage 0, where every replica would update all the state in its host's "
+                   "memory; use zero_stage 1, 2 or 3")
+    if config.optimizer.name != "adamw":
+        out.append(f'{asked} with optimizer.name "{config.optimizer.name}": only AdamW has a kernel that updates on '
+                   'the host; use optimizer.name = "adamw"')
+    if config.precision.dtype == "fp64":
+        out.append(f'{asked} with precision.dtype "fp64": the AdamW kernel keeps fp32 masters; use fp32, bf16 or fp16')
+    out += _weights_problems(config)
+    return out + _nvme_problems(config)
+
+
+def _weights_problems(config: RunConfig) -> list[str]:
+    offload, out = config.offload, []
+    if offload.weights == "cpu" and config.layout.zero_stage != 3:
+        out.append(f'offload.weights "cpu" with layout.zero_stage {config.layout.zero_stage}, which keeps whole '
+                   'weights on the device; use zero_stage 3, or weights = "none"')
+    if offload.weights == "cpu" and offload.fraction < 1.0:
+        out.append(f'offload.weights "cpu" with offload.fraction {offload.fraction:g}: weights on the host are updated '
+                   'there; use fraction = 1, or weights = "none"')
+    return out
+
+
+def _nvme_problems(config: RunConfig) -> list[str]:
+    offload, out = config.offload, []
+    if offload.optimizer == "nvme":
+        if not offload.nvme_path.strip():
+            out.append('offload.optimizer "nvme" without offload.nvme_path; set it to a folder on a local disk')
+        if config.checkpoint.asynchronous:
+            out.append('offload.optimizer "nvme" with checkpoint.asynchronous: the copy that is saved beside training '
+                       "would take host memory for all the state; set checkpoint.asynchronous = false")
+    elif offload.nvme_path:
+        out.append(f'offload.nvme_path with offload.optimizer "{offload.optimizer}", which writes no files; use '
+                   'optimizer = "nvme", or leave the path out')
+    return out

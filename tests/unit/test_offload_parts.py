@@ -1,0 +1,272 @@
+"""Offload on one real rank: bytes that move, races that are planted in the engine, checkpoints, disks that refuse."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_ranks
+import pytest
+import torch
+from fake_ranks import batches, fake_rank
+from test_checkpoint_roundtrip import state
+
+from megatron_port.backend import kernels
+from megatron_port.backend.providers import torch_providers
+from megatron_port.checkpoint import background
+from megatron_port.checkpoint.background import BackgroundSave
+from megatron_port.checkpoint.peers import Peers
+from megatron_port.config.checks import problems
+from megatron_port.config.offload import OffloadConfig
+from megatron_port.config.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.engine.api import StepLimits
+from megatron_port.engine.native import NativeEngine
+from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.optim import disk_state
+from megatron_port.optim.disk_state import StateFile
+from megatron_port.optim.offload import offloaded_numbers
+from megatron_port.optim.unit_gather import GatherGroup
+from megatron_port.parallel import device_streams
+from megatron_port.parallel.device_streams import COPY_IN, COPY_OUT, HOST, observed_by
+from megatron_port.parallel.staging import ALIGN, StagingRing
+from megatron_port.parallel.stream_order import OrderChecker, StreamRace
+
+DP = 2
+
+
+def run(
+    zero: int = 1, dtype: Any = "bf16", *, layout: dict[str, Any] | None = None, micro_batches: int = 2, **offload: Any
+) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=97, seq_length=8,
+                          tie_embeddings=False),
+        layout=LayoutConfig(**{"data_parallel_size": DP, "zero_stage": zero, "reduce_bucket_size": 4000,
+                               "vocab_padding_multiple": 8, **(layout or {})}),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=DP * micro_batches),
+        precision=PrecisionConfig(dtype=dtype), data=DataConfig(synthetic=True), engine="native",
+        checkpoint=CheckpointConfig(asynchronous=False), offload=OffloadConfig(**offload),
+    )
+
+
+@contextmanager
+def rank_of(config: RunConfig) -> Iterator[tuple[NativeEngine, list[Any]]]:
+    """The engine of rank 0 on the own optimizer kernel, and its micro-batches."""
+    kernels.load("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_ranks, "torch_providers", lambda: replace(torch_providers(), optimizer="own"))
+        with fake_rank(config, 0, initialise=True) as (engine, ctx, resolved):
+            assert isinstance(engine, NativeEngine)
+            yield engine, batches(resolved, ctx)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize(("zero", "dtype", "width"), [(1, "bf16", 2), (2, "fp32", 4), (3, "bf16", 2)])
+def test_a_step_moves_a_gradient_and_a_weight_per_parameter(zero: int, dtype: str, width: int) -> None:
+    with rank_of(run(zero, dtype, optimizer="cpu")) as (engine, mine):
+        offload = engine.sharded.offload
+        assert offload is not None
+        elements = sum(b.plan.numel // b.shards for b in engine.sharded.buckets)
+        for buffer in offload.ring._free:
+            buffer.memory.fill_(255)  # NaN, which must not reach the padding between parameters
+        for step in range(2):
+            before = dict(offload.ring.moved)
+            assert not engine.train_step(mine, step=step, lr=1e-3).skipped
+            moved = {way: count - before[way] for way, count in offload.ring.moved.items()}
+            assert moved == {COPY_OUT: 4 * elements, COPY_IN: width * elements}
+        before = dict(offload.ring.moved)
+        assert engine.train_step(mine, step=2, lr=1e-3, limits=StepLimits(loss=-1.0)).skipped
+        skipped = offload.ring.moved[COPY_OUT] - before[COPY_OUT]
+        assert skipped <= 4 * offload.ring.count * max(b.plan.numel // b.shards for b in engine.sharded.buckets)
+        assert offload.ring.moved[COPY_IN] == before[COPY_IN] and offload.ring.free == offload.ring.count
+
+
+def test_weights_on_the_host_are_copied_for_each_gather() -> None:
+    with rank_of(run(3, optimizer="cpu", weights="cpu")) as (engine, mine):
+        gather, offload = engine.sharded.unit_gather, engine.sharded.offload
+        assert gather is not None and offload is not None
+        engine.train_step(mine, step=0, lr=1e-3)
+        sharded = engine.sharded.buckets
+        layers = [b for b in sharded if 0 < b.plan.unit < 4]
+        ends = sum(b.plan.numel for b in sharded) - sum(b.plan.numel for b in layers)
+        # Two micro-batches, four passes, three turns at which two of three layers are still in the windows; embedding
+        # and head share a window and alternate.
+        whole = 4 * sum(b.plan.numel for b in layers) - 3 * 2 * sum(b.plan.numel for b in layers) // 3 + 2 * ends
+        assert gather.copied == 2 * whole // DP
+        assert offload.ring.moved[COPY_IN] == 0
+
+
+def test_a_fraction_is_of_the_elements_by_whole_buckets() -> None:
+    assert offloaded_numbers([10, 10, 10, 10], 1.0) == [0, 1, 2, 3]
+    assert offloaded_numbers([10, 10, 10, 10], 0.5) == [0, 1]
+    assert offloaded_numbers([10, 10, 10, 10], 0.51) == [0, 1, 2]
+    assert offloaded_numbers([10, 10], 0.001) == [0]
+
+
+# ---------------------------------------------------------------- races
+
+
+def two_steps(config: RunConfig) -> OrderChecker:
+    """Two steps, and a look at the state, under the checker."""
+    checker = OrderChecker()
+    with rank_of(config) as (engine, mine), observed_by(checker):
+        for step in range(2):
+            engine.train_step(mine, step=step, lr=1e-3)
+            assert list(engine.state_pieces())
+    return checker
+
+
+def snapshots(config: RunConfig, folder: Path) -> None:
+    """A step, an asynchronous save, and the next steps and save."""
+    with rank_of(config) as (engine, mine), observed_by(OrderChecker()):
+        save = BackgroundSave(Peers(), folder)
+        for step in range(1, 3):
+            engine.train_step(mine, step=step, lr=1e-3)
+            save.start(state(step), engine.state_pieces())
+            save.finish()
+
+
+CPU: dict[str, Any]
+NVME: dict[str, Any]
+CPU, NVME = {"optimizer": "cpu", "buffers": 2}, {"optimizer": "nvme", "buffers": 2}
+
+
+def test_the_real_paths_have_no_race(tmp_path: Path) -> None:
+    offloaded = two_steps(run(1, **CPU))
+    assert {COPY_OUT, COPY_IN, HOST, "communicator"} <= set(offloaded.counted)
+    assert "file job 1" in two_steps(run(2, **NVME, nvme_path=str(tmp_path))).counted
+    two_steps(run(3, optimizer="cpu", weights="cpu"))
+    two_steps(run(3))
+    staged = two_steps(run(1, layout={"pipeline_parallel_size": 2}, **CPU))
+    assert any("to or from" in stream for stream in staged.counted)
+
+
+def forgets(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Leave a wait out."""
+    return lambda patch: patch.setattr(owner, name, lambda *arguments: None)
+
+
+def work_that_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(device_streams._ObservedWork, "wait", lambda work: work._work.wait())
+
+
+PLANTED: dict[str, tuple[RunConfig, Callable[[pytest.MonkeyPatch], None], str]] = {
+    "the update begins before its gradient has come":
+        (run(1, **CPU), forgets(StagingRing, "wait_host"), "update .* after copy to the host"),
+    "weights are gathered before they are published":
+        (run(1, **CPU), forgets(StagingRing, "wait_target"), "weight gather .* after copy to the device"),
+    "sums are cleared while they are copied to the host":
+        (run(1, **CPU), lambda patch: (forgets(StagingRing, "wait_source")(patch),
+                                       forgets(StagingRing, "wait_host")(patch))[0], "after copy to the host"),
+    "state is read while it is written to the disk":
+        (run(1, **NVME, nvme_path="."), forgets(StagingRing, "drain"), "the state is read .* after state is written"),
+    "the update begins before its state has come from the disk":
+        (run(1, **NVME, nvme_path="."), forgets(StagingRing, "wait_io"), "after state is read from its files"),
+    "gradients are used before they are reduced":
+        (run(1), work_that_is_not_waited_for, "added up .* after gradient reduction"),
+    "a unit runs before its weights are gathered":
+        (run(3), forgets(GatherGroup, "wait"), "a unit's pass .* after weight gather"),
+    "activations are used before they have come":
+        (run(1, layout={"pipeline_parallel_size": 2, "data_parallel_size": 1, "pipeline_schedule": "gpipe"}),
+         work_that_is_not_waited_for, "what arrived is used .* after transfer between stages"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_race_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, plant, message = PLANTED[name]
+    monkeypatch.chdir(tmp_path)
+    plant(monkeypatch)
+    with pytest.raises(StreamRace, match=message):
+        two_steps(config)
+
+
+def test_a_snapshot_is_read_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots(run(1), tmp_path / "whole")
+    monkeypatch.setattr(background, "host_waits_for", lambda stream: None)
+    with pytest.raises(StreamRace, match="a snapshot is written to its file .* after snapshot"):
+        snapshots(run(1), tmp_path / "early")
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"engine": "deepspeed"}, 'use engine = "native"'),
+    ({"layout": {"zero_stage": 0}}, "use zero_stage 1, 2 or 3"),
+    ({"precision": PrecisionConfig(dtype="fp64")}, "use fp32, bf16 or fp16"),
+    ({"offload": OffloadConfig(optimizer="cpu", weights="cpu")}, "use zero_stage 3"),
+    ({"offload": OffloadConfig(weights="cpu")}, 'set offload.optimizer = "cpu"'),
+    ({"offload": OffloadConfig(fraction=0.5)}, "which offloads nothing"),
+    ({"offload": OffloadConfig(optimizer="nvme")}, "set it to a folder on a local disk"),
+    ({"offload": OffloadConfig(optimizer="cpu", nvme_path="/x")}, "which writes no files"),
+    ({"offload": OffloadConfig(optimizer="nvme", nvme_path="/x"), "checkpoint": CheckpointConfig()},
+     "set checkpoint.asynchronous = false"),
+    ({"offload": OffloadConfig(optimizer="cpu", weights="cpu", fraction=0.5), "layout": {"zero_stage": 3}},
+     "use fraction = 1"),
+])
+def test_what_contradicts_offload_is_named(change: dict[str, Any], message: str) -> None:
+    config = run(optimizer="cpu")
+    assert not problems(config)
+    if isinstance(change.get("layout"), dict):
+        change = {**change, "layout": replace(config.layout, **change["layout"])}
+    found = problems(replace(config, **change))
+    assert len(found) == 1 and message in found[0], found
+
+
+def test_another_optimizer_kernel_is_refused() -> None:
+    with pytest.raises(ConfigError, match='"torch" here; build the kernels'), fake_rank(run(optimizer="cpu"), 0):
+        pass
+
+
+def test_a_disk_that_is_too_small_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk_state.os, "posix_fallocate", full)
+    with pytest.raises(EnvironmentFault, match=r"no \d+ bytes for master: No space left.*lower offload.fraction"):
+        StateFile(tmp_path, ALIGN, "master")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fails_names_what_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rank_of(run(**NVME, nvme_path=str(tmp_path))) as (engine, mine):
+        engine.train_step(mine, step=0, lr=1e-3)
+
+        def broken(*arguments: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(disk_state.os, "pwritev", broken)
+        with pytest.raises(EnvironmentFault, match=r"could not be written.*last checkpoint is whole"):
+            engine.train_step(mine, step=1, lr=1e-3)
+            list(engine.state_pieces())
+
+
+def test_files_have_no_name_and_keep_what_is_written(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "new", 2 * ALIGN, "master")
+    assert not list((tmp_path / "new").iterdir())
+    memory = StagingRing(torch.device("cpu"), count=1, nbytes=ALIGN).take().memory
+    memory.view(torch.float32).copy_(torch.arange(ALIGN // 4))
+    file.write(ALIGN, memory)
+    view = file.mapped(ALIGN, ALIGN // 4)
+    assert torch.equal(view, torch.arange(ALIGN // 4).float())
+    view += 1.0
+    file.flush()
+    memory.zero_()
+    file.read(ALIGN, memory)
+    assert torch.equal(memory.view(torch.float32), torch.arange(ALIGN // 4) + 1.0)
+    assert not file.mapped(0, ALIGN // 4).any()
