@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import ge
 
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.messages import AHEAD, Message, Turn, turns
@@ -130,18 +131,17 @@ def _usual_turns(schedule: Schedule, stage: int, plan: Sequence[Action]) -> Iter
 
 
 def _undominated(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    largest: dict[tuple[Kind, int], set[tuple[int, ...]]] = {}
-    found: dict[tuple[Kind, int, tuple[int, ...]], Moment] = {}
+    found: dict[tuple[Kind, int], dict[tuple[int, ...], Moment]] = {}
     for moment in moments:
-        key, counts = (moment.kind, moment.chunk), moment.counts()
-        others = largest.setdefault(key, set())
-        if any(all(a >= b for a, b in zip(other, counts)) for other in others):
-            continue
-        for other in [o for o in others if all(a >= b for a, b in zip(counts, o))]:
-            others.remove(other)
-        others.add(counts)
-        found[(*key, counts)] = moment
-    return tuple(found[(*key, counts)] for key, all_counts in largest.items() for counts in all_counts)
+        found.setdefault((moment.kind, moment.chunk), {}).setdefault(moment.counts(), moment)
+    out: list[Moment] = []
+    for alike in found.values():
+        largest: list[tuple[int, ...]] = []
+        for counts in sorted(alike, reverse=True):  # what outweighs another comes before it
+            if not any(all(map(ge, other, counts)) for other in largest):
+                largest.append(counts)
+        out += [alike[counts] for counts in largest]
+    return tuple(out)
 
 
 def _moments(plan: Iterable[Turn], chunks: int) -> Iterator[Moment]:
