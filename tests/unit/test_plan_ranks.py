@@ -55,6 +55,9 @@ CASES = [
     ("gpt", "bf16", HYBRID, 0), ("llama", "fp32", {**HYBRID, "zero_stage": 2, **P2}, 1),
     ("gpt", "fp32", {**HYBRID, "shard_size": 1}, 0),
     ("gpt", "bf16", ZERO3, 0), ("llama", "fp32", {**ZERO3, **P2}, 1), ("gpt", "bf16", {**ZERO3, **FULL}, 0),
+    ("gpt", "fp32", {**P4, **FULL, "pipeline_schedule": "zb-h1"}, 3),
+    ("llama", "bf16", {**P2, **SP, "virtual_pipeline_size": 2, "pipeline_schedule": "zb-v"}, 0),
+    ("gpt", "fp32", {**P2, "virtual_pipeline_size": 2}, 1),
 ]
 
 
