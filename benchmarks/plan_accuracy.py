@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_port.config.loader import load
 from megatron_port.config.schema import ModelConfig
 from megatron_port.plan.case import Case, Engine, Machine, machine_of
-from megatron_port.plan.memory import plan_memory
+from megatron_port.plan.search import fullest
 from megatron_port.plan.step import StepPlan, plan_step
 from megatron_port.runtime.atomic import write_text
 
@@ -127,7 +127,7 @@ def best_unknowns(case: Case, machine: Machine) -> Case:
                 case, micro_batch=micro, micro_batches=per_replica // micro, vp=vp,
                 schedule="1f1b",
             )
-            if max(s.total for s in plan_memory(one, machine)) > machine.cluster.memory_gb * 1e9:
+            if fullest(one, machine).total > machine.cluster.memory_gb * 1e9:
                 continue
             seconds = plan_step(one, machine, quick=True).seconds
             if seconds < found:

@@ -104,6 +104,7 @@ class _Linear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
+        x = x.detach()  # a deferred wgrad holds it: its graph would keep the chunk's input and that one's gradient
         kernels, needs = ctx.kernels, ctx.needs_input_grad
         grad_2d = grad.flatten(0, -2)
         parts = [grad_2d] if len(weights) == 1 else [part.contiguous() for part in grad_2d.split(ctx.sizes, dim=1)]

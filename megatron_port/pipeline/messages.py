@@ -77,15 +77,21 @@ def _ordered(schedule: Schedule) -> tuple[tuple[Message, ...], ...]:
     return tuple(tuple(m) for m in mine)
 
 
+@lru_cache(maxsize=4)
+def _places(schedule: Schedule) -> list[dict[Action, int]]:
+    """Return the index of each pass in its stage's plan."""
+    return [{action: place for place, action in enumerate(plan)} for plan in schedule.plans]
+
+
 def _settled(schedule: Schedule, stage: int) -> list[tuple[Message, ...]]:
     """``Turn.settled`` of each pass."""
-    places = [{action: place for place, action in enumerate(plan)} for plan in schedule.plans]
+    places, forward_only = _places(schedule), schedule.forward_only
     sent: dict[int, deque[Message]] = {}
     out = []
     for action in schedule.plans[stage]:
         before, after = schedule.before(stage, action), schedule.after(stage, action)
         taken: list[Message] = []
-        if schedule.forward_only:
+        if forward_only:
             taken = [queue.popleft() for queue in sent.values() for _ in range(len(queue) - UNTAKEN)]
         elif before is not None and before[0] in sent:
             source, made_by = before

@@ -54,6 +54,8 @@ class Engine:
     """Under sequence parallelism a product's gathered input is gathered again in backward instead of kept."""
     copies_logits: bool = True
     """The loss keeps an fp32 copy of the logits."""
+    frees_outputs: bool = True
+    """A chunk's output is freed once it has been sent (Korthikanti et al., appendix B), not held with its graph."""
     bucket_bytes: float = 200e6
     """Buffers that gradient reduction and weight gathering hold."""
     update_copy_bytes: int = 0
@@ -68,14 +70,14 @@ ENGINES = {
     # engine/deepspeed_config.py: fp32 accumulation, fp32 all-reduce, no overlap under a pipeline.
     "deepspeed": Engine(
         name="deepspeed", accumulate_traffic=12, duplex_transfers=False, tensor_overlap="backward",
-        copies_logits=False, bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
+        copies_logits=False, frees_outputs=False, bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
         update_extra_bytes=22,  # flattened and cast (4 + 4), unscaled and clipped (4 + 4), written back (4 + 2)
     ),
     # engine/native.py: the weight gradient goes straight into the fp32 sum; optim/sharded.py: reduced and gathered in
     # place, beside the passes; pipeline/transfer.py: sends and receives are started ahead.
     "native": Engine(
         name="native", accumulate_traffic=8, bucket_bytes=0.0, shard_reduces=True, reduce_overlap=1.0,
-        gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward", copies_logits=False,
+        gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward", copies_logits=False, frees_outputs=False,
     ),
 }
 """The engines of this program, by the name in the run file."""
@@ -123,6 +125,8 @@ class Case:
     """Attention is one fused kernel that stores no scores."""
     kernels: str = "fused"
     """Whose norms, activations, dropout and softmax, for what they keep: own | torch | fused (apex, Megatron)."""
+    on_cpu: bool = False
+    """Products in half precision copy their operands to fp32."""
     split: tuple[int, ...] = ()
     """Layers of each stage (pp × vp chunks, in order of the layers); empty: as even as can be."""
     vocab_multiple: int = 128
@@ -290,7 +294,8 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,
         flash=config.backend.attention != "math" and config.model.attention_dropout == 0
         and config.precision.dtype in ("fp16", "bf16"),
-        kernels=kernels, quantise="torch" if config.backend.quantise == "torch" else kernels,
+        kernels=kernels, on_cpu=config.backend.device == "cpu",
+        quantise="torch" if config.backend.quantise == "torch" else kernels,
         split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple, bucket=layout.reduce_bucket_size,
     )
     if not case.split:

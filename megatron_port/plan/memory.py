@@ -1,23 +1,18 @@
 """Bytes of a rank by stage: what is held, the peak and when it comes.
 
 Weights, gradients and optimizer come from the engine's own arithmetic
-(``Engine``), those of a layer's activations from ``plan.activations``. The
-schedule says how many micro-batches are held at once.
+(``Engine``), what passes keep and need from a replay of the schedule
+(``plan.ledger``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megatron_port.pipeline.schedules import make_schedule, peak_in_flight
-from megatron_port.plan.activations import layer_activation_bytes
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import stage_elements, stage_kinds, unit_elements, window_elements
+from megatron_port.plan.elements import stage_elements, unit_elements, window_elements
 from megatron_port.plan.fp8 import copy_bytes
-from megatron_port.registry import SCHEDULES
-
-LOSS_CHUNK = 1 << 22
-"""Logits that torch's cross-entropy takes at a time (``backend.cross_entropy``)."""
+from megatron_port.plan.ledger import Peak, peak_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,37 +63,6 @@ class StageMemory:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
 
 
-def in_flight(case: Case, stage: int) -> float:
-    """Micro-batches held at once by a stage, as a multiple of its whole activations.
-
-    GPipe: all m. 1F1B: p − stage, at most m. Zero-bubble: p. Interleaved (arXiv 2104.04473): the warm-up of
-    (p − stage − 1)·2 + (v − 1)·p chunk passes and one more, each 1/v of the stage; on the first stage 1 + (p − 1)/(p·v)
-    of p micro-batches. A plugin's schedule: counted in its lists.
-    """
-    m, p, v = case.micro_batches, case.pp, case.vp
-    if case.schedule in SCHEDULES.added:
-        return peak_in_flight(make_schedule(case.schedule, p, m).plans[stage])
-    if case.schedule == "gpipe":
-        return m
-    if case.schedule in ("zb-h1", "zb-v"):
-        return min(p, m)
-    if v > 1:
-        return min((p - stage - 1) * 2 + (v - 1) * p + 1, m * v) / v
-    return min(p - stage, m)
-
-
-def _logits(case: Case) -> float:
-    """Bytes of the logits and of what the loss makes of them on a rank of the last stage.
-
-    Other programs keep an fp32 copy; ours writes the gradient over the logits, and torch's ops take
-    ``LOSS_CHUNK`` of them at a time.
-    """
-    elements = case.model.seq_length / case.cp * case.micro_batch * case.padded_vocab / case.tp
-    copies = (1 if case.width == case.wide else 2) * case.wide
-    made = elements * 4 if case.engine.copies_logits else min(elements, LOSS_CHUNK) * copies
-    return elements * case.width + (0.0 if case.kernels == "own" and not case.engine.copies_logits else made)
-
-
 def sum_elements(case: Case, stage: int) -> int:
     """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
     one filling up while the other is reduced, and those of a tied table."""
@@ -117,54 +81,28 @@ def held_bytes(case: Case, elements: int) -> tuple[float, float, float]:
     return weights, sums, elements * (case.state_tensors + separate) * case.wide / case.shards
 
 
-def stage_memory(case: Case, machine: Machine, stage: int) -> StageMemory:
-    """Bytes of a rank of ``stage`` at its peak."""
-    m, e = case.model, case.engine
-    n, w = stage_elements(case, stage), case.width
-    kinds, held = stage_kinds(case, stage), in_flight(case, stage)
-    split_sums = case.shards_sums and case.shards > 1
+def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = False) -> StageMemory:
+    """Bytes of a rank of ``stage`` at its peak. ``quick``: messages between stages are estimated, for a search."""
+    n, w, e = stage_elements(case, stage), case.width, case.engine
     weights, gradients, optimizer = held_bytes(case, n)
     if case.zero_stage == 3 and case.shards > 1:
         weights += w * (n if case.reshard == "step" else min(n, window_elements(case, stage)))
     if case.weight_gathers == 1 or case.shards == 1:
         weights += copy_bytes(case, stage)
-    tokens = m.seq_length / case.cp * case.micro_batch
-    stream = tokens * m.hidden_size * w * (1 / case.tp if case.sequence_parallel else 1)
-    kept = [layer_activation_bytes(case, layer=layer) for layer, _ in kinds]
-    stage_input = 0.0 if case.recompute == "full" or stage == 0 else stream
-    activations = held * (sum(count * one for one, (_, count) in zip(kept, kinds)) + stage_input)
-    if stage == 0 and m.hidden_dropout > 0:
-        activations += held * stream / w  # the embedding's mask; Korthikanti, section 4.3
-    # While a layer runs backward: what recompute brings back, and the gradients of its widest tensors.
-    again = 0.0
-    if case.recompute != "none":
-        again = max(layer_activation_bytes(case, "none", layer) - one for one, (layer, _) in zip(kept, kinds))
-    wide_gradient = tokens * w / case.tp * 2 * max(layer.mlp.down.inputs for layer, _ in kinds) + 2 * stream
-    logits = 0.0
-    if stage == case.grid.last_stage:  # with the final norm's and the head's inputs; those of others in flight wait
-        own = tokens * case.padded_vocab / case.tp * w
-        logits = _logits(case) + 2 * stream
-        activations += (held - 1) * (own + 2 * stream) if case.schedule == "gpipe" else 0.0
-    received = stream if case.pp > 1 else 0.0
     bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
-    bucket += sum_elements(case, stage) * case.wide if split_sums else 0.0
-    at = "the last warm-up micro-batch's first backward" if held > 1 else "the first backward"
-    update = n * e.update_copy_bytes / case.shards  # the update's own fp32 copy of this rank's share of the gradient
-    # Logits are gone when the last layer runs backward: the smaller of the two is not there at the peak.
-    if again + wide_gradient < logits:
-        again, wide_gradient = 0.0, 0.0
-    else:
-        logits = 0.0
-    peak_passes = activations + again + wide_gradient + logits + received
-    if update > peak_passes:
-        at = "the optimizer step"
-        activations, again, wide_gradient, logits, received = 0.0, update, 0.0, 0.0, 0.0
-    allocated = weights + gradients + optimizer + activations + again + wide_gradient + logits + received + bucket
+    bucket += sum_elements(case, stage) * case.wide if case.shards_sums and case.shards > 1 else 0.0
+    # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
+    update = n * max(e.update_copy_bytes, case.wide if case.kernels == "torch" else 0) / case.shards
+    peak = peak_of(case, stage, quick=quick)
+    if update > peak.total:
+        peak = Peak(activations=0.0, logits=0.0, working=update, messages=0.0, in_flight=peak.in_flight,
+                    at="the optimizer step")
+    allocated = weights + gradients + optimizer + peak.total + bucket
     return StageMemory(
-        stage=stage, elements=n, weights=weights, gradients=gradients, optimizer=optimizer, activations=activations,
-        working=again + wide_gradient, logits=logits, buffers=received + bucket,
+        stage=stage, elements=n, weights=weights, gradients=gradients, optimizer=optimizer,
+        activations=peak.activations, working=peak.working, logits=peak.logits, buffers=peak.messages + bucket,
         fragmentation=allocated * machine.hardware.fragmentation, reserved=machine.hardware.reserved_gb * 1e9,
-        in_flight=held, peak_at=at,
+        in_flight=peak.in_flight, peak_at=peak.at,
     )
 
 

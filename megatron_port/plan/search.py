@@ -138,7 +138,7 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
 def fullest(case: Case, machine: Machine) -> StageMemory:
     """The stage that needs most. Activations fall from the first stage on: only the ends and one between can be it."""
     stages = sorted({0, min(1, case.pp - 1), case.pp - 1})
-    return max((stage_memory(case, machine, s) for s in stages), key=lambda m: m.total)
+    return max((stage_memory(case, machine, s, quick=True) for s in stages), key=lambda m: m.total)
 
 
 def search(base: Case, machine: Machine, options: Options, *, keep_unfit: bool = False) -> list[Candidate]:

@@ -25,7 +25,7 @@ from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.pipeline.check import check
 from megatron_port.pipeline.schedules import Action, Kind, make_schedule, peak_in_flight
 from megatron_port.plan.case import case_of
-from megatron_port.plan.memory import in_flight
+from megatron_port.plan.ledger import peak_of
 from megatron_port.plan.timeline import timeline
 from megatron_port.registry import LOSSES, PROVIDERS, SCHEDULES, SOURCES
 
@@ -101,8 +101,8 @@ def test_the_eager_schedule_runs_ahead(eager: None) -> None:
             held = [peak_in_flight(plan) for plan in schedule.plans]
             assert held == [min(2 * (stages - s) - 1, count) for s in range(stages)]
     case, _ = case_of(load_config("runs/quickstart", "engine=native"), 8)
-    case = replace(case, schedule="eager-1f1b", pp=4, micro_batches=9)
-    assert [in_flight(case, s) for s in range(4)] == [7, 5, 3, 1]
+    case = replace(case, schedule="eager-1f1b", pp=4, split=(), micro_batches=9)
+    assert [peak_of(case, s).in_flight for s in range(4)] == [7, 5, 3, 1]
     spans = [
         timeline(name, 4, [1.0] * 4, [2.0] * 4, transfer=0.5, hidden=True, micro_batches=16).span
         for name in ("1f1b", "eager-1f1b")

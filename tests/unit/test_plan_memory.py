@@ -14,11 +14,10 @@ from megatron_port.config.schema import ActivationsConfig, LayoutConfig, ModelCo
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.topology import Topology
-from megatron_port.pipeline.schedules import interleaved, make_schedule, peak_in_flight
 from megatron_port.plan.activations import layer_activation_bytes
 from megatron_port.plan.case import Case, Engine, Machine, balanced_split, case_of, machine_of
 from megatron_port.plan.elements import stage_elements
-from megatron_port.plan.memory import in_flight, plan_memory, stage_memory
+from megatron_port.plan.memory import plan_memory, stage_memory
 from megatron_port.session.assemble import build_model
 
 GIB, MIB = 2**30, 2**20
@@ -109,29 +108,6 @@ def test_a_layers_activations_are_korthikantis_formula(sequence_parallel: bool) 
     assert layer_activation_bytes(case) == pytest.approx(formula, rel=1e-12)
     full = 2 * s * b * h / (t if sequence_parallel else 1)
     assert layer_activation_bytes(replace(case, recompute="full")) == full
-
-
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (4, 2), (4, 16)])
-def test_micro_batches_in_flight_are_the_schedules(schedule: str, chunks: int, stages: int, micro_batches: int) -> None:
-    case = Case(
-        model=ModelConfig(), engine=Engine(name="x"), pp=stages, vp=chunks, micro_batches=micro_batches,
-        schedule=schedule,
-    )
-    for stage in range(stages):
-        plan = make_schedule(schedule, stages, micro_batches, chunks).plans[stage]
-        assert in_flight(case, stage) == peak_in_flight(plan) / chunks
-
-
-@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 2, 4), (4, 3, 8), (8, 12, 64)])
-def test_interleaved_chunks_in_flight(stages: int, chunks: int, micro_batches: int) -> None:
-    model = ModelConfig(num_layers=stages * chunks)
-    case = Case(
-        model=model, engine=Engine(name="x"), pp=stages, vp=chunks, micro_batches=micro_batches
-    )
-    for stage in range(stages):
-        most = peak_in_flight(interleaved(stage, stages, chunks, micro_batches))
-        assert in_flight(case, stage) == pytest.approx(most / chunks)
 
 
 def test_zero_shards_the_optimizer_only() -> None:

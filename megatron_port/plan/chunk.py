@@ -1,0 +1,119 @@
+"""Bytes of one micro-batch's passes through a chunk: its units' programs (``plan.passes``), run one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.pipeline.schedules import Kind
+from megatron_port.plan.case import Case
+from megatron_port.plan.operations import Sizes
+from megatron_port.plan.passes import embedding, head, layer
+from megatron_port.plan.tape import Block, Meter, Tape, Value
+
+ALIKE = 3
+"""Layers of one kind in a row that are run; each further one holds as much as the second of them."""
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """Bytes of a chunk's passes for one micro-batch."""
+
+    stream: float
+    """An input, an output or a gradient of one."""
+    output: float
+    """The output where it is held with its graph; none where that ends in the loss."""
+    kept: float
+    """Held from the forward pass to the backward pass, input and output left out."""
+    logits: float
+    """Of ``kept``: the logits."""
+    deferred: float
+    """Held from a split backward pass to its weight pass."""
+    working: dict[Kind, float]
+    """Allocated by each kind of pass beyond what it finds, its results included."""
+
+
+@dataclass
+class _Unit:
+    """One unit's part in a run of a chunk, in bytes."""
+
+    more: int
+    """Units alike that were not run."""
+    kept: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    left: float = 0.0
+    """What its backward pass leaves, results included, less what it found."""
+
+
+def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
+    """Return the bytes of layers [start, stop), with the embedding and the head where they are at the ends."""
+    layers = case.model.num_layers
+    alike = replace(
+        case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, reshard="forward", bucket=1,
+        global_batch=1, micro_batches=1, state_tensors=2,
+    )
+    return _chunk_bytes(alike, start, stop, start == 0, stop == layers, splits)
+
+
+@lru_cache(maxsize=4096)
+def _chunk_bytes(case: Case, start: int, stop: int, first: bool, last: bool, splits: bool) -> ChunkBytes:
+    s, meter = Sizes(case), Meter()
+    units, programs = _programs(s, start, stop, first, last)
+    tape, ends = Tape(meter, defers=splits), [0]
+    x = source = Value(Block(meter, 0.0 if first else s.stream))
+    begin = meter.now
+    for unit, program in zip(units, programs):
+        before = meter.now
+        meter.mark()
+        x = program(tape, x)
+        ends.append(len(tape))
+        unit.forward, unit.kept = meter.peak - begin, meter.now - before
+    gradient = Block(meter, x.size)
+    gradient.readers = 1  # the runner holds it
+    at_rest = meter.now
+    kept = at_rest - begin - 2 * x.size
+    tape.seed(x, gradient)
+    for unit, end in zip(reversed(units), reversed(ends[:-1])):
+        before = meter.now
+        meter.mark()
+        tape.run(down_to=end)
+        unit.backward, unit.left = meter.peak - at_rest, meter.now - before
+    held = {id(block): block.size for block in tape.deferred}
+    del source
+    return ChunkBytes(
+        stream=s.stream, output=0.0 if last or case.engine.frees_outputs else x.size,
+        kept=kept + sum(unit.more * unit.kept for unit in units), logits=s.logits if last else 0.0,
+        deferred=sum(held.values()) + sum(unit.more * (unit.kept + unit.left) for unit in units) if splits else 0.0,
+        working={
+            Kind.FORWARD: max(u.forward + sum(v.more * v.kept for v in units[:i]) for i, u in enumerate(units)),
+            Kind.BACKWARD: _most_backward(units), Kind.INPUT: _most_backward(units), Kind.WEIGHT: s.widest_product,
+        },
+    )
+
+
+def _most_backward(units: list[_Unit]) -> float:
+    """The peak of the backward pass: units that were not run have been freed where the pass is below them."""
+    return max(u.backward + sum(v.more * v.left for v in units[i + 1 :]) for i, u in enumerate(units))
+
+
+Step = Callable[[Tape, Value], Value]
+
+
+def _programs(s: Sizes, start: int, stop: int, first: bool, last: bool) -> tuple[list[_Unit], list[Step]]:
+    """The units of a chunk and their programs; of layers alike in a row three, the second of which stands for more."""
+    units: list[_Unit] = []
+    programs: list[Step] = []
+    if first:
+        units.append(_Unit(0))
+        programs.append(lambda tape, x: embedding(tape, s))
+    for spec, count in model_spec(s.case.model).kinds(start, stop):
+        run = min(count, ALIKE)
+        units += [_Unit(count - run if i == 1 else 0) for i in range(run)]
+        programs += [lambda tape, x, spec=spec: layer(tape, s, spec, x)] * run  # type: ignore[misc]
+    if last:
+        units.append(_Unit(0))
+        programs.append(lambda tape, x: head(tape, s, x))
+    return units, programs

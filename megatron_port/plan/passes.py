@@ -1,0 +1,134 @@
+"""Forward and backward passes of embedding, layer and head as programs over memory (``plan.tape``).
+
+Each function allocates what the module of its name allocates, in its order, and lets go of it where the module does:
+Python's locals here stand for Python's locals there. ``tests/unit/test_plan_ranks.py`` compares them with the
+allocations of real ranks, to 2 % of a rank's peak.
+"""
+
+from __future__ import annotations
+
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.spec import LayerSpec
+from megatron_port.plan.attention_passes import attention
+from megatron_port.plan.operations import Sizes, drop, leave, linear, matrix, normalize
+from megatron_port.plan.tape import Block, Tape, Value
+
+LOSS_CHUNK = 1 << 22
+"""Logits that torch's cross-entropy takes at a time (``backend.cross_entropy``)."""
+
+
+def _join(t: Tape, s: Sizes, x: Value, residual: Value, *, bias: bool) -> Value:
+    """``ResidualStream.bias_dropout_add``."""
+    p, size = s.case.model.hidden_dropout, x.size
+    if s.torch or (p == 0 and not bias):
+        if bias:
+            x = t.note(t.block(size), [x], lambda grad, saved: [grad])
+        if p > 0:
+            x = drop(t, s, x)
+        return t.note(t.block(size), [residual, x], lambda grad, saved: [grad, grad])
+    masks = [t.block(size / s.case.width * s.mask)] if p > 0 and s.mask else []
+    return t.note(
+        t.block(size), [residual, x], lambda grad, saved: [grad, t.block(size) if p > 0 else grad], masks
+    )
+
+
+def layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
+    """``model.layers.TransformerLayer``, under the case's recompute policy."""
+    if s.case.recompute == "full":
+        return t.checkpoint(lambda tape, x: _layer(tape, s, spec, x), x)
+    return _layer(t, s, spec, x)
+
+
+def _layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
+    out = attention(t, s, spec, normalize(t, s, x, spec.norm1)[0])
+    biased = spec.attention.output.bias
+    if spec.parallel_residual:
+        branch = _mlp(t, s, spec, normalize(t, s, x, spec.norm2)[0])
+        x = _join(t, s, out, x, bias=biased)
+        return _join(t, s, branch, x, bias=spec.mlp.down.bias)
+    if not biased and s.case.model.hidden_dropout == 0:
+        y, x = normalize(t, s, out, spec.norm2, x)
+    else:
+        x = _join(t, s, out, x, bias=biased)
+        y = normalize(t, s, x, spec.norm2)[0]
+    return _join(t, s, _mlp(t, s, spec, y), x, bias=spec.mlp.down.bias)
+
+
+def _mlp(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
+    up = linear(t, s, x, spec.mlp.up)
+    active = _swiglu(t, s, up) if spec.mlp.activation == "swiglu" else _gelu(t, s, up, bias=spec.mlp.up.bias)
+    del up
+    y = linear(t, s, active, spec.mlp.down)
+    return leave(t, s, y)
+
+
+def _gelu(t: Tape, s: Sizes, x: Value, *, bias: bool) -> Value:
+    size = x.size
+    if s.torch and bias:
+        x = t.note(t.block(size), [x], lambda grad, saved: [grad])
+    return t.note(t.block(size), [x], lambda grad, saved: [t.block(size)], [x.block])
+
+
+def _swiglu(t: Tape, s: Sizes, x: Value) -> Value:
+    size = x.size / 2
+    if not s.torch:
+        return t.note(t.block(size), [x], lambda grad, saved: [t.block(2 * size)], [x.block])
+    gate, up = t.split(x, lambda grad, saved: [t.block(2 * size)], 2)
+    silu = t.note(t.block(size), [gate], lambda grad, saved: [t.block(size)], [gate.block])
+    return t.note(
+        t.block(size), [silu, up], lambda grad, saved: [t.block(size), t.block(size)], [silu.block, up.block]
+    )
+
+
+def embedding(t: Tape, s: Sizes) -> Value:
+    """``model.layers.Embedding``: rows of the table, positions, dropout. Its tokens are not counted."""
+    spec, w = model_spec(s.case.model).embedding, s.case.width
+    table = spec.word.local_numel(s.case.tp, s.case.padded_vocab) * w
+    whole = s.whole
+
+    def of_table(grad: Block, saved: list[Block]) -> list[Block | None]:
+        t.meter.need(table)
+        return []
+
+    x = t.note(t.block(whole), [], of_table)
+    if s.case.tp > 1:
+        x = t.note(t.block(whole), [x], lambda grad, saved: [t.block(whole)])
+        x = leave(t, s, x)
+    if spec.position is not None:
+        positions = spec.position.numel * w
+
+        def of_positions(grad: Block, saved: list[Block]) -> list[Block | None]:
+            t.meter.need(positions)
+            return [grad]
+
+        x = t.note(t.block(x.size), [x], of_positions)
+    if s.case.model.hidden_dropout > 0:
+        if s.torch:
+            return drop(t, s, x)
+        masks = [t.block(x.size / w * s.mask)] if s.mask else []
+        size = x.size
+        return t.note(t.block(size), [x], lambda grad, saved: [t.block(size)], masks)
+    return x
+
+
+def head(t: Tape, s: Sizes, x: Value) -> Value:
+    """``model.layers.Head`` and the loss of its logits, over which the gradient is written."""
+    spec, case = model_spec(s.case.model).head, s.case
+    normed = normalize(t, s, x, spec.norm)[0]
+    logits = matrix(
+        t, s, normed, case.model.hidden_size, case.padded_vocab / case.tp, bias=0.0, entry=True
+    )
+    del normed
+    elements = logits.size / case.width
+    wide = elements * 4 if case.engine.copies_logits else min(elements, LOSS_CHUNK) * case.wide
+    torchs = case.kernels != "own" or case.engine.copies_logits
+
+    def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
+        if torchs and s.ratio > 1:
+            t.meter.need(wide)
+        return [saved[0]]
+
+    if torchs:
+        t.meter.need(*([wide] * (2 if s.ratio > 1 and not case.engine.copies_logits else 1)))
+    statistics = t.block(s.tokens * case.wide * 2)
+    return t.note(t.block(s.tokens * case.wide), [logits], backward, [logits.block, statistics])

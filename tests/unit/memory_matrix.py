@@ -1,0 +1,139 @@
+"""Planned against measured peaks of ranks of random layouts, resumable: every schedule, recompute, ZeRO stage, family.
+
+``python tests/unit/memory_matrix.py --out FILE --count N`` measures what FILE lacks of the first N cases; ``--report
+FILE`` prints how far the plan is off. Case n is the same on every machine. One process is one rank: the others answer
+at once, with zeros (``fake_ranks``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_memory import measure
+
+from megatron_port.config.checks import problems
+from megatron_port.config.schema import (
+    ActivationsConfig,
+    BackendConfig,
+    BatchConfig,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.plan.case import Machine, case_of
+from megatron_port.plan.memory import stage_memory
+
+LLAMA = {
+    "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
+    "tie_embeddings": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {}, "dropout": {"hidden_dropout": 0.1}, "attention dropout": {"attention_dropout": 0.1},
+    "neox": {"position_embedding": "rope", "parallel_residual": True, "tie_embeddings": False},
+    "llama": LLAMA, "grouped llama": {**LLAMA, "num_query_groups": 2},
+    "qwen3": {**LLAMA, "num_query_groups": 2, "qk_norm": True},
+}
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zb-h1", 1), ("zb-v", 2))
+MICRO_BATCHES = (*(8,) * 9, *(16,) * 5, *(32,) * 3, *(64,) * 2, 128)
+"""Short steps are drawn more often: they hold as much as long ones, but under GPipe."""
+BOUND = 0.02
+
+
+def drawn(number: int) -> tuple[dict[str, Any], RunConfig, int]:
+    """Return case ``number``: its choices, its run and the stage that is measured. Illegal draws are drawn again."""
+    draw = random.Random(number)
+    while True:
+        schedule, chunks = SCHEDULES[number % len(SCHEDULES)]
+        stages = 1 if schedule in ("gpipe", "1f1b") and chunks == 1 and draw.random() < 0.25 else draw.choice((2, 3, 4))
+        tp, sequence = draw.choice(((1, False), (2, False), (2, True)))
+        zero, dp = draw.choice(((0, 1), (1, 2), (2, 2), (3, 2), (1, 4)))
+        count, micro = draw.choice(MICRO_BATCHES), draw.choice((1, 1, 2))
+        choices = {
+            "family": draw.choice(list(FAMILIES)), "dtype": draw.choice(("fp32", "bf16", "fp16")), "schedule": schedule,
+            "vp": chunks, "pp": stages, "tp": tp, "sp": sequence, "zero": zero, "dp": dp, "m": count, "micro": micro,
+            "recompute": draw.choice(("none", "selective", "full")), "seq": draw.choice((64, 128, 256)),
+            "layers": stages * chunks * draw.choice((1, 1, 2)) + (draw.random() < 0.2),
+            "hidden": draw.choice((64, 128, 192)), "vocab": draw.choice((500, 2000)),
+        }
+        config, stage = run_of(choices), draw.randrange(stages)
+        if not problems(config, world_size=tp * stages * dp):
+            return choices | {"stage": stage}, config, stage
+
+
+def run_of(c: dict[str, Any]) -> RunConfig:
+    """The run of a case's choices."""
+    model = ModelConfig(
+        num_layers=c["layers"], hidden_size=c["hidden"], num_attention_heads=4, vocab_size=c["vocab"],
+        seq_length=c["seq"], **FAMILIES[c["family"]],
+    )
+    layout = LayoutConfig(
+        tensor_parallel_size=c["tp"], pipeline_parallel_size=c["pp"], virtual_pipeline_size=c["vp"],
+        data_parallel_size=c["dp"], sequence_parallel=c["sp"], zero_stage=c["zero"], pipeline_schedule=c["schedule"],
+        vocab_padding_multiple=8,
+    )
+    return RunConfig(
+        model=model, layout=layout, activations=ActivationsConfig(policy=c["recompute"]), engine="native",
+        batch=BatchConfig(micro_batch_size=c["micro"], global_batch_size=c["micro"] * c["m"] * c["dp"]),
+        precision=PrecisionConfig(dtype=c["dtype"]), data=DataConfig(synthetic=True),
+        backend=BackendConfig(device="cpu", attention="math"),
+    )
+
+
+def compared(number: int) -> dict[str, Any]:
+    """Measure a case: its choices, bytes measured and planned, and by how much the plan is off."""
+    choices, config, stage = drawn(number)
+    case, _ = case_of(config)
+    planned = stage_memory(case, Machine(cluster=config.cluster, hardware=config.hardware), stage)
+    found = measure(config, stage * case.dp * case.tp)
+    # The planner leaves the padding of buckets out, which is a rank's own arithmetic and known exactly.
+    padding = found.held - planned.static
+    return {
+        "number": number, **choices, "measured": found.peak, "planned": round(planned.allocated + padding),
+        "off": (planned.allocated + padding) / found.peak - 1, "padding": padding / found.peak, "at": planned.peak_at,
+    }
+
+
+def report(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the errors in one paragraph, and every case beyond the bound."""
+    off = [abs(row["off"]) for row in rows]
+    beyond = [row for row in rows if abs(row["off"]) > BOUND]
+    lines = [
+        f"{len(rows)} cases; off by {statistics.mean(off):.3%} on average, {max(off):.2%} at most; "
+        f"{len(beyond)} beyond {BOUND:.0%}"
+    ]
+    return "\n".join([*lines, *(json.dumps(row) for row in beyond)])
+
+
+def main() -> int:
+    """Measure or report; 1 where a case is beyond the bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--count", type=int, default=240)
+    parser.add_argument("--report", type=Path)
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    path = a.out or a.report
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if a.out:
+        known = {row["number"] for row in rows}
+        with a.out.open("a") as out:
+            for number in range(a.count):
+                if number not in known:
+                    rows.append(compared(number))
+                    out.write(json.dumps(rows[-1]) + "\n")
+                    out.flush()
+    print(report(rows))
+    return int(any(abs(row["off"]) > BOUND for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
