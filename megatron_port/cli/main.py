@@ -141,7 +141,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def exit_code_of(call: Callable[[], int], *, debug: bool = False) -> int:
-    """Return the exit code of ``call()``; what a user can mend is reported in one line instead of raised.
+    """Return the exit code of ``call()``; what a user can fix is reported in one line instead of raised.
 
     ``debug``: with its traceback.
     """
