@@ -108,7 +108,8 @@ def _legal(config: RunConfig, point: Point) -> bool:
 def _rate(case: Case, seconds: float) -> float:
     """Hardware TFLOP/s of one device."""
     recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
-    return hardware_flops(case.model, recompute, case.tp) * case.global_batch / seconds / case.world / 1e12
+    executed = hardware_flops(case.model, recompute, case.tp, case.dropped)
+    return executed * case.global_batch / seconds / case.world / 1e12
 
 
 def _trial(

@@ -5,10 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_port.config.ranges import NonNegative
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationsConfig:
-    """What a layer keeps of its forward pass for its backward pass."""
+    """What a layer keeps of its forward pass for its backward pass (docs/activations.md)."""
 
-    policy: Literal["none", "selective", "full"] = "none"
-    """none (keep everything) | selective (recompute the attention core) | full (recompute each layer from its input)"""
+    policy: Literal["none", "selective", "full", "plan"] = "none"
+    """none (keep everything) | selective (recompute the attention core) | full (recompute each layer from its input) |
+    plan (recompute what costs least time for the memory that lacks, stage by stage; needs a cluster with [hardware])"""
+    budget: NonNegative = 0.0
+    """plan: GiB of one device for activations and the working memory of a layer; 0: what the rest leaves of
+    cluster.memory_gb."""
+    layers: tuple[str, ...] = ()
+    """plan: sites that each layer recomputes, joined by +, one entry for each layer; empty: found by the planner when
+    the run starts, and written to its folder."""
+
+    @property
+    def recompute(self) -> Literal["none", "selective", "full"]:
+        """What all layers recompute alike."""
+        return "none" if self.policy == "plan" else self.policy
+
+    @property
+    def recomputed(self) -> tuple[tuple[str, ...], ...]:
+        """Sites that each layer recomputes under policy plan; empty under another, or as long as nothing is found."""
+        return tuple(tuple(filter(None, sites.split("+"))) for sites in self.layers) if self.policy == "plan" else ()
+
+
+def activation_problems(activations: ActivationsConfig, *, num_layers: int, described: bool) -> list[str]:
+    """Return what is wrong with a policy's settings; ``described``: the cluster says what a device is and holds."""
+    a, out = activations, []
+    if a.policy != "plan" and (a.budget or a.layers):
+        out.append(f'activations.budget and activations.layers are for policy "plan", and it is "{a.policy}"')
+    elif a.layers and len(a.layers) != num_layers:
+        out.append(
+            f"activations.layers has {len(a.layers)} entries, and the model has {num_layers} layers; give one for each "
+            "(empty: nothing is recomputed), or leave it [] for the planner to fill in"
+        )
+    elif a.policy == "plan" and not a.layers and not described:
+        out.append(
+            'activations.policy "plan" needs to know the device; extend one of configs/clusters (cluster.memory_gb and '
+            '[hardware]), or use "full", "selective" or "none"'
+        )
+    return out

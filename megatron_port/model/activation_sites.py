@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+from megatron_port.errors import ConfigError
 
 Site = Literal["input", "norm1", "qkv", "core", "residual", "norm2", "hidden", "activation", "output"]
 """What an operation of the layer leaves behind: its result, where a later operation saves it, and what the operation
@@ -43,3 +45,18 @@ class LayerActivations:
     def recomputed(self) -> frozenset[Site]:
         """Sites that are dropped after the forward pass and computed again in the backward pass."""
         return frozenset(site for site, decision in self.decisions.items() if decision == "recompute")
+
+
+def recomputing(sites: Iterable[str]) -> LayerActivations:
+    """Return the decisions of a layer that recomputes ``sites`` and keeps the others.
+
+    Raises:
+        ConfigError: one of them is no site that can be recomputed (it is named).
+    """
+    chosen = set(sites)
+    unknown = chosen - set(RECOMPUTED)
+    if unknown:
+        raise ConfigError(
+            f"activations.layers: {min(unknown)!r} is no site that can be recomputed; use {', '.join(RECOMPUTED)}"
+        )
+    return LayerActivations({site: "recompute" for site in RECOMPUTED if site in chosen})

@@ -19,8 +19,11 @@ which counts the repeated core three times: their HFU is higher than ours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.spec import LayerSpec
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -47,11 +50,14 @@ def model_flops(model: ModelConfig) -> int:
     return 3 * (spec.embedding.forward_flops(seq) + layers + spec.head.forward_flops(seq))
 
 
-def hardware_flops(model: ModelConfig, recompute: str = "none", tp: int = 1) -> int:
+def hardware_flops(
+    model: ModelConfig, recompute: str = "none", tp: int = 1, dropped: Sequence[Sequence[str]] = ()
+) -> int:
     """Operations that are executed for one sample; the numerator of HFU.
 
     ``recompute``: ``none``; ``selective`` adds one forward of the attention core of every
-    layer; ``full`` adds one forward of every layer (not of the head). Each of ``tp`` tensor-parallel
+    layer; ``full`` adds one forward of every layer (not of the head). ``dropped``: single sites
+    that each layer recomputes (``model.activation_sites``). Each of ``tp`` tensor-parallel
     ranks projects at least one key/value head, so with fewer heads some are projected several times.
 
     Raises ValueError for an unknown ``recompute``.
@@ -63,4 +69,15 @@ def hardware_flops(model: ModelConfig, recompute: str = "none", tp: int = 1) -> 
         copied = 2 * seq * layer.copied_numel(tp)
         again = {"none": 0, "selective": layer.attention.core_flops(seq), "full": layer.forward_flops(seq) + copied}
         total += count * (again[recompute] + 3 * copied)
-    return total
+    return total + sum(
+        site_flops(layer, site, seq, tp) for layer, sites in zip(model_spec(model).layers, dropped) for site in sites
+    )
+
+
+def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1) -> int:
+    """Operations of one sample's forward that make a site of a layer again; 0 for element-wise work."""
+    matrices = {
+        "qkv": layer.attention.qkv.weight_numel + layer.copied_numel(tp), "hidden": layer.mlp.up.weight_numel,
+        "residual": layer.attention.output.weight_numel,
+    }
+    return layer.attention.core_flops(seq) if site == "core" else 2 * seq * matrices.get(site, 0)

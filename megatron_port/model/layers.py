@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from megatron_port.model.activation_sites import LayerActivations
+from megatron_port.model.activation_sites import LayerActivations, Site
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
 from megatron_port.model.mlp import MLP
@@ -80,22 +80,27 @@ class TransformerLayer(nn.Module):
     def _forward_by_site(self, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:
         """The same operations, each under the name of what it leaves behind."""
         join, mlp, attention = self.residual.bias_dropout_add, self.mlp, self.attention
-        arguments = tape.run("qkv", attention.core_arguments, tape.run("norm1", self.norm1, x))
-        core = tape.run("core", attention.attend_to, *arguments)
+        bias, op = attention.output.bias, f"{self.name}.attention"
+        y, x = self._fork(tape, "norm1", self.norm1, x)
+        core = tape.run("core", attention.attend_to, *tape.run("qkv", attention.core_arguments, y))
 
         def add(core: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return join(attention.output(core), attention.output.bias, x, op=f"{self.name}.attention")
+            return join(attention.output(core), bias, x, op=op)
+
+        def add_and_norm(core: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.residual.bias_dropout_add_norm(attention.output(core), bias, x, self.norm2, op=op)[::-1]
 
         def add_branch(wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             return join(mlp.down(wide), mlp.down.bias, x, op=f"{self.name}.mlp")
 
         if self.parallel_residual:
-            y, x = tape.run("norm2", self.norm2, x), tape.run("residual", add, core, x)
-        elif attention.output.bias is None and self.residual.dropout_now == 0.0 and self.norm2.fuses_add:
-            source = x
+            y, x = self._fork(tape, "norm2", self.norm2, x)
+            x = tape.run("residual", add, core, x)
+        elif self.norm2.fuses_add:
+            inputs = core, x
             x, y = tape.run_fused(
-                lambda core, x: self.norm2.add(attention.output(core), x)[::-1], (core, x),
-                lambda total, y: (("residual", add, (core, source)), ("norm2", self.norm2, (total,))),
+                add_and_norm, inputs,
+                lambda total, y: (("residual", add, inputs), ("norm2", self.norm2, (total,))),
             )
         else:
             x = tape.run("residual", add, core, x)
@@ -103,6 +108,14 @@ class TransformerLayer(nn.Module):
         wide = tape.run("activation", mlp.activate, tape.run("hidden", mlp.up, y))
         out: torch.Tensor = tape.run("output", add_branch, wide, x)
         return out
+
+    @staticmethod
+    def _fork(tape: SiteTape, site: Site, norm: Norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm of x, x), as ``norm.fork`` does; torch's norm has x itself for the second."""
+        if not norm.fuses_add:
+            return tape.run(site, norm, x), x
+        y, same = tape.run_fused(norm.fork, (x,), lambda y, same: ((site, norm, (x,)), None))
+        return y, same
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled():

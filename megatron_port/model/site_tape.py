@@ -148,15 +148,21 @@ class SiteTape:
         self._settle(saved, operation)
         return out
 
-    def run_fused(self, function: Function, inputs: Tensors, made_by: Callable[..., Sequence[Made]]) -> Tensors:
+    def run_fused(self, function: Function, inputs: Tensors, made_by: Callable[..., Sequence[Made | None]]) -> Tensors:
         """Return ``function(*inputs)``, whose results belong to several sites and are the same bits one by one.
 
-        ``made_by(*results)``: how each result is made by itself, of earlier ones. What the function saves beside
-        results is kept.
+        ``made_by(*results)``: how each result is made by itself, of earlier ones; None: it is the memory of an earlier
+        result. What the function saves beside results is kept.
         """
         out, saved = self._record(function, inputs)
         results = _as_tuple(out)
-        for tensor, (site, again, arguments) in zip(results, made_by(*results)):
+        # A result is noted before the arguments of the next are looked up, which may be it.
+        for number, tensor in enumerate(results):
+            made = made_by(*results)[number]
+            if made is None:
+                self._made.append((weakref.ref(tensor), *self._owners[StorageWeakRef(tensor.untyped_storage())]))
+                continue
+            site, again, arguments = made
             self._adopt(self._operation(site, again, arguments), (tensor,))
         self._settle(saved, None)
         return results

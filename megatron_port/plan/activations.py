@@ -58,6 +58,15 @@ def layer_activation_bytes(case: Case, recompute: str | None = None, layer: Laye
     return found["input"] if recompute == "full" else sum(found[site] for site in SITES)
 
 
+def dropped_bytes(case: Case, start: int, stop: int) -> list[float]:
+    """Return the bytes of one micro-batch that each of layers [start, stop) saves by recomputing single sites."""
+    out = []
+    for layer, sites in zip(model_spec(case.model).layers[start:stop], case.dropped[start:stop]):
+        sizes = site_bytes(case, layer) if sites else {}
+        out.append(sum(size for site, size in sizes.items() if site in sites))
+    return out
+
+
 def _stream(case: Case) -> tuple[float, float]:
     """Tokens of a micro-batch, and elements of its residual stream on a rank (split under sequence parallelism)."""
     tokens = case.model.seq_length / case.cp * case.micro_batch

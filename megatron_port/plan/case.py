@@ -112,6 +112,8 @@ class Case:
     reshard: str = "forward"
     schedule: str = "1f1b"
     recompute: str = "none"
+    dropped: tuple[tuple[str, ...], ...] = ()
+    """Sites that each layer recomputes, where ``recompute`` is none; empty: no layer any."""
     micro_batch: int = 1
     micro_batches: int = 1
     global_batch: int = 1
@@ -216,7 +218,7 @@ class Case:
         parts += [f"vp {self.vp}"] if self.vp > 1 else []
         parts += [f"cp {self.cp}"] if self.cp > 1 else []
         parts += [f"dp {self.dp}" + (f" in shards of {self.shard_size}" if self.shard_copies > 1 else "")]
-        parts += [f"micro-batch {self.micro_batch}", f"recompute {self.recompute}"]
+        parts += [f"micro-batch {self.micro_batch}", f"recompute {'by plan' if self.dropped else self.recompute}"]
         return ", ".join(parts)
 
 
@@ -289,7 +291,8 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         cp=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage, shard=layout.shard_size,
         reshard=layout.reshard, state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
-        recompute=config.activations.policy, micro_batch=batch.micro_batch_size,
+        recompute=config.activations.recompute,
+        dropped=config.activations.recomputed, micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,
         flash=config.backend.attention != "math" and config.model.attention_dropout == 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.pipeline.schedules import Kind
+from megatron_port.plan.activations import dropped_bytes
 from megatron_port.plan.case import Case
 from megatron_port.plan.operations import Sizes
 from megatron_port.plan.passes import embedding, head, layer
@@ -31,6 +32,8 @@ class ChunkBytes:
     """Of ``kept``: the logits."""
     deferred: float
     """Held from a split backward pass to its weight pass."""
+    layers: float
+    """Allocated by the backward passes of layers, those of embedding and head left out."""
     working: dict[Kind, float]
     """Allocated by each kind of pass beyond what it finds, its results included."""
 
@@ -53,9 +56,36 @@ def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
     layers = case.model.num_layers
     alike = replace(
         case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, reshard="forward", bucket=1,
-        global_batch=1, micro_batches=1, state_tensors=2,
+        global_batch=1, micro_batches=1, state_tensors=2, dropped=(),
     )
-    return _chunk_bytes(alike, start, stop, start == 0, stop == layers, splits)
+    found = _chunk_bytes(alike, start, stop, start == 0, stop == layers, splits)
+    if not case.dropped:
+        return found
+    none, full = (
+        _chunk_bytes(replace(alike, recompute=policy), start, stop, False, False, splits) for policy in ("none", "full")
+    )
+    return _without(found, dropped_bytes(case, start, stop), none, full, first=start == 0)
+
+
+def _without(
+    found: ChunkBytes, dropped: list[float], none: ChunkBytes, full: ChunkBytes, *, first: bool
+) -> ChunkBytes:
+    """Return the bytes of a chunk whose layers recompute single sites, ``dropped`` bytes in each.
+
+    They come back for the backward pass of the layer. In its forward pass there is no more than without any recompute,
+    nor more than with full recompute and what is kept. ``none``, ``full``: of the layers alone;
+    ``first``: the embedding is in front of them.
+    """
+    layers, forward = len(dropped), Kind.FORWARD
+    each = none.kept / layers, full.kept / layers
+    alone = [one.working[forward] - (layers - 1) * kept for one, kept in zip((none, full), each)]
+    there = min(max(dropped), max(each[0] - each[1] - (alone[0] - alone[1]), 0.0))
+    layer = found.layers + max(dropped)
+    working = {kind: max(found.working[kind], layer) for kind in (Kind.BACKWARD, Kind.INPUT)}
+    ends = found.kept - none.kept - found.logits  # the embedding's, which are there when the layers run
+    at_layers = none.working[forward] + (ends if first else 0.0) + there
+    working[forward] = max(found.working[forward], at_layers) - sum(dropped)
+    return replace(found, kept=found.kept - sum(dropped), working=found.working | working)
 
 
 @lru_cache(maxsize=4096)
@@ -87,6 +117,7 @@ def _chunk_bytes(case: Case, start: int, stop: int, first: bool, last: bool, spl
         stream=s.stream, output=0.0 if last or case.engine.frees_outputs else x.size,
         kept=kept + sum(unit.more * unit.kept for unit in units), logits=s.logits if last else 0.0,
         deferred=sum(held.values()) + sum(unit.more * (unit.kept + unit.left) for unit in units) if splits else 0.0,
+        layers=_most_backward(units[first : len(units) - last], units[len(units) - last :]),
         working={
             Kind.FORWARD: max(u.forward + sum(v.more * v.kept for v in units[:i]) for i, u in enumerate(units)),
             Kind.BACKWARD: _most_backward(units), Kind.INPUT: _most_backward(units), Kind.WEIGHT: s.widest_product,
@@ -94,9 +125,11 @@ def _chunk_bytes(case: Case, start: int, stop: int, first: bool, last: bool, spl
     )
 
 
-def _most_backward(units: list[_Unit]) -> float:
-    """The peak of the backward pass: units that were not run have been freed where the pass is below them."""
-    return max(u.backward + sum(v.more * v.left for v in units[i + 1 :]) for i, u in enumerate(units))
+def _most_backward(units: list[_Unit], above: Sequence[_Unit] = ()) -> float:
+    """The peak of the backward pass: units that were not run have been freed where the pass is below them. ``above``:
+    further ones, whose own peaks are left out."""
+    all_units = [*units, *above]
+    return max(u.backward + sum(v.more * v.left for v in all_units[i + 1 :]) for i, u in enumerate(units))
 
 
 Step = Callable[[Tape, Value], Value]

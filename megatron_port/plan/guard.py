@@ -12,6 +12,7 @@ from megatron_port.config.checks import problems
 from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
+from megatron_port.plan.activation_plan import with_activation_plan
 from megatron_port.plan.case import Case, Machine, case_of, machine_problems
 from megatron_port.plan.memory import StageMemory, plan_memory
 from megatron_port.plan.search import Candidate, nearest_fit, options_of, search, settings_of
@@ -36,7 +37,7 @@ def planned_memory(config: RunConfig, world_size: int | None = None) -> tuple[Ca
         return None
     if problems(config, world_size=world_size):
         return None
-    case, _ = case_of(config, world_size)
+    case, _ = case_of(with_activation_plan(config, world_size), world_size)
     machine = Machine(cluster=config.cluster, hardware=config.hardware, calibration=config.calibration)
     return case, machine, plan_memory(case, machine)
 

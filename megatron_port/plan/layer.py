@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_port.model.spec import LayerSpec
+from megatron_port.model.activation_sites import Site
+from megatron_port.model.spec import LayerSpec, LinearSpec
 from megatron_port.plan.case import Case
 from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds
 from megatron_port.plan.links import Links, Span
@@ -132,6 +133,38 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         forward=forward, backward=backward + again, forward_tensor=2 * each - hidden_forward,
         backward_tensor=2 * each - hidden_backward + tensor_again,
     )
+
+
+def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> dict[Site, Cost]:
+    """Return what recomputing each site of a layer adds to its backward pass: its operation's forward."""
+    w, t = case.width, case.tp
+    tokens, stream = _stream(case)
+    split, mask = tokens / t, 1 if case.model.hidden_dropout > 0 else 0
+    fp8 = case.dtype == "fp8"
+
+    def product(linear: LinearSpec) -> float:
+        outputs, inputs = linear.product(t)
+        casts = cast_seconds(case, rates, [(tokens, outputs, inputs)])[0] if case.fp8 != "none" else 0.0
+        return rates.product(tokens, outputs, inputs, width=1 if fp8 else w) + casts
+
+    norm = Cost(backward=rates.stream(stream * 2 * w, 1))
+    # An entry gathers the sequence and an exit scatters it under sequence parallelism; else the exit sums it.
+    each = _tensor_collective(case, links, group)
+    entry, exit_ = (each / 2, each / 2) if case.sequence_parallel else (0.0, each)
+    heads, ffn = layer.attention.qkv.outputs_held(t), layer.mlp.down.inputs
+    normed = layer.attention.normalized_features(t)
+    rotated = rates.stream(split * heads * 2 * w + split * (normed + heads if normed else 0) * 2 * w, 1)
+    qkv, output, up = layer.attention.qkv, layer.attention.output, layer.mlp.up
+    return {
+        "norm1": norm, "norm2": norm,
+        "qkv": Cost(backward=product(qkv) + rotated, backward_tensor=entry),
+        "core": Cost(backward=attention_seconds(case, layer, rates)[0]),
+        "residual": Cost(
+            backward=product(output) + rates.stream(stream * (3 * w + mask), 1), backward_tensor=exit_
+        ),
+        "hidden": Cost(backward=product(up), backward_tensor=entry),
+        "activation": Cost(backward=rates.stream(split * ffn * w * (layer.mlp.up.packed + 1), 1)),
+    }
 
 
 def ends_at_product(case: Case) -> bool:

@@ -108,7 +108,7 @@ def _of_split(base: Case, options: Options) -> Iterator[Case]:
                     for name in names:
                         yield replace(
                             base, micro_batch=micro, micro_batches=count, sequence_parallel=split_sequence,
-                            recompute=again, zero_stage=zero, schedule=name,
+                            recompute=again, dropped=(), zero_stage=zero, schedule=name,
                         )
 
 
@@ -121,10 +121,13 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
         "layout.tensor_parallel_size": case.tp, "layout.pipeline_parallel_size": case.pp,
         "layout.virtual_pipeline_size": case.vp,
         "layout.data_parallel_size": case.dp if config.layout.data_parallel_size else 0,  # 0: derived
-        "layout.sequence_parallel": case.sequence_parallel, "activations.policy": case.recompute,
+        "layout.sequence_parallel": case.sequence_parallel,
+        "activations.policy": "plan" if case.dropped else case.recompute,
         "layout.zero_stage": case.zero_stage, "batch.micro_batch_size": case.micro_batch,
         "layout.pipeline_schedule": case.schedule,
     }
+    if config.activations.policy == "plan" and not case.dropped:
+        out |= {"activations.layers": (), "activations.budget": 0.0}
     if config.layout.shard_size:
         out["layout.shard_size"] = case.shard_size
     if config.layout.reshard != "forward" and case.zero_stage != 3:

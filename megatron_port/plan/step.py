@@ -11,7 +11,7 @@ from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.elements import stage_elements
-from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost
+from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost, site_costs
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.timeline import Timeline, timeline
@@ -71,16 +71,26 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
     alike = replace(
         case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
         micro_batches=1 if case.fp8 == "none" else case.micro_batches,  # which share the weights' casts
+        dropped=(),
     )
     layers, first, last = _unit_costs(alike, machine)
     spec = model_spec(case.model)
     out = []
     for start, stop in case.layer_ranges:
         kinds = [_of_kind(layers, layer).times(count) for layer, count in spec.kinds(start, stop)]
-        out.append(reduce(Cost.__add__, kinds) if kinds else Cost())
+        again = [_site_costs(alike, machine)[site] for sites in case.dropped[start:stop] for site in sites]
+        out.append(reduce(Cost.__add__, [*kinds, *again], Cost()))
     out[0] = out[0] + first
     out[-1] = out[-1] + last
     return out
+
+
+@lru_cache(maxsize=1024)
+def _site_costs(case: Case, machine: Machine) -> dict[str, Cost]:
+    """What recomputing each site of a layer costs."""
+    layer = model_spec(case.model).layers[0]
+    found = site_costs(case, layer, Rates.of(machine), Links.of(machine), span(machine, case.tp, 1))
+    return {str(site): cost for site, cost in found.items()}
 
 
 def _of_kind(costs: tuple[tuple[LayerSpec, Cost], ...], layer: LayerSpec) -> Cost:
@@ -142,7 +152,8 @@ def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepP
     seconds, peak = split.total, machine.cluster.peak_tflops * (2 if case.dtype == "fp8" else 1)
     model = model_flops(case.model) * case.global_batch / seconds / case.world / 1e12
     recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
-    hardware = hardware_flops(case.model, recompute, case.tp) * case.global_batch / seconds / case.world / 1e12
+    executed = hardware_flops(case.model, recompute, case.tp, case.dropped)
+    hardware = executed * case.global_batch / seconds / case.world / 1e12
     return StepPlan(
         split=split, seconds=seconds, samples=case.global_batch, model_tflops=model, hardware_tflops=hardware,
         mfu=model / peak, hfu=hardware / peak,

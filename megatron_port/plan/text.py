@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_port.model.flops import model_flops
 from megatron_port.plan import arithmetic
+from megatron_port.plan.activation_plan import describe, stage_counts
 from megatron_port.plan.activations import layer_activation_bytes
 from megatron_port.plan.search import Candidate
 from megatron_port.plan.verdict import Plan
@@ -48,6 +49,10 @@ def _memory(plan: Plan) -> list[str]:
     if case_pp := len(plan.memory) - 1:
         shown = plan.memory if case_pp < 8 else (*plan.memory[:3], *plan.memory[-3:])
         lines.append("          by stage, GB: " + "  ".join(f"{m.stage}: {m.total / 1e9:.1f}" for m in shown))
+    if plan.case.dropped:
+        shown_plan = describe(plan.case)
+        more = [f"and {len(shown_plan) - 8} more"] if len(shown_plan) > 8 else []
+        lines += [f"          recomputed, {line}" for line in [*shown_plan[:8], *more]]
     if not plan.fits:
         lines.append(
             f"          nearest layout that fits: {_candidate(plan, plan.nearest)}" if plan.nearest else
@@ -148,6 +153,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "name": plan.name, "cluster": plan.machine.cluster.name, "devices": case.world, "nodes": plan.nodes,
         "parameters": plan.parameters, "layout": _layout(case), "fractional": plan.fractional, "fits": plan.fits,
         "limit_bytes": plan.limit, "over_bytes": max(0.0, plan.fullest.total - plan.limit),
+        "recomputed": [stage_counts(case, stage) for stage in range(case.pp)] if case.dropped else [],
         "stages": [
             {"stage": m.stage, "elements": m.elements, "total": m.total, "allocated": m.allocated, "peak_at": m.peak_at,
              **m.parts()} for m in plan.memory

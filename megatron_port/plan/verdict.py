@@ -9,6 +9,7 @@ from megatron_port.config.checks import check
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.model.flops import parameter_count
+from megatron_port.plan.activation_plan import with_activation_plan
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.memory import StageMemory, plan_memory
 from megatron_port.plan.search import Candidate, better, nearest_fit, options_of, search
@@ -72,6 +73,7 @@ def make_plan(
     """
     _refuse(config, tokens, fractional)
     machine = machine_of(config)
+    config = with_activation_plan(config, allow_fractions=fractional)
     case, fraction = case_of(config, allow_fractions=fractional)
     memory = tuple(plan_memory(case, machine))
     step = plan_step(case, machine)

@@ -25,6 +25,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
+from megatron_port.plan.activation_plan import with_activation_plan
 from megatron_port.plan.case import case_of
 from megatron_port.plan.guard import memory_problem, planned_memory
 from megatron_port.plan.memory import held_bytes
@@ -113,7 +114,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     """
     started = time.perf_counter()
     check(config, world_size=world_size)
-    config = resolve(config, world_size)
+    config = with_activation_plan(resolve(config, world_size), world_size)
     topology = topology_of(config)
     tp, pp, dp = topology.tp, topology.pp, topology.dp
     schedule = BatchSchedule(config.batch, dp)
@@ -124,13 +125,14 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     )
     stages = build_every_rank(config, topology)
     micro = config.batch.global_batch_size // (config.batch.micro_batch_size * dp)
+    executed = hardware_flops(config.model, config.activations.recompute, tp, config.activations.recomputed)
     lines = [
         f"{config.model.name}: {parameter_count(config.model):,} parameters; tp {tp} x pp {pp} x dp {dp} = "
         f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",
         f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} "
         f"replicas; pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
         f"a step: {model_flops(config.model) * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
-        f"{hardware_flops(config.model, config.activations.policy, tp) * config.batch.global_batch_size / 1e15:.4g} "
+        f"{executed * config.batch.global_batch_size / 1e15:.4g} "
         "hardware",
         *group_lines(topology, config.cluster.gpus_per_node),
         "stage  ranks          layers  parameters a rank  weights+gradients+optimizer a rank (activations not counted)",

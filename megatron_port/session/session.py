@@ -20,6 +20,7 @@ from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.plan.activation_plan import with_activation_plan
 from megatron_port.runtime import process_group
 from megatron_port.runtime.agreement import agreed, attempt
 from megatron_port.runtime.discovery import ProcessInfo
@@ -130,7 +131,7 @@ def open_session(
     """
     config, fitted = _fit_world(config, info)
     _check_world(config, info)
-    config = resolve(config, info.world_size)
+    config = with_activation_plan(resolve(config, info.world_size), info.world_size)
     logger = Logger(info.rank)
     if fitted:
         logger.log(fitted)

@@ -101,7 +101,6 @@ def make_space(config: RunConfig, *, world_size: int | None = None, nodes: Seque
         options_of(with_values(neutral, {"cluster.nodes": many}), replace(base, dp=max(worlds))), worlds=worlds,
         schedules=_allowed(neutral, "layout.pipeline_schedule", config),
         zero=_allowed(neutral, "layout.zero_stage", config),
-        recompute=tuple(str(r) for r in CHOICES["activations.policy"]),
     )
     found = search(base, machine, options, keep_unfit=True)
     found.sort(key=lambda c: (not c.fits(machine), -c.step.model_tflops))

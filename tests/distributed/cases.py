@@ -69,7 +69,7 @@ def make_config(
 ) -> RunConfig:
     """Return a small run with clipping active, an odd vocabulary and an uneven number of layers.
 
-    ``layout`` may also say ``recompute``, the policy of activations.
+    ``layout`` may also say ``recompute``: the policy of activations, or under policy plan the sites of each layer.
 
     The choices are not typed: parametrized tests and drawn cases hand them on as plain strings.
     """
@@ -77,14 +77,16 @@ def make_config(
         "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 53, "seq_length": 16,
     }
     layout = {"vocab_padding_multiple": 1, **(layout or {})}
-    policy = layout.pop("recompute", "none")
+    policy: Any = layout.pop("recompute", "none")
     own = own_kernels == "on" and dtype != "fp64"
     attention: Literal["own", "math"] = "own" if own else "math"
     config = RunConfig(
         engine=engine,
         model=ModelConfig(**{**base, **(model or {})}),
         layout=LayoutConfig(**layout),
-        activations=ActivationsConfig(policy=policy),
+        activations=ActivationsConfig(policy=policy) if not isinstance(policy, tuple) else ActivationsConfig(
+            policy="plan", layers=policy
+        ),
         batch=BatchConfig(micro_batch_size=micro_batch_size, global_batch_size=global_batch_size),
         precision=PrecisionConfig(dtype=dtype, fp8=fp8, initial_loss_scale=1024.0),
         # With Adam's usual eps an element whose gradient is rounding noise takes a full step of either sign, and half

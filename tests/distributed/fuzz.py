@@ -24,6 +24,7 @@ from pool import RankPool
 
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
+from megatron_port.model.activation_sites import RECOMPUTED
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
 from megatron_port.parity.run_record import RankTrace
@@ -85,6 +86,7 @@ class Draw:
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
+            "recomputed": list(c.activations.layers),
             "schedule": c.layout.pipeline_schedule, "vp": c.layout.virtual_pipeline_size,
             "zero_stage": c.layout.zero_stage, "shard": c.layout.shard_size,
             "reshard": c.layout.reshard, "bucket": c.layout.reduce_bucket_size,
@@ -219,7 +221,16 @@ def draw(seed: int) -> Draw:
     if engine == "native" and before.zero_stage == before_stage_3(before) and sharded.random() < 0.5:
         config = change(config, layout=change(before, zero_stage=3, reshard=sharded.choice(("forward", "step"))))
     config = change(config, checkpoint=change(config.checkpoint, asynchronous=False))  # as state on a disk wants it
+    config = _planned(random.Random(f"activations-{seed}"), config)
     return Draw(seed, _offloaded(random.Random(f"offload-{seed}"), config), t)
+
+
+def _planned(r: random.Random, config: RunConfig) -> RunConfig:
+    """The run with single activations recomputed, other ones in each layer; two in five."""
+    if r.random() >= 0.4:
+        return config
+    layers = ("+".join(s for s in RECOMPUTED if r.random() < 0.5) for _ in range(config.model.num_layers))
+    return dataclasses.replace(config, activations=ActivationsConfig(policy="plan", layers=tuple(layers)))
 
 
 def _offloaded(r: random.Random, config: RunConfig) -> RunConfig:

@@ -60,7 +60,7 @@ def test_the_draws_cover_what_they_should() -> None:
     shared = [d for m, d in zip(models, draws) if m.kv_heads < d.topology.tp]
     assert {d.config.engine for d in shared} == {"native", "deepspeed"}
     assert {1, 2} <= {d.config.model.kv_heads for d in shared}
-    assert {d.config.activations.policy for d in draws} == {"none", "selective", "full"}
+    assert {d.config.activations.policy for d in draws} == {"none", "selective", "full", "plan"}
     assert {m.tie_embeddings for m in models} == {m.parallel_residual for m in models} == {True, False}
     assert {m.qk_norm for m in models} == {True, False}
     native = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.pp > 1]

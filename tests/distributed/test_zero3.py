@@ -95,12 +95,17 @@ def assert_equal(ranks: RankPool, world: int, pairs: list[tuple[Case, Case]], *,
 # ---------------------------------------------------------------- the tests
 
 
+PLAN = ("norm1+norm2+activation", "qkv+core", "", "norm1+qkv+core+residual+norm2+hidden+activation", "core+norm2")
+"""Sites that each layer recomputes."""
+
+
 def test_two_replicas_equal_whole_weights_to_the_bit(ranks: RankPool) -> None:
     """Of stage 2, whose sums it has, with several micro-batches; of stage 1 with one, where both add alike."""
     two = (1, 1, 2)
     assert_equal(ranks, 2, [
         (case(2, two), case(3, two)),
         (case(2, two, dtype="bf16", recompute="full"), case(3, two, dtype="bf16", recompute="full")),
+        (case(2, two), case(3, two, recompute=PLAN)),
         (case(1, two, micro_batches=1, layers=2, tied=False), case(3, two, micro_batches=1, layers=2, tied=False)),
         (case(2, two, dtype="bf16"), case(3, two, dtype="bf16", reshard="step")),
     ])

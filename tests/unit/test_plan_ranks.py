@@ -21,6 +21,7 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
+from megatron_port.model.activation_sites import RECOMPUTED
 from megatron_port.optim.rules import ElementwiseRule
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.plan.case import Machine, case_of
@@ -42,6 +43,8 @@ T2, SP = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "sequence_para
 ZERO1, ZERO2, ZERO3 = ({"data_parallel_size": 2, "zero_stage": stage} for stage in (1, 2, 3))
 HYBRID = {"data_parallel_size": 4, "shard_size": 2, "zero_stage": 1}
 FULL, SELECTIVE, GPIPE = {"recompute": "full"}, {"recompute": "selective"}, {"pipeline_schedule": "gpipe"}
+EVERY_SITE = {"recompute": ("+".join(RECOMPUTED),) * 4}
+SOME = {"recompute": ("norm1+norm2", "qkv+core", "hidden+activation", "norm1+hidden+activation")}
 CASES = [
     ("gpt", "fp32", {}, 0), ("llama", "fp32", {}, 0), ("dropout", "bf16", {}, 0), ("gpt", "fp32", FULL, 0),
     ("llama", "bf16", FULL, 0), ("gpt", "fp32", SELECTIVE, 0), ("llama", "fp32", SELECTIVE, 0),
@@ -58,6 +61,8 @@ CASES = [
     ("gpt", "fp32", {**P4, **FULL, "pipeline_schedule": "zb-h1"}, 3),
     ("llama", "bf16", {**P2, **SP, "virtual_pipeline_size": 2, "pipeline_schedule": "zb-v"}, 0),
     ("gpt", "fp32", {**P2, "virtual_pipeline_size": 2}, 1),
+    ("gpt", "fp32", EVERY_SITE, 0), ("llama", "bf16", {**P2, **EVERY_SITE}, 0), ("dropout", "fp32", {**P2, **SOME}, 0),
+    ("gpt", "bf16", {**P2, **SOME}, 1), ("llama", "fp32", {**SP, **SOME}, 0),
 ]
 
 
@@ -77,10 +82,12 @@ class Momentum(ElementwiseRule):
 def run_of(model: str, dtype: str, layout: dict) -> RunConfig:
     base = {"zero_stage": 0, "vocab_padding_multiple": 8, "data_parallel_size": 1}
     layout = dict(layout)
-    policy = layout.pop("recompute", "none")
+    policy: Any = layout.pop("recompute", "none")
     return RunConfig(
         model=ModelConfig(**MODELS[model]), layout=LayoutConfig(**{**base, **layout}),
-        activations=ActivationsConfig(policy=policy),
+        activations=ActivationsConfig(policy=policy) if not isinstance(policy, tuple) else ActivationsConfig(
+            policy="plan", layers=policy
+        ),
         batch=BatchConfig(micro_batch_size=2, global_batch_size=8), precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(synthetic=True), engine="native", backend=BackendConfig(device="cpu", attention="math"),
     )

@@ -1,0 +1,244 @@
+"""The plan of activations: against every other choice, against full and selective recompute, and as a run trains it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.checks import problems
+from megatron_port.config.dump import to_toml
+from megatron_port.config.layout import with_values
+from megatron_port.config.loader import load
+from megatron_port.config.schema import (
+    ActivationsConfig,
+    BackendConfig,
+    BatchConfig,
+    LayoutConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.native import NativeEngine
+from megatron_port.errors import ConfigError
+from megatron_port.model.activation_sites import RECOMPUTED
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.flops import hardware_flops
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.plan.activation_plan import (
+    AFTER,
+    Item,
+    cover,
+    describe,
+    plan_activations,
+    saved,
+    with_activation_plan,
+)
+from megatron_port.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.plan.layer import layer_cost, site_costs
+from megatron_port.plan.links import Links, span
+from megatron_port.plan.memory import plan_memory, stage_memory
+from megatron_port.plan.rates import Rates
+from megatron_port.plan.step import plan_step
+from megatron_port.session.assemble import build_engine
+
+
+def by_trying(items: tuple[Item, ...], layers: int, held: float, lacking: float) -> float | None:
+    """Least seconds over every choice."""
+    found = []
+    useful = {item.site for item in items if item.size}
+    for counts in itertools.product(range(layers + 1), repeat=len(items)):
+        chosen = dict(zip((item.site for item in items), counts))
+        legal = all(chosen.get(b, 0) <= chosen[a] for b, a in AFTER.items() if a in useful)
+        if legal and sum(saved(item, n, held) for item, n in zip(items, counts)) >= lacking:
+            found.append(sum(item.seconds * n for item, n in zip(items, counts)))
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_choice_is_faster(seed: int) -> None:
+    r = random.Random(seed)
+    sites = tuple(site for site in RECOMPUTED if site not in ("qkv", "core", "norm1") or r.random() < 0.3)
+    items = tuple(Item(site, r.choice((0.1, 1.0, 3.0)) * r.random(), r.choice((0, 1, 4, 7))) for site in sites)
+    layers, held = r.choice((1, 2, 3)), r.choice((1, 2.5, 8))
+    whole = sum(saved(item, layers, held) for item in items)
+    for share in (0.0, 0.3, 0.7, 0.95, 1.0 - 1e-9, 1.01):
+        lacking, best = share * whole, by_trying(items, layers, held, share * whole)
+        found = cover(items, layers, held, lacking)
+        assert (found is None) == (best is None)
+        if found is not None and best is not None:
+            counts = [(item, found.get(item.site, 0)) for item in items]
+            assert sum(saved(item, n, held) for item, n in counts) >= lacking
+            assert sum(item.seconds * n for item, n in counts) == pytest.approx(best, rel=1e-12)
+
+
+# ---------------------------------------------------------------- shipped runs
+
+RUNS = ["runs/frontier-22b", "runs/frontier-175b", "runs/perlmutter-22b"]
+"""All of them: ``benchmarks/activation_plans.py``."""
+
+
+def planned(name: str) -> tuple[Case, Machine]:
+    config = load(name).config
+    return replace(case_of(config)[0], recompute="none", dropped=()), machine_of(config)
+
+
+def most(case: Case, machine: Machine) -> float:
+    return max(stage.total for stage in plan_memory(case, machine))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_at_equal_memory_a_plan_is_faster_than_full_and_not_slower_than_selective(name: str) -> None:
+    case, machine = planned(name)
+    for policy in ("full", "selective"):
+        other = replace(case, recompute=policy)
+        limit = most(other, machine)
+        equal = replace(machine, cluster=replace(machine.cluster, memory_gb=limit / 1e9))
+        plan = replace(case, dropped=plan_activations(case, equal))
+        assert most(plan, machine) <= limit * (1 + 1e-9)
+        ours, theirs = (plan_step(c, machine).seconds for c in (plan, other))
+        assert ours < theirs if policy == "full" else ours <= theirs
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_plan_fits_the_device_where_full_recompute_does(name: str) -> None:
+    case, machine = planned(name)
+    plan = replace(case, dropped=plan_activations(case, machine))
+    limit = machine.cluster.memory_gb * 1e9
+    assert most(plan, machine) <= limit
+    assert plan_step(case, machine).seconds <= plan_step(plan, machine).seconds
+    assert (most(case, machine) <= limit) == (not any(plan.dropped))
+
+
+def test_stages_that_hold_more_micro_batches_recompute_more() -> None:
+    case, machine = planned("runs/frontier-175b")
+    dropped = plan_activations(case, machine)
+    by_stage = [sum(len(dropped[i]) for i in range(start, stop)) for start, stop in case.layer_ranges]
+    assert by_stage[0] > by_stage[4] > by_stage[-1] == 0
+
+
+def test_the_plan_is_shown() -> None:
+    case, machine = planned("runs/frontier-175b")
+    dropped = plan_activations(case, machine)
+    lines = describe(replace(case, dropped=dropped))
+    first = [site for site in RECOMPUTED if site in dropped[0]]
+    assert lines[0].startswith("stage 0: ") and all(f"{site} " in lines[0] for site in first)
+    assert lines[0].endswith(f" of {case.chunks[0]} layers") and lines[-1].endswith("to 15: nothing")
+
+
+def test_a_budget_is_kept() -> None:
+    case, machine = planned("runs/frontier-22b")
+    budget = 0.5 * stage_memory(case, machine, 0).activations
+    plan = replace(case, dropped=plan_activations(case, machine, budget=budget))
+    for stage in plan_memory(plan, machine):
+        assert stage.activations + stage.working <= budget
+    assert any(plan.dropped)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sites_cost_what_a_forward_does(sequence_parallel: bool) -> None:
+    """All of them and the last product are the layer's forward pass; the launches of its kernels are counted apart."""
+    case, machine = planned("runs/frontier-175b")
+    case = replace(case, sequence_parallel=sequence_parallel, engine=replace(case.engine, tensor_overlap="none"))
+    machine = replace(machine, hardware=replace(machine.hardware, launch_us=0.0))
+    rates, links, group = Rates.of(machine), Links.of(machine), span(machine, case.tp, 1)
+    layer = model_spec(case.model).layers[0]
+    costs = site_costs(case, layer, rates, links, group)
+    whole = layer_cost(case, layer, rates, links, group)
+    outputs, inputs = layer.mlp.down.product(case.tp)
+    tokens = case.model.seq_length * case.micro_batch
+    stream = tokens * case.model.hidden_size * case.width / (case.tp if sequence_parallel else 1)
+    last = rates.product(tokens, outputs, inputs, width=case.width) + rates.stream(3 * stream, 0)
+    assert sum(c.backward for c in costs.values()) + last == pytest.approx(whole.forward, rel=1e-9)
+    exits = 3 / 4 if sequence_parallel else 1 / 2  # of two entries and two exits all but the last exit
+    assert sum(c.backward_tensor for c in costs.values()) == pytest.approx(exits * whole.forward_tensor, rel=1e-9)
+
+
+def test_recomputed_operations_are_counted() -> None:
+    """All sites and the last product are what full recompute executes."""
+    model = load("models/gpt-22b").config.model
+    everything = hardware_flops(model, "none", 2, (RECOMPUTED,) * model.num_layers)
+    down = 2 * model.seq_length * model.hidden_size * model.ffn_size * model.num_layers
+    assert everything + down == hardware_flops(model, "full", 2)
+    core = hardware_flops(model, "none", 2, (("core", "norm1"),) * model.num_layers)
+    assert core == hardware_flops(model, "selective", 2)
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+def test_the_plan_is_in_the_configuration_and_is_used_again(tmp_path: Path) -> None:
+    config = load("runs/frontier-175b", ["activations.policy=plan"]).config
+    assert not problems(config)
+    filled = with_activation_plan(config)
+    assert len(filled.activations.layers) == config.model.num_layers and any(filled.activations.layers)
+    assert with_activation_plan(filled) is filled
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(filled))
+    again = load(str(path)).config
+    assert again.activations == filled.activations and case_of(again)[0].dropped == filled.activations.recomputed
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"activations.layers": ("norm1",)}, 'are for policy "plan", and it is "full"'),
+        ({"activations.policy": "plan", "activations.layers": ("norm1",)}, "has 1 entries, and the model has 96"),
+        ({"activations.policy": "plan", "cluster.memory_gb": 0.0}, "needs to know the device"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], expected: str) -> None:
+    (found,) = problems(with_values(load("runs/frontier-175b").config, changes))
+    assert expected in found
+
+
+# ---------------------------------------------------------------- a run
+
+
+def make_engine(
+    layers: tuple[str, ...], *, schedule: str = "1f1b", chunks: int = 1, dtype: Any = "fp32"
+) -> NativeEngine:
+    config = RunConfig(
+        engine="native",
+        model=ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, vocab_size=31, seq_length=8,
+                          hidden_dropout=0.1, attention_dropout=0.1),
+        layout=LayoutConfig(vocab_padding_multiple=1, pipeline_schedule=schedule, virtual_pipeline_size=chunks),
+        activations=ActivationsConfig(policy="plan" if layers else "none", layers=layers),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=3), precision=PrecisionConfig(dtype=dtype),
+        backend=BackendConfig(device="cpu", attention="math", own_kernels="off"),
+    )
+    ctx = ParallelContext.single()
+    if chunks > 1:
+        ctx = replace(ctx, topology=replace(ctx.topology, vp=chunks, folded=schedule == "zb-v"))
+    engine = build_engine(config, ctx, torch_providers())
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+LAYERS = ("norm1+norm2+activation", "", "+".join(RECOMPUTED), "core+residual+norm2")
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plan_trains_as_keeping_everything_does(schedule: str, chunks: int, dtype: str) -> None:
+    """Equal to the bit over three steps, dropout on."""
+    tokens = torch.randint(0, 31, (3, 1, 9), generator=torch.Generator().manual_seed(1))
+    batches = [MicroBatch((i,), tokens=t[:, :-1], labels=t[:, 1:]) for i, t in enumerate(tokens)]
+    plain, plan = (make_engine(x, schedule=schedule, chunks=chunks, dtype=dtype) for x in ((), LAYERS))
+    for step in range(3):
+        a, b = (engine.train_step(batches, step=step, lr=1e-2) for engine in (plain, plan))
+        assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
+    ours = {record.name: p for record, p in plan.named_parameters()}
+    assert all(torch.equal(p, ours[record.name]) for record, p in plain.named_parameters())
+
+
+def test_an_unknown_site_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'norm3' is no site that can be recomputed"):
+        make_engine(("norm3", "", "", ""))
