@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_port.config.schema import ModelConfig
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.pipeline.schedules import Kind
 from megatron_port.plan.case import Case
@@ -53,9 +54,17 @@ def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
     layers = case.model.num_layers
     alike = replace(
         case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, reshard="forward", bucket=1,
-        global_batch=1, micro_batches=1, state_tensors=2,
+        global_batch=1, micro_batches=1, state_tensors=2, offload="none", offload_weights=False,
     )
-    return _chunk_bytes(alike, start, stop, start == 0, stop == layers, splits)
+    first, last = start == 0, stop == layers
+    if _all_alike(case.model):  # then it does not matter which layers they are
+        start, stop = 0, stop - start
+    return _chunk_bytes(alike, start, stop, first, last, splits)
+
+
+@lru_cache(maxsize=256)
+def _all_alike(model: ModelConfig) -> bool:
+    return len(model_spec(model).kinds()) == 1
 
 
 @lru_cache(maxsize=4096)
