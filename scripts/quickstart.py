@@ -63,7 +63,7 @@ def table(rows: list[tuple[str, str]]) -> str:
 
 
 def chosen() -> Choice:
-    """The run for DEVICE, SMALL and SHARE_GPU of the environment, and for the GPUs of this machine.
+    """The run for DEVICE, SMALL, SHARE_GPU and SHARD of the environment, and for the GPUs of this machine.
 
     Raises:
         EnvironmentFault: a GPU was asked for, and torch cannot use one; the message says why.
@@ -72,12 +72,12 @@ def chosen() -> Choice:
     from megatron_port.errors import EnvironmentFault
 
     device = os.environ.get("DEVICE", "") or "cpu"
-    small, share = (on_or_off(os.environ.get(name, "")) for name in ("SMALL", "SHARE_GPU"))
+    small, share, shard = (on_or_off(os.environ.get(name, "")) for name in ("SMALL", "SHARE_GPU", "SHARD"))
     gpus = installed_accelerators()
     try:
         if device in ("cuda", "rocm"):
             choose_device(device, gpus=gpus)
-        return choose(device, gpus.count, small=small, share=share)
+        return choose(device, gpus.count, small=small, share=share, shard=shard)
     except (EnvironmentFault, ValueError) as error:
         raise EnvironmentFault(f"DEVICE={device}: {error}. Nothing was trained; `DEVICE=cpu make quickstart` trains on "
                                "the CPU") from None

@@ -96,6 +96,18 @@ class HardwareConfig:
     """Device memory held by driver, libraries and communicators, outside the framework's allocator, 10^9 bytes."""
     fragmentation: Fraction = 0.03
     """Share of what is allocated that the caching allocator loses to holes."""
+    host_link_gb: NonNegative = 0.0
+    """A device to its host's memory, each way, 10^9 bytes/s; 0: offload is not planned in time."""
+    host_memory_gb: NonNegative = 0.0
+    """Memory of a node's host, 10^9 bytes; 0: not known."""
+    host_bandwidth_gb: NonNegative = 0.0
+    """Datasheet bandwidth of that memory, all sockets, 10^9 bytes/s."""
+    nvme_gb: NonNegative = 0.0
+    """Local disks of a node, 10^9 bytes; 0: none."""
+    nvme_read_gb: NonNegative = 0.0
+    """All local disks of a node, sequential reads, 10^9 bytes/s."""
+    nvme_write_gb: NonNegative = 0.0
+    """The same for writes."""
     package_devices: Count = 1
     """Devices that share a package (2 GCDs an MI250X)."""
     package_gb: NonNegative = 0.0

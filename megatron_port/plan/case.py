@@ -110,6 +110,12 @@ class Case:
     state_tensors: int = 2
     """Tensors of optimizer state for each parameter, masters left out: the kinds of the rule (AdamW: 2)."""
     reshard: str = "forward"
+    offload: str = "none"
+    """Where masters and moments live: none (the device) | cpu | nvme."""
+    offload_fraction: float = 1.0
+    offload_weights: bool = False
+    """ZeRO-3's shards of the weights live on the host."""
+    offload_buffers: int = 4
     schedule: str = "1f1b"
     recompute: str = "none"
     dropped: tuple[tuple[str, ...], ...] = ()
@@ -219,6 +225,8 @@ class Case:
         parts += [f"cp {self.cp}"] if self.cp > 1 else []
         parts += [f"dp {self.dp}" + (f" in shards of {self.shard_size}" if self.shard_copies > 1 else "")]
         parts += [f"micro-batch {self.micro_batch}", f"recompute {'by plan' if self.dropped else self.recompute}"]
+        parts += ["ZeRO-3"] if self.zero_stage == 3 else []
+        parts += [f"optimizer on {self.offload}"] if self.offload != "none" else []
         return ", ".join(parts)
 
 
@@ -290,9 +298,11 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         model=config.model, engine=ENGINES[config.engine], tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
         cp=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage, shard=layout.shard_size,
-        reshard=layout.reshard, state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
-        recompute=config.activations.recompute,
-        dropped=config.activations.recomputed, micro_batch=batch.micro_batch_size,
+        reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,
+        offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
+        state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
+        recompute=config.activations.recompute, dropped=config.activations.recomputed,
+        micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,
         flash=config.backend.attention != "math" and config.model.attention_dropout == 0

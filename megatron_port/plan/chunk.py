@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_port.config.schema import ModelConfig
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.pipeline.schedules import Kind
 from megatron_port.plan.activations import dropped_bytes
@@ -56,15 +57,24 @@ def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
     layers = case.model.num_layers
     alike = replace(
         case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, reshard="forward", bucket=1,
-        global_batch=1, micro_batches=1, state_tensors=2, dropped=(),
+        global_batch=1, micro_batches=1, state_tensors=2, offload="none", offload_weights=False, dropped=(),
     )
-    found = _chunk_bytes(alike, start, stop, start == 0, stop == layers, splits)
+    first, last = start == 0, stop == layers
+    dropped = dropped_bytes(case, start, stop) if case.dropped else []
+    if _all_alike(case.model):  # then it does not matter which layers they are
+        start, stop = 0, stop - start
+    found = _chunk_bytes(alike, start, stop, first, last, splits)
     if not case.dropped:
         return found
     none, full = (
         _chunk_bytes(replace(alike, recompute=policy), start, stop, False, False, splits) for policy in ("none", "full")
     )
-    return _without(found, dropped_bytes(case, start, stop), none, full, first=start == 0)
+    return _without(found, dropped, none, full, first=first)
+
+
+@lru_cache(maxsize=256)
+def _all_alike(model: ModelConfig) -> bool:
+    return len(model_spec(model).kinds()) == 1
 
 
 def _without(

@@ -49,18 +49,25 @@ def stage_elements(case: Case, stage: int) -> int:
 
 
 def unit_elements(case: Case, stage: int) -> tuple[list[list[int]], int]:
-    """Elements of each parameter of a rank, unit by unit (embedding, layers, head), and those of a tied table, which
+    """Elements of each parameter of a rank, unit by unit (layers, embedding, head), and those of a tied table, which
     is in no unit."""
     spec = model_spec(case.model)
-    units = [layer.parameters for layer, count in stage_kinds(case, stage) for _ in range(count)]
-    units += [spec.embedding.parameters] if stage == 0 else []
-    units += [spec.head.parameters] if stage == case.grid.last_stage else []
-    out, table = [], 0
-    for unit in units:
-        found = _sorted(unit, case.tp, case.sequence_parallel, case.padded_vocab)
+    units = [list(_unit(case.model, i, case.tp)) for start, stop in case.of_stage(case.layer_ranges, stage)
+             for i in range(start, stop)]
+    table = 0
+    ends = [spec.embedding.parameters] if stage == 0 else []
+    ends += [spec.head.parameters] if stage == case.grid.last_stage else []
+    for end in ends:
+        found = _sorted(end, case.tp, case.sequence_parallel, case.padded_vocab)
         table = max([table, *(elements for kind, elements in found if kind == "tied")])
-        out.append([elements for kind, elements in found if kind != "tied"])
-    return [unit for unit in out if unit], table
+        units.append([elements for kind, elements in found if kind != "tied"])
+    return [unit for unit in units if unit], table
+
+
+@lru_cache(maxsize=4096)
+def _unit(model: ModelConfig, index: int, tp: int) -> tuple[int, ...]:
+    """Elements of each parameter of a layer on a rank."""
+    return tuple(elements for _, elements in _sorted(model_spec(model).layers[index].parameters, tp, False, 0))
 
 
 def window_elements(case: Case, stage: int) -> int:

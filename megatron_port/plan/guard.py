@@ -13,9 +13,12 @@ from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.activation_plan import with_activation_plan
+from megatron_port.plan.advice import ways_to_fit
 from megatron_port.plan.case import Case, Machine, case_of, machine_problems
 from megatron_port.plan.memory import StageMemory, plan_memory
-from megatron_port.plan.search import Candidate, nearest_fit, options_of, search, settings_of
+from megatron_port.plan.offload import host_problem
+from megatron_port.plan.search import Candidate, nearest_fit, options_to_fit, search, settings_of
+from megatron_port.plan.step import plan_step
 
 MORE_NODES = (2, 4, 8, 16)
 """Multiples of the run's devices on which a layout is looked for when none fits."""
@@ -53,7 +56,8 @@ def memory_problem(config: RunConfig, world_size: int | None = None) -> str:
     case, machine, stages = planned
     worst, limit = max(stages, key=lambda m: m.total), machine.cluster.memory_gb * 1e9
     if worst.total <= limit:
-        return ""
+        host = host_problem(case, machine)
+        return f"this run cannot fit: {host}" if host else ""
     over = [m.stage for m in stages if m.total > limit]
     which = f"{len(over)} of {len(stages)} stages do not fit; " if len(over) > 1 else ""
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in worst.parts().items() if size >= 5e7)
@@ -66,11 +70,18 @@ def memory_problem(config: RunConfig, world_size: int | None = None) -> str:
 
 
 def _way_out(config: RunConfig, case: Case, machine: Machine) -> str:
-    """The nearest layout that fits on these devices, else on more of them."""
+    """The cheapest change with which the run fits, else the nearest layout that does, on as many devices or more."""
     lacking = machine_problems(machine)
     if lacking:
         return f"No other layout can be looked for: {lacking[0]}."
-    options = options_of(config, case)
+    ways = ways_to_fit(config, case, machine, count=1)
+    if ways:
+        more = ways[0].seconds - plan_step(case, machine, quick=True).seconds
+        return (
+            f"The cheapest change that fits: {ways[0].flags} ({ways[0].memory.total / 1e9:.1f} GB, {more:+.2f} s a "
+            f"step; {ways[0].case.label()})."
+        )
+    options = options_to_fit(config, case)
     near = nearest_fit(case, search(case, machine, options), machine)
     if near is not None:
         return f"The nearest layout that fits: {near.case.label()} ({_gigabytes(near)}): {_flags(config, case, near)}."

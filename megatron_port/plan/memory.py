@@ -13,6 +13,7 @@ from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.elements import stage_elements, unit_elements, window_elements
 from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.plan.ledger import Peak, peak_of
+from megatron_port.plan.offload import share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,10 @@ def held_bytes(case: Case, elements: int) -> tuple[float, float, float]:
     gradient = max(case.engine.gradient_bytes, case.width) if separate else case.wide
     weights = elements * case.width / (case.shards if case.zero_stage == 3 else 1)
     sums = elements * gradient / (case.shards if case.shards_sums else 1)
-    return weights, sums, elements * (case.state_tensors + separate) * case.wide / case.shards
+    if case.offload_weights:  # on the host; the windows stay
+        weights = 0.0
+    here = elements - share(case, elements) * case.shards
+    return weights, sums, here * (case.state_tensors + separate) * case.wide / case.shards
 
 
 def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = False) -> StageMemory:
@@ -92,7 +96,7 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
     bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
     bucket += sum_elements(case, stage) * case.wide if case.shards_sums and case.shards > 1 else 0.0
     # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
-    update = n * max(e.update_copy_bytes, case.wide if case.kernels == "torch" else 0) / case.shards
+    update = (n / case.shards - share(case, n)) * max(e.update_copy_bytes, case.wide if case.kernels == "torch" else 0)
     peak = peak_of(case, stage, quick=quick)
     if update > peak.total:
         peak = Peak(activations=0.0, logits=0.0, working=update, messages=0.0, in_flight=peak.in_flight,

@@ -87,7 +87,7 @@ def embedding(t: Tape, s: Sizes) -> Value:
     whole = s.whole
 
     def of_table(grad: Block, saved: list[Block]) -> list[Block | None]:
-        t.meter.need(table)
+        t.meter.need(table, s.widening * table)  # a CPU widens what it adds to the sums
         return []
 
     x = t.note(t.block(whole), [], of_table)
@@ -98,7 +98,7 @@ def embedding(t: Tape, s: Sizes) -> Value:
         positions = spec.position.numel * w
 
         def of_positions(grad: Block, saved: list[Block]) -> list[Block | None]:
-            t.meter.need(positions)
+            t.meter.need(positions, s.widening * positions)
             return [grad]
 
         x = t.note(t.block(x.size), [x], of_positions)

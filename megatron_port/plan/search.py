@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from megatron_port.config.checks import problems
@@ -33,6 +34,8 @@ class Options:
     tensor: tuple[int, ...]
     most_stages: int
     chunks: tuple[int, ...] = (1,)
+    shards: tuple[int, ...] = ()
+    """Sizes of the groups that shard state (layout.shard_size); empty: the case's."""
     micro: tuple[int, ...] = (1, 2, 4, 8, 16)
     recompute: tuple[str, ...] = RECOMPUTE
     sequence: tuple[bool, ...] = (False, True)
@@ -58,6 +61,13 @@ class Candidate:
 def legal_chunks(schedule: str, chunks: int) -> bool:
     """The schedule can have so many chunks a stage (the rule of ``config.checks``)."""
     return schedule == "1f1b" or chunks == (2 if schedule == "zb-v" else 1)
+
+
+def options_to_fit(config: RunConfig, case: Case) -> Options:
+    """Return the options of a run that does not fit: those of :func:`options_of`, state sharded over all replicas and,
+    under engine native, weights as well (ZeRO stage 3)."""
+    zero = (case.zero_stage, 3) if config.engine == "native" and case.zero_stage < 3 else (case.zero_stage,)
+    return replace(options_of(config, case), zero=zero, shards=(case.shard, 0) if case.shard else ())
 
 
 def options_of(config: RunConfig, case: Case) -> Options:
@@ -104,11 +114,11 @@ def _of_split(base: Case, options: Options) -> Iterator[Case]:
             continue
         for split_sequence in sequence:
             for again in recompute:
-                for zero in options.zero or (base.zero_stage,):
+                for zero, shard in product(options.zero or (base.zero_stage,), options.shards or (base.shard,)):
                     for name in names:
                         yield replace(
                             base, micro_batch=micro, micro_batches=count, sequence_parallel=split_sequence,
-                            recompute=again, dropped=(), zero_stage=zero, schedule=name,
+                            recompute=again, dropped=(), zero_stage=zero, shard=shard, schedule=name,
                         )
 
 
@@ -129,7 +139,7 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
     if config.activations.policy == "plan" and not case.dropped:
         out |= {"activations.layers": (), "activations.budget": 0.0}
     if config.layout.shard_size:
-        out["layout.shard_size"] = case.shard_size
+        out["layout.shard_size"] = case.shard_size if case.shard else 0
     if config.layout.reshard != "forward" and case.zero_stage != 3:
         out["layout.reshard"] = "forward"
     if config.layout.pipeline_split and case.split != config.layout.pipeline_split:
@@ -176,11 +186,12 @@ def finalists(
 
 
 def distance(a: Case, b: Case) -> float:
-    """Return how far two layouts are apart: octaves of tp and pp, half of those of dp, micro-batch chunks; switches."""
+    """Return how far two layouts are apart: octaves of tp and pp, half of those of dp, micro-batch and chunks; half a
+    point for each switch and each ZeRO stage."""
     whole, half = ((a.tp, b.tp), (a.pp, b.pp)), ((a.dp, b.dp), (a.micro_batch, b.micro_batch), (a.vp, b.vp))
     octaves = sum(abs(math.log2(x / y)) for x, y in whole) + sum(abs(math.log2(x / y)) / 2 for x, y in half)
     switches = 0.5 * (a.sequence_parallel != b.sequence_parallel) + 0.5 * (a.recompute != b.recompute)
-    return octaves + switches
+    return octaves + switches + 0.5 * abs(a.zero_stage - b.zero_stage)
 
 
 def nearest_fit(case: Case, found: list[Candidate], machine: Machine) -> Candidate | None:

@@ -13,6 +13,7 @@ from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.elements import stage_elements
 from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost, site_costs
 from megatron_port.plan.links import Links, span
+from megatron_port.plan.offload import offloaded, share
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.timeline import Timeline, timeline
 
@@ -32,7 +33,7 @@ class Split:
     data: float
     """Gradients summed over replicas and weights gathered, beyond what compute hides."""
     optimizer: float
-    """Gradient norm, update, clearing gradients."""
+    """Gradient norm, update, clearing gradients; moving and updating what is offloaded."""
     jitter: float
     """Waiting for the slowest of many equal devices."""
 
@@ -135,7 +136,8 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     jitter = machine.hardware.jitter * slowest_of(case.world) * compute
     split = Split(
         compute=compute, tensor=tensor, pipeline=pipeline,
-        bubble=line.span - line.busy[worst] - pipeline, data=data, optimizer=optimizer_seconds(case, rates),
+        bubble=line.span - line.busy[worst] - pipeline, data=data,
+        optimizer=optimizer_seconds(case, rates) + offloaded(case, machine).seconds,
         jitter=jitter,
     )
     return summary(case, machine, split, line)
@@ -196,5 +198,5 @@ def optimizer_seconds(case: Case, rates: Rates) -> float:
     """
     n = max(stage_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
     elements = 1 + 2 * (1 + case.state_tensors)
-    update = n / case.shards * (elements * case.wide + case.width + case.engine.update_extra_bytes)
+    update = (n / case.shards - share(case, n)) * (elements * case.wide + case.width + case.engine.update_extra_bytes)
     return rates.stream(update + n * 2 * case.engine.gradient_bytes, 20)

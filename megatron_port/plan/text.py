@@ -10,6 +10,7 @@ from megatron_port.model.flops import model_flops
 from megatron_port.plan import arithmetic
 from megatron_port.plan.activation_plan import describe, stage_counts
 from megatron_port.plan.activations import layer_activation_bytes
+from megatron_port.plan.offload import offloaded
 from megatron_port.plan.search import Candidate
 from megatron_port.plan.verdict import Plan
 
@@ -53,6 +54,20 @@ def _memory(plan: Plan) -> list[str]:
         shown_plan = describe(plan.case)
         more = [f"and {len(shown_plan) - 8} more"] if len(shown_plan) > 8 else []
         lines += [f"          recomputed, {line}" for line in [*shown_plan[:8], *more]]
+    if plan.host_problem:
+        lines.append(f"          DOES NOT FIT: {plan.host_problem}")
+    away = offloaded(plan.case, plan.machine)
+    if away.host or away.disk:
+        lines.append(
+            f"          offloaded by a rank, GB: host {away.host / 1e9:.1f}  disk {away.disk / 1e9:.1f}; "
+            f"{away.seconds:.2f} s a step"
+        )
+    for i, way in enumerate(plan.ways):
+        change = way.seconds / plan.step.seconds - 1
+        lines.append(
+            f"          {'ways to fit, cheapest first:' if i == 0 else '':28} {way.flags}: "
+            f"{way.memory.total / 1e9:.1f} GB, {way.seconds:.2f} s ({change:+.1%})"
+        )
     if not plan.fits:
         lines.append(
             f"          nearest layout that fits: {_candidate(plan, plan.nearest)}" if plan.nearest else
@@ -164,6 +179,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_second": step.tokens_per_second,
         },
         "budget": asdict(plan.budget),
+        "ways": [{"set": way.change, "seconds": way.seconds, "bytes": way.memory.total} for way in plan.ways],
         "nearest": candidate(plan.nearest), "better": [candidate(c) for c in plan.neighbours],
     }
 
@@ -171,6 +187,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _layout(case: Any) -> dict[str, Any]:
     keys = (
         "tp", "pp", "vp", "dp", "cp", "sequence_parallel", "recompute", "micro_batch", "micro_batches", "zero_stage",
-        "schedule", "shard", "state_tensors",
+        "schedule", "shard", "state_tensors", "offload",
     )
     return {key: getattr(case, key) for key in keys} | {"split": list(case.split)}

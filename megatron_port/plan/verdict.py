@@ -10,9 +10,11 @@ from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.model.flops import parameter_count
 from megatron_port.plan.activation_plan import with_activation_plan
+from megatron_port.plan.advice import Way, ways_to_fit
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.memory import StageMemory, plan_memory
-from megatron_port.plan.search import Candidate, better, nearest_fit, options_of, search
+from megatron_port.plan.offload import host_problem
+from megatron_port.plan.search import Candidate, better, nearest_fit, options_of, options_to_fit, search
 from megatron_port.plan.step import StepPlan, plan_step
 
 
@@ -43,6 +45,10 @@ class Plan:
     nearest: Candidate | None
     """Only where the run does not fit: the nearest layout that does, on as many ranks."""
     neighbours: tuple[Candidate, ...]
+    ways: tuple[Way, ...] = ()
+    """Only where the run does not fit: changes with which it does, cheapest first."""
+    host_problem: str = ""
+    """Why offloaded state does not fit the nodes' hosts."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -57,7 +63,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether every stage fits its device."""
-        return self.fullest.total <= self.limit
+        return self.fullest.total <= self.limit and not self.host_problem
 
 
 def make_plan(
@@ -77,8 +83,10 @@ def make_plan(
     case, fraction = case_of(config, allow_fractions=fractional)
     memory = tuple(plan_memory(case, machine))
     step = plan_step(case, machine)
-    fits = max(m.total for m in memory) <= machine.cluster.memory_gb * 1e9
-    found = search(case, machine, options_of(config, case)) if neighbours else []
+    outside = host_problem(case, machine)
+    fits = max(m.total for m in memory) <= machine.cluster.memory_gb * 1e9 and not outside
+    options = options_of(config, case) if fits else options_to_fit(config, case)
+    found = search(case, machine, options) if neighbours else []
     near = tuple(better(case, step.seconds if fits else math.inf, found, machine)) if neighbours else ()
     nearest = None if fits else nearest_fit(case, found, machine)
     if nearest is not None:
@@ -87,6 +95,7 @@ def make_plan(
         name=config.name, parameters=parameter_count(config.model), case=case, machine=machine,
         nodes=case.world / config.cluster.gpus_per_node, fractional=fraction, memory=memory, step=step,
         budget=_budget(config, case, step, tokens), nearest=nearest, neighbours=near,
+        ways=tuple(ways_to_fit(config, case, machine)) if neighbours and not fits else (), host_problem=outside,
     )
 
 

@@ -1,8 +1,8 @@
 """Planned against measured peaks of ranks of random layouts, resumable: every schedule, recompute, ZeRO stage, family.
 
-``python tests/unit/memory_matrix.py --out FILE --count N`` measures what FILE lacks of the first N cases; ``--report
-FILE`` prints how far the plan is off. Case n is the same on every machine. One process is one rank: the others answer
-at once, with zeros (``fake_ranks``).
+``python tests/unit/memory_matrix.py --out FILE --count N`` measures what FILE lacks of the first N cases and prints how
+far the plan is off; ``--replan`` plans the measured cases again. Case n is the same on every machine. One process is
+one rank: the others answer at once, with zeros (``fake_ranks``).
 """
 
 from __future__ import annotations
@@ -88,17 +88,19 @@ def run_of(c: dict[str, Any]) -> RunConfig:
     )
 
 
-def compared(number: int) -> dict[str, Any]:
-    """Measure a case: its choices, bytes measured and planned, and by how much the plan is off."""
+def compared(number: int, measured: dict[str, int] | None = None) -> dict[str, Any]:
+    """Measure a case, or take what has been ``measured``: its choices, bytes, and by how much the plan is off."""
     choices, config, stage = drawn(number)
     case, _ = case_of(config)
     planned = stage_memory(case, Machine(cluster=config.cluster, hardware=config.hardware), stage)
-    found = measure(config, stage * case.dp * case.tp)
-    # The planner leaves the padding of buckets out, which is a rank's own arithmetic and known exactly.
-    padding = found.held - planned.static
+    if measured is None:
+        found = measure(config, stage * case.dp * case.tp)
+        # The planner leaves the padding of buckets out, which is a rank's own arithmetic and known exactly.
+        measured = {"measured": found.peak, "padding": round(found.held - planned.static)}
+    total = planned.allocated + measured["padding"]
     return {
-        "number": number, **choices, "measured": found.peak, "planned": round(planned.allocated + padding),
-        "off": (planned.allocated + padding) / found.peak - 1, "padding": padding / found.peak, "at": planned.peak_at,
+        "number": number, **choices, **measured, "planned": round(total), "off": total / measured["measured"] - 1,
+        "at": planned.peak_at,
     }
 
 
@@ -116,21 +118,20 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Measure or report; 1 where a case is beyond the bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--count", type=int, default=240)
-    parser.add_argument("--report", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=0)
+    parser.add_argument("--replan", action="store_true")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    path = a.out or a.report
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if a.out:
-        known = {row["number"] for row in rows}
-        with a.out.open("a") as out:
-            for number in range(a.count):
-                if number not in known:
-                    rows.append(compared(number))
-                    out.write(json.dumps(rows[-1]) + "\n")
-                    out.flush()
+    rows = [json.loads(line) for line in a.out.read_text().splitlines()] if a.out.exists() else []
+    if a.replan:
+        rows = [compared(r["number"], {key: r[key] for key in ("measured", "padding")}) for r in rows]
+        a.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with a.out.open("a") as out:
+        for number in sorted(set(range(a.count)) - {row["number"] for row in rows}):
+            rows.append(compared(number))
+            out.write(json.dumps(rows[-1]) + "\n")
+            out.flush()
     print(report(rows))
     return int(any(abs(row["off"]) > BOUND for row in rows))
 

@@ -11,8 +11,14 @@ import pytest
 from megatron_port.cli.main import main
 from megatron_port.config.checks import problems
 from megatron_port.config.loader import load
+from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import RunConfig
+from megatron_port.plan.advice import ways_to_fit
+from megatron_port.plan.case import case_of, machine_of
+from megatron_port.plan.elements import stage_elements
 from megatron_port.plan.guard import memory_problem, planned_memory
+from megatron_port.plan.memory import stage_memory
+from megatron_port.plan.offload import offloaded
 from megatron_port.plan.verdict import make_plan
 
 TOO_FEW = "layout.pipeline_parallel_size=4"
@@ -111,3 +117,58 @@ def test_launch_refuses_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_default_runs_are_not_judged() -> None:
     assert planned_memory(RunConfig()) is None
+
+
+@pytest.mark.parametrize("name", [
+    "llama-70b-1node-8gpu", "llama-8b-1gpu-offload", "gpt-13b-1gpu-offload", "frontier-22b-zero3",
+    "frontier-175b-16nodes",
+])
+def test_shipped_runs_with_sharded_or_offloaded_state_fit(name: str) -> None:
+    config = load(f"runs/{name}").config
+    assert not problems(config, world_size=case_of(config)[0].world)
+    assert memory_problem(config) == "" and make_plan(config, neighbours=False).fits
+    without = replace(config, offload=OffloadConfig(), layout=replace(config.layout, zero_stage=1))
+    assert "cannot fit" in memory_problem(without)
+
+
+def test_ways_to_fit_are_named_cheapest_first_and_do_fit() -> None:
+    config = load("runs/frontier-175b", [TOO_FEW, "engine=native"]).config
+    case, machine = case_of(config)[0], machine_of(config)
+    ways = ways_to_fit(config, case, machine, count=9)
+    assert [w.seconds for w in ways] == sorted(w.seconds for w in ways)
+    changes = [tuple(way.change) for way in ways]
+    assert ("layout.zero_stage",) in changes and ("layout.pipeline_parallel_size",) in changes
+    for way in ways:
+        changed = load("runs/frontier-175b", [TOO_FEW, "engine=native", *flags(f"{way.flags} --set last=1")]).config
+        assert not problems(changed) and memory_problem(changed) == ""
+    assert ways[0].flags in memory_problem(config)
+
+
+def test_two_changes_are_named_where_no_single_one_is_enough() -> None:
+    config = load("runs/llama-70b-1node-8gpu", ["layout.zero_stage=1", "offload.optimizer=none"]).config
+    ways = ways_to_fit(config, case_of(config)[0], machine_of(config))
+    assert {"layout.zero_stage", "offload.optimizer"} <= set(ways[0].change) or len(ways[0].change) == 2
+
+
+def test_offloaded_state_that_the_host_cannot_hold_is_refused() -> None:
+    config = load("runs/llama-70b-1node-8gpu", ["hardware.host_memory_gb=500"]).config
+    text = memory_problem(config)
+    assert "GB of a node's host memory, which has 500 GB" in text and 'offload.optimizer = "nvme"' in text
+    assert not make_plan(config, neighbours=False).fits
+
+
+def test_offload_costs_what_moves_and_what_the_host_updates() -> None:
+    """12 bytes of state an element leave the device; 4 go out and 2 come back, and the host touches 30."""
+    config = load("runs/gpt-13b-1gpu-offload").config
+    case, machine = case_of(config)[0], machine_of(config)
+    elements = stage_elements(case, 0)
+    here = replace(case, offload="none")
+    device = [stage_memory(c, machine, 0).optimizer for c in (case, here)]
+    assert device == [0.0, 12.0 * elements]
+    found = offloaded(case, machine)
+    h = machine.hardware
+    moved = elements * max(4 / h.host_link_gb, 30 / h.host_bandwidth_gb) / 1e9
+    assert found.seconds == pytest.approx(moved) and found.host == pytest.approx(12 * elements, rel=0.05)
+    disk = offloaded(replace(case, offload="nvme"), machine)
+    assert disk.seconds == pytest.approx(elements * 12 / h.nvme_write_gb / 1e9)
+    assert disk.disk == 12 * elements and disk.host < 0.05 * found.host

@@ -69,6 +69,19 @@ def test_ranks_share_a_gpu_only_where_that_was_asked_for() -> None:
     assert plan.choose("cuda", 2, small=True, share=True).ranks == 4
 
 
+def test_sharded_it_is_replicas_with_zero_3_and_offload() -> None:
+    choice = plan.choose("cpu", 0, shard=True)
+    config = load(choice.run, list(choice.overrides)).config
+    layout = config.layout
+    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size) == (1, 1, 8)
+    assert (choice.ranks, layout.zero_stage, config.offload.optimizer) == (8, 3, "cpu")
+    assert not problems(config, world_size=8)
+    small = plan.choose("cpu", 0, shard=True, small=True)
+    assert small.ranks == 4 and not problems(load(small.run, list(small.overrides)).config, world_size=4)
+    with pytest.raises(ValueError, match="SHARD=1 is a run for the CPU"):
+        plan.choose("cuda", 8, shard=True)
+
+
 @pytest.mark.parametrize(
     ("device", "gpus", "words"),
     [("cuda", 0, "torch sees no GPU"), ("rocm", 0, "torch sees no GPU"), ("gpu", 1, "not one of cpu, cuda, rocm")],
@@ -154,7 +167,7 @@ def test_the_loss_never_rises_above_its_start(tmp_path: Path, monkeypatch: pytes
 
 def test_the_readme_s_make_variables_are_the_script_s() -> None:
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    for name in ("DEVICE", "SMALL", "SHARE_GPU"):
+    for name in ("DEVICE", "SMALL", "SHARE_GPU", "SHARD"):
         assert re.search(rf"^\| `{name}` \|", readme, re.M) and re.search(rf"^export .*\b{name}\b", makefile, re.M)
 
 

@@ -1,0 +1,71 @@
+"""Optimizer state outside of the device (``[offload]``): bytes on device, host and disk, and the seconds that it costs.
+
+Per element of a rank's share of what is offloaded (docs/offload.md): the host or the disk holds master and two moments,
+12 bytes; a step moves the fp32 gradient to the host and the rounded weight back, updates in host memory at some
+28 + w bytes, and with a disk reads and writes the 12. The step waits for all of it: the norm comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_port.plan.case import Case, Machine
+from megatron_port.plan.elements import stage_elements
+
+STATE = 12.0
+"""Bytes per element: fp32 master and AdamW's moments."""
+GRADIENT = 4.0
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What a rank of the stage that holds most has outside of its device, in bytes, and its seconds in a step."""
+
+    host: float
+    disk: float
+    seconds: float
+
+
+def share(case: Case, elements: int) -> float:
+    """Return the elements of a rank's shard whose state is offloaded."""
+    return elements / case.shards * case.offload_fraction if case.offload != "none" else 0.0
+
+
+def offloaded(case: Case, machine: Machine) -> Offloaded:
+    """Return the bytes and seconds of a case's offload; zeros where it has none."""
+    hardware = machine.hardware
+    most = max(stage_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
+    mine, ranks = share(case, most), min(machine.cluster.gpus_per_node, case.world)
+    if not mine:
+        return Offloaded(0.0, 0.0, 0.0)
+    on_disk = case.offload == "nvme"
+    weights = most / case.shards * case.width if case.offload_weights else 0.0
+    staged = min(case.bucket, most) / case.shards * (GRADIENT * (4 if on_disk else 1) + case.width)
+    host = (0.0 if on_disk else STATE * mine) + weights + case.offload_buffers * (staged + PAGE)
+    back = weights * case.weight_gathers if case.offload_weights else mine * case.width
+    parts = [
+        (mine * GRADIENT, hardware.host_link_gb), (back, hardware.host_link_gb),
+        (mine * (28.0 + case.width) * ranks, hardware.host_bandwidth_gb),
+    ]
+    if on_disk:
+        parts += [(STATE * mine * ranks, hardware.nvme_read_gb), (STATE * mine * ranks, hardware.nvme_write_gb)]
+    # Buckets follow one another through the ring, so the slowest of these sets the pace.
+    seconds = max(size / (rate * 1e9) if rate > 0 else 0.0 for size, rate in parts)
+    return Offloaded(host, STATE * mine if on_disk else 0.0, seconds)
+
+
+def host_problem(case: Case, machine: Machine) -> str:
+    """Return why the offloaded state does not fit a node's host memory or disks, empty where it does or is unknown."""
+    hardware, found = machine.hardware, offloaded(case, machine)
+    ranks = min(machine.cluster.gpus_per_node, case.world)
+    for what, size, limit in (
+        ("host memory", found.host, hardware.host_memory_gb), ("local disks", found.disk, hardware.nvme_gb)
+    ):
+        if limit and size * ranks > limit * 1e9:
+            return (
+                f"offloaded state takes {size * ranks / 1e9:.1f} GB of a node's {what}, which has {limit:g} GB; use "
+                'more nodes, a smaller offload.fraction'
+                + (' or offload.optimizer = "nvme"' if what == "host memory" else "")
+            )
+    return ""
