@@ -88,6 +88,13 @@ def corpus(rows: Rows) -> str:
     )
 
 
+def offload(rows: Rows) -> str:
+    """30 SIGKILLs in the middle of a write of offloaded state."""
+    chains, good = len({r["chain"] for r in rows}), sum(r["ok"] for r in rows)
+    return (f"{len(rows)} SIGKILLs in the middle of a write of offloaded state, {chains} runs; {good} resumed from the "
+            "last committed step and ended as the unbroken run, to the bit")
+
+
 PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
     "kills": ("kills.py", ["--seeds", "0-99"], kills),
     "resharding": ("resharding.py", ["--seeds", "0-29"], resharding),
@@ -95,9 +102,12 @@ PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
     "readers": ("readers.py", ["--count", "10000"], readers),
     "chaos": ("chaos.py", ["--seconds", "600", "--mean", "20"], chaos),
     "corpus": ("big_corpus.py", ["--gigabytes", "10"], corpus),
+    "offload": ("offload_kills.py", ["--times", "30"], offload),
 }
 """Name → (program in tests/faults, its arguments, the line of the table)."""
-WHOLE = {"kills": 100, "resharding": 30, "corruptions": 300, "readers": 10_000, "chaos": 1, "corpus": 1}
+WHOLE = {
+    "kills": 100, "resharding": 30, "corruptions": 300, "readers": 10_000, "chaos": 1, "corpus": 1, "offload": 30,
+}
 """What a part must have done to be complete."""
 
 
@@ -145,7 +155,8 @@ def run(part: str, seconds: float, extra: list[str]) -> int:
     program, arguments, _ = PARTS[part]
     if part in ("chaos", "corpus", "corruptions") and read(part) and not extra:
         return 0
-    limit = ["--seconds", f"{seconds:g}"] if part in ("kills", "resharding") and seconds != float("inf") else []
+    resumable = part in ("kills", "resharding", "offload")
+    limit = ["--seconds", f"{seconds:g}"] if resumable and seconds != float("inf") else []
     RESULTS.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FAULTS / program), *arguments, *limit, "--out", str(results_file(part)), *extra]
     made = made_with(command)
@@ -171,7 +182,7 @@ def table(parts: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=list(PARTS), action="append", help="only this one (repeatable)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="of kills and resharding; more later")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of kills, resharding, offload; more later")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     args, extra = parser.parse_known_args()
     parts = args.part or list(PARTS)

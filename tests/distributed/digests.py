@@ -20,9 +20,12 @@ from typing import Any
 
 import torch
 from cases import run_cases
-from fuzz import Draw, before_stage_3, draw
+from fuzz import OPS, Draw, before_stage_3, draw
 from matrix import matrix, schedule_matrix
 from pool import RankPool
+
+from megatron_port.config.offload import OffloadConfig
+from megatron_port.config.schema import RunConfig
 
 
 def feed(digest: Any, value: Any) -> None:
@@ -67,8 +70,19 @@ def as_before(one: Draw) -> Draw:
     parts = {name: getattr(one.config, name) for name in later}
     known = {name: {k: v for k, v in later[name].items() if hasattr(part, k)} for name, part in parts.items()}
     changes: dict[str, Any] = {name: dataclasses.replace(part, **known[name]) for name, part in parts.items()}
-    config = dataclasses.replace(one.config, **changes)
+    config = without_offload(dataclasses.replace(one.config, **changes))
     return dataclasses.replace(one, config=config)
+
+
+def without_offload(config: RunConfig) -> RunConfig:
+    """The draw as it was before some had their state offloaded, which changes no number but takes the own kernel."""
+    if config.offload.optimizer == "none":
+        return config
+    backend = dataclasses.replace(config.backend, optimizer="auto")
+    if backend.own_kernels == "auto":
+        ops: dict[str, Any] = dict.fromkeys(OPS, "auto")
+        backend = dataclasses.replace(backend, own_kernels="off", **ops)
+    return dataclasses.replace(config, backend=backend, offload=OffloadConfig())
 
 
 def run(draws: Sequence[tuple[str, Draw]], out: Path, *, batch_size: int, seconds: float) -> None:

@@ -2,75 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
-from typing import Any
+from pathlib import Path
 
-from cases import LR, make_batches, make_config, providers_of
+import torch.distributed as dist
+from offload_matrix import State, Steps, advance, case, engine_of, offloaded, state_of, train
 from pool import RankPool
 
-from megatron_port.config.offload import OffloadConfig, offload_problems
+from megatron_port.checkpoint.format import SavedState
+from megatron_port.checkpoint.peers import peers_of
+from megatron_port.checkpoint.reader import open_checkpoint
+from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import RunConfig
-from megatron_port.engine.native import NativeEngine
-from megatron_port.parallel.context import ParallelContext
+from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.device_streams import observed_by
 from megatron_port.parallel.stream_order import OrderChecker
 from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
-
-Steps = list[tuple[Any, ...]]
-State = dict[tuple[Any, ...], list[float]]
 
 
-def case(dtype: str, zero: int, *, dp: int = 2, micro_batches: int = 2, **layout: Any) -> RunConfig:
-    config = make_config(
-        dtype=dtype, micro_batch_size=1, global_batch_size=micro_batches * dp, own_kernels="on",
-        model={"num_layers": 3, "hidden_dropout": 0.1, "tie_embeddings": layout.pop("tied", True)},
-        layout={"zero_stage": zero, "reduce_bucket_size": 4000, "data_parallel_size": dp, **layout},
-    )
-    if dtype == "fp16":  # the first steps overflow
-        precision = dataclasses.replace(
-            config.precision, initial_loss_scale=2.0**24, loss_scale_hysteresis=1, loss_scale_window=3
-        )
-        config = dataclasses.replace(config, precision=precision)
-    return config
+def resume(first: RunConfig, second: RunConfig, topology: Topology, folder: Path) -> tuple[Steps, State]:
+    """Three steps of one run, a checkpoint, and three more of another that resumes from it."""
+    with engine_of(first, topology) as engine:
+        results = advance(engine, range(3))
+        save = SavedState(step=3, samples=0, tokens=0, layout=first.layout, config={},
+                          scalars=engine.scalar_state(), extra={})
+        path = save_checkpoint(folder, save, engine.state_pieces(), peers=peers_of(dist.group.WORLD),
+                               expected=parameter_shapes(first.model))
+    with engine_of(second, topology, initialise=False) as engine:
+        checkpoint = open_checkpoint(path)
+        engine.load_state(checkpoint.read, checkpoint.scalars)
+        return results + advance(engine, range(3, 6)), state_of(engine)
 
 
-def offloaded(config: RunConfig, folder: str = "", **offload: Any) -> RunConfig:
-    """The same run with ``[offload]``."""
-    where = {"optimizer": "cpu", "buffers": 2, **offload}
-    if where["optimizer"] == "nvme":
-        where["nvme_path"] = folder
-    checkpoint = dataclasses.replace(config.checkpoint, asynchronous=False)
-    config = dataclasses.replace(config, offload=OffloadConfig(**where), checkpoint=checkpoint)
-    assert not offload_problems(config)
-    return config
-
-
-# ---------------------------------------------------------------- on the ranks
-
-
-def train(config: RunConfig, topology: Topology, steps: int) -> tuple[Steps, State]:
-    """What each step returned, and masters and moments at the end."""
-    layout = config.layout
-    ctx = ParallelContext.create(
-        dataclasses.replace(topology, vp=layout.virtual_pipeline_size, shard=layout.shard_size), "cpu"
-    )
-    try:
-        engine = build_engine(config, ctx, providers_of(config))
-        assert isinstance(engine, NativeEngine)
-        batches = make_batches(config, ctx)
-        results: Steps = []
-        for step in range(steps):
-            found = engine.train_step(batches(step), step=step, lr=LR)
-            results.append((found.loss, found.grad_norm, found.skipped, found.loss_scale))
-            assert engine.state_damage() is None
-        results.append((engine.eval_step(batches(steps)).loss,))
-        state = {(p.name, p.kind, p.offset, p.flat_start): p.tensor.tolist() for p in engine.state_pieces()}
-        assert engine.state_damage(now=True) is None
-        return results, state
-    finally:
-        ctx.close()
+def resume_all(cases: list[tuple[RunConfig, RunConfig]], topology: Topology, folder: Path) -> list[tuple[Steps, State]]:
+    return [resume(*case, topology, folder / str(number)) for number, case in enumerate(cases)]
 
 
 def train_all(cases: list[tuple[RunConfig, Topology]], steps: int, observed: bool) -> list[tuple[Steps, State]]:
@@ -132,3 +97,16 @@ def test_nothing_races(ranks: RankPool) -> None:
         three = case("fp32", 3)
         assert_equal(ranks, TWO, three, [offloaded(three, weights="cpu"), offloaded(three, folder, optimizer="nvme")],
                      steps=3, observed=True)
+
+
+def test_checkpoints_do_not_know_where_state_lives(ranks: RankPool, tmp_path: Path) -> None:
+    """Offloaded to the disk and back, under stage 1 and with weights on the host: the steps of an unbroken run."""
+    plain = case("bf16", 1)
+    three = case("bf16", 3, tied=False)
+    disk = offloaded(plain, str(tmp_path), optimizer="nvme")
+    host = offloaded(three, weights="cpu")
+    cases = [(plain, plain), (plain, disk), (disk, plain), (three, three), (three, host), (host, three)]
+    for rank in ranks.run(2, resume_all, cases, TWO, tmp_path, timeout=240.0):
+        assert rank[1] == rank[0] and rank[2] == rank[0]
+        assert rank[4] == rank[3] and rank[5] == rank[3]
+        assert len(set(rank[0][0])) == 6

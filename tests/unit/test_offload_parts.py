@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -108,6 +109,32 @@ def test_weights_on_the_host_are_copied_for_each_gather() -> None:
         whole = 4 * sum(b.plan.numel for b in layers) - 3 * 2 * sum(b.plan.numel for b in layers) // 3 + 2 * ends
         assert gather.copied == 2 * whole // DP
         assert offload.ring.moved[COPY_IN] == 0
+
+
+def test_one_rank_trains_from_weights_on_the_host() -> None:
+    """Nothing is gathered there, only copied; the numbers are those of whole weights on the device."""
+    def trained(**offload: Any) -> tuple[list[float], list[Any]]:
+        with rank_of(run(3, "fp32", layout={"data_parallel_size": 1}, **offload)) as (engine, mine):
+            losses = [engine.train_step(mine, step=step, lr=1e-2).loss for step in range(3)]
+            assert (engine.sharded.unit_gather is not None) == bool(offload)
+            return losses, [(p.name, p.kind, p.tensor.tolist()) for p in engine.state_pieces()]
+
+    plain = trained()
+    assert trained(optimizer="cpu", weights="cpu") == plain and len(set(plain[0])) == 3
+
+
+def test_what_lives_where_is_what_the_table_says(tmp_path: Path) -> None:
+    for offload, host in ((CPU, 12), ({**NVME, "nvme_path": str(tmp_path)}, 0)):
+        with rank_of(run(3, **offload)) as (engine, _):
+            sharded, offloaded = engine.sharded.buckets, engine.sharded.offload
+            assert offloaded is not None
+            elements = [b.plan.numel // b.shards for b in sharded]
+            kept = sum(t.nbytes for b in sharded for t in (b.masters, *b.state.values()))
+            files = sum(f.nbytes for f in offloaded.disk.files.values()) if offloaded.disk else 0
+            assert kept == 12 * sum(elements)
+            assert host == 12 or 0 <= files - kept <= 3 * ALIGN * len(sharded)
+            room = (18 if host == 0 else 6) * max(elements)
+            assert 0 <= offloaded.ring.nbytes - room <= 5 * ALIGN and offloaded.ring.count == 2
 
 
 def test_a_fraction_is_of_the_elements_by_whole_buckets() -> None:
@@ -254,6 +281,34 @@ def test_a_disk_that_fails_names_what_is_safe(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(EnvironmentFault, match=r"could not be written.*last checkpoint is whole"):
             engine.train_step(mine, step=1, lr=1e-3)
             list(engine.state_pieces())
+
+
+def test_a_slow_disk_slows_the_update_and_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, under_way, most = StateFile.write, [], [0]
+
+    def slow(file: StateFile, offset: int, memory: torch.Tensor) -> None:
+        under_way.append(offset)
+        most[0] = max(most[0], len(under_way))
+        time.sleep(0.003)
+        write(file, offset, memory)
+        under_way.pop()
+
+    with rank_of(run(optimizer="cpu")) as (engine, mine):
+        plain = [engine.train_step(mine, step=step, lr=1e-3).loss for step in range(3)]
+    monkeypatch.setattr(StateFile, "write", slow)
+    with rank_of(run(**NVME, nvme_path=str(tmp_path))) as (engine, mine):
+        assert [engine.train_step(mine, step=step, lr=1e-3).loss for step in range(3)] == plain
+        assert 1 <= most[0] <= 2 < len(engine.sharded.buckets)
+
+
+def test_a_bit_that_flips_on_the_disk_is_found(tmp_path: Path) -> None:
+    with rank_of(run(**NVME, nvme_path=str(tmp_path))) as (engine, mine):
+        engine.train_step(mine, step=0, lr=1e-3)
+        assert engine.state_damage(now=True) is None
+        piece = next(p for p in engine.sharded.pieces if p.master.numel() > 7)
+        piece.state["exp_avg"].view(torch.int32)[7] ^= 1 << 20
+        damage = engine.state_damage(now=True)
+        assert f"exp_avg of {piece.record.name} (element {piece.start + 7}, bit 20)" in str(damage)
 
 
 def test_files_have_no_name_and_keep_what_is_written(tmp_path: Path) -> None:
