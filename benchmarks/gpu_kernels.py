@@ -32,7 +32,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.device_clock import Timing, copies_of, copy_bandwidth, time_calls
 from megatron_port.backend import fused, kernels
 from megatron_port.backend.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
-from megatron_port.backend.ops import activation, cross_entropy, dropout, norm, optimizer, rotary, softmax
+from megatron_port.backend.ops import (
+    activation,
+    cross_entropy,
+    dropout,
+    norm,
+    optimizer,
+    residual_norm,
+    rotary,
+    softmax,
+)
 from megatron_port.backend.providers import optional_import
 from megatron_port.runtime.atomic import write_text
 
@@ -183,7 +192,7 @@ def activation_cases(tokens: int, width: int) -> list[Case]:
 
 
 def attention_side_cases(seq: int, batch: int, groups: int, per_group: int, size: int) -> list[Case]:
-    """Split + rotary of the packed projection; bias + dropout + residual; causal softmax."""
+    """Split + rotary of the packed projection; causal softmax."""
     qkv = _leaf(seq, batch, groups, per_group + 2, size)
     exponent = torch.arange(0, size, 2) / size
     angle = torch.outer(torch.arange(seq).float(), 1e4**-exponent)
@@ -192,15 +201,6 @@ def attention_side_cases(seq: int, batch: int, groups: int, per_group: int, size
         "own": lambda y: rotary.split_rotary(y, cos, sin), "eager": lambda y: fused.torch_split_rotary(y, cos, sin),
         "compile": torch.compile(lambda y: fused.torch_split_rotary(y, cos, sin)),
     }
-    hidden = groups * per_group * size
-    x, r, b = _leaf(seq, batch, hidden), _leaf(seq, batch, hidden), _leaf(hidden)
-    keys = torch.arange(batch) * 7919
-    join = {
-        "own": lambda x, b, r: dropout.bias_dropout_add(
-            x, b, r, keys, op_key=5, p=0.1, seq_offset=0, width=hidden, width_offset=0),
-        "eager": lambda x, b, r: r + torch.nn.functional.dropout(x + b, 0.1),
-        "compile": torch.compile(lambda x, b, r: r + torch.nn.functional.dropout(x + b, 0.1)),
-    }
     heads = 8
     scores = _leaf(batch, heads, seq, seq)
     soft = {
@@ -208,12 +208,37 @@ def attention_side_cases(seq: int, batch: int, groups: int, per_group: int, size
         "eager": lambda s: fused.torch_causal_softmax(s, scale=1.0),
         "compile": torch.compile(lambda s: fused.torch_causal_softmax(s, scale=1.0)),
     }
-    moved, wide, square = qkv.numel() * 2.0, x.numel() * 2.0, scores.numel() * 2.0
+    moved, square = qkv.numel() * 2.0, scores.numel() * 2.0
     return [
         Case("split_rotary", f"s{seq} b{batch} g{groups} r{per_group} d{size}", (qkv,), split, 2 * moved, 2 * moved),
-        Case("bias_dropout_add", f"{seq}x{batch}x{hidden}", (x, b, r), join, 3 * wide, 2 * wide),
         # Half of the scores are read, all of the probabilities written; backward reads half of two.
         Case("causal_softmax", f"{batch}x{heads}x{seq}x{seq}", (scores,), soft, 1.5 * square, 2 * square),
+    ]
+
+
+def residual_cases(seq: int, batch: int, hidden: int) -> list[Case]:
+    """Bias + dropout + residual, and the same with the norm that follows."""
+    x, r, b, w = _leaf(seq, batch, hidden), _leaf(seq, batch, hidden), _leaf(hidden), _leaf(hidden)
+    keys = torch.arange(batch) * 7919
+    join = {
+        "own": lambda x, b, r: dropout.bias_dropout_add(
+            x, b, r, keys, op_key=5, p=0.1, seq_offset=0, width=hidden, width_offset=0),
+        "eager": lambda x, b, r: r + torch.nn.functional.dropout(x + b, 0.1),
+        "compile": torch.compile(lambda x, b, r: r + torch.nn.functional.dropout(x + b, 0.1)),
+    }
+    def joined(x: torch.Tensor, b: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = r + torch.nn.functional.dropout(x + b, 0.1)
+        return torch.nn.functional.layer_norm(total, w.shape, w, w), total
+
+    join_norm = {
+        "own": lambda x, b, r, w: residual_norm.bias_dropout_add_norm(
+            x, b, r, keys, w, w, op_key=5, p=0.1, seq_offset=0, eps=1e-5, rms=False),
+        "eager": joined, "compile": torch.compile(joined),
+    }
+    shape, wide = f"{seq}x{batch}x{hidden}", x.numel() * 2.0
+    return [
+        Case("bias_dropout_add", shape, (x, b, r), join, 3 * wide, 2 * wide),
+        Case("bias_dropout_add_norm", shape, (x, b, r, w), join_norm, 4 * wide, 5 * wide),
     ]
 
 
@@ -345,13 +370,15 @@ def cases(tiny: bool = False) -> list[Callable[[], list[Case]]]:
     if tiny:
         return [
             lambda: norm_cases(64, 64), lambda: activation_cases(64, 64), lambda: attention_side_cases(32, 2, 2, 2, 16),
-            lambda: [loss_case(64, 512)], lambda: optimizer_cases(96_000), lambda: quantise_cases(64, 64),
+            lambda: residual_cases(32, 2, 64), lambda: [loss_case(64, 512)], lambda: optimizer_cases(96_000),
+            lambda: quantise_cases(64, 64),
         ]
     return [
         lambda: norm_cases(16384, 1600), lambda: norm_cases(16384, 4096), lambda: norm_cases(16384, 8192),
         lambda: norm_cases(8192, 12288), lambda: activation_cases(16384, 6400), lambda: activation_cases(16384, 14336),
         lambda: attention_side_cases(4096, 4, 32, 1, 128), lambda: attention_side_cases(4096, 4, 8, 4, 128),
-        lambda: [loss_case(8192, 50304)], lambda: [loss_case(8192, 128256)], lambda: optimizer_cases(768_000_000),
+        lambda: residual_cases(4096, 4, 4096), lambda: [loss_case(8192, 50304)], lambda: [loss_case(8192, 128256)],
+        lambda: optimizer_cases(768_000_000),
         lambda: quantise_cases(4096, 4096), lambda: quantise_cases(16384, 16384),
     ]
 

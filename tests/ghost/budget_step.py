@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 import time
 
@@ -63,9 +64,9 @@ def main() -> int:
     print(json.dumps({
         "peak_bytes": torch.cuda.max_memory_allocated(), "host_seconds": processor, "wall_seconds": wall,
         "providers": {row.op: row.provider for row in providers.table},
-    }))
+    }), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # autograd's thread of the device may abort the process while the interpreter ends

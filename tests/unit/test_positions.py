@@ -19,6 +19,7 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.layers import Embedding
+from megatron_port.model.norm import Norm
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import (
     WHOLE_SEQUENCE,
@@ -154,6 +155,23 @@ def test_dropout_of_two_runs(rank: int, piece: int, pieces: int, providers: Call
     got = mine.residual.bias_dropout_add(rows.take(x), bias, rows.take(residual), op="a")
     assert torch.equal(got, rows.take(want)) and bool((got == rows.take(residual)).any()), "some are dropped"
     assert torch.equal(mine.residual.drop(rows.take(x), op="b"), rows.take(whole.residual.drop(x, op="b")))
+
+
+@pytest.mark.parametrize("providers", [torch_providers, own_providers])
+@pytest.mark.parametrize("part", [SequencePartition(piece=1, pieces=2), zigzag(1, 2)], ids=["one run", "two runs"])
+def test_dropout_and_the_norm_that_follows(part: SequencePartition, providers: Callable[[], Providers]) -> None:
+    rows, draw = part.residual(SEQ), torch.Generator().manual_seed(1)
+    x, residual = (torch.randn(SEQ, BATCH, 24, generator=draw) for _ in range(2))
+    bias = torch.randn(24, generator=draw)
+    whole, mine = build_of(WHOLE_SEQUENCE, providers=providers()), build_of(part, providers=providers())
+    norm = Norm("layer", model_spec(MODEL).layers[0].norm2, whole)
+    for i, parameter in enumerate(norm.parameters()):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
+    total = whole.residual.bias_dropout_add(x, bias, residual, op="a")
+    y, same = whole.residual.bias_dropout_add_norm(x, bias, residual, norm, op="a")
+    assert torch.equal(y, norm(total)) and torch.equal(same, total)
+    found = mine.residual.bias_dropout_add_norm(rows.take(x), bias, rows.take(residual), norm, op="a")
+    assert all(torch.equal(a, rows.take(b)) for a, b in zip(found, (y, total)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,0 +1,74 @@
+"""Gradients that wait for others of their bucket: the sums of each by itself, and no memory asked for too early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_port.backend import kernels
+from megatron_port.engine.native_gradients import GradientSink
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    if problem := kernels.kernels_status("cpu")[1]:
+        pytest.skip(problem)
+    kernels.load("cpu")
+
+
+class Buckets:
+    """Sums of parameters in buckets, in the place of ``ShardedParameters``; notes what is asked of them, in order."""
+
+    def __init__(self, sizes: list[tuple[int, int]]) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.bucket = [bucket for bucket, _ in sizes]
+        self.parameters = [torch.zeros(n, dtype=torch.bfloat16) for _, n in sizes]
+        self.sums = [torch.randn(n, generator=draw) for _, n in sizes]
+        self.asked: list[tuple[str, int]] = []
+
+    def _index(self, parameter: torch.Tensor) -> int:
+        return next(i for i, p in enumerate(self.parameters) if p is parameter)
+
+    def bucket_of(self, parameter: torch.Tensor) -> int:
+        return self.bucket[self._index(parameter)]
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        self.asked.append(("sum", self._index(parameter)))
+        return self.sums[self._index(parameter)]
+
+    def added(self, parameter: torch.Tensor) -> None:
+        self.asked.append(("added", self._index(parameter)))
+
+
+def _passes(together: bool, sizes: list[tuple[int, int]], count: int) -> Buckets:
+    """Two backward passes in which every parameter gets a gradient."""
+    buckets: Any = Buckets(sizes)
+    sink, draw = GradientSink(buckets, together=together), torch.Generator().manual_seed(2)
+    for _ in range(count):
+        for parameter in buckets.parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=draw).bfloat16()
+            sink.accumulate(parameter)
+        sink.flush()
+    assert all(p.grad is None for p in buckets.parameters)
+    result: Buckets = buckets
+    return result
+
+
+SIZES = [(0, 24), (0, 7), (1, 96), (1, 1), (0, 5), (2, 70_000), (2, 3)]
+
+
+def test_the_sums_are_those_of_each_by_itself() -> None:
+    one, together = _passes(False, SIZES, 2), _passes(True, SIZES, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one.sums, together.sums))
+    assert not any(torch.equal(a, b) for a, b in zip(Buckets(SIZES).sums, together.sums))
+
+
+def test_gradients_of_a_bucket_are_added_before_another_bucket_is_asked_for() -> None:
+    """The memory of one may be taken for the other. A large gradient does not wait."""
+    asked = _passes(True, SIZES, 1).asked
+    assert asked == [
+        ("sum", 0), ("sum", 1), ("added", 0), ("added", 1), ("sum", 2), ("sum", 3), ("added", 2), ("added", 3),
+        ("sum", 5), ("added", 5), ("sum", 4), ("added", 4), ("sum", 6), ("added", 6),
+    ]
