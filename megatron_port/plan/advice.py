@@ -45,7 +45,7 @@ class Way:
 
 
 def ways_to_fit(config: RunConfig, case: Case, machine: Machine, *, count: int = 4) -> list[Way]:
-    """Return up to ``count`` changes with which the run fits its devices, fewest seconds a step first; those of two
+    """Return up to ``count`` changes with which the run fits its devices, fewest seconds per step first; those of two
     changes only where none is enough alone."""
     single = list(_changes(config, case, machine))
     found = _fitting(config, single, machine)
