@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_port.model.spec import LayerSpec
-from megatron_port.plan.operations import Sizes, leave, linear, normalize, product
+from megatron_port.plan.operations import Sizes, drop, leave, linear, normalize, product
 from megatron_port.plan.tape import Block, Tape, Value
 
 
@@ -120,7 +120,7 @@ def _scores_core(t: Tape, s: Sizes, h: _Heads, q: Value, k: Value, v: Value) -> 
     )
     probs = _softmax(t, s, h, scores)
     if s.case.model.attention_dropout > 0:
-        probs = _drop_probabilities(t, s, h, probs)
+        probs = _drop_probabilities(t, s, probs)
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
         return [product(t, s, h.q, h.k, h.scores), product(t, s, h.scores, h.q, h.k)]
@@ -145,23 +145,9 @@ def _softmax(t: Tape, s: Sizes, h: _Heads, scores: Value) -> Value:
     return t.note(t.block(size), [probs], lambda grad, saved: [t.block(wide)])
 
 
-def _drop_probabilities(t: Tape, s: Sizes, h: _Heads, probs: Value) -> Value:
-    size = h.scores
-    elements = size / s.case.width
-    if not s.torch:
-        masks = [t.block(elements * s.mask)] if s.mask else []
-        return t.note(t.block(size), [probs], lambda grad, saved: [t.block(size)], masks)
-    t.meter.need(elements * 2, elements * 2, elements * 2)
-    keep = t.block(elements)
-    mask = t.block(size)
-    dropped = t.block(size)
-
-    def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
-        scaled = t.block(size)
-        out = t.block(size)
-        del scaled
-        return [out]
-
-    out = t.note(t.block(size), [probs], backward, [mask])
-    del keep, dropped
-    return out
+def _drop_probabilities(t: Tape, s: Sizes, probs: Value) -> Value:
+    if s.torch:
+        return drop(t, s, probs)
+    size = probs.size
+    masks = [t.block(size / s.case.width * s.mask)] if s.mask else []
+    return t.note(t.block(size), [probs], lambda grad, saved: [t.block(size)], masks)

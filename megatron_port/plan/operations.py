@@ -159,20 +159,12 @@ def _torch_rms_norm(t: Tape, s: Sizes, x: Value) -> Value:
 
 
 def drop(t: Tape, s: Sizes, x: Value) -> Value:
-    """torch's dropout of the residual stream: the mask is drawn, then two products."""
-    size = x.size
-    elements = size / s.case.width
+    """torch's dropout: the mask is drawn, then two products, by the mask and by the scale."""
+    size, elements = x.size, x.size / s.case.width
     t.meter.need(elements * 2, elements * 2, elements * 2)
     keep = t.block(elements)
     mask = t.block(size)
-    dropped = t.block(size)
-
-    def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
-        scaled = t.block(size)
-        out = t.block(size)
-        del scaled
-        return [out]
-
-    out = t.note(t.block(size), [x], backward, [mask])
-    del keep, dropped
+    masked = t.note(t.block(size), [x], lambda grad, saved: [t.block(size)], [mask])
+    out = t.note(t.block(size), [masked], lambda grad, saved: [t.block(size)])
+    del keep  # the caller's, until here
     return out
