@@ -2,7 +2,8 @@
 
 ``python tests/unit/memory_matrix.py --out FILE --count N`` measures what FILE lacks of the first N cases and prints how
 far the plan is off; ``--replan`` plans the measured cases again. Case n is the same on every machine. One process is
-one rank: the others answer at once, with zeros (``fake_ranks``).
+one rank: the others answer at once, with zeros (``fake_ranks``); ``--ranks N`` measures N of the cases once more with
+every rank a process of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_memory import measure
+from rank_memory import measure, measure_among_others
 
 from megatron_port.config.checks import problems
 from megatron_port.config.schema import (
@@ -104,6 +105,14 @@ def compared(number: int, measured: dict[str, int] | None = None) -> dict[str, A
     }
 
 
+def among_others(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the peak of the same rank among real ones over gloo, and how far that is from the fake's."""
+    _, config, stage = drawn(row["number"])
+    case, _ = case_of(config)
+    real = measure_among_others(config, stage * case.dp * case.tp, 29600 + row["number"]).peak
+    return row | {"real_ranks": real, "fake_off": row["measured"] / real - 1}
+
+
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """Return the errors in one paragraph, and every case beyond the bound."""
     off = [abs(row["off"]) for row in rows]
@@ -112,6 +121,8 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         f"{len(rows)} cases; off by {statistics.mean(off):.3%} on average, {max(off):.2%} at most; "
         f"{len(beyond)} beyond {BOUND:.0%}"
     ]
+    if real := [abs(row["fake_off"]) for row in rows if "fake_off" in row]:
+        lines.append(f"{len(real)} of them among real ranks: the fake is off by {max(real):.2%} at most")
     return "\n".join([*lines, *(json.dumps(row) for row in beyond)])
 
 
@@ -121,12 +132,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--replan", action="store_true")
+    parser.add_argument("--ranks", type=int, default=0, help="so many short cases again, with real ranks over gloo")
     a = parser.parse_args()
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in a.out.read_text().splitlines()] if a.out.exists() else []
     if a.replan:
-        rows = [compared(r["number"], {key: r[key] for key in ("measured", "padding")}) for r in rows]
+        rows = [r | compared(r["number"], {key: r[key] for key in ("measured", "padding")}) for r in rows]
         a.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for row in [r for r in rows if r["m"] == 8 and 1 < r["tp"] * r["pp"] * r["dp"] <= 8][: a.ranks]:
+        if "real_ranks" not in row:
+            rows[rows.index(row)] = among_others(row)
+            a.out.write_text("".join(json.dumps(one) + "\n" for one in rows))
     with a.out.open("a") as out:
         for number in sorted(set(range(a.count)) - {row["number"] for row in rows}):
             rows.append(compared(number))
