@@ -126,6 +126,7 @@ def _stand_in(config: RunConfig, layout: str) -> str:
 
 def _record_single(config: RunConfig, names: Sequence[str], out: Path, *, steps: int) -> int:
     """Record the named runs of one process, engine native, in folders of their names under ``out``."""
+    from megatron_port.config.offload import OffloadConfig
     from megatron_port.config.schema import ActivationsConfig
     from megatron_port.parity.recording import record_orders
     from megatron_port.parity.reduction_order import ORDERS
@@ -142,7 +143,7 @@ def _record_single(config: RunConfig, names: Sequence[str], out: Path, *, steps:
             (_places(changed) if name.startswith(PLACES) else None, out / name)
         ]
         changed = replace(
-            changed, engine="native", layout=alone, activations=ActivationsConfig(),
+            changed, engine="native", layout=alone, activations=ActivationsConfig(), offload=OffloadConfig(),
             backend=replace(changed.backend, optimizer=provider),
         )
         if name == WIDE:  # torch's ops: an error of a kernel is not to be in both

@@ -10,6 +10,7 @@ the run with offload takes the steps of the unlimited run without it, to the bit
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import resource
@@ -28,6 +29,8 @@ from megatron_port.parallel.topology import Topology
 STATE_BYTES = 18
 """Per parameter: weight 2, gradient 4, master and two moments 12."""
 STEPS = 3
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+"""Parameters of mallopt(3)."""
 
 
 def status(field: str) -> int:
@@ -36,9 +39,17 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
+def return_freed_memory() -> None:
+    """Let glibc return blocks of 64 KiB and more as soon as they are freed: what it keeps counts under the limit."""
+    library = ctypes.CDLL(None)
+    library.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    library.mallopt(M_ARENA_MAX, 1)
+
+
 def train(config: RunConfig, topology: Topology, limit: int) -> dict[str, Any]:
     """On a rank: the steps' results and the memory, under a limit where one is given."""
     before = status("VmData")
+    return_freed_memory()
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with engine_of(config, topology) as engine:
@@ -65,7 +76,7 @@ def run_config(layers: int, hidden: int, dp: int) -> RunConfig:
 def main() -> int:
     """Run without a limit, with limit and offload, and with the limit alone; 0 if it is as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=56)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--dp", type=int, default=4)
     parser.add_argument("--times", type=float, default=4.0, help="unsharded state over a rank's limit")

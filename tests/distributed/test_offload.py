@@ -51,7 +51,7 @@ def train_all(cases: list[tuple[RunConfig, Topology]], steps: int, observed: boo
 
 
 def assert_equal(
-    ranks: RankPool, topology: Topology, config: RunConfig, others: list[RunConfig], *, steps: int = 6,
+    ranks: RankPool, topology: Topology, config: RunConfig, others: list[RunConfig], *, steps: int = 4,
     observed: bool = False,
 ) -> list[list[tuple[Steps, State]]]:
     cases = [(c, topology) for c in (config, *others)]
@@ -74,8 +74,7 @@ def test_two_replicas_in_fp32_and_bf16(ranks: RankPool) -> None:
         assert_equal(ranks, TWO, one, [offloaded(one), offloaded(one, folder, optimizer="nvme", fraction=0.5)])
         three = case("bf16", 3, tied=False)
         assert_equal(ranks, TWO, three, [
-            offloaded(three, weights="cpu"), offloaded(three, folder, optimizer="nvme", weights="cpu", buffers=1),
-            offloaded(three, fraction=0.4),
+            offloaded(three, folder, optimizer="nvme", weights="cpu", buffers=1), offloaded(three, fraction=0.4),
         ])
 
 
@@ -91,12 +90,10 @@ def test_nothing_races(ranks: RankPool) -> None:
     """Reductions, gathers, windows, transfers between stages and offload under the happens-before checker."""
     with tempfile.TemporaryDirectory() as folder:
         staged = case("bf16", 1, pipeline_parallel_size=2)
-        assert_equal(ranks, Topology(1, 2, 2), staged, [
-            offloaded(staged, folder, optimizer="nvme", buffers=1), offloaded(staged, fraction=0.5),
-        ], steps=3, observed=True)
+        assert_equal(ranks, Topology(1, 2, 2), staged, [offloaded(staged, folder, optimizer="nvme")], steps=3,
+                     observed=True)
         three = case("fp32", 3)
-        assert_equal(ranks, TWO, three, [offloaded(three, weights="cpu"), offloaded(three, folder, optimizer="nvme")],
-                     steps=3, observed=True)
+        assert_equal(ranks, TWO, three, [offloaded(three, weights="cpu")], steps=3, observed=True)
 
 
 def test_checkpoints_do_not_know_where_state_lives(ranks: RankPool, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from megatron_port.checkpoint import background
 from megatron_port.checkpoint.background import BackgroundSave
 from megatron_port.checkpoint.peers import Peers
 from megatron_port.config.checks import problems
+from megatron_port.config.dump import to_toml
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import (
     BatchConfig,
@@ -44,6 +45,7 @@ from megatron_port.parallel import device_streams
 from megatron_port.parallel.device_streams import COPY_IN, COPY_OUT, HOST, observed_by
 from megatron_port.parallel.staging import ALIGN, StagingRing
 from megatron_port.parallel.stream_order import OrderChecker, StreamRace
+from megatron_port.session.weights import Weights, inference_config
 
 DP = 2
 
@@ -253,6 +255,16 @@ def test_what_contradicts_offload_is_named(change: dict[str, Any], message: str)
         change = {**change, "layout": replace(config.layout, **change["layout"])}
     found = problems(replace(config, **change))
     assert len(found) == 1 and message in found[0], found
+
+
+def test_a_run_with_offload_can_be_read_for_inference(tmp_path: Path) -> None:
+    """On one process without ZeRO, where nothing is offloaded."""
+    config = run(3, optimizer="nvme", nvme_path="/x", weights="cpu")
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    weights = Weights(tmp_path, config.model, None, path, "", None, lambda: None)  # type: ignore[arg-type]
+    found = inference_config(weights, ["data.synthetic=true"], 1)
+    assert found.offload == OffloadConfig() and not problems(found, world_size=1)
 
 
 def test_another_optimizer_kernel_is_refused() -> None:
