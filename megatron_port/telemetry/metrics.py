@@ -44,6 +44,7 @@ FIELDS: Mapping[str, type] = {
     "mfu": float,
     "hfu": float,
     "memory_bytes": int,
+    "fragmentation_bytes": int,
     "validation_loss": float,
     "time": float,
 }

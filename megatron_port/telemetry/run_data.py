@@ -20,7 +20,7 @@ except ImportError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 FIELDS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds", "model_tflops_per_device",
-          "hardware_tflops_per_device", "mfu", "hfu", "memory_bytes", "loss_scale")
+          "hardware_tflops_per_device", "mfu", "hfu", "memory_bytes", "fragmentation_bytes", "loss_scale")
 IDENTITY = "run.json"
 """Which run the folder is of."""
 PREVIOUS = "previous"
@@ -217,8 +217,9 @@ def _facts(run: RunData, last: Mapping[str, Any], times: list[float], recent: li
         mean = run.series[name].mean
         if mean is not None:
             facts[name] = mean
-    if run.series["memory_bytes"].buckets:
-        facts["memory_bytes"] = max(b.most for b in run.series["memory_bytes"].buckets)
+    for name in ("memory_bytes", "fragmentation_bytes"):
+        if run.series[name].buckets:
+            facts[name] = max(b.most for b in run.series[name].buckets)
     starts = [float(e["time"]) for e in run.events if e.get("event") == "start" and isinstance(e.get("time"), float)]
     ends = [float(e["time"]) for e in run.events if isinstance(e.get("time"), float)]
     if times:

@@ -55,6 +55,7 @@ FACTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "mfu": ("share of peak, model (MFU)", _percent),
     "hfu": ("share of peak, hardware (HFU)", _percent),
     "memory_bytes": ("largest memory of the reporting rank", _bytes),
+    "fragmentation_bytes": ("reserved by its allocator beyond that", _bytes),
     "wall_seconds": ("wall time, first start to last line", duration),
     "attempts": ("attempts", _whole),
     "goodput": ("goodput", _percent),

@@ -35,6 +35,7 @@ TAGS = {
     "mfu": "speed/mfu",
     "hfu": "speed/hfu",
     "memory_bytes": "memory/bytes",
+    "fragmentation_bytes": "memory/fragmentation_bytes",
 }
 MLFLOW_BATCH = 100
 """Steps that are sent to MLflow in one call: its file store opens a file for each number."""

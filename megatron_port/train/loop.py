@@ -385,7 +385,7 @@ class Trainer:
             "samples": p.samples, "tokens": p.samples * c.model.seq_length,
             "tokens_per_second": size * c.model.seq_length / seconds, "seconds": seconds,
             "model_tflops_per_device": model, "hardware_tflops_per_device": hardware,
-            "memory_bytes": self._peak_memory(),
+            "memory_bytes": self._peak_memory(), "fragmentation_bytes": self._fragmentation(),
         }
         self.rates.append((hardware, model))
         if r.grad_norm is not None:
@@ -398,6 +398,12 @@ class Trainer:
         if self.session.device.is_gpu:
             return int(torch.cuda.max_memory_allocated())
         return peak_resident_bytes()
+
+    def _fragmentation(self) -> int | None:
+        """Bytes that the device's allocator has reserved beyond what it has given out; None on a CPU."""
+        if not self.session.device.is_gpu:
+            return None
+        return int(torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated())
 
     def _evaluate(self, telemetry: Telemetry) -> float:
         c = self.config

@@ -46,7 +46,7 @@ from megatron_port.plan.layer import layer_cost, site_costs
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.memory import plan_memory, stage_memory
 from megatron_port.plan.rates import Rates
-from megatron_port.plan.step import plan_step
+from megatron_port.plan.step import chunk_costs, plan_step
 from megatron_port.session.assemble import build_engine
 
 
@@ -159,6 +159,21 @@ def test_sites_cost_what_a_forward_does(sequence_parallel: bool) -> None:
     assert sum(c.backward for c in costs.values()) + last == pytest.approx(whole.forward, rel=1e-9)
     exits = 3 / 4 if sequence_parallel else 1 / 2  # of two entries and two exits all but the last exit
     assert sum(c.backward_tensor for c in costs.values()) == pytest.approx(exits * whole.forward_tensor, rel=1e-9)
+
+
+def test_the_backward_passes_take_what_the_sites_cost() -> None:
+    case, machine = planned("runs/frontier-175b")
+    sites = ("core", "hidden", "norm2")
+    costs = site_costs(
+        case, model_spec(case.model).layers[0], Rates.of(machine), Links.of(machine), span(machine, case.tp, 1)
+    )
+    plan = replace(case, dropped=(*(sites,) * 4, *((),) * (case.model.num_layers - 4)))
+    first, second = (
+        (c.backward + c.backward_tensor) - (b.backward + b.backward_tensor)
+        for c, b in zip(chunk_costs(plan, machine)[:2], chunk_costs(case, machine)[:2])
+    )
+    each = sum(costs[site].backward + costs[site].backward_tensor for site in ("core", "hidden", "norm2"))
+    assert case.chunks[0] >= 4 and first == pytest.approx(4 * each, rel=1e-9) and second == 0.0
 
 
 def test_recomputed_operations_are_counted() -> None:

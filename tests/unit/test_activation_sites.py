@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
 from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.model.activation_sites import RECOMPUTED, SITES, LayerActivations, Site
+from megatron_port.model.activation_sites import RECOMPUTED, SITES, LayerActivations, Site, recomputing
 from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import TransformerLayer
+from megatron_port.model.site_tape import SiteTape
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.plan.activations import site_bytes
@@ -230,3 +231,24 @@ def test_what_is_dropped_is_freed(family: str, own: bool) -> None:
     for sites in [*apart, ("norm1",), ("norm2",), ("activation",), RECOMPUTED]:
         expected = sum(freed[site] for site in sites)
         assert whole - held(family, own, sites) == pytest.approx(expected, abs=0.02 * whole), sites
+
+
+def test_an_operation_that_runs_again_is_told_so() -> None:
+    """A module adds to the step's sums once per micro-batch: not while recomputing."""
+    stream, seen = DropoutStream(0, torch.device("cpu")), []
+    stream.set_micro_batch(1, (7, 8))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        assert stream.current is not None
+        seen.append((stream.current.sample_ids, stream.current.recomputing, stream.enabled))
+        return torch.tanh(x)
+
+    x = torch.ones(3, requires_grad=True)
+    tape = SiteTape(recomputing(["activation"]), stream, x)
+    y = tape.run("activation", function, x)
+    tape.close()
+    stream.set_micro_batch(1, (9, 10))
+    stream.enabled = False
+    y.sum().backward()
+    assert seen == [((7, 8), False, True), ((7, 8), True, True)]
+    assert stream.current is not None and stream.current.sample_ids == (9, 10) and not stream.enabled
