@@ -18,8 +18,9 @@ class GradientSink:
     through them is collected late, and so are the process groups and their threads.
 
     Args:
-        together: small gradients wait and are added to their sums by one own kernel, as soon as one of another bucket
-            arrives, and at the end of the pass; else each is added by itself. The sums are the same to the bit.
+        together: small gradients wait and are added to their sums by one own kernel, as soon as one arrives that is
+            reduced with others, and at the end of the pass; else each is added by itself. The sums are the same to the
+            bit.
     """
 
     def __init__(self, sharded: ShardedParameters, *, together: bool) -> None:
@@ -51,8 +52,9 @@ class GradientSink:
             parameter.grad = None
             self.added(parameter)
             return
-        # Of one bucket only: to give memory to the gradients of another may take away that of the first.
-        bucket = self._sharded().bucket_of(parameter)
+        # Of one bucket only: its reduction is not to wait for another's gradients, and to give memory to those of
+        # another may take away that of the first.
+        bucket = self._sharded().reduced_with(parameter)
         if bucket != self._bucket:
             self.flush()
             self._bucket = bucket

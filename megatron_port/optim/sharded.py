@@ -265,9 +265,10 @@ class ShardedParameters:
         access(COMPUTE, "a gradient is added", writes=[gradient])
         return gradient.view(parameter.shape)
 
-    def bucket_of(self, parameter: torch.Tensor) -> int:
-        """Return the number of the bucket that has a parameter's gradient."""
-        return self._slot_of[self._index[id(parameter)]][0]
+    def reduced_with(self, parameter: torch.Tensor) -> int:
+        """Return a number that is the same for parameters whose gradients are reduced together, in one bucket; without
+        other replicas that of all, whose sums stay until the step's end."""
+        return 0 if self.replicas is None else self._slot_of[self._index[id(parameter)]][0]
 
     def added(self, parameter: torch.Tensor) -> None:
         """Note that a gradient has been added to :meth:`gradient_of`."""

@@ -31,7 +31,7 @@ class Buckets:
     def _index(self, parameter: torch.Tensor) -> int:
         return next(i for i, p in enumerate(self.parameters) if p is parameter)
 
-    def bucket_of(self, parameter: torch.Tensor) -> int:
+    def reduced_with(self, parameter: torch.Tensor) -> int:
         return self.bucket[self._index(parameter)]
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
