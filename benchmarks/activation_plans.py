@@ -14,6 +14,8 @@ from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.memory import plan_memory
 from megatron_port.plan.step import plan_step
 
+EQUAL = 1.001
+"""Memory that counts as equal: full recompute drops the statistics of norms too, which plans keep."""
 OUT = Path(__file__).parent / "results" / "activation-plans.md"
 
 
@@ -40,8 +42,8 @@ def row(name: str) -> str | None:
     for policy in ("full", "selective"):
         other = replace(case, recompute=policy)
         limit = most(other, machine)
-        plan = planned(case, machine, limit)
-        assert most(plan, machine) <= limit * (1 + 1e-9), name
+        plan = planned(case, machine, limit * EQUAL)
+        assert most(plan, machine) <= limit * EQUAL, name
         theirs, ours = (plan_step(c, machine).seconds for c in (other, plan))
         cells += [f"{limit / 1e9:.1f}{'' if limit <= device else ' (does not fit)'}", f"{theirs:.2f}", f"{ours:.2f}"]
     plan = planned(case, machine, device)
@@ -55,7 +57,8 @@ def main() -> None:
     OUT.write_text("\n".join([
         "# Planned seconds per step under `activations.policy`", "",
         "By `python benchmarks/activation_plans.py`. At the memory of the fullest stage under full and under selective",
-        "recompute: their seconds, and those of a plan for devices of that memory. Last: the plan for the device.", "",
+        "recompute: their seconds, and those of a plan for devices of that memory (within 0.1 %). Last: the plan for",
+        "the device.", "",
         "| run | GB | full | plan | GB | selective | plan | device, GB | plan |",
         "|---|---|---|---|---|---|---|---|---|",
         *rows, "",

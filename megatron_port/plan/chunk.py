@@ -35,6 +35,8 @@ class ChunkBytes:
     """Held from a split backward pass to its weight pass."""
     layers: float
     """Allocated by the backward passes of layers, those of embedding and head left out."""
+    layer_left: float
+    """What the backward pass of a layer leaves, less what it found."""
     working: dict[Kind, float]
     """Allocated by each kind of pass beyond what it finds, its results included."""
 
@@ -90,7 +92,10 @@ def _without(
     each = none.kept / layers, full.kept / layers
     alone = [one.working[forward] - (layers - 1) * kept for one, kept in zip((none, full), each)]
     there = min(max(dropped), max(each[0] - each[1] - (alone[0] - alone[1]), 0.0))
-    layer = found.layers + max(dropped)
+    layer, above = 0.0, found.layers - none.layers  # the head's, which is done when the layers run backward
+    for size in reversed(dropped):
+        layer = max(layer, none.layers + above + size)
+        above += none.layer_left + size  # what was not kept is not freed either
     working = {kind: max(found.working[kind], layer) for kind in (Kind.BACKWARD, Kind.INPUT)}
     ends = found.kept - none.kept - found.logits  # the embedding's, which are there when the layers run
     at_layers = none.working[forward] + (ends if first else 0.0) + there
@@ -127,6 +132,7 @@ def _chunk_bytes(case: Case, start: int, stop: int, first: bool, last: bool, spl
         stream=s.stream, output=0.0 if last or case.engine.frees_outputs else x.size,
         kept=kept + sum(unit.more * unit.kept for unit in units), logits=s.logits if last else 0.0,
         deferred=sum(held.values()) + sum(unit.more * (unit.kept + unit.left) for unit in units) if splits else 0.0,
+        layer_left=units[len(units) // 2].left,
         layers=_most_backward(units[first : len(units) - last], units[len(units) - last :]),
         working={
             Kind.FORWARD: max(u.forward + sum(v.more * v.kept for v in units[:i]) for i, u in enumerate(units)),

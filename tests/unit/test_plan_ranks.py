@@ -63,6 +63,7 @@ CASES = [
     ("gpt", "fp32", {**P2, "virtual_pipeline_size": 2}, 1),
     ("gpt", "fp32", EVERY_SITE, 0), ("llama", "bf16", {**P2, **EVERY_SITE}, 0), ("dropout", "fp32", {**P2, **SOME}, 0),
     ("gpt", "bf16", {**P2, **SOME}, 1), ("llama", "fp32", {**SP, **SOME}, 0),
+    ("llama", "bf16", {**P2, **EVERY_SITE, "pipeline_schedule": "zb-h1"}, 1),
 ]
 
 
