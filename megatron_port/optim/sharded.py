@@ -266,8 +266,7 @@ class ShardedParameters:
         return gradient.view(parameter.shape)
 
     def reduced_with(self, parameter: torch.Tensor) -> int:
-        """Return a number that is the same for parameters whose gradients are reduced together, in one bucket; without
-        other replicas that of all, whose sums stay until the step's end."""
+        """Return the number of the bucket in which a gradient is reduced; 0 of all without other replicas."""
         return 0 if self.replicas is None else self._slot_of[self._index[id(parameter)]][0]
 
     def added(self, parameter: torch.Tensor) -> None:
