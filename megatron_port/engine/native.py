@@ -39,10 +39,11 @@ from megatron_port.engine.native_passes import Passes, unit_uses
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
 from megatron_port.errors import ConfigError
+from megatron_port.optim.bucket_memory import Bucket, StateShard
 from megatron_port.optim.gradients import global_square_norm, owned_gradients
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.rules import rule_of
-from megatron_port.optim.sharded import Bucket, ShardedParameters, StateShard
+from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
 from megatron_port.optim.unit_gather import WeightSharding
 from megatron_port.parallel.buffers import recorded_buffers

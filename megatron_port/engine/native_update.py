@@ -18,10 +18,11 @@ from megatron_port.backend.kernels import load as load_kernels
 from megatron_port.backend.ops.optimizer import square_norm
 from megatron_port.config.schema import OptimizerConfig
 from megatron_port.errors import ConfigError
+from megatron_port.optim.bucket_memory import StateShard
 from megatron_port.optim.fused import FusedAdamW
 from megatron_port.optim.offload import Offload
 from megatron_port.optim.rules import AdamW, ElementwiseRule, UpdateSettings
-from megatron_port.optim.sharded import ShardedParameters, StateShard
+from megatron_port.optim.sharded import ShardedParameters
 
 SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
 

@@ -13,9 +13,10 @@ import torch
 
 from megatron_port.backend.ops.optimizer import adamw_, clip_factor
 from megatron_port.config.schema import OptimizerConfig
+from megatron_port.optim.bucket_memory import Bucket
 from megatron_port.optim.buckets import shard_ranges
 from megatron_port.optim.offload import Offload, StagedBucket
-from megatron_port.optim.sharded import Bucket, ShardedParameters
+from megatron_port.optim.sharded import ShardedParameters
 
 if TYPE_CHECKING:
     from megatron_port.engine.native_update import OwnUpdate, SquareNorm

@@ -19,8 +19,8 @@ from megatron_port.config.schema import (
     RunConfig,
 )
 from megatron_port.model.decoder_spec import model_spec
+from megatron_port.optim.bucket_memory import Bucket
 from megatron_port.optim.buckets import ALIGN
-from megatron_port.optim.sharded import Bucket
 from megatron_port.parallel.mesh import Mesh
 from megatron_port.plan.case import ENGINES, Machine, case_of, machine_of
 from megatron_port.plan.elements import bucket_elements, stage_elements

@@ -17,7 +17,8 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.optim.sharded import Bucket, ShardedParameters
+from megatron_port.optim.bucket_memory import Bucket
+from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.pipeline.schedules import Kind, make_schedule
 
 DP, LAYERS = 4, 6

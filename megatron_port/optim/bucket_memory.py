@@ -1,0 +1,84 @@
+"""The memory of one bucket: weights, gradients, masters and optimizer state, each a flat tensor, and views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_port.optim.buckets import BucketPlan
+from megatron_port.optim.offload import Offload
+from megatron_port.parallel.record import ParameterRecord
+
+Recorded = tuple[ParameterRecord, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """Range of one parameter that this rank owns; its tensors are 1-D views of equal length."""
+
+    record: ParameterRecord
+    start: int
+    """First element of the flattened local tensor."""
+    weight: torch.Tensor
+    """In the model's dtype."""
+    master: torch.Tensor
+    """fp32 or wider; the same memory as ``weight`` where that is as wide."""
+    gradient: torch.Tensor
+    """fp32 or wider: the sum over micro-batches and replicas, once ``finish`` has returned."""
+    state: Mapping[str, torch.Tensor]
+    """The optimizer rule's tensors of this range, by kind; as wide as the master."""
+
+
+class Bucket:
+    """Memory of one bucket and the collectives in flight on it.
+
+    ``weights``: all of them; ``shard``: this rank's part. The one is part of the other unless the weights are whole
+    only now and then, in ``window``.
+
+    ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
+    else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
+    those of tables and of what several units share have their own.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, shard: int, shards: int,
+        lasting: bool, kinds: Sequence[str], window: torch.Tensor | None = None,
+        offload: Offload | None = None, number: int = 0,
+    ) -> None:
+        first = parameters[plan.slots[0].index][1]
+        self.plan, self.shards, self.lasting = plan, shards, lasting
+        self.weights = torch.zeros(plan.numel, dtype=first.dtype, device=first.device) if window is None else window
+        size = plan.numel // shards
+        self.own = slice(shard * size, (shard + 1) * size)
+        self.gradients: torch.Tensor | None = None
+        if lasting:
+            self.gradients = torch.zeros(plan.numel, dtype=wide, device=first.device)
+            self.sums = self.gradients[self.own]
+        else:
+            self.sums = torch.zeros(size, dtype=wide, device=first.device)
+        self.grad_buffer: torch.Tensor | None = None
+        if not lasting and plan.late:
+            self.grad_buffer = torch.empty(plan.numel, dtype=wide, device=first.device)
+        for slot in plan.slots:
+            p = parameters[slot.index][1]
+            span = slice(slot.start, slot.start + slot.numel)
+            if p.untyped_storage().nbytes():  # else it was built without memory (unit_gather)
+                self.weights[span].copy_(p.detach().reshape(-1))
+            p.data = self.weights[span].view(p.shape)
+        self.shard = self.weights[self.own] if window is None else self.weights[self.own].clone()
+        self.offloaded = offload is not None and offload.holds(number)
+        # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
+        if offload is not None and self.offloaded:
+            if offload.weights_on_host:
+                self.shard = offload.host_zeros(size, first.dtype).copy_(self.shard)
+            self.masters, self.state = offload.allocate(number)
+        else:
+            self.masters = self.shard if first.dtype == wide else torch.zeros_like(self.shard, dtype=wide)
+            self.state = {kind: torch.zeros_like(self.masters) for kind in kinds}
+        self.reducing: dist.Work | None = None
+        self.narrow: torch.Tensor | None = None
+        self.gathering: dist.Work | None = None
