@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -28,17 +30,29 @@ class Norm(nn.Module):
         self.weight: nn.Parameter = weight
         self.bias: nn.Parameter | None = bias[0] if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, None)[0]
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, by: fused.Norm | None = None, pair: bool = False
+    ) -> Any:
+        """Return the norm of x + residual; with ``pair``, (norm of x + residual, x + residual).
+
+        ``by``: what computes it; None: the provider. All ways to a norm lead through here, so that a module's hooks see
+        it (``engine.probe``).
+        """
+        both = self._run(x, residual) if by is None else by(x, residual, self.weight, self.bias, self.eps)
+        return both if pair else both[0]
 
     def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm of x, x); use the second in place of x, whose gradients are then added in one pass where the
         provider can."""
-        return self._run(x, None)
+        both: tuple[torch.Tensor, torch.Tensor] = self(x, pair=True)
+        return both
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm of x + residual, x + residual), in one pass where the provider can."""
-        return self._run(x, residual)
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, *, by: fused.Norm | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm of x + residual, x + residual), in one pass where the provider, or ``by``, can."""
+        both: tuple[torch.Tensor, torch.Tensor] = self(x, residual, by=by, pair=True)
+        return both
 
     def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         return self._norm(x, residual, self.weight, self.bias, self.eps)

@@ -73,7 +73,16 @@ class ResidualStream:
             return norm.add(x, residual)
         if self.fused_norm is None or len(positions.runs) > 1:  # the kernel knows one start
             return norm.fork(self.bias_dropout_add(x, bias, residual, op=op))
-        return self.fused_norm(
-            x, bias, residual, self.stream.sample_keys(p), norm.weight, norm.bias, op_key=self.stream.op_key(op), p=p,
-            seq_offset=positions.runs[0].start, eps=norm.eps, rms=norm.kind == "rmsnorm",
-        )
+        branch_bias, fused = bias, self.fused_norm
+        keys, key = self.stream.sample_keys(p), self.stream.op_key(op)
+        start, rms = positions.runs[0].start, norm.kind == "rmsnorm"
+
+        def one_kernel(
+            x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            assert residual is not None
+            return fused(
+                x, branch_bias, residual, keys, weight, bias, op_key=key, p=p, seq_offset=start, eps=eps, rms=rms
+            )
+
+        return norm.add(x, residual, by=one_kernel)

@@ -112,13 +112,14 @@ def inject(trainer: Trainer, fault: Fault) -> None:
     engine: Any = trainer.engine
     left = [fault.times]
 
-    def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+    def hook(module: Any, inputs: Any, outputs: Any) -> Any:
         key = engine.stream.current
+        output, *more = outputs if isinstance(outputs, tuple) else (outputs,)  # a norm returns its input as well
         if not engine.stream.enabled or fault.sample not in key.sample_ids or not left[0]:
             return None
         left[0] -= 1
         if not fault.backward:
-            return output * fault.factor
+            return (output * fault.factor, *more) if more else output * fault.factor
         output.register_hook(lambda grad: grad * fault.factor)
         return None
 
