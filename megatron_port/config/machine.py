@@ -107,7 +107,7 @@ class HardwareConfig:
     nvme_read_gb: NonNegative = 0.0
     """All local disks of a node, sequential reads, 10^9 bytes/s."""
     nvme_write_gb: NonNegative = 0.0
-    """The same for writes."""
+    """Rate of writes, in the same unit."""
     package_devices: Count = 1
     """Devices that share a package (2 GCDs an MI250X)."""
     package_gb: NonNegative = 0.0

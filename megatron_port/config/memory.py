@@ -10,7 +10,7 @@ from megatron_port.config.ranges import NonNegative
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationsConfig:
-    """What a layer keeps of its forward pass for its backward pass (docs/activations.md)."""
+    """Tensors of its forward pass that a layer keeps for its backward pass (docs/activations.md)."""
 
     policy: Literal["none", "selective", "full", "plan"] = "none"
     """none (keep everything) | selective (recompute the attention core) | full (recompute each layer from its input) |
@@ -24,7 +24,7 @@ class ActivationsConfig:
 
     @property
     def recompute(self) -> Literal["none", "selective", "full"]:
-        """What all layers recompute alike."""
+        """Policy of recompute that all layers share."""
         return "none" if self.policy == "plan" else self.policy
 
     @property

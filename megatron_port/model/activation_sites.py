@@ -9,8 +9,8 @@ from typing import Literal, get_args
 from megatron_port.errors import ConfigError
 
 Site = Literal["input", "norm1", "qkv", "core", "residual", "norm2", "hidden", "activation", "output"]
-"""What an operation of the layer leaves behind: its result, where a later operation saves it, and what the operation
-itself saves beside its arguments (statistics, masks, scores).
+"""Names of what a layer's operations leave behind: each its result, where a later operation saves it, and what the
+operation itself saves beside its arguments (statistics, masks, scores).
 
 ======== ==================================================================== ==================
 site     operation                                                            its result is read by
@@ -37,7 +37,7 @@ Decision = Literal["keep", "recompute"]
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """What one layer does with its sites; those that are not named are kept."""
+    """Decisions for the sites of one layer; those that are not named are kept."""
 
     decisions: Mapping[Site, Decision] = field(default_factory=dict)
 

@@ -32,7 +32,7 @@ def split_rotary(
 
 
 def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without rotation: keys, values, and queries where a group has one head, are views of qkv.
+    """Split without rotation: keys, values, and queries where a group has one head, are views of qkv.
 
     The three gradients, of any strides, are put into one packed tensor by one kernel. Heads that it does not take (d
     odd, or above 512) are split by torch.
