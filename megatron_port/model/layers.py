@@ -78,7 +78,7 @@ class TransformerLayer(nn.Module):
         return join(self.mlp(y), self.mlp.down.bias, x, op=f"{self.name}.mlp")
 
     def _forward_by_site(self, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:
-        """The same operations, each under the name of what it leaves behind."""
+        """Run the same operations, each under the name of what it leaves behind."""
         join, mlp, attention = self.residual.bias_dropout_add, self.mlp, self.attention
         bias, op = attention.output.bias, f"{self.name}.attention"
         y, x = self._fork(tape, "norm1", self.norm1, x)

@@ -39,7 +39,7 @@ class Observer(Protocol):
         """Return a mark of everything that is queued on a stream so far."""
 
     def wait(self, stream: str, mark: object) -> None:
-        """What is queued on ``stream`` from here on runs after a mark."""
+        """Make what is queued on ``stream`` from here on run after a mark."""
 
 
 _observers: list[Observer] = []

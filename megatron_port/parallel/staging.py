@@ -38,7 +38,7 @@ class StagingBuffer:
         self.out, self.into = streams.event(), streams.event()
         """The last copy out of the device, and the last into it."""
         self.source: torch.Tensor | None = None
-        """What is being copied out, alive until compute has waited for the copy."""
+        """Tensor that is being copied out, alive until compute has waited for the copy."""
         self.io: Future[None] | None = None
         """Job of a thread that reads or writes the buffer; ``io_ended`` marks its end."""
         self.io_ended = Event()

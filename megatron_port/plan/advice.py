@@ -1,4 +1,4 @@
-"""What would make a run fit: single changes of how state and activations are kept, each with its memory and seconds.
+"""Changes that make a run fit: single ones of how state and activations are kept, each with its memory and seconds.
 
 Each way changes one thing on the same devices (or two, where none is enough alone): the recompute policy, the
 micro-batch, ZeRO's stage or the size of its shards, offload, one step more of tensor or pipeline parallelism. What
@@ -34,9 +34,9 @@ class Way:
     change: Change
     case: Case
     memory: StageMemory
-    """Of the fullest stage."""
+    """Bytes of the fullest stage."""
     seconds: float
-    """Of a step."""
+    """Duration of a step."""
 
     @property
     def flags(self) -> str:
