@@ -6,6 +6,8 @@ command line that it is sent. The child leads a session of its own, writes to a 
 real command does, so that ``train --nproc`` forks its ranks from there:
 
     test ── pipe ──► server ── fork ──► megatron-port train --nproc 3 ── fork ──► rank 0, 1, 2
+
+A server of another program (``Program``) serves what else is started often, such as pytest in a copy of the tree.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +30,18 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "megatron_port.cli.main", "megatron_port.cli.train",
            "megatron_port.cli.checkpoint", "megatron_port.runtime.local", "megatron_port.train.loop")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a server imports before it forks, and the function that a fork calls with its arguments: → exit code."""
+
+    preload: tuple[str, ...]
+    module: str
+    function: str
+
+
+OURS = Program(PRELOAD, "megatron_port.cli.main", "main")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_",
              "PMIX_", "FLUX_", "PALS_", "JSM_", "MV2_", "MVP_")
 START_TIMEOUT_S = 120.0
@@ -108,20 +123,20 @@ def session_members(session: int) -> list[int]:
 class Commands:
     """The handle of a server. A context manager; leaving it kills every command that still runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: Program = OURS, env: dict[str, str] | None = None) -> None:
         self.folder = folder
         self._started: dict[int, Command] = {}
         self._count = 0
         kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
         environment = {
             **kept, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]), **(env or {}),
         }
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "server.log", "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, __file__], env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=log, bufsize=0,
+                [sys.executable, __file__, program.module, program.function, *program.preload], env=environment,
+                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
             )
         self._buffer = b""
         greeting = self._message(START_TIMEOUT_S)
@@ -129,12 +144,13 @@ class Commands:
             self.close()
             raise RuntimeError(f"the server did not start: {greeting}\n{(folder / 'server.log').read_text()[-3000:]}")
 
-    def start(self, *argv: str, env: dict[str, str] | None = None) -> Command:
-        """Fork ``megatron-port ARGV``; ``env`` is added to its environment, its PYTHONPATH to sys.path."""
+    def start(self, *argv: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Command:
+        """Fork the program with ``argv`` in ``cwd``; ``env`` joins the environment, its PYTHONPATH sys.path too."""
         self._count += 1
         log = self.folder / f"command-{self._count:04d}.log"
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"argv": argv, "log": str(log), "env": env or {}}).encode() + b"\n")
+        request = {"argv": argv, "log": str(log), "env": env or {}, "cwd": str(cwd)}
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
         while True:
             message = self._message(30.0)
             if message is None:
@@ -197,7 +213,7 @@ class Commands:
 # ---------------------------------------------------------------- in the server
 
 
-def _command(argv: list[str], log: str) -> NoReturn:
+def _command(argv: list[str], log: str, module: str, function: str) -> NoReturn:
     """The child: a session leader whose life is one command."""
     code = 1
     try:
@@ -207,9 +223,7 @@ def _command(argv: list[str], log: str) -> NoReturn:
         for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
             os.dup2(source, target)
         os.closerange(3, 64)
-        from megatron_port.cli.main import main
-
-        code = main(argv)
+        code = int(getattr(importlib.import_module(module), function)(argv))
     except BaseException:
         import traceback
 
@@ -220,8 +234,8 @@ def _command(argv: list[str], log: str) -> NoReturn:
     os._exit(code)
 
 
-def _serve() -> None:
-    for name in PRELOAD:
+def _serve(module: str, function: str, preload: Sequence[str]) -> None:
+    for name in preload:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a child's collector must not touch, and so copy, what all share
@@ -239,9 +253,10 @@ def _serve() -> None:
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.chdir(request["cwd"])
                 os.environ.update(request["env"])
                 sys.path[1:1] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
-                _command(request["argv"], request["log"])
+                _command(request["argv"], request["log"], module, function)
             alive.add(pid)
             _say({"started": pid})
         while alive:
@@ -272,4 +287,4 @@ def _say(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1], sys.argv[2], sys.argv[3:])

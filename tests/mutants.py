@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,8 @@ try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
+
+from commands import Commands, Program
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
@@ -110,30 +111,36 @@ class Ran:
     tail: str
 
 
-def run_tests(tree: Path, tests: Sequence[str], limit_s: float = LIMIT_S) -> Ran:
+PYTEST = Program(("torch", "torch.distributed", "numpy", "hypothesis", "pytest"), "pytest", "main")
+"""Imports nothing of the package: each run takes that from the tree that it tests."""
+
+
+@contextlib.contextmanager
+def pytest_server() -> Iterator[Commands]:
+    """Forks pytest runs."""
+    # Without bytecode: a fault of the same length in the same second would run as the old file.
+    unwritten = {"PYTHONDONTWRITEBYTECODE": "1"}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as logs, Commands(Path(logs), PYTEST, unwritten) as server:
+        yield server
+
+
+def run_tests(server: Commands, tree: Path, tests: Sequence[str], limit_s: float = LIMIT_S) -> Ran:
     """``pytest -x TESTS`` in ``tree``; code -1: it took longer than ``limit_s`` and was killed with all it started."""
-    environment = {
-        **os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",  # a fault of the same length in the same second would run as the old file
-    }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
-    process = subprocess.Popen(
-        command, cwd=tree, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    command = server.start("-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests, cwd=tree,
+                           env={"PYTHONPATH": str(tree)})
     try:
-        output, _ = process.communicate(timeout=limit_s)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        output, code = process.communicate()[0], -1
+        code = command.wait(limit_s)
+    except AssertionError:
+        code = -1
+    finally:
+        command.end()
+    output = command.output()
     said = re.search(r"^E +(\S.*)$", output, re.M)
     failed = tuple(re.findall(r"^FAILED (\S+)", output, re.M))
     return Ran(code, failed, said.group(1)[:200] if said else "", output[-3000:])
 
 
-def judge(tree: Path, mutant: Mutant) -> dict[str, Any]:
+def judge(server: Commands, tree: Path, mutant: Mutant) -> dict[str, Any]:
     """Apply, run each named test by itself, take back. The outcome is that of the least of them."""
     path = tree / mutant.file
     before = path.read_text()
@@ -145,7 +152,7 @@ def judge(tree: Path, mutant: Mutant) -> dict[str, Any]:
     path.write_text(mutant.applied(before))
     try:
         for test in mutant.tests:
-            ran = run_tests(tree, [test])
+            ran = run_tests(server, tree, [test])
             # 1: tests failed; 0: none did; all else (no tests, an error in importing them, a hang) proves nothing.
             by_test[test] = {0: SURVIVED, 1: CAUGHT if ran.failed else ERROR}.get(ran.code, ERROR)
             failed += ran.failed
@@ -202,7 +209,7 @@ def tree_digest(tree: Path) -> str:
     return h.hexdigest()
 
 
-def pass_without_fault(tree: Path, tests: Sequence[str], record: Path) -> bool:
+def pass_without_fault(server: Commands, tree: Path, tests: Sequence[str], record: Path) -> bool:
     """Run the tests as they are, unless that is on record for this very tree: else a failure says nothing."""
     digest, name = tree_digest(tree), "no fault"
     known = recorded(record).get(name, {})
@@ -211,7 +218,7 @@ def pass_without_fault(tree: Path, tests: Sequence[str], record: Path) -> bool:
     if not todo:
         return True
     started = time.monotonic()
-    clean = run_tests(tree, todo, LIMIT_S * len(todo))
+    clean = run_tests(server, tree, todo, LIMIT_S * len(todo))
     if clean.code != 0:
         print(f"the tests fail without a fault:\n{clean.tail}")
         return False
@@ -223,11 +230,12 @@ def pass_without_fault(tree: Path, tests: Sequence[str], record: Path) -> bool:
 def run(mutants: Sequence[Mutant], record: Path) -> int:
     """Run them all; 0 if every one was caught."""
     bad = 0
-    with copied_tree() as tree:
-        if not pass_without_fault(tree, [t for m in mutants for t in m.tests], record):
+    with copied_tree() as tree, pytest_server() as server:
+        if not pass_without_fault(server, tree, [t for m in mutants for t in m.tests], record):
             return 2
         for number, mutant in enumerate(mutants, 1):
-            row = {**judge(tree, mutant), "commit": commit(), "digest": mutant.digest(tree), "time": round(time.time())}
+            row = {**judge(server, tree, mutant), "commit": commit(), "digest": mutant.digest(tree),
+                   "time": round(time.time())}
             append(record, row)
             bad += row["outcome"] != CAUGHT
             print(f"{number}/{len(mutants)} {row['outcome']:8} {row['seconds']:6.1f} s  {mutant.name}", flush=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from commands import Commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,11 +64,8 @@ def losses(run_folder: Path) -> list[float]:
 @functools.cache
 def train_here(nproc: int, *arguments: str) -> list[float]:
     """The same run without SLURM and without a stop, on this host; its losses."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_port", "train", "runs/quickstart", *arguments, "--set", "name=here",
-             "--set", f"output_dir={folder}", "--nproc", str(nproc)],
-            cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=300,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    with tempfile.TemporaryDirectory() as folder, Commands(Path(folder) / "logs") as commands:
+        code, output = commands.run("train", "runs/quickstart", *arguments, "--set", "name=here", "--set",
+                                    f"output_dir={folder}", "--nproc", str(nproc), seconds=300)
+        assert code == 0, output
         return losses(Path(folder) / "here")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+from commands import Commands
 from mutants import CAUGHT, ERROR, SURVIVED, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,11 +43,17 @@ def copy() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Commands]:
+    with mutants.pytest_server() as server:
+        yield server
+
+
 @pytest.mark.parametrize("name", CHEAP)
-def test_a_silent_fault_is_caught(copy: Path, name: str) -> None:
+def test_a_silent_fault_is_caught(server: Commands, copy: Path, name: str) -> None:
     """By its test, which passes without the fault in the same ``make test``."""
     (mutant,) = (m for m in LIST if m.name == name)
-    row = mutants.judge(copy, mutant)
+    row = mutants.judge(server, copy, mutant)
     assert row["outcome"] == CAUGHT, row
 
 
@@ -71,9 +78,9 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("new", "outcome"), [("x + x + x", CAUGHT), ("x * x", SURVIVED), ("(x +", ERROR)],
 )
-def test_outcomes(tree: Path, new: str, outcome: str) -> None:
+def test_outcomes(server: Commands, tree: Path, new: str, outcome: str) -> None:
     before = (tree / "thing.py").read_text()
-    row = mutants.judge(tree, Mutant("one", "thing.py", "x + x", new, ("test_thing.py",)))
+    row = mutants.judge(server, tree, Mutant("one", "thing.py", "x + x", new, ("test_thing.py",)))
     assert row["outcome"] == outcome
     assert row["failed"] == (["test_thing.py::test_double"] if outcome == CAUGHT else [])
     assert row["why"] == (["assert 6 == 4"] if outcome == CAUGHT else [])
