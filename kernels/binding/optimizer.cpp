@@ -68,8 +68,8 @@ Tensor square_norm(const std::vector<Tensor>& tensors) {
 void adamw_(
     const std::vector<Tensor>& weights, const std::vector<Tensor>& masters, const std::vector<Tensor>& grads,
     const std::vector<Tensor>& exp_avg, const std::vector<Tensor>& exp_avg_sq, const Tensor& step,
-    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& skip, double lr, double beta1, double beta2,
-    double eps, double weight_decay) {
+    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& skip, const Tensor& lr, double beta1,
+    double beta2, double eps, double weight_decay) {
   const char* op = "adamw_";
   if (masters.empty()) {
     check(weights.empty() && grads.empty() && exp_avg.empty() && exp_avg_sq.empty(), op, "masters is empty");
@@ -89,7 +89,8 @@ void adamw_(
   if (grad_scale.has_value()) check_tensor(op, "grad_scale", *grad_scale, first, ScalarType::Float, 1);
   if (skip.has_value()) check_tensor(op, "skip", *skip, first, ScalarType::Float, 1);
   check(0.0 <= beta1 && beta1 < 1.0 && 0.0 <= beta2 && beta2 < 1.0, op, "beta1 and beta2 must be in [0, 1)");
-  check(lr >= 0.0 && eps >= 0.0 && weight_decay >= 0.0, op, "lr, eps and weight_decay must not be negative");
+  check_tensor(op, "lr", lr, first, ScalarType::Double, 1);
+  check(eps >= 0.0 && weight_decay >= 0.0, op, "eps and weight_decay must not be negative");
   const std::vector<int64_t> sizes = sizes_of(masters);
   const std::vector<void*> w = pointers<void>(weights);
   const std::vector<const void*> g = pointers<const void>(grads);
@@ -99,8 +100,8 @@ void adamw_(
       adamw.on(first)(
           where.stream(), weight_dtype, grad_dtype, static_cast<int64_t>(sizes.size()),
           weights.empty() ? nullptr : w.data(), p.data(), g.data(), m.data(), v.data(), sizes.data(), step.data_ptr(),
-          whole, static_cast<const float*>(pointer(grad_scale)), static_cast<const float*>(pointer(skip)), lr, beta1,
-          beta2, eps, weight_decay),
+          whole, static_cast<const float*>(pointer(grad_scale)), static_cast<const float*>(pointer(skip)),
+          static_cast<const double*>(lr.data_ptr()), beta1, beta2, eps, weight_decay),
       first, op);
 }
 
@@ -127,7 +128,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
   m.def("square_norm(Tensor[] tensors) -> Tensor");
   m.def(
       "adamw_(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] grads, Tensor(c!)[] exp_avg, "
-      "Tensor(d!)[] exp_avg_sq, Tensor step, Tensor? grad_scale, Tensor? skip, float lr, float beta1, float beta2, "
+      "Tensor(d!)[] exp_avg_sq, Tensor step, Tensor? grad_scale, Tensor? skip, Tensor lr, float beta1, float beta2, "
       "float eps, float weight_decay) -> ()");
   m.def("add_gradients_(Tensor(a!)[] sums, Tensor[] grads) -> ()");
 }

@@ -127,7 +127,7 @@ extern "C" int32_t mp_square_norm(
 extern "C" int32_t mp_adamw(
     void* stream, int32_t weight_dtype, int32_t grad_dtype, int64_t count, void* const* weights, float* const* masters,
     const void* const* grads, float* const* exp_avg, float* const* exp_avg_sq, const int64_t* sizes, const void* step,
-    int32_t step_is_int64, const float* grad_scale, const float* skip, double lr, double beta1, double beta2,
+    int32_t step_is_int64, const float* grad_scale, const float* skip, const double* lr, double beta1, double beta2,
     double eps, double weight_decay) {
   if (!mp::sizes_fit(count, sizes)) return MP_BAD_SIZE;
   if (skip != nullptr && !(*skip == 0.0f)) return MP_OK;
@@ -136,9 +136,9 @@ extern "C" int32_t mp_adamw(
   // 1 - beta^step, accurate also where it is small and where it is nearly 1.
   const double correction1 = -std::expm1(number * std::log(beta1)), correction2 = -std::expm1(number * std::log(beta2));
   const mp::Factors f{
-      grad_scale != nullptr ? *grad_scale : 1.0f, static_cast<float>(1.0 - lr * weight_decay),
+      grad_scale != nullptr ? *grad_scale : 1.0f, static_cast<float>(1.0 - *lr * weight_decay),
       static_cast<float>(beta1), static_cast<float>(1.0 - beta1), static_cast<float>(beta2),
-      static_cast<float>(1.0 - beta2), static_cast<float>(lr / correction1),
+      static_cast<float>(1.0 - beta2), static_cast<float>(*lr / correction1),
       static_cast<float>(1.0 / std::sqrt(correction2)), static_cast<float>(eps)};
   return mp::for_dtype(grad_dtype, [&](auto grad) {
     return mp::for_dtype(weights == nullptr ? static_cast<int32_t>(MP_F32) : weight_dtype, [&](auto weight) {

@@ -56,8 +56,9 @@ struct Adam {
   uint64_t vectors;  // bit t: tensor t may be read in pieces
   const void* step;
   const float *grad_scale, *skip;
-  double lr, log_beta1, log_beta2;
-  float decay, beta1, rest1, beta2, rest2, eps;
+  const double* lr;
+  double log_beta1, log_beta2, weight_decay;
+  float beta1, rest1, beta2, rest2, eps;
   int32_t step_is_int64;
 };
 static_assert(sizeof(Adam) <= 4096, "kernel parameters are at most 4 KiB");
@@ -67,9 +68,9 @@ static_assert(kAdamChunk % kAdamVector == 0, "a chunk keeps its tensor's alignme
 // In place of a weight's number type: there is none.
 struct NoWeight {};
 
-// What depends on the step number, the same for every element.
+// What depends on the step, the same for every element.
 struct Corrected {
-  float scale, rate, root;  // of gradients; lr / (1 - beta1^step); 1 / sqrt(1 - beta2^step)
+  float scale, decay, rate, root;  // of gradients; of masters; lr / (1 - beta1^step); 1 / sqrt(1 - beta2^step)
 };
 
 __device__ inline void update(
@@ -78,7 +79,7 @@ __device__ inline void update(
   // Two forms of the same mean: each is exact at its end, where the other would cancel.
   exp_avg = a.rest1 < 0.5f ? exp_avg + a.rest1 * (g - exp_avg) : g + a.beta1 * (exp_avg - g);
   exp_avg_sq = a.beta2 * exp_avg_sq + a.rest2 * (g * g);
-  master = a.decay * master - c.rate * (exp_avg / (sqrtf(exp_avg_sq) * c.root + a.eps));
+  master = c.decay * master - c.rate * (exp_avg / (sqrtf(exp_avg_sq) * c.root + a.eps));
 }
 
 template <typename W>
@@ -101,16 +102,18 @@ __device__ inline void put_piece<NoWeight>(void*, int64_t, const Pack<float, kAd
 template <typename W, typename G>
 __global__ void __launch_bounds__(kThreads) adamw(Adam a) {
   if (a.skip != nullptr && !(*a.skip == 0.0f)) return;
-  __shared__ float shared_rate, shared_root;
+  __shared__ float shared_decay, shared_rate, shared_root;
   if (threadIdx.x == 0) {
     const double step = a.step_is_int64 ? static_cast<double>(*static_cast<const int64_t*>(a.step))
                                         : static_cast<double>(*static_cast<const float*>(a.step));
+    const double lr = *a.lr;
+    shared_decay = static_cast<float>(fma(-lr, a.weight_decay, 1.0));
     // 1 - beta^step, accurate also where it is small and where it is nearly 1.
-    shared_rate = static_cast<float>(a.lr / -expm1(step * a.log_beta1));
+    shared_rate = static_cast<float>(lr / -expm1(step * a.log_beta1));
     shared_root = static_cast<float>(1.0 / sqrt(-expm1(step * a.log_beta2)));
   }
   __syncthreads();
-  const Corrected c{a.grad_scale != nullptr ? *a.grad_scale : 1.0f, shared_rate, shared_root};
+  const Corrected c{a.grad_scale != nullptr ? *a.grad_scale : 1.0f, shared_decay, shared_rate, shared_root};
   const int chunks = a.table.first[a.table.tensors];
   int t = 0;
   for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
@@ -329,7 +332,7 @@ extern "C" int32_t mp_square_norm(
 extern "C" int32_t mp_adamw(
     void* stream, int32_t weight_dtype, int32_t grad_dtype, int64_t count, void* const* weights, float* const* masters,
     const void* const* grads, float* const* exp_avg, float* const* exp_avg_sq, const int64_t* sizes, const void* step,
-    int32_t step_is_int64, const float* grad_scale, const float* skip, double lr, double beta1, double beta2,
+    int32_t step_is_int64, const float* grad_scale, const float* skip, const double* lr, double beta1, double beta2,
     double eps, double weight_decay) {
   for (int64_t i = 0; i < count; i++) {
     if (sizes[i] < 0 || sizes[i] > mp::kMostChunks / mp::kAdamTensors * mp::kAdamChunk) return MP_BAD_SIZE;
@@ -342,7 +345,7 @@ extern "C" int32_t mp_adamw(
   a.lr = lr;
   a.log_beta1 = log(beta1);
   a.log_beta2 = log(beta2);
-  a.decay = static_cast<float>(1.0 - lr * weight_decay);
+  a.weight_decay = weight_decay;
   a.beta1 = static_cast<float>(beta1);
   a.rest1 = static_cast<float>(1.0 - beta1);
   a.beta2 = static_cast<float>(beta2);

@@ -1,5 +1,6 @@
-/* AdamW (arXiv 1711.05101), the squared norm and the accumulation of many tensors at once. Arrays of pointers and sizes lie on the host
- * and are read before the functions return; what the pointers name, `step`, `grad_scale` and `skip` lie on the device.
+/* AdamW (arXiv 1711.05101), the squared norm and the accumulation of many tensors at once. Arrays of pointers and sizes
+ * lie on the host and are read before the functions return; what the pointers name, `step`, `lr`, `grad_scale` and
+ * `skip` lie on the device, so that a recorded launch (a CUDA graph) takes those of its own step.
  */
 #ifndef MP_OPTIMIZER_H
 #define MP_OPTIMIZER_H
@@ -29,7 +30,7 @@ int64_t mp_square_norm_workspace(int64_t count, const int64_t* sizes);
 int32_t mp_adamw(
     void* stream, int32_t weight_dtype, int32_t grad_dtype, int64_t count, void* const* weights, float* const* masters,
     const void* const* grads, float* const* exp_avg, float* const* exp_avg_sq, const int64_t* sizes, const void* step,
-    int32_t step_is_int64, const float* grad_scale, const float* skip, double lr, double beta1, double beta2,
+    int32_t step_is_int64, const float* grad_scale, const float* skip, const double* lr, double beta1, double beta2,
     double eps, double weight_decay);
 
 /* sums[i] += grads[i] for `count` tensors, grads of a dtype. Reads both and writes the sum, each once. */

@@ -91,6 +91,9 @@ def reduced_auxiliary(sums: AuxiliarySums, ctx: ParallelContext) -> torch.Tensor
     return values
 
 
-def refused_loss(sums: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return 1 if the mean of (loss sum, tokens) is not finite or above a finite ``limit``, else 0: float32 scalar."""
+def refused_loss(sums: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Return 1 if the mean of (loss sum, tokens) is not finite or above a finite ``limit``, else 0: float32 scalar.
+
+    ``limit``: float64 scalar on the device.
+    """
     return (~(sums[0] / sums[1].clamp(min=1.0) <= limit)).float()

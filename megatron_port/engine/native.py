@@ -45,6 +45,7 @@ from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.rules import rule_of
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
+from megatron_port.optim.step_values import StepNumbers, StepValues
 from megatron_port.optim.unit_gather import WeightSharding
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
@@ -111,6 +112,7 @@ class NativeEngine:
             ((p.record, p.gradient) for p in self.sharded.pieces), ctx, spread=self.sharded.spread
         )
         self.scaler = LossScaler(config.precision)
+        self.values = StepValues(ctx.device)
         self.on_gradients: GradientHook | None = None
         self.auxiliary = AuxiliarySums(self.chunks[0].auxiliary_names, ctx.device)
         self._losses: list[torch.Tensor] = []
@@ -195,7 +197,8 @@ class NativeEngine:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
             self.chunks, self.ctx, self.stream, self.progress, self.wgrad_accumulator, micro_batches=micro_batches,
-            step=step, loss_factor=self.scaler.scale * loss_weight(tokens), global_tokens=tokens,
+            step=step, loss_factor=self.values.host.loss_factor, loss_gradient=self.values.loss_factor,
+            global_tokens=tokens,
             auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
             flush_gradients=self.gradients.flush,
@@ -223,6 +226,13 @@ class NativeEngine:
         at = self.progress.at
         at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        largest_loss, largest_norm = limits.largest
+        used_scale = self.scaler.scale
+        self.values.set(StepNumbers(
+            lr=lr, loss_factor=used_scale * loss_weight(tokens), tokens=tokens,
+            replica_tokens=tokens / self.ctx.size("dp"), scale=used_scale, largest_loss=largest_loss,
+            largest_norm=largest_norm,
+        ))
         with nullcontext() if probe is None else probe.watch(self.stage):
             passes = self._run(micro_batches, step, tokens=tokens, probe=probe)
         self._losses = passes.losses
@@ -230,18 +240,16 @@ class NativeEngine:
             probe.own_gradients(self.sharded.local_gradients())
         at(REDUCE, "gradients over the replicas, partial and tied ones over tp and the stages")
         self.sharded.finish()
-        used_scale = self.scaler.scale
         if self.on_gradients is not None:
             self.on_gradients([(record, g / used_scale) for record, g in self.sharded.whole_gradients()])
         at(REDUCE, "loss of the step")
-        largest_loss, largest_norm = limits.largest
-        sums = device_sums([passes.total, tokens / self.ctx.size("dp")], self.ctx)
+        sums = device_sums([passes.total, self.values.replica_tokens], self.ctx)
         auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
-        veto = refused_loss(sums, largest_loss) if probe is None else torch.ones((), device=sums.device)
+        veto = refused_loss(sums, self.values.largest_loss) if probe is None else torch.ones((), device=sums.device)
         at(OPTIMIZER, "gradient norm and update")
         square = global_square_norm(self._in_norm, self.ctx, self.update.square_norm)
         self._verify_state()
-        norm, refused = self.update.step(square, lr=lr, scale=used_scale, veto=veto, limit=largest_norm)
+        norm, refused = self.update.step(square, self.values, veto=veto)
         self._record_state(gathering=self.sharded.shards > 1 and self.sharded.unit_gather is None)
         self.sharded.start_gather()
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).

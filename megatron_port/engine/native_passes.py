@@ -58,7 +58,8 @@ class Passes:
 
     Args:
         chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
-        loss_factor: what the loss of the step is multiplied by for its gradient: loss scale over tokens.
+        loss_gradient: what the loss of the step is multiplied by for its gradient, a scalar on the device: loss scale
+            over tokens. The modules are told the number, ``loss_factor``.
         global_tokens: loss tokens of the step, for the modules.
         auxiliary: what the modules add to; None: nobody reads it.
         probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
@@ -69,13 +70,13 @@ class Passes:
     def __init__(
         self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, progress: ProgressTracker,
         gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int, loss_factor: float,
-        global_tokens: float = 1.0, auxiliary: AuxiliarySums | None = None, probe: Probe | None = None,
-        sums: Callable[[], list[torch.Tensor]] = list, after_backward: Callable[[int], None] = lambda chunk: None,
-        flush_gradients: Callable[[], None] = lambda: None,
+        loss_gradient: torch.Tensor, global_tokens: float = 1.0, auxiliary: AuxiliarySums | None = None,
+        probe: Probe | None = None, sums: Callable[[], list[torch.Tensor]] = list,
+        after_backward: Callable[[int], None] = lambda chunk: None, flush_gradients: Callable[[], None] = lambda: None,
     ) -> None:
         self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
         self.micro_batches, self.step, self.loss_factor = micro_batches, step, loss_factor
-        self.global_tokens, self.auxiliary = global_tokens, auxiliary
+        self.loss_gradient, self.global_tokens, self.auxiliary = loss_gradient, global_tokens, auxiliary
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
         self.flush_gradients = flush_gradients
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
@@ -144,7 +145,7 @@ class Passes:
             self.gradients.deferred = self._weights[place] = []
         try:
             if received is None:
-                (outputs[0] * self.loss_factor).backward()
+                torch.autograd.backward(outputs, (self.loss_gradient.to(outputs[0].dtype),))
             else:
                 torch.autograd.backward(_floating(outputs), received)
         finally:

@@ -2,8 +2,8 @@
 by the optimizer rule, round the masters into its pieces of the weights.
 
 AdamW has two providers: torch's, whose skipping and clipping the host decides, and the own multi-tensor kernel, which
-reads loss scale, clip factor and overflow on the device, so that no step waits for it. Other rules are updated piece by
-piece (:class:`RuleUpdate`), the host deciding.
+reads learning rate, loss scale, clip factor and overflow on the device, so that no step waits for it. Other rules are
+updated piece by piece (:class:`RuleUpdate`), the host deciding.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_port.optim.fused import FusedAdamW
 from megatron_port.optim.offload import Offload
 from megatron_port.optim.rules import AdamW, ElementwiseRule, UpdateSettings
 from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.step_values import StepValues
 
 SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
 
@@ -41,10 +42,10 @@ class Update(Protocol):
         """Continue after ``steps`` updates, when masters and state have been loaded."""
 
     def step(
-        self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the pieces' gradients, which carry a factor ``scale``; nothing happens if their norm is not finite,
-        above the finite ``limit``, or ``veto`` (float32 scalar on the device) is not zero.
+        """Apply the pieces' gradients, which carry the loss scale; nothing happens if their norm is not finite or above
+        its limit, or ``veto`` (float32 scalar on the device) is not zero.
 
         ``square``: squared global L2 norm of the gradients as they are, a scalar on the device.
 
@@ -74,18 +75,19 @@ class HostUpdate(ABC):
         self._steps = steps
 
     def step(
-        self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = values.host.scale
         norm = square.sqrt() / scale
         size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
-        if vetoed or not size <= limit:
+        if vetoed or not size <= values.host.largest_norm:
             return norm, torch.ones_like(veto)
         clip = self.config.clip_grad
         factor = (clip / (size + 1e-6) if 0.0 < clip < size else 1.0) / scale
         if factor != 1.0:
             for piece in self.sharded.pieces:
                 piece.gradient.mul_(factor)
-        self._apply(lr)
+        self._apply(values.host.lr)
         self._steps += 1
         self.sharded.publish()
         return norm, veto
@@ -173,14 +175,14 @@ class OwnUpdate:
 
     @torch.no_grad()
     def step(
-        self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.optimizer.clipped_step(
-            self._gradients(), lr=lr, square_norm=square, max_norm=self.config.clip_grad, inv_scale=1.0 / scale,
-            limit=limit, veto=veto,
+            self._gradients(), lr=values.lr, square_norm=square, max_norm=self.config.clip_grad,
+            inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto,
         )
 
-    def apply(self, factor: torch.Tensor, skip: torch.Tensor, *, lr: float) -> None:
+    def apply(self, factor: torch.Tensor, skip: torch.Tensor, *, lr: torch.Tensor) -> None:
         """Apply the pieces' gradients times ``factor`` unless ``skip`` is not 0: scalars on the device."""
         self.optimizer.step(self._gradients(), lr=lr, grad_scale=factor, skip=skip)
 

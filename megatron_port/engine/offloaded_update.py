@@ -17,6 +17,7 @@ from megatron_port.optim.bucket_memory import Bucket
 from megatron_port.optim.buckets import shard_ranges
 from megatron_port.optim.offload import Offload, StagedBucket
 from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.step_values import StepValues
 
 if TYPE_CHECKING:
     from megatron_port.engine.native_update import OwnUpdate, SquareNorm
@@ -65,22 +66,23 @@ class OffloadedUpdate:
 
     @torch.no_grad()
     def step(
-        self, square: torch.Tensor, *, lr: float, scale: float, veto: torch.Tensor, limit: float
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         factor, skip, norm = clip_factor(
-            square, max_norm=self.config.clip_grad, inv_scale=1.0 / scale, limit=limit, veto=veto
+            square, max_norm=self.config.clip_grad, inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto
         )
-        self.on_device.apply(factor, skip, lr=lr)
+        self.on_device.apply(factor, skip, lr=values.lr)
         host_factor, skipped = torch.stack([factor, skip]).cpu().unbind()
         if skipped:
             self.offload.discard()
             return norm, skip
         self._step += 1
+        lr = torch.tensor(values.host.lr, dtype=torch.float64)
         for staged in self.offload.updates():
             self._update(staged, host_factor, lr)
         return norm, skip
 
-    def _update(self, staged: StagedBucket, factor: torch.Tensor, lr: float) -> None:
+    def _update(self, staged: StagedBucket, factor: torch.Tensor, lr: torch.Tensor) -> None:
         config, state = self.config, staged.state
         for gap in self._padding[id(staged.bucket)]:
             staged.weights[gap].zero_()  # else what the staging buffer held before would reach the device

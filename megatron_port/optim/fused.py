@@ -85,10 +85,11 @@ class FusedAdamW:
             raise ValueError("a master is in the groups twice")
 
     def step(
-        self, grads: Sequence[Sequence[Tensor]], *, lr: float, grad_scale: Tensor | None = None,
+        self, grads: Sequence[Sequence[Tensor]], *, lr: float | Tensor, grad_scale: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        """Apply one update; ``grads[i]`` are those of the masters of group i. See ``adamw_`` for grad_scale and skip.
+        """Apply one update; ``grads[i]`` are those of the masters of group i. ``adamw_`` says what lr, grad_scale
+        and skip are.
 
         Where ``skip`` is not zero neither tensors nor the counter change.
         """
@@ -105,8 +106,8 @@ class FusedAdamW:
             )
 
     def clipped_step(
-        self, grads: Sequence[Sequence[Tensor]], *, lr: float, square_norm: Tensor, max_norm: float,
-        inv_scale: float = 1.0, limit: float = sys.float_info.max, veto: Tensor | None = None,
+        self, grads: Sequence[Sequence[Tensor]], *, lr: float | Tensor, square_norm: Tensor, max_norm: float,
+        inv_scale: float | Tensor = 1.0, limit: float | Tensor = sys.float_info.max, veto: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Unscale and clip gradients and update, unless their norm is not finite; return (norm, skip).
 

@@ -68,6 +68,7 @@ def _step(schedule: str, chunks: int, boundary: Boundary = BOUNDARY) -> dict[str
     unused = WgradAccumulator(lambda p: None, lambda p: p)  # autograd keeps the gradients of these parts
     passes = Passes(
         mine, ctx, DropoutStream(0, ctx.device), progress, unused, micro_batches=_batches(), step=0, loss_factor=0.5,
+        loss_gradient=torch.tensor(0.5),
     )
     try:
         Runner(StageLink(ctx), progress).run(

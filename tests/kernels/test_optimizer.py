@@ -128,6 +128,17 @@ def test_gradients_are_scaled(device: torch.device) -> None:
     case.check(scale=2.0**-7)
 
 
+def test_the_learning_rate_is_read_from_memory(device: torch.device) -> None:
+    """One tensor whose number changes gives the bits of numbers handed over; another dtype is refused."""
+    case, other, rate = Case(device), Case(device), torch.zeros((), dtype=torch.float64, device=device)
+    for number in range(1, 4):
+        case.step(number, lr=rate.fill_(number / 700))
+        other.step(number, lr=number / 700)
+    assert all(torch.equal(a, b) for a, b in zip(case.everything(), other.everything()))
+    with pytest.raises(RuntimeError, match="lr"):
+        case.step(4, lr=rate.float())
+
+
 @pytest.mark.parametrize("skip", [1.0, -3.0, math.nan, math.inf])
 def test_a_skipped_step_writes_nothing(device: torch.device, skip: float) -> None:
     case = Case(device, weight_dtype=torch.bfloat16)
@@ -313,12 +324,12 @@ def test_autograd_sees_that_weights_changed(device: torch.device) -> None:
 def test_opcheck(device: torch.device) -> None:
     case = Case(device, shapes=((5,), (8, 3)), weight_dtype=torch.bfloat16)
     torch.library.opcheck(torch.ops.megatron_port.square_norm, (case.grads[0],))
-    scalar = torch.tensor(0.0, device=device)
+    scalar, rate = torch.tensor(0.0, device=device), torch.tensor(3e-3, dtype=torch.float64, device=device)
     for weights, other in (([], None), (case.weights, scalar)):
         torch.library.opcheck(
             torch.ops.megatron_port.adamw_,
             (weights, case.masters, case.grads[0], case.exp_avg, case.exp_avg_sq, torch.tensor(1, device=device),
-             other, other, *HYPER.values()))
+             other, other, rate, *list(HYPER.values())[1:]))
 
 
 def _break(case: Case, what: str) -> dict[str, object]:

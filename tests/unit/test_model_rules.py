@@ -30,6 +30,7 @@ from megatron_port.engine.native import NativeEngine
 from megatron_port.engine.native_update import make_update
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.shapes import model_records
+from megatron_port.optim.step_values import StepNumbers, StepValues
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import Positions
 from megatron_port.session.assemble import DTYPES, build_engine
@@ -85,12 +86,14 @@ def test_an_update_without_gradient_is_decay_alone(provider: str, bias: bool) ->
         ROPE, seq_length=8, add_bias=bias, normalization="layernorm", position_embedding="learned"
     ), "fp32", "on" if provider == "own" else "off")
     update = make_update(provider, engine.sharded, engine.config.optimizer)
+    values = StepValues(torch.device("cpu"))
+    values.set(StepNumbers(lr=0.1))
     before = {}
     for piece in engine.sharded.pieces:
         piece.master.add_(0.5)  # biases too
         piece.gradient.zero_()
         before[piece.record.name] = piece.master.clone()
-    _, refused = update.step(torch.zeros(()), lr=0.1, scale=1.0, veto=torch.zeros(()), limit=1e30)
+    _, refused = update.step(torch.zeros(()), values, veto=torch.zeros(()))
     assert not bool(refused)
     for piece in engine.sharded.pieces:
         name = piece.record.name

@@ -41,7 +41,7 @@ def adamw_(
     step: Tensor,
     grad_scale: Tensor | None,
     skip: Tensor | None,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -61,10 +61,13 @@ def adamw_(
         step: number of this update, from 1; float32 or int64 scalar on the device.
         grad_scale: float32 scalar on the device (unscaling times clipping); None: 1.
         skip: float32 scalar on the device; where it is not zero, or NaN, nothing is written. None: 0.
+        lr: float64 scalar on the device, or a number, which one more launch takes there.
 
     Raises:
         RuntimeError: lists that do not fit together, a wrong dtype or device, betas outside [0, 1).
     """
+    if not isinstance(lr, Tensor):
+        lr = torch.full((), lr, dtype=torch.float64, device=masters[0].device if masters else None)
     torch.ops.megatron_port.adamw_(
         list(weights), list(masters), [g.contiguous() for g in grads], list(exp_avg), list(exp_avg_sq), step,
         grad_scale, skip, lr, beta1, beta2, eps, weight_decay,
@@ -74,7 +77,7 @@ def adamw_(
 
 
 def clip_factor(
-    square_norm: Tensor, *, max_norm: float, inv_scale: float, limit: float = sys.float_info.max,
+    square_norm: Tensor, *, max_norm: float, inv_scale: float | Tensor, limit: float | Tensor = sys.float_info.max,
     veto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(grad_scale, skip, norm) for :func:`adamw_`, scalars on the device; nothing is read back.
@@ -82,10 +85,11 @@ def clip_factor(
     ``square_norm`` is that of gradients which ``inv_scale`` (1 / loss scale) unscales, summed over all ranks.
     norm (float64) = sqrt(square_norm) * inv_scale; grad_scale (float32) = inv_scale, times max_norm / (norm + 1e-6)
     where norm > max_norm > 0; skip (float32) = 1 where norm is not finite, above the finite ``limit``, or ``veto``
-    (float32 scalar on the device) is not zero, else 0.
+    (float32 scalar on the device) is not zero, else 0. ``inv_scale`` and ``limit``: numbers, or float64 scalars on the
+    device.
     """
     norm = square_norm.to(torch.float64).sqrt() * inv_scale
-    factor = torch.full_like(norm, inv_scale)
+    factor = inv_scale if isinstance(inv_scale, Tensor) else torch.full_like(norm, inv_scale)
     if max_norm > 0.0:
         factor = torch.where(norm > max_norm, factor * (max_norm / (norm + 1e-6)), factor)
     skip = (~(norm <= limit)).float()
