@@ -11,9 +11,10 @@ from pool import RankPool
 from megatron_port.config.checks import problems
 from megatron_port.config.dump import leaves
 
-SEEDS = (*range(30), 37, 67, 81, 336, 374)
-"""Beyond 30: key/value heads that tp ranks share under ZeRO in fp64, and two heads on tp 4 in bf16 (37, 336); DeepSpeed
-in bf16 on 3 and 5 replicas, with one stage and two (67, 81, 374)."""
+SEEDS = (0, 2, 3, 4, 6, 11, 15, 16, 18, 20, 21, 22, 26, 27, 28, 29, 37, 67, 81, 336, 374)
+"""Of the first 30 those of few ranks that cover what the last test asks. Beyond them: key/value heads that tp ranks
+share under ZeRO in fp64, and two heads on tp 4 in bf16 (37, 336); DeepSpeed in bf16 on 3 and 5 replicas, with one stage
+and two (67, 81, 374). 1,000 draws are a record (docs/parity.md)."""
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -25,8 +26,10 @@ def test_random_layouts_equal_one_process(ranks: RankPool, part: int) -> None:
 
 def test_every_option_is_drawn_or_listed_with_the_reason() -> None:
     values: dict[str, set[object]] = {}
+    sizes = set()
     for seed in range(400):
         one = draw(seed)
+        sizes.add(one.topology.tp)
         legal = dataclasses.replace(one.config, data=dataclasses.replace(one.config.data, synthetic=True))
         assert not problems(legal, world_size=one.topology.world_size), seed
         for name, value in leaves(one.config):
@@ -37,7 +40,7 @@ def test_every_option_is_drawn_or_listed_with_the_reason() -> None:
     assert not drawn & listed, f"drawn and listed: {sorted(drawn & listed)}"
     sections = {name.partition(".")[0] for name in values}
     assert all(key in values or key in sections for key in NOT_DRAWN), "no such option"
-    assert {t.tp for t in (draw(s).topology for s in range(400))} == {1, 2, 3, 4, 5, 6}
+    assert sizes == {1, 2, 3, 4, 5, 6}
 
 
 def test_the_draws_cover_what_they_should() -> None:

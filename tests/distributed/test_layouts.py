@@ -57,7 +57,7 @@ def test_layout_equals_one_process(ranks: RankPool, engine: str, dtype: str, wor
     assert len(results) == len(cases)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_schedule_equals_one_process(ranks: RankPool, world: int) -> None:
     """In fp64, where nothing hides behind rounding; fp32 and bf16 were run once (docs/parity.md)."""
     draws = [d for d in schedule_matrix(("fp64",)) if d.topology.world_size == world]
