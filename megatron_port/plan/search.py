@@ -17,7 +17,8 @@ from megatron_port.config.checks import problems
 from megatron_port.config.layout import divisors, legal_tensor_sizes, with_values
 from megatron_port.config.schema import RunConfig
 from megatron_port.plan.case import Case, Machine, balanced_split
-from megatron_port.plan.memory import StageMemory, stage_memory
+from megatron_port.plan.elements import stage_elements
+from megatron_port.plan.memory import StageMemory, held_bytes, stage_memory
 from megatron_port.plan.step import StepPlan, plan_step
 
 RECOMPUTE = ("none", "selective", "full")
@@ -148,18 +149,29 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
     return out
 
 
+def _ends(case: Case) -> list[int]:
+    """Activations fall from the first stage on: only the ends and one between can need most."""
+    return sorted({0, min(1, case.pp - 1), case.pp - 1})
+
+
 def fullest(case: Case, machine: Machine) -> StageMemory:
-    """The stage that needs most. Activations fall from the first stage on: only the ends and one between can be it."""
-    stages = sorted({0, min(1, case.pp - 1), case.pp - 1})
-    return max((stage_memory(case, machine, s, quick=True) for s in stages), key=lambda m: m.total)
+    """The stage that needs most."""
+    return max((stage_memory(case, machine, s, quick=True) for s in _ends(case)), key=lambda m: m.total)
+
+
+def _state_alone_is_more(case: Case, limit: float) -> bool:
+    """Whether weights, gradients and optimizer state are more than ``limit`` bytes; the rest costs more to count."""
+    return any(sum(held_bytes(case, stage_elements(case, stage))) > limit for stage in _ends(case))
 
 
 def search(base: Case, machine: Machine, options: Options, *, keep_unfit: bool = False) -> list[Candidate]:
     """All layouts that fit, fastest first (``keep_unfit``: the others too, after them, least memory first)."""
-    found = []
+    found, limit = [], machine.cluster.memory_gb * 1e9
     for case in layouts(base, options):
+        if not keep_unfit and _state_alone_is_more(case, limit):
+            continue
         memory = fullest(case, machine)
-        if keep_unfit or memory.total <= machine.cluster.memory_gb * 1e9:
+        if keep_unfit or memory.total <= limit:
             found.append(Candidate(case=case, step=plan_step(case, machine, quick=True), memory=memory))
 
     def rank(c: Candidate) -> tuple[bool, float, float]:
