@@ -12,6 +12,7 @@ from typing import Any
 from megatron_port.config.choices import CHOICES, RANGES, SIZES
 from megatron_port.config.dump import leaves
 from megatron_port.config.fp8 import fp8_problems
+from megatron_port.config.graphs import graph_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.memory import activation_problems
@@ -50,7 +51,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     if not sizes:
         found += [*_relations(config), *fp8_problems(config)]
     found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
-    found += [*_engine_problems(config), *offload_problems(config)]
+    found += [*_engine_problems(config), *offload_problems(config), *graph_problems(config)]
     found += activation_problems(
         config.activations, num_layers=config.model.num_layers,
         described=config.cluster.memory_gb > 0 and bool(config.hardware.device or config.hardware.matmul_tflops),

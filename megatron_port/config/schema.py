@@ -358,6 +358,9 @@ class BackendConfig:
     """auto | torch | reference (of 8-bit values in fp32, for tests): products under precision.fp8"""
     optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
+    graphs: Literal["off", "step"] = "off"
+    """off | step (CUDA or HIP graphs: a step's launches are recorded once and replayed by two calls, so that the host's
+    time no longer counts; engine native on GPUs, fixed shapes; docs/performance.md)"""
     allow_jit: bool = False
     """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile); false: that is an error."""
     deterministic: bool = False

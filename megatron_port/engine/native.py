@@ -38,6 +38,8 @@ from megatron_port.engine.native_gradients import GradientSink
 from megatron_port.engine.native_passes import Passes, unit_uses
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
+from megatron_port.engine.step_graphs import Recorder, Reduced, StepGraphs, cuda_recorder
+from megatron_port.engine.step_inputs import StepInputs
 from megatron_port.errors import ConfigError
 from megatron_port.optim.bucket_memory import Bucket, StateShard
 from megatron_port.optim.gradients import global_square_norm, owned_gradients
@@ -55,7 +57,7 @@ from megatron_port.parallel.mesh import SHARDED
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import BUFFER, StatePiece, StateReader
-from megatron_port.parallel.step import AuxiliarySums
+from megatron_port.parallel.step import AuxiliarySums, sample_keys
 from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import forward_only, make_schedule
@@ -121,6 +123,9 @@ class NativeEngine:
         # Not a bound method: see GradientSink.
         recording, sharded = self.state_check, weakref.ref(self.sharded)
         self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
+        self.graphs: StepGraphs | None = None
+        if config.backend.graphs == "step":
+            self.record_steps(cuda_recorder(config, ctx, optimizer_provider))
 
     def _shards_gradients(self) -> bool:
         """Whether gradient sums are sharded: from ZeRO stage 2 on. Where the schedule splits backward passes, stage 3
@@ -184,10 +189,17 @@ class NativeEngine:
         units = [{id(p) for p in unit.parameters()} for chunk in self.chunks for unit in chunk.units]
         return [p for _, p in self.parameters if sum(id(p) in unit for unit in units) > 1]
 
+    def record_steps(self, recorder: Recorder) -> None:
+        """Record steps and replay them, from the fourth on (``step_graphs``). Before the first step."""
+        self.graphs = StepGraphs(recorder, self.ctx.device)
+        self.sharded.on_gathered = lambda bucket: None  # recorded with the rest of the state, once all are gathered
+
     def _run(
-        self, micro_batches: Sequence[MicroBatch], step: int, *, tokens: float, probe: Probe | None = None,
+        self, micro_batches: Sequence[MicroBatch], step: int, *, probe: Probe | None = None,
+        keys: Sequence[torch.Tensor] = (),
     ) -> Passes:
-        """Run the step's schedule, or an evaluation's where no gradients are wanted."""
+        """Run the step's schedule, or an evaluation's where no gradients are wanted. ``keys``: of a recorded step."""
+        values = self.values if keys else self.values.host
         count, layout = len(micro_batches), self.config.layout
         if torch.is_grad_enabled():
             schedule = make_schedule(
@@ -197,8 +209,8 @@ class NativeEngine:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
             self.chunks, self.ctx, self.stream, self.progress, self.wgrad_accumulator, micro_batches=micro_batches,
-            step=step, loss_factor=self.values.host.loss_factor, loss_gradient=self.values.loss_factor,
-            global_tokens=tokens,
+            step=step, loss_factor=values.loss_factor, loss_gradient=self.values.loss_factor,
+            global_tokens=values.tokens, keys=keys,
             auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
             flush_gradients=self.gradients.flush,
@@ -220,42 +232,36 @@ class NativeEngine:
         """Take one optimizer step (``engine.api.Engine``)."""
         self.stage.train()
         self.stream.enabled = True
-        # A replay wants to see this rank's own gradients before any sum.
-        self.sharded.begin(len(micro_batches), early=probe is None)
-        self.auxiliary.reset()
-        at = self.progress.at
-        at(REDUCE, "tokens of the step")
+        self.progress.at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        largest_loss, largest_norm = limits.largest
-        used_scale = self.scaler.scale
+        used_scale, (largest_loss, largest_norm) = self.scaler.scale, limits.largest
         self.values.set(StepNumbers(
             lr=lr, loss_factor=used_scale * loss_weight(tokens), tokens=tokens,
             replica_tokens=tokens / self.ctx.size("dp"), scale=used_scale, largest_loss=largest_loss,
             largest_norm=largest_norm,
         ))
-        with nullcontext() if probe is None else probe.watch(self.stage):
-            passes = self._run(micro_batches, step, tokens=tokens, probe=probe)
-        self._losses = passes.losses
-        if probe is not None:
-            probe.own_gradients(self.sharded.local_gradients())
-        at(REDUCE, "gradients over the replicas, partial and tied ones over tp and the stages")
-        self.sharded.finish()
-        if self.on_gradients is not None:
-            self.on_gradients([(record, g / used_scale) for record, g in self.sharded.whole_gradients()])
-        at(REDUCE, "loss of the step")
-        sums = device_sums([passes.total, self.values.replica_tokens], self.ctx)
-        auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
-        veto = refused_loss(sums, self.values.largest_loss) if probe is None else torch.ones((), device=sums.device)
-        at(OPTIMIZER, "gradient norm and update")
-        square = global_square_norm(self._in_norm, self.ctx, self.update.square_norm)
-        self._verify_state()
-        norm, refused = self.update.step(square, self.values, veto=veto)
-        self._record_state(gathering=self.sharded.shards > 1 and self.sharded.unit_gather is None)
-        self.sharded.start_gather()
+        graphs = self.graphs
+        if graphs is None or probe is not None or self.on_gradients is not None:
+            if graphs is not None:
+                graphs.release()  # the recordings' memory is needed
+            reduced = self._reduce(micro_batches, step, probe=probe)
+            self._verify_state()
+            outcome = self._apply(reduced)
+        else:
+            self.sharded.gathers_itself()
+            keys = [sample_keys(self.config.seed, step, b.sample_ids) for b in micro_batches]
+            reduced = graphs.gradients(micro_batches, keys, self._reduce_recorded)
+            self._verify_state()
+            outcome = graphs.update(lambda: self._apply(reduced))
+        self._losses = reduced.losses
+        if graphs is None:
+            self._record_state(gathering=self.sharded.shards > 1 and self.sharded.unit_gather is None)
+            self.sharded.start_gather()
+        else:
+            self.sharded.defer_gather()
+            self._record_state(gathering=False)
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
-        total, count, grad_norm, skipped, self._differing, *added = torch.stack(
-            [*sums, norm.double(), refused.double(), self.state_check.differing.double(), *auxiliary.double()]
-        ).tolist()
+        total, count, grad_norm, skipped, self._differing, *added = outcome.tolist()
         loss, finite = total / max(count, 1.0), math.isfinite(grad_norm)
         if probe is None:
             self.scaler.account(loss, grad_norm, applied=not skipped)
@@ -264,12 +270,53 @@ class NativeEngine:
             loss_scale=used_scale, auxiliary=dict(zip(self.auxiliary.names, added)),
         )
 
+    def _reduce_recorded(self, inputs: StepInputs) -> Reduced:
+        """Gather the weights and compute gradients: the work of a recorded step before its update."""
+        self.sharded.start_gather()
+        return self._reduce(inputs.batches, -1, keys=inputs.keys)
+
+    def _reduce(
+        self, micro_batches: Sequence[MicroBatch], step: int, *, probe: Probe | None = None,
+        keys: Sequence[torch.Tensor] = (),
+    ) -> Reduced:
+        """Compute the gradients of a step, summed over all ranks, and their norm."""
+        at = self.progress.at
+        # A replay wants to see this rank's own gradients before any sum.
+        self.sharded.begin(len(micro_batches), early=probe is None)
+        self.auxiliary.reset()
+        with nullcontext() if probe is None else probe.watch(self.stage):
+            passes = self._run(micro_batches, step, probe=probe, keys=keys)
+        if probe is not None:
+            probe.own_gradients(self.sharded.local_gradients())
+        at(REDUCE, "gradients over the replicas, partial and tied ones over tp and the stages")
+        self.sharded.finish()
+        if self.on_gradients is not None:
+            scale = self.scaler.scale
+            self.on_gradients([(record, g / scale) for record, g in self.sharded.whole_gradients()])
+        at(REDUCE, "loss of the step")
+        sums = device_sums([passes.total, self.values.replica_tokens], self.ctx)
+        auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
+        veto = refused_loss(sums, self.values.largest_loss) if probe is None else torch.ones((), device=sums.device)
+        at(OPTIMIZER, "gradient norm and update")
+        square = global_square_norm(self._in_norm, self.ctx, self.update.square_norm)
+        return Reduced(passes.losses, sums, auxiliary, veto, square)
+
+    def _apply(self, reduced: Reduced) -> torch.Tensor:
+        """Update; return (loss, tokens, norm, whether nothing happened, damaged rows, auxiliary sums …), float64."""
+        norm, refused = self.update.step(reduced.square, self.values, veto=reduced.veto)
+        return torch.stack([
+            *reduced.sums, norm.double(), refused.double(), self.state_check.differing.double(),
+            *reduced.auxiliary.double(),
+        ])
+
     def _record_state(self, *, gathering: bool) -> None:
         """Hash what this rank owns, after an update; its weights too, unless a gather is still to bring them."""
         if self.state_check.begin():
             self.sharded.settle_state()
             self.state_check.record(self.sharded.owned_tensors())
             if not gathering:
+                if self.graphs is not None:
+                    self.sharded.wait()
                 self.state_check.record(self.sharded.weight_tensor(b) for b in self.sharded.buckets)
 
     def _verify_state(self) -> None:
@@ -305,7 +352,8 @@ class NativeEngine:
         self.stream.enabled = False
         self.progress.at(REDUCE, "tokens of the batch")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
-        passes = self._run(micro_batches, 0, tokens=tokens)
+        self.values.set(StepNumbers(tokens=tokens))
+        passes = self._run(micro_batches, 0)
         self.progress.at(REDUCE, "loss of the batch")
         self.stream.enabled = True
         loss_sum, count = shared_sums([passes.total, tokens / self.ctx.size("dp")], self.ctx)

@@ -61,6 +61,7 @@ class Passes:
         loss_gradient: what the loss of the step is multiplied by for its gradient, a scalar on the device: loss scale
             over tokens. The modules are told the number, ``loss_factor``.
         global_tokens: loss tokens of the step, for the modules.
+        keys: of a recorded step: memory with the dropout keys of each micro-batch's samples.
         auxiliary: what the modules add to; None: nobody reads it.
         probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
         after_backward: told the chunk whose backward pass has ended.
@@ -69,13 +70,14 @@ class Passes:
 
     def __init__(
         self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, progress: ProgressTracker,
-        gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int, loss_factor: float,
-        loss_gradient: torch.Tensor, global_tokens: float = 1.0, auxiliary: AuxiliarySums | None = None,
+        gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int,
+        loss_factor: float | torch.Tensor, loss_gradient: torch.Tensor, global_tokens: float | torch.Tensor = 1.0,
+        keys: Sequence[torch.Tensor] = (), auxiliary: AuxiliarySums | None = None,
         probe: Probe | None = None, sums: Callable[[], list[torch.Tensor]] = list,
         after_backward: Callable[[int], None] = lambda chunk: None, flush_gradients: Callable[[], None] = lambda: None,
     ) -> None:
         self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
-        self.micro_batches, self.step, self.loss_factor = micro_batches, step, loss_factor
+        self.micro_batches, self.step, self.loss_factor, self.keys = micro_batches, step, loss_factor, keys
         self.loss_gradient, self.global_tokens, self.auxiliary = loss_gradient, global_tokens, auxiliary
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
         self.flush_gradients = flush_gradients
@@ -99,7 +101,7 @@ class Passes:
     def _forward(self, action: Action, received: Payload | None) -> Payload:
         number, chunk = action.micro_batch, self.chunks[action.chunk]
         batch = self.micro_batches[number]
-        self._announce(batch)
+        self._announce(number)
         self.progress.at(FORWARD, "micro-batch", number)
         probe, virtual = self.probe, self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
         with nullcontext() if probe is None else probe.forward(number, virtual):
@@ -122,13 +124,15 @@ class Passes:
             self._held[action.chunk, number] = (received, outputs)
         return outputs
 
-    def _announce(self, batch: MicroBatch) -> None:
-        """Tell the modules which micro-batch comes."""
+    def _announce(self, number: int) -> None:
+        """Tell the modules which micro-batch comes; in a recorded step not its samples, which differ in each replay."""
+        batch, recorded = self.micro_batches[number], bool(self.keys)
         bounds = batch.document_bounds
         self.stream.set_micro_batch(
-            self.step, batch.sample_ids, loss_factor=self.loss_factor, global_tokens=self.global_tokens,
+            self.step, () if recorded else batch.sample_ids, loss_factor=self.loss_factor,
+            global_tokens=self.global_tokens,
             document_bounds=None if bounds is None else to_device_async(bounds, self.ctx.device),
-            auxiliary=self.auxiliary,
+            auxiliary=self.auxiliary, keys=self.keys[number] if recorded else None,
         )
 
     def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

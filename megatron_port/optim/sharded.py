@@ -118,7 +118,7 @@ class ShardedParameters:
         names = [record.name for record, _ in self.parameters]
         self._rounds = {c: GradReadyTracker(g, names.__getitem__) for c, g in groups.items()}
         self._round_of = [self._rounds[c if self.shard_gradients else 0] for c in chunk_of]
-        self._hold = False
+        self._hold = self._deferred = False
         self._open: list[Bucket] = []
         self._reducing: deque[Bucket] = deque()
         self.grad_buffer_pool: GradBufferPool | None = None
@@ -336,10 +336,20 @@ class ShardedParameters:
             if bucket.masters.dtype != bucket.shard.dtype:
                 bucket.shard.copy_(bucket.masters)
 
+    def defer_gather(self) -> None:
+        """Let the updated weights be gathered when somebody waits for them, or by :meth:`start_gather`: a recorded step
+        gathers them at its beginning, since a recording cannot end with work under way."""
+        self._deferred = self.shards > 1
+
+    def gathers_itself(self) -> None:
+        """Note that a replay gathers the weights."""
+        self._deferred = False
+
     @torch.no_grad()
     def start_gather(self) -> None:
         """Start gathering the updated weights, in the order in which the next forward pass needs them; under stage 3
         forget those that were gathered before the update."""
+        self._deferred = False
         if self.unit_gather is not None:
             self.unit_gather.release()
             return
@@ -351,6 +361,8 @@ class ShardedParameters:
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait until the weights of these buckets (default: all) have been gathered."""
+        if self._deferred:
+            self.start_gather()
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()

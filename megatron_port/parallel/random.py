@@ -74,11 +74,15 @@ class DropoutStream:
         """None before the first micro-batch, and in inference, which has no engine."""
 
     def set_micro_batch(
-        self, step: int, sample_ids: Sequence[int], *, loss_factor: float = 1.0, global_tokens: float = 1.0,
-        document_bounds: torch.Tensor | None = None, auxiliary: AuxiliarySums | None = None,
+        self, step: int, sample_ids: Sequence[int], *, loss_factor: float | torch.Tensor = 1.0,
+        global_tokens: float | torch.Tensor = 1.0, document_bounds: torch.Tensor | None = None,
+        auxiliary: AuxiliarySums | None = None, keys: torch.Tensor | None = None,
     ) -> None:
-        """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`."""
-        samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device)
+        """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
+
+        ``keys``: memory with the samples' keys, of a recorded step.
+        """
+        samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         self.current = StepContext(
             samples, loss_factor=loss_factor, global_tokens=global_tokens, document_bounds=document_bounds,
             auxiliary=auxiliary,

@@ -8,13 +8,18 @@ loss factor and the step's number of tokens, although labels and masks are on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.to_device import to_device_async
+
+
+def sample_keys(seed: int, step: int, sample_ids: Sequence[int]) -> list[int]:
+    """Return the dropout key of each sample of a step, as int64."""
+    return [key_of("sample", seed, step, i) for i in sample_ids]
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,15 @@ class SampleKey:
     step: int
     sample_ids: tuple[int, ...]
     device: torch.device
+    filled: torch.Tensor | None = field(default=None, compare=False)
+    """The keys, where the engine fills them in for each replay of a recorded step; there are no sample_ids then."""
 
     @cached_property
     def keys(self) -> torch.Tensor:
         """int64 [batch]: one key per sample, on the device. Made at the first dropout: a model without pays nothing."""
-        keys = torch.tensor([key_of("sample", self.seed, self.step, i) for i in self.sample_ids], dtype=torch.int64)
+        if self.filled is not None:
+            return self.filled
+        keys = torch.tensor(sample_keys(self.seed, self.step, self.sample_ids), dtype=torch.int64)
         return to_device_async(keys, self.device)
 
 
@@ -60,10 +69,10 @@ class StepContext:
     """One micro-batch of a step, as every stage sees it."""
 
     samples: SampleKey
-    loss_factor: float = 1.0
+    loss_factor: float | torch.Tensor = 1.0
     """A sum over this micro-batch's tokens, times this, has the gradient of a mean over the step's tokens, loss scale
-    included. Means nothing in evaluation."""
-    global_tokens: float = 1.0
+    included. Means nothing in evaluation. In a recorded step, here and below, a float64 scalar on the device."""
+    global_tokens: float | torch.Tensor = 1.0
     """Loss tokens of the step over all replicas; 0 where every label is masked."""
     document_bounds: torch.Tensor | None = None
     """int32 starts of the documents in each sample; None: a sample is one document."""

@@ -107,7 +107,8 @@ class StageLink:
 
     def send(self, tensors: Payload, to: int, *, downstream: bool = True) -> Departure:
         """Start sending; the tensors are kept alive until the send has ended."""
-        for queue in self._pending.values():
+        recording = self.ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # nothing may be asked
+        for queue in () if recording else self._pending.values():
             while queue and queue[0].free_if_done():
                 queue.popleft()
         payload = tuple(tensor.detach().contiguous() for tensor in tensors)

@@ -1,0 +1,33 @@
+"""What stands against recorded steps (``backend.graphs``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import RunConfig
+
+
+def graph_problems(config: RunConfig) -> list[str]:
+    """Return what in a configuration contradicts ``backend.graphs = "step"``: all that needs the host in a step, or
+    that differs between steps in more than numbers."""
+    if config.backend.graphs == "off":
+        return []
+    zero = config.layout.zero_stage
+    found = {
+        f'engine "{config.engine}", whose step the host drives; use engine = "native"': config.engine != "native",
+        'backend.device "cpu", where nothing is launched; use a GPU': config.backend.device == "cpu",
+        "backend.share_devices, whose collectives go through the host": config.backend.share_devices,
+        f"layout.zero_stage {zero}, whose weights are gathered and freed by the host; use 0, 1 or 2": zero >= 3,
+        f'offload.optimizer "{config.offload.optimizer}": the host updates': config.offload.optimizer != "none",
+        f'optimizer.name "{config.optimizer.name}": only AdamW has an update that the host does not decide':
+            config.optimizer.name != "adamw",
+        f'backend.optimizer "{config.backend.optimizer}": the host decides on its updates; use own or auto':
+            config.backend.optimizer not in ("auto", "own"),
+        'precision.dtype "fp64", which the own optimizer kernel does not take': config.precision.dtype == "fp64",
+        f"batch.rampup_start {config.batch.rampup_start}: the number of micro-batches changes":
+            bool(config.batch.rampup_start),
+        f"numerics.replay_interval {config.numerics.replay_interval}: a replay looks at every micro-batch from the "
+        "host; use 0": bool(config.numerics.replay_interval),
+    }
+    return [f'backend.graphs "step" with {problem} (or graphs = "off")' for problem, there in found.items() if there]

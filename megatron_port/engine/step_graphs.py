@@ -1,0 +1,155 @@
+"""A step's work recorded once and replayed: a CUDA or HIP graph in place of thousands of launches by the host.
+
+A step is two recordings: the passes with all that follows them up to the gradient norm, and the update. What differs
+between steps lies at fixed addresses and is filled in before a replay (``step_inputs``, ``optim.step_values``); what a
+kernel takes by value must be alike in every step. Between the two the engine may look at the state.
+
+The first ``WARM_UP`` steps run without a recording: they allocate what is made at first use, count the gradients of
+each bucket, and let libraries choose their kernels. Steps of another shape are recorded anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.step_inputs import StepInputs, shapes_of
+from megatron_port.errors import ConfigError
+from megatron_port.parallel.context import ParallelContext
+
+WARM_UP = 3
+"""Steps before the first recording."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Recording(Generic[Result]):
+    """Recorded work. ``result``: the tensors that each ``replay`` fills."""
+
+    result: Result
+    replay: Callable[[], Any]
+
+
+class Recorder(Protocol):
+    """Records the work of a function on a device."""
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Run a function as it will be recorded: once to warm up."""
+
+    def record(self, function: Callable[[], Result]) -> Recording[Result]:
+        """Call a function and record its work, which may not be done before the first replay."""
+
+
+class CudaRecorder:
+    """Records CUDA and HIP graphs of one memory pool, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = function()
+        current.wait_stream(self._stream)
+        return result
+
+    def record(self, function: Callable[[], Result]) -> Recording[Result]:
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog and a save in the background may call CUDA meanwhile, from their own threads.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = function()
+        return Recording(result, graph.replay)
+
+
+def cuda_recorder(config: RunConfig, ctx: ParallelContext, optimizer: str) -> CudaRecorder:
+    """Return the recorder of a run.
+
+    Raises:
+        ConfigError: its device or the provider of its optimizer cannot be recorded.
+    """
+    if ctx.device.type != "cuda":
+        raise ConfigError(
+            f'backend.graphs "step" and the run is on {ctx.device.type}, where nothing is launched; use graphs = "off"'
+        )
+    if optimizer != "own":
+        raise ConfigError(
+            f'backend.graphs "step" and the optimizer\'s provider is {optimizer}, on whose updates the host decides; '
+            'build the own kernels (make kernels), or use graphs = "off"'
+        )
+    return CudaRecorder(ctx.device)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What the passes of a step leave on the device for its update."""
+
+    losses: list[torch.Tensor]
+    """Sum of token losses of each micro-batch; empty but on the last stage."""
+    sums: torch.Tensor
+    """Loss and tokens of the global batch, float64 [2]."""
+    auxiliary: torch.Tensor
+    veto: torch.Tensor
+    """Not zero: the update is not to be applied (float32 scalar)."""
+    square: torch.Tensor
+    """Squared norm of all gradients, with the loss scale (float64 scalar)."""
+
+
+class StepGraphs:
+    """The recordings of one engine's steps.
+
+    It keeps no function of the engine: a cycle of references would keep process groups alive.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        self.recorder, self.device = recorder, device
+        self.release()
+
+    def release(self) -> None:
+        """Drop the recordings and their memory. The next steps warm up and record again."""
+        self.inputs: StepInputs | None = None
+        self._gradients: Recording[Reduced] | None = None
+        self._update: Recording[torch.Tensor] | None = None
+        self._warmed = 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps of the last shape are replayed by now."""
+        return self._gradients is not None and self._update is not None
+
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], keys: Sequence[Sequence[int]],
+        function: Callable[[StepInputs], Reduced],
+    ) -> Reduced:
+        """Run a step's passes: ``function`` of the inputs at fixed addresses, or its recording.
+
+        ``keys``: of the samples of each micro-batch.
+        """
+        shapes = shapes_of(micro_batches)
+        if self.inputs is None or self.inputs.shapes != shapes:
+            self.release()
+            self.inputs = StepInputs(micro_batches, self.device)
+        inputs = self.inputs
+        inputs.load(micro_batches, keys)
+        if self._warmed < WARM_UP:
+            return self.recorder.run(lambda: function(inputs))
+        if self._gradients is None:
+            self._gradients = self.recorder.record(lambda: function(inputs))
+        self._gradients.replay()
+        return self._gradients.result
+
+    def update(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run a step's update, or its recording, after the passes of the same step."""
+        if self._warmed < WARM_UP:
+            self._warmed += 1
+            return self.recorder.run(function)
+        if self._update is None:
+            self._update = self.recorder.record(function)
+        self._update.replay()
+        return self._update.result

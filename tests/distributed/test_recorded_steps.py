@@ -1,0 +1,41 @@
+"""Recorded steps on several ranks: collectives of replicas and of tensor parallelism are part of what is replayed."""
+
+from __future__ import annotations
+
+from offload_matrix import State, Steps, advance, case, engine_of, state_of
+from pool import RankPool
+from step_tape import TapeRecorder
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.parallel.topology import Topology
+
+CASES = {
+    "zero 1": (case("fp16", 1), Topology(1, 1, 2)),
+    "zero 2, shared table apart": (case("bf16", 2, tied=False), Topology(1, 1, 2)),
+    "tensor and sequence": (
+        case("fp32", 0, dp=1, tensor_parallel_size=2, sequence_parallel=True), Topology(2, 1, 1)
+    ),
+}
+
+
+def both(cases: list[tuple[RunConfig, Topology]]) -> list[tuple[tuple[Steps, State], tuple[Steps, State]]]:
+    """Each run without and with recordings."""
+    out = []
+    for config, topology in cases:
+        found = []
+        for recorded in (False, True):
+            with engine_of(config, topology) as engine:
+                if recorded:
+                    engine.record_steps(TapeRecorder())
+                steps = advance(engine, range(7))
+                assert engine.state_damage(now=True) is None
+                found.append((steps, state_of(engine)))
+                assert engine.graphs is None or engine.graphs.replays
+        out.append((found[0], found[1]))
+    return out
+
+
+def test_replayed_steps_are_the_steps_on_every_rank(ranks: RankPool) -> None:
+    for rank, results in enumerate(ranks.run(2, both, list(CASES.values()), timeout=240.0)):
+        for name, (plain, recorded) in zip(CASES, results, strict=True):
+            assert recorded == plain, (rank, name)

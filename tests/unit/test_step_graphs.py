@@ -1,0 +1,148 @@
+"""Recorded steps: a replay does what the step would have done, and what cannot be recorded is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from step_tape import TapeRecorder
+
+from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.device import choose_device
+from megatron_port.config.graphs import graph_problems
+from megatron_port.config.offload import OffloadConfig
+from megatron_port.config.schema import (
+    BackendConfig,
+    BatchConfig,
+    LayoutConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.native import NativeEngine
+from megatron_port.engine.step_graphs import WARM_UP
+from megatron_port.engine.step_inputs import StepInputs, shapes_of
+from megatron_port.errors import ConfigError
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.session.assemble import DTYPES, build_engine
+
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=61, seq_length=16, hidden_dropout=0.1,
+    attention_dropout=0.1,
+)
+STEPS = 14
+
+
+def engine_of(dtype: Any) -> NativeEngine:
+    config = RunConfig(
+        engine="native", model=MODEL, batch=BatchConfig(micro_batch_size=2, global_batch_size=4),
+        # fp16 overflows in the first steps, so that the scale, and skipped updates, differ from step to step.
+        precision=PrecisionConfig(
+            dtype=dtype, initial_loss_scale=2.0**24, loss_scale_hysteresis=1, loss_scale_window=2
+        ),
+        backend=BackendConfig(device="cpu", own_kernels="on"), optimizer=OptimizerConfig(clip_grad=0.5),
+    )
+    providers = choose_providers(
+        config.backend, choose_device("cpu"), DTYPES[dtype], engine="native", attention_dropout=0.1
+    )
+    engine = build_engine(config, ParallelContext.single(), providers)
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+def batches_of(step: int, *, masked: bool = True) -> list[MicroBatch]:
+    """Two micro-batches, whose masks count another number of tokens in each step."""
+    tokens = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
+    mask = (tokens % (3 + step % 4) > 0).float()[:, 1:]
+    return [
+        MicroBatch((4 * step + i, 4 * step + i + 1), tokens=tokens[i : i + 2, :-1], labels=tokens[i : i + 2, 1:],
+                   loss_mask=mask[i : i + 2] if masked else None)
+        for i in (0, 2)
+    ]
+
+
+def train(engine: NativeEngine) -> list[Any]:
+    """All that a loop sees of a run, and the weights at its end."""
+    out: list[Any] = []
+    for step in range(STEPS):
+        found = engine.train_step(batches_of(step, masked=step != 8), step=step, lr=1e-2 * (step + 1) / STEPS)
+        losses = [float(loss) for loss in engine.micro_batch_losses()]
+        out.append((found, losses, engine.nonfinite_gradients(), engine.state_damage()))
+        if step == 6:
+            out.append(engine.eval_step(batches_of(99)))
+    return [*out, engine.scalar_state(), [p.tolist() for _, p in engine.named_parameters()]]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_replayed_steps_are_the_steps(dtype: str) -> None:
+    """With dropout, masks, loss scale, skipped updates, learning rate, an evaluation and a step of another shape."""
+    plain, recorded, recorder = engine_of(dtype), engine_of(dtype), TapeRecorder()
+    recorded.record_steps(recorder)
+    want = train(plain)
+    assert train(recorded) == want
+    assert recorder.recorded == 4  # two recordings before the step without masks, two after it
+    assert recorded.graphs is not None and recorded.graphs.replays
+    skipped = [one[0].skipped for one in want if isinstance(one, tuple)]
+    assert (dtype == "fp16") == any(skipped[:3]) and not all(skipped)
+
+
+def test_state_that_changed_between_replays_is_found() -> None:
+    engine = engine_of("fp32")
+    engine.record_steps(TapeRecorder())
+    for step in range(WARM_UP + 3):
+        if step == WARM_UP + 2:
+            engine.sharded.pieces[3].master[0] += 1.0
+        engine.train_step(batches_of(step), step=step, lr=1e-3)
+        assert (engine.state_damage() is not None) == (step == WARM_UP + 2)
+
+
+def test_inputs_lie_where_they_lay() -> None:
+    inputs = StepInputs(batches_of(0), torch.device("cpu"))
+    where = [t.data_ptr() for b in inputs.batches for t in (b.tokens, b.labels, b.loss_mask) if t is not None]
+    for step in (1, 2):
+        batches = batches_of(step)
+        inputs.load(batches, [(step, -1), (-step, 1 << 62)])
+        for mine, given in zip(inputs.batches, batches):
+            for name in ("tokens", "labels", "loss_mask"):
+                assert torch.equal(getattr(mine, name), getattr(given, name)), name
+        assert [k.tolist() for k in inputs.keys] == [[step, -1], [-step, 1 << 62]]
+    assert where == [t.data_ptr() for b in inputs.batches for t in (b.tokens, b.labels, b.loss_mask) if t is not None]
+
+
+def test_documents_are_refused() -> None:
+    batch = dataclasses.replace(batches_of(0)[0], document_bounds=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ConfigError, match="several documents"):
+        shapes_of([batch])
+
+
+RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", device="cuda"))
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"engine": "deepspeed"}, 'engine "deepspeed"'),
+    ({"backend": BackendConfig(graphs="step", device="cpu")}, 'backend.device "cpu"'),
+    ({"backend": BackendConfig(graphs="step", share_devices=True)}, "backend.share_devices"),
+    ({"backend": BackendConfig(graphs="step", optimizer="torch")}, 'backend.optimizer "torch"'),
+    ({"layout": LayoutConfig(zero_stage=3)}, "layout.zero_stage 3"),
+    ({"offload": OffloadConfig(optimizer="cpu")}, 'offload.optimizer "cpu"'),
+    ({"optimizer": OptimizerConfig(name="lion")}, 'optimizer.name "lion"'),
+    ({"precision": PrecisionConfig(dtype="fp64")}, "fp64"),
+    ({"batch": BatchConfig(rampup_start=2)}, "batch.rampup_start 2"),
+    ({"numerics": NumericsConfig(replay_interval=3)}, "numerics.replay_interval 3"),
+])
+def test_what_cannot_be_recorded_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    assert not graph_problems(RECORDED)
+    (problem,) = graph_problems(dataclasses.replace(RECORDED, **change))
+    assert problem.startswith('backend.graphs "step" with ') and named in problem
+
+
+def test_a_device_without_launches_is_refused() -> None:
+    config = dataclasses.replace(engine_of("fp32").config, backend=BackendConfig(graphs="step"))
+    providers = choose_providers(BackendConfig(device="cpu"), choose_device("cpu"), torch.float32, engine="native")
+    with pytest.raises(ConfigError, match="the run is on cpu"):
+        build_engine(config, ParallelContext.single(), providers)
