@@ -55,6 +55,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     found += activation_problems(
         config.activations, num_layers=config.model.num_layers,
         described=config.cluster.memory_gb > 0 and bool(config.hardware.device or config.hardware.matmul_tflops),
+        engine=config.engine,
     )
     found += secret_problems(config)
     neighbour = legal_neighbour(config, world_size) if sizes or layout else None

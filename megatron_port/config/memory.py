@@ -14,13 +14,14 @@ class ActivationsConfig:
 
     policy: Literal["none", "selective", "full", "plan"] = "none"
     """none (keep everything) | selective (recompute the attention core) | full (recompute each layer from its input) |
-    plan (recompute what costs least time for the memory that lacks, stage by stage; needs a cluster with [hardware])"""
+    plan (recompute, swap to the host or partition over tensor-parallel ranks what costs least time for the memory that
+    lacks, stage by stage; needs a cluster with [hardware])"""
     budget: NonNegative = 0.0
     """plan: GiB of one device for activations and the working memory of a layer; 0: what the rest leaves of
     cluster.memory_gb."""
     layers: tuple[str, ...] = ()
-    """plan: sites that each layer recomputes, joined by +, one entry for each layer; empty: found by the planner when
-    the run starts, and written to its folder."""
+    """plan: sites that each layer does not keep, joined by +, one entry for each layer: SITE (recompute), SITE:swap or
+    SITE:partition; empty: found by the planner when the run starts, and written to its folder."""
 
     @property
     def recompute(self) -> Literal["none", "selective", "full"]:
@@ -28,12 +29,15 @@ class ActivationsConfig:
         return "none" if self.policy == "plan" else self.policy
 
     @property
-    def recomputed(self) -> tuple[tuple[str, ...], ...]:
-        """Sites that each layer recomputes under policy plan; empty under another, or as long as nothing is found."""
+    def choices(self) -> tuple[tuple[str, ...], ...]:
+        """What each layer does not keep (``layers`` taken apart) under policy plan; empty under another, or as long as
+        nothing is found."""
         return tuple(tuple(filter(None, sites.split("+"))) for sites in self.layers) if self.policy == "plan" else ()
 
 
-def activation_problems(activations: ActivationsConfig, *, num_layers: int, described: bool) -> list[str]:
+def activation_problems(
+    activations: ActivationsConfig, *, num_layers: int, described: bool, engine: str = "native"
+) -> list[str]:
     """Return what is wrong with a policy's settings; ``described``: the cluster says what a device is and holds."""
     a, out = activations, []
     if a.policy != "plan" and (a.budget or a.layers):
@@ -48,4 +52,6 @@ def activation_problems(activations: ActivationsConfig, *, num_layers: int, desc
             'activations.policy "plan" needs to know the device; extend one of configs/clusters (cluster.memory_gb and '
             '[hardware]), or use "full", "selective" or "none"'
         )
+    if engine != "native" and any(":" in sites for sites in a.layers):
+        out.append('activations.layers with :swap or :partition need engine = "native"; recompute or keep these sites')
     return out

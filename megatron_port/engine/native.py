@@ -35,7 +35,7 @@ from megatron_port.engine.module import (
     zero_moments,
 )
 from megatron_port.engine.native_gradients import GradientSink
-from megatron_port.engine.native_passes import Passes, unit_uses
+from megatron_port.engine.native_passes import Passes, reserve_swap, unit_uses
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
 from megatron_port.engine.step_graphs import Recorder, Reduced, StepGraphs, cuda_recorder
@@ -205,6 +205,7 @@ class NativeEngine:
             schedule = make_schedule(
                 layout.pipeline_schedule, self.ctx.topology.pp, count, layout.virtual_pipeline_size
             )
+            reserve_swap(self.chunks, schedule.plans[self.ctx.coords.pp])
         else:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(

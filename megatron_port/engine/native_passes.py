@@ -16,7 +16,7 @@ from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.step import AuxiliarySums
 from megatron_port.parallel.to_device import to_device_async
 from megatron_port.pipeline.boundary import Payload
-from megatron_port.pipeline.schedules import Action, Kind
+from megatron_port.pipeline.schedules import Action, Kind, most_held
 from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
 
 PassKey = tuple[int, int]
@@ -51,6 +51,15 @@ def unit_uses(chunks: Sequence[Any], actions: Sequence[Action]) -> list[torch.nn
         elif action.kind is not Kind.WEIGHT:
             out += backward[action.chunk]
     return out
+
+
+def reserve_swap(chunks: Sequence[Any], actions: Sequence[Action]) -> None:
+    """Tell each layer's swap space how many of a step's micro-batches wait in it at most."""
+    for chunk, held in most_held(actions).items():
+        for unit in chunks[chunk].units:
+            parking = getattr(unit, "parking", None)
+            if parking is not None and parking.swap is not None:
+                parking.swap.in_flight[unit.index] = held
 
 
 class Passes:

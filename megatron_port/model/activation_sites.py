@@ -31,8 +31,11 @@ SITES: tuple[Site, ...] = get_args(Site)
 """In the order of the forward pass."""
 RECOMPUTED: tuple[Site, ...] = ("norm1", "qkv", "core", "residual", "norm2", "hidden", "activation")
 """Sites that can be computed again from the one before."""
+REPLICATED: tuple[Site, ...] = ("input", "norm1", "residual", "norm2", "output")
+"""Sites that all tensor-parallel ranks hold alike without sequence parallelism, and so can be partitioned."""
 
-Decision = Literal["keep", "recompute"]
+Decision = Literal["keep", "recompute", "swap", "partition"]
+"""swap: in host memory from forward to backward pass; partition: 1/tp on each tensor-parallel rank meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,43 @@ class LayerActivations:
 
     decisions: Mapping[Site, Decision] = field(default_factory=dict)
 
-    @property
-    def recomputed(self) -> frozenset[Site]:
-        """Sites that are dropped after the forward pass and computed again in the backward pass."""
-        return frozenset(site for site, decision in self.decisions.items() if decision == "recompute")
+    def of(self, decision: Decision) -> frozenset[Site]:
+        """Return the sites of which this is decided."""
+        return frozenset(site for site, decided in self.decisions.items() if decided == decision)
+
+    def __bool__(self) -> bool:
+        return any(decided != "keep" for decided in self.decisions.values())
 
 
-def recomputing(sites: Iterable[str]) -> LayerActivations:
-    """Return the decisions of a layer that recomputes ``sites`` and keeps the others.
+def choice(site: Site, decision: Decision) -> str:
+    """Return a decision as activations.layers states it: ``norm1`` (recompute), ``hidden:swap``."""
+    return site if decision == "recompute" else f"{site}:{decision}"
+
+
+def decided(choices: Iterable[str]) -> LayerActivations:
+    """Return the decisions of a layer from those of activations.layers; sites that are not named are kept.
 
     Raises:
-        ConfigError: one of them is no site that can be recomputed (it is named).
+        ConfigError: one of them is unknown, not possible for its site, or a second one for it (it is named).
     """
-    chosen = set(sites)
-    unknown = chosen - set(RECOMPUTED)
-    if unknown:
-        raise ConfigError(
-            f"activations.layers: {min(unknown)!r} is no site that can be recomputed; use {', '.join(RECOMPUTED)}"
-        )
-    return LayerActivations({site: "recompute" for site in RECOMPUTED if site in chosen})
+    out: dict[Site, Decision] = {}
+    for stated in choices:
+        name, _, how = stated.partition(":")
+        possible: dict[str, tuple[Site, ...]] = {"": RECOMPUTED, "swap": SITES, "partition": REPLICATED}
+        if how not in possible:
+            raise ConfigError(f"activations.layers: {stated!r} decides {how!r}; use SITE, SITE:swap or SITE:partition")
+        site = next((known for known in possible[how] if known == name), None)
+        if site is None:
+            what = {"": "recomputed", "swap": "swapped", "partition": "partitioned over the tensor-parallel ranks"}[how]
+            raise ConfigError(
+                f"activations.layers: {name!r} is no site that can be {what}; use {', '.join(possible[how])}"
+            )
+        if site in out:
+            raise ConfigError(f"activations.layers: {name!r} is decided twice in one layer")
+        out[site] = "recompute" if not how else "swap" if how == "swap" else "partition"
+    return LayerActivations({site: out[site] for site in SITES if site in out})
+
+
+def recomputed(choices: Iterable[str]) -> tuple[str, ...]:
+    """Return the sites that a layer with these choices recomputes."""
+    return tuple(stated for stated in choices if ":" not in stated)

@@ -12,6 +12,7 @@ from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.model.activation_sites import LayerActivations
 from megatron_port.model.residual import ResidualStream
 from megatron_port.model.rotary import RotaryTables
+from megatron_port.model.site_parking import ParkingPlaces
 from megatron_port.model.spec import LinearSpec, ParameterSpec
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
@@ -22,6 +23,7 @@ from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.positions import SequencePartition, sequence_partition
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import SEQUENCE, InitSpec, attach, make_record
+from megatron_port.parallel.swap import SwapSpace
 
 
 class BuildContext:
@@ -48,6 +50,8 @@ class BuildContext:
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
         self.recompute = recompute
         self.layer_activations = layer_activations or {}
+        # Under sequence parallelism tensor-parallel ranks hold nothing alike.
+        self.parking = ParkingPlaces(SwapSpace(ctx.device), None if self.sequence_parallel else ctx.over("tp"))
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
         self.kernels = make_linear_kernels(providers.fp8)

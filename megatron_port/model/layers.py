@@ -57,9 +57,10 @@ class TransformerLayer(nn.Module):
     def __init__(self, index: int, spec: LayerSpec, build: BuildContext) -> None:
         super().__init__()
         name = f"layers.{index}"
-        self.name, self.parallel_residual = name, spec.parallel_residual
+        self.name, self.index, self.parallel_residual = name, index, spec.parallel_residual
         self.residual, self.stream, self.recompute = build.residual, build.stream, build.recompute == "full"
         self.activations = build.layer_activations.get(index, LayerActivations())
+        self.parking = build.parking
         self.norm1 = Norm(name, spec.norm1, build)
         self.attention = SelfAttention(name, spec.attention, build)
         self.norm2 = Norm(name, spec.norm2, build)
@@ -121,10 +122,12 @@ class TransformerLayer(nn.Module):
         if self.training and torch.is_grad_enabled():
             if self.recompute:
                 return recompute(self._forward, x, stream=self.stream)
-            if self.activations.recomputed:
-                tape = SiteTape(self.activations, self.stream, x)
+            if self.activations:
+                tape = SiteTape(self.activations, self.stream, x, self.parking)
                 try:
-                    return self._forward_by_site(x, tape)
+                    out = self._forward_by_site(x, tape)
+                    tape.park(self.index)
+                    return out
                 finally:
                     tape.close()
         return self._forward(x)

@@ -12,6 +12,7 @@ import math
 import torch
 
 from megatron_port.config.schema import ModelConfig
+from megatron_port.model.site_parking import mark_as_of_all_layers
 from megatron_port.parallel.positions import Positions
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -62,7 +63,9 @@ class RotaryTables:
             return made if positions.count == len(made[0]) else (positions.take(made[0]), positions.take(made[1]))
         found = self._gathered.get((device, positions))
         if found is None:
-            found = self._gathered[device, positions] = positions.take(made[0]), positions.take(made[1])
+            found = self._gathered[device, positions] = (
+                mark_as_of_all_layers(positions.take(made[0])), mark_as_of_all_layers(positions.take(made[1])),
+            )
         return found
 
     def rows_at(self, positions: torch.Tensor, length: int) -> Tables:
@@ -76,5 +79,7 @@ class RotaryTables:
         if found is None or found[0].shape[0] < length:
             rows = length if found is None else max(length, 2 * found[0].shape[0])
             angle = torch.outer(torch.arange(rows, device=device).float(), frequencies(self.model, device))
-            found = self._made[device] = angle.cos(), angle.sin()
+            found = self._made[device] = (
+                mark_as_of_all_layers(angle.cos()), mark_as_of_all_layers(angle.sin()),
+            )
         return found

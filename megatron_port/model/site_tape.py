@@ -1,5 +1,5 @@
-"""Recompute of single activations: after a forward pass autograd holds, in place of a tensor that is dropped, the
-operation that makes it again.
+"""Recompute, swap and partition of single activations: after a forward pass autograd holds, in place of a tensor that
+is dropped, the operation that makes it again, or the place from which it comes back.
 
 A layer runs its operations through :meth:`SiteTape.run`, each under the name of its site
 (``model.activation_sites``). What autograd saves is told apart by its memory: the result of an earlier operation
@@ -7,6 +7,9 @@ belongs to that one's site, anything else but a parameter to the operation itsel
 something of a dropped site, its operation runs once more, on arguments that are kept or are made again in the same way;
 all that it saved is then there until it has been asked for. So each dropped site costs one forward pass of its
 operation, whatever else is dropped.
+
+What is swapped or partitioned (``model.site_parking``) is parked when the layer's forward pass ends, the memory of each
+result and of all else that the operation saved, and comes back when the first of it is asked for.
 
 ``torch.utils.checkpoint`` (``model.recompute``) keeps the arguments of what it runs again, and its last results are
 saved by whatever follows; here both may be dropped.
@@ -23,12 +26,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_port.model.activation_sites import LayerActivations, Site
+from megatron_port.model.activation_sites import Decision, LayerActivations, Site
+from megatron_port.model.site_parking import Lot, ParkedTensor, ParkingPlaces, is_of_all_layers
 from megatron_port.parallel.random import DropoutStream
 
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
-
-
 Tensors = tuple[torch.Tensor, ...]
 Made = tuple[Site, Function, Tensors]
 """Site of a result, and the function and arguments that make it by itself."""
@@ -46,7 +48,7 @@ class _Result:
         """Return the tensor; its memory is given up when everything that saved it has asked."""
         operation, whole = self.operation, self.operation.result(self.index)
         operation.waiting[self.index] -= 1
-        if operation.waiting[self.index] == 0:
+        if operation.waiting[self.index] == 0 and self.index not in operation.wanted:
             operation.results.pop(self.index, None)
         return whole.as_strided(*self.view)
 
@@ -72,11 +74,11 @@ class _Operation:
 
     def __init__(
         self, function: Function, arguments: tuple[tuple[_Operation, int], ...], needs_grad: tuple[bool, ...],
-        stream: DropoutStream, *, dropped: bool,
+        stream: DropoutStream, decision: Decision,
     ) -> None:
         self.function, self.arguments, self.needs_grad = function, arguments, needs_grad
         self.stream, self.context, self.enabled = stream, stream.current, stream.enabled
-        self.dropped = dropped
+        self.decision, self.dropped = decision, decision != "keep"
         self.results: dict[int, torch.Tensor] = {}
         """Results that are here, detached: those that are kept, and dropped ones that the backward pass waits for."""
         self.waiting: list[int] = []
@@ -84,17 +86,40 @@ class _Operation:
         self.internal: set[int] = set()
         """Numbers, in the order of saving, of the tensors that only this operation has; ``again``: those made again."""
         self.again: dict[int, torch.Tensor] = {}
+        self.wanted: set[int] = set()
+        """Results of a parked operation that others take when they run again."""
+        self.parked: dict[tuple[str, int], ParkedTensor] = {}
+        """Results ("result", index) and what the operation saved beside ("saved", number)."""
 
     def result(self, index: int) -> torch.Tensor:
-        """Return a result, made again if need be."""
+        """Return a result, made again or brought back if need be."""
         found = self.results.get(index)
+        if found is None and self.decision != "recompute":
+            found = self.results[index] = self.parked.pop(("result", index)).take()
         return self._run_again()[index] if found is None else found
 
     def saved_again(self, number: int) -> torch.Tensor:
-        """Return a tensor that the operation saved, made again; it is given out once."""
+        """Return a tensor that the operation saved, made again or brought back; it is given out once."""
         if number not in self.again:
+            if self.decision != "recompute":
+                return self.parked.pop(("saved", number)).take()
             self._run_again()
         return self.again.pop(number)
+
+    def park(self, lot: Lot) -> None:
+        """Hand over what the backward pass will ask for, and let go of everything."""
+        for index, tensor in list(self.results.items()):
+            asked_for = bool(self.waiting[index]) or index in self.wanted
+            parked = lot.add(tensor) if asked_for else None
+            if parked is not None:
+                self.parked["result", index] = parked
+            if parked is not None or not asked_for:
+                del self.results[index]
+        for number, tensor in list(self.again.items()):
+            parked = lot.add(tensor)
+            if parked is not None:
+                self.parked["saved", number] = parked
+                del self.again[number]
 
     def _run_again(self) -> tuple[torch.Tensor, ...]:
         """Run the operation on the micro-batch of its forward pass; note what the backward pass still waits for."""
@@ -128,11 +153,22 @@ class SiteTape:
     Args:
         activations: decisions for the layer's sites.
         stream: of dropout; an operation that runs again sees the micro-batch of its forward pass.
-        source: the layer's input, which is kept.
+        source: the layer's input.
+        places: where activations are parked; what has no place is kept.
     """
 
-    def __init__(self, activations: LayerActivations, stream: DropoutStream, source: torch.Tensor) -> None:
-        self._dropped, self._stream = activations.recomputed, stream
+    def __init__(
+        self, activations: LayerActivations, stream: DropoutStream, source: torch.Tensor,
+        places: ParkingPlaces | None = None,
+    ) -> None:
+        self._stream, self._places = stream, places or ParkingPlaces()
+        self._decisions = {
+            site: decision for site, decision in activations.decisions.items()
+            if decision == "recompute" or self._places.has(decision)
+        }
+        if source.is_leaf:  # it came from another stage, and whoever received it holds it for its gradient
+            self._decisions.pop("input", None)
+        self._to_park: dict[Decision, list[_Operation]] = {"swap": [], "partition": []}
         self._owners: dict[StorageWeakRef, tuple[_Operation, int]] = {}
         self._made: list[tuple[weakref.ref[torch.Tensor], _Operation, int]] = []
         self._adopt(self._operation("input", _never, ()), (source,))
@@ -167,17 +203,33 @@ class SiteTape:
         self._settle(saved, None)
         return results
 
+    def park(self, layer: int) -> None:
+        """Park what is swapped and partitioned, at the end of the forward pass of a layer, by its number."""
+        for decision, operations in self._to_park.items():
+            lot = Lot()
+            for operation in operations:
+                operation.park(lot)
+            lot.park(self._places, decision, layer)
+
     def close(self) -> None:
         """Forget the results at the end of the forward pass: autograd holds the hooks, and so this tape, for longer."""
         self._owners.clear()
         self._made.clear()
+        self._to_park.clear()
 
     def _operation(self, site: Site, function: Function, inputs: Tensors) -> _Operation:
-        if site not in self._dropped:  # never runs again, so it does not hold its arguments
-            return _Operation(_never, (), (), self._stream, dropped=False)
+        decision = self._decisions.get(site, "keep")
+        if decision != "recompute":  # never runs again, so it does not hold its arguments
+            operation = _Operation(_never, (), (), self._stream, decision)
+            if operation.dropped:
+                self._to_park[decision].append(operation)
+            return operation
         arguments = tuple(self._find(tensor) for tensor in inputs)
+        for argument, index in arguments:
+            if argument.decision != "recompute":
+                argument.wanted.add(index)
         needs_grad = tuple(tensor.requires_grad for tensor in inputs)
-        return _Operation(function, arguments, needs_grad, self._stream, dropped=True)
+        return _Operation(function, arguments, needs_grad, self._stream, decision)
 
     def _record(self, function: Function, inputs: Tensors) -> tuple[Any, list[_Saved]]:
         """Run a function; return its result, and what it saved that no earlier operation has."""
@@ -204,7 +256,7 @@ class SiteTape:
         for index, tensor in enumerate(results):
             self._made.append((weakref.ref(tensor), operation, index))
             self._owners.setdefault(StorageWeakRef(tensor.untyped_storage()), (operation, index))
-            if not operation.dropped:
+            if operation.decision != "recompute":
                 operation.results[index] = tensor.detach()
 
     def _settle(self, saved: list[_Saved], operation: _Operation | None) -> None:
@@ -214,8 +266,10 @@ class SiteTape:
             owner, index = self._owner(one.tensor)
             if owner is not None and owner.dropped:
                 one.made_by, one.tensor = _Result(owner, index, one.tensor), None
-            elif owner is None and operation is not None and operation.dropped:
+            elif owner is None and operation is not None and operation.dropped and not is_of_all_layers(one.tensor):
                 operation.internal.add(one.number)
+                if operation.decision != "recompute":
+                    operation.again[one.number] = one.tensor.detach()
                 one.made_by, one.tensor = operation, None
         saved.clear()  # autograd's hooks hold the list until the last of them has been asked for
 
@@ -242,4 +296,4 @@ def _take(saved: Any) -> torch.Tensor:
 
 
 def _never(*arguments: Any) -> Any:
-    raise RuntimeError("the layer's input is kept, and a pass that is run again has no backward pass of its own")
+    raise RuntimeError("the layer's input is not computed, and a pass that runs again has no backward pass of its own")

@@ -88,8 +88,10 @@ class StagingRing:
         """Buffers that :meth:`take` can give out now."""
         return len(self._free)
 
-    def take(self) -> StagingBuffer:
+    def take(self, *, for_host: bool = True) -> StagingBuffer:
         """Return a buffer that the host may write and copies may use; the host waits for its last copies and job.
+
+        ``for_host`` False: only copies out of the device write it, so they wait for its last copy in, and not the host.
 
         Raises:
             RuntimeError: all are lent out (their number and size are named).
@@ -98,6 +100,9 @@ class StagingRing:
             raise RuntimeError(f"all {self.count} staging buffers of {self.nbytes} bytes are in use")
         buffer = self._free.popleft()
         self.wait_io(buffer)
+        if not for_host:
+            self.streams.wait(COPY_OUT, buffer.into)
+            return buffer
         self.streams.wait(HOST, buffer.out)
         self.streams.wait(HOST, buffer.into)
         return buffer

@@ -219,3 +219,14 @@ def peak_in_flight(actions: Sequence[Action]) -> int:
         held += (action.kind is Kind.FORWARD) - (action.kind is ends)
         peak = max(peak, held)
     return peak
+
+
+def most_held(actions: Sequence[Action]) -> dict[int, int]:
+    """Return how many micro-batches at most are between the forward and the backward pass of each chunk of a stage."""
+    held: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for action in actions:
+        if action.kind is not Kind.WEIGHT:
+            held[action.chunk] = held.get(action.chunk, 0) + (1 if action.kind is Kind.FORWARD else -1)
+            most[action.chunk] = max(most.get(action.chunk, 0), held[action.chunk])
+    return most

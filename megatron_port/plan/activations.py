@@ -7,7 +7,9 @@ unless attention is fused. ``tests/unit/test_activation_sites.py`` measures each
 
 from __future__ import annotations
 
-from megatron_port.model.activation_sites import SITES, Site
+from dataclasses import dataclass
+
+from megatron_port.model.activation_sites import SITES, Site, decided
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case
@@ -58,12 +60,60 @@ def layer_activation_bytes(case: Case, recompute: str | None = None, layer: Laye
     return found["input"] if recompute == "full" else sum(found[site] for site in SITES)
 
 
-def dropped_bytes(case: Case, start: int, stop: int) -> list[float]:
-    """Return the bytes of one micro-batch that each of layers [start, stop) saves by recomputing single sites."""
-    out = []
-    for layer, sites in zip(model_spec(case.model).layers[start:stop], case.dropped[start:stop]):
-        sizes = site_bytes(case, layer) if sites else {}
-        out.append(sum(size for site, size in sizes.items() if site in sites))
+@dataclass(frozen=True)
+class Away:
+    """Bytes of one micro-batch in one layer that are not on the device between its forward and its backward pass."""
+
+    recomputed: float = 0.0
+    swapped: float = 0.0
+    partitioned: float = 0.0
+    """In whole; each tensor-parallel rank keeps its part of it."""
+    ranks: int = 1
+
+    @property
+    def saved(self) -> float:
+        """Bytes that the device does not hold meanwhile."""
+        return self.recomputed + self.swapped + self.partitioned * (1 - 1 / self.ranks)
+
+
+def away(case: Case, start: int, stop: int) -> list[Away]:
+    """Return what each of layers [start, stop), a chunk, does not keep."""
+    out, layers = [], model_spec(case.model).layers
+    for index in range(start, stop):
+        # What came from another stage is held by whoever received it, for its gradient.
+        decisions = {
+            site: how for site, how in decided(case.dropped[index]).decisions.items()
+            if not (site == "input" and index == start > 0)
+            and not (how == "partition" and (case.tp == 1 or case.sequence_parallel))
+        }
+        sizes = site_bytes(case, layers[index]) if decisions else {}
+        total = dict.fromkeys(("recompute", "swap", "partition"), 0.0)
+        for site, how in decisions.items():
+            total[how] += sizes[site]
+        for site, (reader, copy) in copied_sites(case, layers[index]).items():
+            ours, theirs = decisions.get(site, "keep"), decisions.get(reader, "keep")
+            # The copy goes where its reader's go; the original is saved only where the reader runs again from it.
+            if theirs in ("swap", "partition") and ours != theirs:
+                total[theirs] += copy
+            if theirs != "recompute" and ours in ("swap", "partition") and ours != theirs:
+                total[ours] -= copy
+        out.append(Away(total["recompute"], total["swap"], total["partition"], case.tp))
+    return out
+
+
+def copied_sites(case: Case, layer: LayerSpec) -> dict[Site, tuple[Site, float]]:
+    """Return sites of which only a copy is saved, by the operation that reads them: site → (its reader, bytes)."""
+    if case.kernels != "torch":
+        return {}
+    sizes, stream = site_bytes(case, layer), _stream(case)[1] * case.width
+    out: dict[Site, tuple[Site, float]] = {}
+    if case.width != case.wide:
+        readers: tuple[tuple[Site, Site], ...] = (("input", "norm1"), ("residual", "norm2"))
+        for (site, reader), norm in zip(readers, layer.norms):
+            if norm.kind == "rmsnorm" and not (site == "residual" and layer.parallel_residual):
+                out[site] = reader, stream
+    if layer.mlp.activation != "swiglu" and layer.mlp.up.bias:
+        out["hidden"] = "activation", sizes["hidden"]
     return out
 
 

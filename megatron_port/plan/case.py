@@ -301,7 +301,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,
         offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
         state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
-        recompute=config.activations.recompute, dropped=config.activations.recomputed,
+        recompute=config.activations.recompute, dropped=config.activations.choices,
         micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,

@@ -9,7 +9,7 @@ from functools import lru_cache
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.pipeline.schedules import Kind
-from megatron_port.plan.activations import dropped_bytes
+from megatron_port.plan.activations import Away, away
 from megatron_port.plan.case import Case
 from megatron_port.plan.operations import Sizes
 from megatron_port.plan.passes import embedding, head, layer
@@ -62,7 +62,7 @@ def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
         global_batch=1, micro_batches=1, state_tensors=2, offload="none", offload_weights=False, dropped=(),
     )
     first, last = start == 0, stop == layers
-    dropped = dropped_bytes(case, start, stop) if case.dropped else []
+    elsewhere = away(case, start, stop) if case.dropped else []
     if _all_alike(case.model):  # then it does not matter which layers they are
         start, stop = 0, stop - start
     found = _chunk_bytes(alike, start, stop, first, last, splits)
@@ -71,7 +71,7 @@ def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
     none, full = (
         _chunk_bytes(replace(alike, recompute=policy), start, stop, False, False, splits) for policy in ("none", "full")
     )
-    return _without(found, dropped, none, full, first=first)
+    return _without(found, elsewhere, none, full, first=first)
 
 
 @lru_cache(maxsize=256)
@@ -80,27 +80,37 @@ def _all_alike(model: ModelConfig) -> bool:
 
 
 def _without(
-    found: ChunkBytes, dropped: list[float], none: ChunkBytes, full: ChunkBytes, *, first: bool
+    found: ChunkBytes, elsewhere: list[Away], none: ChunkBytes, full: ChunkBytes, *, first: bool
 ) -> ChunkBytes:
-    """Return the bytes of a chunk whose layers recompute single sites, ``dropped`` bytes in each.
+    """Return the bytes of a chunk whose layers do not keep all that they made.
 
-    They come back for the backward pass of the layer. In its forward pass there is no more than without any recompute,
-    nor more than with full recompute and what is kept. ``none``, ``full``: of the layers alone;
-    ``first``: the embedding is in front of them.
+    It comes back for the backward pass of the layer, what is swapped while the layer above runs. In the layer's forward
+    pass there is no more than without any recompute, nor more than with full recompute and what is kept; what is
+    swapped or partitioned is there in whole, and what the layer before it swaps, as well. ``none``, ``full``: of the
+    layers alone; ``first``: the embedding is in front of them.
     """
-    layers, forward = len(dropped), Kind.FORWARD
+    layers, forward = len(elsewhere), Kind.FORWARD
     each = none.kept / layers, full.kept / layers
     alone = [one.working[forward] - (layers - 1) * kept for one, kept in zip((none, full), each)]
-    there = min(max(dropped), max(each[0] - each[1] - (alone[0] - alone[1]), 0.0))
+    most = max(each[0] - each[1] - (alone[0] - alone[1]), 0.0)
+    before = [0.0, *(a.swapped for a in elsewhere)]
+    at_layers, gone = 0.0, 0.0
+    for i, (one, behind) in enumerate(zip(elsewhere, before)):
+        missing = max(one.recomputed - most, 0.0) - behind
+        at_layers = max(at_layers, none.working[forward] - (layers - 1 - i) * each[0] - gone - missing)
+        gone += one.saved
     layer, above = 0.0, found.layers - none.layers  # the head's, which is done when the layers run backward
-    for size in reversed(dropped):
-        layer = max(layer, none.layers + above + size)
-        above += none.layer_left + size  # what was not kept is not freed either
-    working = {kind: max(found.working[kind], layer) for kind in (Kind.BACKWARD, Kind.INPUT)}
+    for one, behind in zip(reversed(elsewhere), reversed(before[:-1])):
+        layer = max(layer, none.layers + above + one.saved + behind)
+        above += none.layer_left + one.saved  # what was not kept is not freed either
+    leaving = before[-1]
+    working = {
+        kind: max(found.working[kind] + (leaving if found.working[kind] > found.layers else 0.0), layer)
+        for kind in (Kind.BACKWARD, Kind.INPUT)
+    }
     ends = found.kept - none.kept - found.logits  # the embedding's, which are there when the layers run
-    at_layers = none.working[forward] + (ends if first else 0.0) + there
-    working[forward] = max(found.working[forward], at_layers) - sum(dropped)
-    return replace(found, kept=found.kept - sum(dropped), working=found.working | working)
+    working[forward] = max(found.working[forward] + leaving - gone, at_layers + (ends if first else 0.0))
+    return replace(found, kept=found.kept - gone, working=found.working | working)
 
 
 @lru_cache(maxsize=4096)

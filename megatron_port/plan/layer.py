@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_port.model.activation_sites import Site
+from megatron_port.model.activation_sites import REPLICATED, Site, choice
 from megatron_port.model.spec import LayerSpec, LinearSpec
+from megatron_port.plan.activations import site_bytes
 from megatron_port.plan.case import Case
 from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds
 from megatron_port.plan.links import Links, Span
@@ -133,6 +134,18 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         forward=forward, backward=backward + again, forward_tensor=2 * each - hidden_forward,
         backward_tensor=2 * each - hidden_backward + tensor_again,
     )
+
+
+def partition_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> dict[str, Cost]:
+    """Return what partitioning each site over tensor-parallel ranks adds to its passes: its part copied, the whole
+    gathered."""
+    sizes = site_bytes(case, layer)
+    out = {}
+    for site in REPLICATED if case.tp > 1 else ():
+        gathered = links.collective(sizes[site], group, kind="half") if sizes[site] else 0.0
+        cost = Cost(forward=rates.stream(2 * sizes[site] / case.tp, 1), backward_tensor=gathered)
+        out[choice(site, "partition")] = Cost() if case.sequence_parallel else cost
+    return out
 
 
 def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> dict[Site, Cost]:

@@ -14,6 +14,7 @@ from megatron_port.plan.elements import stage_elements, unit_elements, window_el
 from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.plan.ledger import Peak, peak_of
 from megatron_port.plan.offload import share
+from megatron_port.plan.swap import swap_host_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class StageMemory:
     in_flight: float
     """Micro-batches whose activations are held at the peak, in units of the whole stage."""
     peak_at: str
+    host: float = 0.0
+    """Swapped activations in host memory; no part of the total."""
 
     @property
     def static(self) -> float:
@@ -60,7 +63,7 @@ class StageMemory:
 
     def parts(self) -> dict[str, float]:
         """Name → bytes of everything that adds up to ``total``."""
-        skip = {"stage", "elements", "in_flight", "peak_at"}
+        skip = {"stage", "elements", "in_flight", "peak_at", "host"}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
 
 
@@ -106,7 +109,7 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
         stage=stage, elements=n, weights=weights, gradients=gradients, optimizer=optimizer,
         activations=peak.activations, working=peak.working, logits=peak.logits, buffers=peak.messages + bucket,
         fragmentation=allocated * machine.hardware.fragmentation, reserved=machine.hardware.reserved_gb * 1e9,
-        in_flight=peak.in_flight, peak_at=peak.at,
+        in_flight=peak.in_flight, peak_at=peak.at, host=swap_host_bytes(case, stage) if case.dropped else 0.0,
     )
 
 

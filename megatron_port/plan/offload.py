@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.elements import stage_elements
+from megatron_port.plan.swap import most_swapped
 
 STATE = 12.0
 """Bytes per element: fp32 master and AdamW's moments."""
@@ -56,16 +57,22 @@ def offloaded(case: Case, machine: Machine) -> Offloaded:
 
 
 def host_problem(case: Case, machine: Machine) -> str:
-    """Return why the offloaded state does not fit a node's host memory or disks, empty where it does or is unknown."""
+    """Return why what is offloaded and swapped does not fit a node's host memory or disks, empty where it does or is
+    unknown."""
     hardware, found = machine.hardware, offloaded(case, machine)
     ranks = min(machine.cluster.gpus_per_node, case.world)
+    swapped = most_swapped(case)
     for what, size, limit in (
-        ("host memory", found.host, hardware.host_memory_gb), ("local disks", found.disk, hardware.nvme_gb)
+        ("host memory", found.host + swapped, hardware.host_memory_gb),
+        ("local disks", found.disk, hardware.nvme_gb),
     ):
         if limit and size * ranks > limit * 1e9:
+            what_takes = "swapped activations take" if size == swapped else "offloaded state takes"
+            what_takes = "offloaded state and swapped activations take" if size > swapped > 0 else what_takes
             return (
-                f"offloaded state takes {size * ranks / 1e9:.1f} GB of a node's {what}, which has {limit:g} GB; use "
-                'more nodes, a smaller offload.fraction'
+                f"{what_takes} {size * ranks / 1e9:.1f} GB of a node's {what}, which has {limit:g} GB; use "
+                "more nodes, a smaller offload.fraction"
                 + (' or offload.optimizer = "nvme"' if what == "host memory" else "")
+                + (", or activations.layers with fewer :swap" if swapped else "")
             )
     return ""

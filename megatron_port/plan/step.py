@@ -11,10 +11,11 @@ from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.elements import stage_elements
-from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost, site_costs
+from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost, partition_costs, site_costs
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.offload import offloaded, share
 from megatron_port.plan.rates import Rates
+from megatron_port.plan.swap import link_of, swapped_bytes
 from megatron_port.plan.timeline import Timeline, timeline
 
 
@@ -79,8 +80,15 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
     out = []
     for start, stop in case.layer_ranges:
         kinds = [_of_kind(layers, layer).times(count) for layer, count in spec.kinds(start, stop)]
-        again = [_site_costs(alike, machine)[site] for sites in case.dropped[start:stop] for site in sites]
-        out.append(reduce(Cost.__add__, [*kinds, *again], Cost()))
+        known = _site_costs(alike, machine) if case.dropped else {}
+        again = [known[chosen] for layer in case.dropped[start:stop] for chosen in layer if chosen in known]
+        cost = reduce(Cost.__add__, [*kinds, *again], Cost())
+        moved = swapped_bytes(case, start, stop)
+        link = link_of(machine, cost.forward + cost.forward_tensor, cost.backward + cost.backward_tensor)
+        if moved and link is not None:
+            beyond = moved / link.rate
+            cost += Cost(max(beyond - link.forward, 0.0), max(beyond - link.backward, 0.0))
+        out.append(cost)
     out[0] = out[0] + first
     out[-1] = out[-1] + last
     return out
@@ -88,10 +96,10 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
 
 @lru_cache(maxsize=1024)
 def _site_costs(case: Case, machine: Machine) -> dict[str, Cost]:
-    """What recomputing each site of a layer costs."""
+    """What recomputing or partitioning each site of a layer costs."""
     layer = model_spec(case.model).layers[0]
-    found = site_costs(case, layer, Rates.of(machine), Links.of(machine), span(machine, case.tp, 1))
-    return {str(site): cost for site, cost in found.items()}
+    known = case, layer, Rates.of(machine), Links.of(machine), span(machine, case.tp, 1)
+    return {str(site): cost for site, cost in site_costs(*known).items()} | partition_costs(*known)
 
 
 def _of_kind(costs: tuple[tuple[LayerSpec, Cost], ...], layer: LayerSpec) -> Cost:

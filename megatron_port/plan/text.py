@@ -53,7 +53,9 @@ def _memory(plan: Plan) -> list[str]:
     if plan.case.dropped:
         shown_plan = describe(plan.case)
         more = [f"and {len(shown_plan) - 8} more"] if len(shown_plan) > 8 else []
-        lines += [f"          recomputed, {line}" for line in [*shown_plan[:8], *more]]
+        lines += [f"          not kept, {line}" for line in [*shown_plan[:8], *more]]
+    if host := max(m.host for m in plan.memory):
+        lines.append(f"          swapped activations of a rank: at most {host / 1e9:.1f} GB of host memory")
     if plan.host_problem:
         lines.append(f"          DOES NOT FIT: {plan.host_problem}")
     away = offloaded(plan.case, plan.machine)
@@ -171,7 +173,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "recomputed": [stage_counts(case, stage) for stage in range(case.pp)] if case.dropped else [],
         "stages": [
             {"stage": m.stage, "elements": m.elements, "total": m.total, "allocated": m.allocated, "peak_at": m.peak_at,
-             **m.parts()} for m in plan.memory
+             "host": m.host, **m.parts()} for m in plan.memory
         ],
         "step": {
             "seconds": step.seconds, "split": step.split.parts(), "model_tflops": step.model_tflops,

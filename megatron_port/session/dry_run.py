@@ -125,7 +125,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     )
     stages = build_every_rank(config, topology)
     micro = config.batch.global_batch_size // (config.batch.micro_batch_size * dp)
-    executed = hardware_flops(config.model, config.activations.recompute, tp, config.activations.recomputed)
+    executed = hardware_flops(config.model, config.activations.recompute, tp, config.activations.choices)
     lines = [
         f"{config.model.name}: {parameter_count(config.model):,} parameters; tp {tp} x pp {pp} x dp {dp} = "
         f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",

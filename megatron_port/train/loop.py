@@ -162,7 +162,7 @@ class Trainer:
         log(
             f"model {c.model.name}: {parameter_count(c.model):,} parameters; layout tp {t.tp} x pp {t.pp} x dp {t.dp}"
             f"{', sequence parallel' if c.layout.sequence_parallel and t.tp > 1 else ''}, ZeRO-{c.layout.zero_stage}, "
-            f"recompute {'by plan' if c.activations.recomputed else c.activations.policy}, "
+            f"recompute {'by plan' if c.activations.choices else c.activations.policy}, "
             f"{c.precision.dtype}, engine {c.engine}; "
             f"model built in {seconds:.1f} s"
         )
@@ -376,7 +376,7 @@ class Trainer:
         c, p = self.config, self.progress
         devices = self.ctx.topology.world_size
         model = model_flops(c.model) * size / seconds / devices / 1e12
-        executed = hardware_flops(c.model, c.activations.recompute, self.ctx.topology.tp, c.activations.recomputed)
+        executed = hardware_flops(c.model, c.activations.recompute, self.ctx.topology.tp, c.activations.choices)
         hardware = executed * size / seconds / devices / 1e12
         record = {
             "step": p.step, "loss": r.loss if r.tokens else None, "learning_rate": lr, "loss_scale": r.loss_scale,

@@ -24,7 +24,7 @@ from pool import RankPool
 
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
-from megatron_port.model.activation_sites import RECOMPUTED
+from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
 from megatron_port.parity.run_record import RankTrace
@@ -227,10 +227,16 @@ def draw(seed: int) -> Draw:
 
 
 def _planned(r: random.Random, config: RunConfig) -> RunConfig:
-    """The run with single activations recomputed, other ones in each layer; two in five."""
+    """The run with single activations recomputed, other ones in each layer, and in half of those that can some of the
+    others swapped or partitioned; two in five."""
     if r.random() >= 0.4:
         return config
-    layers = ("+".join(s for s in RECOMPUTED if r.random() < 0.5) for _ in range(config.model.num_layers))
+    layers = ["+".join(s for s in RECOMPUTED if r.random() < 0.5) for _ in range(config.model.num_layers)]
+    if config.engine == "native" and r.random() < 0.5:
+        for number, sites in enumerate(layers):
+            others = [site for site in SITES if site not in sites.split("+")]
+            moved = [choice(s, "partition" if s in REPLICATED and r.random() < 0.5 else "swap") for s in others]
+            layers[number] = "+".join(filter(None, [sites, *(m for m in moved if r.random() < 0.5)]))
     return dataclasses.replace(config, activations=ActivationsConfig(policy="plan", layers=tuple(layers)))
 
 

@@ -28,25 +28,19 @@ from megatron_port.config.schema import (
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.errors import ConfigError
-from megatron_port.model.activation_sites import RECOMPUTED
+from megatron_port.model.activation_sites import RECOMPUTED, Site
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import hardware_flops
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.plan.activation_plan import (
-    AFTER,
-    Item,
-    cover,
-    describe,
-    plan_activations,
-    saved,
-    with_activation_plan,
-)
+from megatron_port.plan.activation_cover import Item, Swap, cover, saved
+from megatron_port.plan.activation_plan import AFTER, describe, plan_activations, with_activation_plan
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.layer import layer_cost, site_costs
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.memory import plan_memory, stage_memory
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.step import chunk_costs, plan_step
+from megatron_port.plan.swap import HostLink
 from megatron_port.session.assemble import build_engine
 
 
@@ -71,12 +65,48 @@ def test_no_choice_is_faster(seed: int) -> None:
     whole = sum(saved(item, layers, held) for item in items)
     for share in (0.0, 0.3, 0.7, 0.95, 1.0 - 1e-9, 1.01):
         lacking, best = share * whole, by_trying(items, layers, held, share * whole)
-        found = cover(items, layers, held, lacking)
+        found = cover(items, layers, held, lacking, after=AFTER)
         assert (found is None) == (best is None)
         if found is not None and best is not None:
             counts = [(item, found.get(item.site, 0)) for item in items]
             assert sum(saved(item, n, held) for item, n in counts) >= lacking
             assert sum(item.seconds * n for item, n in counts) == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_mixture_with_swapping_is_faster_by_more_than_a_layer(seed: int) -> None:
+    """Two sites, each recomputed, partitioned, swapped or kept in every layer, against all of that."""
+    r = random.Random(seed)
+    items = [Item("qkv", r.random(), 3.0), Item("residual", r.random(), 1.0),
+             Item("residual", 0.5 * r.random(), 0.5, "partition")]
+    sizes: dict[Site, float] = {"qkv": 3.0, "residual": 1.0, "input": 1.0}
+    layers, held = r.choice((2, 3)), r.choice((1, 3))
+    link = HostLink(rate=r.choice((0.5, 2.0)), forward=r.random() * layers, backward=2 * r.random() * layers)
+    swap = Swap(sizes, {"qkv": layers, "residual": layers, "input": layers - 1}, link)
+
+    def kept(site: Site, count: int) -> float:
+        return saved(Item(site, 0.0, sizes[site]), count, held)
+
+    for lacking in (0.2, 2.0, 5.0, 9.0, 14.0):
+        best = None
+        for again, add, part, q, a, x in itertools.product(range(layers + 1), repeat=6):
+            if again + q > layers or add + part + a > layers or x > layers - 1:
+                continue
+            saves = sum(saved(item, n, held) for item, n in zip(items, (again, add, part)))
+            saves += kept("qkv", q) + kept("residual", a) + kept("input", x)
+            seconds = sum(item.seconds * n for item, n in zip(items, (again, add, part)))
+            seconds += link.seconds(3.0 * q + a + x)
+            best = seconds if saves >= lacking and (best is None or seconds < best) else best
+        found = cover(items, layers, held, lacking, after={}, swap=swap)
+        assert (found is None) == (best is None), lacking
+        if found is not None and best is not None:
+            counts = {name: found.get(name, 0) for name in ("qkv:swap", "residual:swap", "input:swap")}
+            seconds = sum(item.seconds * found.get(item.name, 0) for item in items)
+            moved = 3.0 * counts["qkv:swap"] + counts["residual:swap"] + counts["input:swap"]
+            saves = sum(saved(item, found.get(item.name, 0), held) for item in items)
+            saves += sum(kept(site, counts[f"{site}:swap"]) for site in sizes)
+            assert saves >= lacking
+            assert best - 1e-9 <= seconds + link.seconds(moved) <= best + 2 * 1.0 / link.rate + 1e-9
 
 
 # ---------------------------------------------------------------- shipped runs
@@ -198,7 +228,7 @@ def test_the_plan_is_in_the_configuration_and_is_used_again(tmp_path: Path) -> N
     path = tmp_path / "config.toml"
     path.write_text(to_toml(filled))
     again = load(str(path)).config
-    assert again.activations == filled.activations and case_of(again)[0].dropped == filled.activations.recomputed
+    assert again.activations == filled.activations and case_of(again)[0].dropped == filled.activations.choices
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,15 @@ from torch.utils._pytree import tree_leaves
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
 from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.model.activation_sites import RECOMPUTED, SITES, LayerActivations, Site, recomputing
+from megatron_port.model.activation_sites import (
+    RECOMPUTED,
+    REPLICATED,
+    SITES,
+    Decision,
+    LayerActivations,
+    Site,
+    decided,
+)
 from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import TransformerLayer
@@ -75,12 +83,25 @@ def gradients(layer: TransformerLayer, dtype: torch.dtype) -> list[torch.Tensor]
     """Result, gradient of the input and of every parameter, with another micro-batch in flight at the backward pass."""
     x = source(dtype)
     y = layer(x)
+    assert layer.parking.swap is not None
+    layer.parking.swap.let_go()  # as the next layer's forward pass does
     layer.stream.set_micro_batch(2, tuple(range(50, 50 + BATCH)))
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype))
     assert x.grad is not None
     found = [p.grad for p in layer.parameters()]
     assert all(g is not None for g in found)
     return [y.detach(), x.grad, *(g for g in found if g is not None)]
+
+
+def mixed(seed: int) -> LayerActivations:
+    """Every site kept, recomputed, swapped or partitioned."""
+    r = random.Random(seed)
+    possible: dict[Site, list[Decision]] = {site: ["keep", "swap", "swap"] for site in SITES}
+    for site in RECOMPUTED:
+        possible[site].append("recompute")
+    for site in REPLICATED:
+        possible[site].append("partition")
+    return LayerActivations({site: r.choice(ways) for site, ways in possible.items()})
 
 
 def drops(sites: Any) -> LayerActivations:
@@ -102,6 +123,12 @@ def test_no_bit_changes_whatever_is_dropped(family: str, own: bool, dtype: torch
     for sites in some_sets():
         got = gradients(make_layer(family, own, dtype, drops(sites)), dtype)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), sites
+    everything = LayerActivations(dict.fromkeys(SITES, "swap"))
+    for activations in (everything, *map(mixed, range(6))):
+        layer = make_layer(family, own, dtype, activations)
+        got = gradients(layer, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), activations
+        assert layer.parking.swap is not None and layer.parking.swap.moved > 0
 
 
 # ---------------------------------------------------------------- bytes
@@ -244,7 +271,7 @@ def test_an_operation_that_runs_again_is_told_so() -> None:
         return torch.tanh(x)
 
     x = torch.ones(3, requires_grad=True)
-    tape = SiteTape(recomputing(["activation"]), stream, x)
+    tape = SiteTape(decided(["activation"]), stream, x)
     y = tape.run("activation", function, x)
     tape.close()
     stream.set_micro_batch(1, (9, 10))

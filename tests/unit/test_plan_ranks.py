@@ -21,7 +21,7 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.model.activation_sites import RECOMPUTED
+from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
 from megatron_port.optim.rules import ElementwiseRule
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.plan.case import Machine, case_of
@@ -45,6 +45,12 @@ HYBRID = {"data_parallel_size": 4, "shard_size": 2, "zero_stage": 1}
 FULL, SELECTIVE, GPIPE = {"recompute": "full"}, {"recompute": "selective"}, {"pipeline_schedule": "gpipe"}
 EVERY_SITE = {"recompute": ("+".join(RECOMPUTED),) * 4}
 SOME = {"recompute": ("norm1+norm2", "qkv+core", "hidden+activation", "norm1+hidden+activation")}
+SWAPPED = {"recompute": ("+".join(choice(site, "swap") for site in SITES),) * 4}
+PARTITIONED = {"recompute": ("+".join(choice(site, "partition") for site in REPLICATED),) * 4}
+MIXED = {"recompute": (
+    "input:partition+norm1+hidden:swap+activation", "input:swap+core:swap+norm2:partition",
+    "input:swap+norm1+qkv+residual:partition+norm2+activation:swap", "residual:swap+norm2:swap+hidden+activation",
+)}
 CASES = [
     ("gpt", "fp32", {}, 0), ("llama", "fp32", {}, 0), ("dropout", "bf16", {}, 0), ("gpt", "fp32", FULL, 0),
     ("llama", "bf16", FULL, 0), ("gpt", "fp32", SELECTIVE, 0), ("llama", "fp32", SELECTIVE, 0),
@@ -64,6 +70,9 @@ CASES = [
     ("gpt", "fp32", EVERY_SITE, 0), ("llama", "bf16", {**P2, **EVERY_SITE}, 0), ("dropout", "fp32", {**P2, **SOME}, 0),
     ("gpt", "bf16", {**P2, **SOME}, 1), ("llama", "fp32", {**SP, **SOME}, 0),
     ("llama", "bf16", {**P2, **EVERY_SITE, "pipeline_schedule": "zb-h1"}, 1),
+    ("gpt", "fp32", SWAPPED, 0), ("llama", "bf16", {**P2, **SWAPPED}, 0), ("dropout", "bf16", {**P2, **MIXED}, 1),
+    ("gpt", "bf16", {**T2, **PARTITIONED}, 0), ("llama", "bf16", {**T2, **P2, **MIXED}, 0),
+    ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
 ]
 
 

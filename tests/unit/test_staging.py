@@ -11,6 +11,7 @@ import torch
 from megatron_port.parallel.device_streams import COMPUTE, COPY_IN, COPY_OUT, HOST, Event, Streams, access, observed_by
 from megatron_port.parallel.staging import ALIGN, StagingRing
 from megatron_port.parallel.stream_order import OrderChecker, StreamRace
+from megatron_port.parallel.swap import SwapSpace
 
 CPU = torch.device("cpu")
 
@@ -134,6 +135,43 @@ def test_every_missing_edge_is_found(name: str) -> None:
     ring = StagingRing(CPU, count=2 if run is swap_pass else 1, nbytes=2 * ALIGN, streams=streams)
     with checked(), pytest.raises(StreamRace, match=message):
         run(ring)
+    assert streams.times
+
+
+def swapped_layers(streams: Streams) -> list[list[float]]:
+    """Two micro-batches one after the other through three layers that swap, each forward and backward."""
+    space, out = SwapSpace(CPU, streams), []
+    for micro_batch in range(2):
+        space.begin_pass()
+        held = []
+        for layer in range(3):
+            flat = torch.full((100,), 10 * micro_batch + layer, dtype=torch.uint8)
+            held.append(space.swap(layer, [flat, flat + 100]))
+        space.let_go()
+        for one in reversed(held):
+            out += [one.take(number)[:2].tolist() for number in (1, 0)]
+    return out
+
+
+def test_swapped_layers_come_back_and_do_not_race() -> None:
+    with checked() as checker:
+        found = swapped_layers(Streams())
+    assert found == [[10 * m + layer + more] * 2 for m in range(2) for layer in (2, 1, 0) for more in (100, 0)]
+    assert set(checker.counted) == {COMPUTE, COPY_OUT, COPY_IN}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "recorded", "message"),
+    [
+        (COPY_OUT, COMPUTE, "copy to the host .* after a layer's forward pass"),
+        (COMPUTE, COPY_OUT, "the memory's next use .* after copy to the host"),
+        (COMPUTE, COPY_IN, "a layer's backward pass .* after copy to the device"),
+    ],
+)
+def test_every_missing_edge_of_swapped_layers_is_found(waiting: str, recorded: str, message: str) -> None:
+    streams = Forgetful(waiting, recorded)
+    with checked(), pytest.raises(StreamRace, match=message):
+        swapped_layers(streams)
     assert streams.times
 
 
