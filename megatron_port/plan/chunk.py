@@ -63,13 +63,16 @@ def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
     )
     first, last = start == 0, stop == layers
     elsewhere = away(case, start, stop) if case.dropped else []
-    if _all_alike(case.model):  # then it does not matter which layers they are
-        start, stop = 0, stop - start
-    found = _chunk_bytes(alike, start, stop, first, last, splits)
+    more = 0
+    if _all_alike(case.model):  # then it does not matter which layers they are, and a few are run for any number
+        more = max(stop - start - ALIKE, 0)
+        start, stop = 0, stop - start - more
+    found = _chunk_bytes(_run(alike, start, stop, first, last, splits), more)
     if not case.dropped:
         return found
     none, full = (
-        _chunk_bytes(replace(alike, recompute=policy), start, stop, False, False, splits) for policy in ("none", "full")
+        _chunk_bytes(_run(replace(alike, recompute=policy), start, stop, False, False, splits), more)
+        for policy in ("none", "full")
     )
     return _without(found, elsewhere, none, full, first=first)
 
@@ -113,8 +116,26 @@ def _without(
     return replace(found, kept=found.kept - gone, working=found.working | working)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What was measured of units that were run, embedding and head where ``first`` and ``last``; see ``ChunkBytes``."""
+
+    units: tuple[_Unit, ...]
+    stream: float
+    output: float
+    kept: float
+    logits: float
+    held: float
+    """By what a split backward pass defers."""
+    widest_product: float
+    first: bool
+    last: bool
+    splits: bool
+
+
 @lru_cache(maxsize=4096)
-def _chunk_bytes(case: Case, start: int, stop: int, first: bool, last: bool, splits: bool) -> ChunkBytes:
+def _run(case: Case, start: int, stop: int, first: bool, last: bool, splits: bool) -> _Run:
+    """Run the passes of layers [start, stop)."""
     s, meter = Sizes(case), Meter()
     units, programs = _programs(s, start, stop, first, last)
     tape, ends = Tape(meter, defers=splits), [0]
@@ -138,15 +159,26 @@ def _chunk_bytes(case: Case, start: int, stop: int, first: bool, last: bool, spl
         unit.backward, unit.left = meter.peak - at_rest, meter.now - before
     held = {id(block): block.size for block in tape.deferred}
     del source
+    return _Run(
+        tuple(units), stream=s.stream, output=0.0 if last or case.engine.frees_outputs else x.size, kept=kept,
+        logits=s.logits if last else 0.0, held=sum(held.values()), widest_product=s.widest_product, first=first,
+        last=last, splits=splits,
+    )
+
+
+def _chunk_bytes(run: _Run, more: int) -> ChunkBytes:
+    """Return the bytes of a chunk with ``more`` layers, like the second, than were run."""
+    second = run.first + 1
+    units = [replace(u, more=u.more + more) if i == second else u for i, u in enumerate(run.units)]
     return ChunkBytes(
-        stream=s.stream, output=0.0 if last or case.engine.frees_outputs else x.size,
-        kept=kept + sum(unit.more * unit.kept for unit in units), logits=s.logits if last else 0.0,
-        deferred=sum(held.values()) + sum(unit.more * (unit.kept + unit.left) for unit in units) if splits else 0.0,
+        stream=run.stream, output=run.output, kept=run.kept + sum(unit.more * unit.kept for unit in units),
+        logits=run.logits,
+        deferred=run.held + sum(u.more * (u.kept + u.left) for u in units) if run.splits else 0.0,
         layer_left=units[len(units) // 2].left,
-        layers=_most_backward(units[first : len(units) - last], units[len(units) - last :]),
+        layers=_most_backward(units[run.first : len(units) - run.last], units[len(units) - run.last :]),
         working={
             Kind.FORWARD: max(u.forward + sum(v.more * v.kept for v in units[:i]) for i, u in enumerate(units)),
-            Kind.BACKWARD: _most_backward(units), Kind.INPUT: _most_backward(units), Kind.WEIGHT: s.widest_product,
+            Kind.BACKWARD: _most_backward(units), Kind.INPUT: _most_backward(units), Kind.WEIGHT: run.widest_product,
         },
     )
 

@@ -152,7 +152,7 @@ def test_the_search_for_1t_on_3072_gcds_takes_seconds() -> None:
     papers = [c for c in found if (c.case.tp, c.case.pp, c.case.recompute, c.case.micro_batch) == (8, 64, "full", 1)]
     assert papers and found[0].step.seconds < papers[0].step.seconds
     assert all(c.global_batch == c.dp * c.micro_batch * c.micro_batches for c in layouts(case, options))
-    for c in found[:5]:
+    for c in found[:2]:
         assert c.memory.total == max(m.total for m in plan_memory(c.case, machine)) == fullest(c.case, machine).total
 
 
