@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_port.config.ranges import NonNegative
+from megatron_port.config.ranges import Count, NonNegative
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationsConfig:
     """Tensors of its forward pass that a layer keeps for its backward pass (docs/activations.md)."""
 
-    policy: Literal["none", "selective", "full", "plan"] = "none"
+    policy: Literal["none", "selective", "full", "plan", "profile"] = "none"
     """none (keep everything) | selective (recompute the attention core) | full (recompute each layer from its input) |
     plan (recompute, swap to the host or partition over tensor-parallel ranks what costs least time for the memory that
-    lacks, stage by stage; needs a cluster with [hardware])"""
+    lacks, stage by stage; needs a cluster with [hardware]) | profile (as plan, from what the first steps measure;
+    they recompute everything)"""
     budget: NonNegative = 0.0
-    """plan: GiB of one device for activations and the working memory of a layer; 0: what the rest leaves of
+    """plan, profile: GiB of one device for activations and the working memory of a layer; 0: what the rest leaves of
     cluster.memory_gb."""
+    measure: Count = 3
+    """profile: steps of an attempt that are measured."""
     layers: tuple[str, ...] = ()
     """plan: sites that each layer does not keep, joined by +, one entry for each layer: SITE (recompute), SITE:swap or
     SITE:partition; empty: found by the planner when the run starts, and written to its folder."""
@@ -26,7 +29,7 @@ class ActivationsConfig:
     @property
     def recompute(self) -> Literal["none", "selective", "full"]:
         """Policy of recompute that all layers share."""
-        return "none" if self.policy == "plan" else self.policy
+        return "none" if self.policy == "plan" or self.policy == "profile" else self.policy
 
     @property
     def choices(self) -> tuple[tuple[str, ...], ...]:
@@ -40,8 +43,13 @@ def activation_problems(
 ) -> list[str]:
     """Return what is wrong with a policy's settings; ``described``: the cluster says what a device is and holds."""
     a, out = activations, []
-    if a.policy != "plan" and (a.budget or a.layers):
+    if a.policy != "plan" and (a.layers or (a.budget and a.policy != "profile")):
         out.append(f'activations.budget and activations.layers are for policy "plan", and it is "{a.policy}"')
+    elif a.policy == "profile" and not a.budget and not described:
+        out.append(
+            'activations.policy "profile" needs to know how much fits; set activations.budget, or extend one of '
+            "configs/clusters (cluster.memory_gb and [hardware])"
+        )
     elif a.layers and len(a.layers) != num_layers:
         out.append(
             f"activations.layers has {len(a.layers)} entries, and the model has {num_layers} layers; give one for each "

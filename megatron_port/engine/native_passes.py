@@ -10,6 +10,7 @@ import torch
 
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.probe import Probe
+from megatron_port.model.site_clock import SiteClock
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
@@ -62,6 +63,12 @@ def reserve_swap(chunks: Sequence[Any], actions: Sequence[Action]) -> None:
                 parking.swap.in_flight[unit.index] = held
 
 
+def _clock_of(chunk: Any) -> SiteClock | None:
+    """Return who measures a chunk's activations; None: nobody."""
+    parking = getattr(chunk, "parking", None)
+    return None if parking is None else parking.clock
+
+
 class Passes:
     """Forward and backward passes of one step; a ``pipeline.runner.Worker``.
 
@@ -112,8 +119,10 @@ class Passes:
         batch = self.micro_batches[number]
         self._announce(number)
         self.progress.at(FORWARD, "micro-batch", number)
+        clock = _clock_of(chunk)
         probe, virtual = self.probe, self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
-        with nullcontext() if probe is None else probe.forward(number, virtual):
+        with nullcontext() if probe is None else probe.forward(number, virtual), \
+                nullcontext() if clock is None else clock.timed(f"forward {action.chunk}"):
             if received is None:
                 if batch.tokens is None:
                     raise ValueError("the first stage got a micro-batch without tokens")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from megatron_port.config.memory import ActivationsConfig
 from megatron_port.errors import ConfigError
 
 Site = Literal["input", "norm1", "qkv", "core", "residual", "norm2", "hidden", "activation", "output"]
@@ -81,6 +82,9 @@ def decided(choices: Iterable[str]) -> LayerActivations:
     return LayerActivations({site: out[site] for site in SITES if site in out})
 
 
-def recomputed(choices: Iterable[str]) -> tuple[str, ...]:
-    """Return the sites that a layer with these choices recomputes."""
-    return tuple(stated for stated in choices if ":" not in stated)
+def layer_choices(activations: ActivationsConfig, num_layers: int) -> tuple[tuple[str, ...], ...]:
+    """Return the choices of each layer with which a run starts; empty: all layers keep all, or share a policy.
+
+    Policy profile recomputes every site until it has measured.
+    """
+    return (RECOMPUTED,) * num_layers if activations.policy == "profile" else activations.choices

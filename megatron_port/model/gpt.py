@@ -30,7 +30,7 @@ class GPTStage(nn.Module):
         table: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.swap = build.parking.swap
+        self.parking = build.parking
         self.partition, self.hidden_size, self.dtype = build.partition, build.model.hidden_size, build.dtype
         virtual = build.ctx.index("pp") if virtual is None else virtual
         self.first, self.last = virtual == 0, virtual == build.ctx.topology.virtual_stages - 1
@@ -49,8 +49,8 @@ class GPTStage(nn.Module):
         return [m for m in (self.embedding, *self.layers, self.head) if m is not None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.swap is not None:
-            self.swap.begin_pass()
+        if self.parking.swap is not None:
+            self.parking.swap.begin_pass()
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers:

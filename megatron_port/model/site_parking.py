@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.model.activation_sites import Decision
+from megatron_port.model.site_clock import SiteClock
 from megatron_port.parallel.shares import Share
 from megatron_port.parallel.swap import SwappedLayer, SwapSpace
 
@@ -101,7 +102,7 @@ class Lot:
 
 
 class ParkingPlaces:
-    """Where a rank's activations may wait.
+    """Where a rank's activations may wait, and who measures them.
 
     Args:
         swap: None: nothing is swapped.
@@ -110,6 +111,8 @@ class ParkingPlaces:
 
     def __init__(self, swap: SwapSpace | None = None, group: dist.ProcessGroup | None = None) -> None:
         self.swap, self.group = swap, group
+        self.clock: SiteClock | None = None
+        """Measures the sites of all layers that park here, as long as it is set."""
 
     def has(self, decision: Decision) -> bool:
         """Return whether there is a place for what is so decided."""

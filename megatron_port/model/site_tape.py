@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_port.model.activation_sites import Decision, LayerActivations, Site
+from megatron_port.model.site_clock import SiteClock
 from megatron_port.model.site_parking import Lot, ParkedTensor, ParkingPlaces, is_of_all_layers
 from megatron_port.parallel.random import DropoutStream
 
@@ -74,8 +76,9 @@ class _Operation:
 
     def __init__(
         self, function: Function, arguments: tuple[tuple[_Operation, int], ...], needs_grad: tuple[bool, ...],
-        stream: DropoutStream, decision: Decision,
+        stream: DropoutStream, decision: Decision, site: Site, clock: SiteClock | None,
     ) -> None:
+        self.site, self.clock = site, clock
         self.function, self.arguments, self.needs_grad = function, arguments, needs_grad
         self.stream, self.context, self.enabled = stream, stream.current, stream.enabled
         self.decision, self.dropped = decision, decision != "keep"
@@ -139,7 +142,8 @@ class _Operation:
         try:
             context = None if self.context is None else self.context.again()
             with self.stream.use(context), torch.set_grad_enabled(bool(self.internal)), \
-                    saved_tensors_hooks(collect, _never):
+                    saved_tensors_hooks(collect, _never), \
+                    nullcontext() if self.clock is None else self.clock.timed(self.site):
                 results = tuple(tensor.detach() for tensor in _as_tuple(self.function(*arguments)))
         finally:
             self.stream.enabled = enabled
@@ -169,6 +173,7 @@ class SiteTape:
         if source.is_leaf:  # it came from another stage, and whoever received it holds it for its gradient
             self._decisions.pop("input", None)
         self._to_park: dict[Decision, list[_Operation]] = {"swap": [], "partition": []}
+        self._sizes: dict[tuple[Site, int], int] = {}
         self._owners: dict[StorageWeakRef, tuple[_Operation, int]] = {}
         self._made: list[tuple[weakref.ref[torch.Tensor], _Operation, int]] = []
         self._adopt(self._operation("input", _never, ()), (source,))
@@ -210,6 +215,11 @@ class SiteTape:
             for operation in operations:
                 operation.park(lot)
             lot.park(self._places, decision, layer)
+        if self._places.clock is not None:
+            sizes: dict[str, float] = {}
+            for (site, _), size in self._sizes.items():
+                sizes[site] = sizes.get(site, 0.0) + size
+            self._places.clock.saw(sizes)
 
     def close(self) -> None:
         """Forget the results at the end of the forward pass: autograd holds the hooks, and so this tape, for longer."""
@@ -220,7 +230,7 @@ class SiteTape:
     def _operation(self, site: Site, function: Function, inputs: Tensors) -> _Operation:
         decision = self._decisions.get(site, "keep")
         if decision != "recompute":  # never runs again, so it does not hold its arguments
-            operation = _Operation(_never, (), (), self._stream, decision)
+            operation = _Operation(_never, (), (), self._stream, decision, site, self._places.clock)
             if operation.dropped:
                 self._to_park[decision].append(operation)
             return operation
@@ -229,7 +239,9 @@ class SiteTape:
             if argument.decision != "recompute":
                 argument.wanted.add(index)
         needs_grad = tuple(tensor.requires_grad for tensor in inputs)
-        return _Operation(function, arguments, needs_grad, self._stream, decision)
+        return _Operation(
+            function, arguments, needs_grad, self._stream, decision, site, self._places.clock
+        )
 
     def _record(self, function: Function, inputs: Tensors) -> tuple[Any, list[_Saved]]:
         """Run a function; return its result, and what it saved that no earlier operation has."""
@@ -243,6 +255,7 @@ class SiteTape:
                 return tensor
             operation, index = self._owner(tensor)
             if operation is not None:
+                self._saw(operation, tensor)
                 return _Result(operation, index, tensor) if operation.dropped else tensor
             saved.append(_Saved(tensor, count - 1))
             return saved[-1]
@@ -264,6 +277,7 @@ class SiteTape:
         for one in saved:
             assert one.tensor is not None
             owner, index = self._owner(one.tensor)
+            self._saw(owner or operation, one.tensor)
             if owner is not None and owner.dropped:
                 one.made_by, one.tensor = _Result(owner, index, one.tensor), None
             elif owner is None and operation is not None and operation.dropped and not is_of_all_layers(one.tensor):
@@ -272,6 +286,12 @@ class SiteTape:
                     operation.again[one.number] = one.tensor.detach()
                 one.made_by, one.tensor = operation, None
         saved.clear()  # autograd's hooks hold the list until the last of them has been asked for
+
+    def _saw(self, operation: _Operation | None, tensor: torch.Tensor) -> None:
+        """Note the bytes that autograd saved of an operation's site, where someone measures."""
+        if self._places.clock is not None and operation is not None and not is_of_all_layers(tensor):
+            storage = tensor.untyped_storage()
+            self._sizes[operation.site, storage.data_ptr()] = storage.nbytes()
 
     def _find(self, tensor: torch.Tensor) -> tuple[_Operation, int]:
         """Return the operation that made a tensor, and which of its results that is."""

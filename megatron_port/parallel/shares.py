@@ -5,6 +5,9 @@ Rajbhandari et al., arXiv 1910.02054, section 6.1.
 
 from __future__ import annotations
 
+import math
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -29,3 +32,16 @@ class Share:
         whole = part.new_empty(part.numel() * dist.get_world_size(self._group))
         all_gather_single(whole, part, group=self._group)
         return whole[: self._numel]
+
+
+def measured_gather(device: torch.device, nbytes: int, group: dist.ProcessGroup, times: int = 3) -> float:
+    """Return the seconds per byte of what the ranks of a group gather, at its fastest. Collective."""
+    best = math.inf
+    for _ in range(times):
+        share = Share(torch.zeros(nbytes, dtype=torch.uint8, device=device), group)
+        started = time.perf_counter()
+        share.take()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return best / nbytes

@@ -10,6 +10,8 @@ after.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 
 import torch
@@ -140,6 +142,21 @@ class SwapSpace:
             fitting = StagingRing(self.device, count=count, nbytes=nbytes, streams=self._streams)
             rings.append(fitting)
         return fitting
+
+
+def measured_copy(device: torch.device, nbytes: int, times: int = 3) -> float:
+    """Return the seconds per byte of a copy of ``nbytes`` to the host or back, whichever is slower, at its fastest."""
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    best = [math.inf, math.inf]
+    for _ in range(times):
+        for way, (source, target) in enumerate(((there, here), (here, there))):
+            started = time.perf_counter()
+            target.copy_(source)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best[way] = min(best[way], time.perf_counter() - started)
+    return max(best) / nbytes
 
 
 def padded(nbytes: int) -> int:

@@ -6,6 +6,7 @@ tensor-parallel ranks or, where the rate of the link is known, swapped to the ho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -15,6 +16,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, Decision, Site, choice
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.plan.activation_cover import Counts, Item, Swap, cover
+from megatron_port.plan.activation_profile import StageMeasures, measured_items, measured_swap
 from megatron_port.plan.activations import copied_sites, site_bytes
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.layer import partition_costs, site_costs
@@ -36,19 +38,22 @@ WAYS: Ways = ("recompute", "swap", "partition")
 
 
 def stage_plan(
-    case: Case, machine: Machine, stage: int, *, budget: float = 0.0, ways: Ways = WAYS
+    case: Case, machine: Machine, stage: int, *, budget: float = 0.0, ways: Ways = WAYS,
+    measures: StageMeasures | None = None,
 ) -> Counts | None:
     """Return how many layers of a stage make each choice; None: it does not fit whatever they choose.
 
     Args:
         budget: bytes for activations and the working memory of a layer; 0: what the rest leaves of the device.
         ways: what may be chosen; engine deepspeed only recomputes.
+        measures: seconds and bytes of the stage's sites; None: the planner's.
     """
     case = replace(case, recompute="none", dropped=())
     ways = ways if case.engine.name == "native" else ("recompute",)
     layers = stage_layers(case, stage)
-    items, lacking = [item for item in site_items(case, machine) if item.way in ways], 0.0
-    swap = _swap(case, machine, stage) if "swap" in ways else None
+    offered = site_items(case, machine) if measures is None else measured_items(case, measures)
+    items, lacking = [item for item in offered if item.way in ways], 0.0
+    swap = _swap(case, machine, stage, measures) if "swap" in ways else None
     found: Counts | None = {}
     for _ in range(ROUNDS):
         tried = replace(case, dropped=_dropped(case.model.num_layers, layers, found)) if found else case
@@ -86,15 +91,17 @@ def site_items(case: Case, machine: Machine) -> tuple[Item, ...]:
     return tuple(again)
 
 
-def _swap(case: Case, machine: Machine, stage: int) -> Swap | None:
+def _swap(case: Case, machine: Machine, stage: int, measures: StageMeasures | None) -> Swap | None:
     """Return what a stage may swap; None: the link to the host is not known."""
-    chunks, sizes = case.of_stage(chunk_costs(case, machine), stage), site_bytes(case)
-    link = link_of(machine, sum(c.forward + c.forward_tensor for c in chunks),
-                   sum(c.backward + c.backward_tensor for c in chunks))
     count = case.stage_layers(stage)
     layers = dict.fromkeys(SITES, count)
     # What comes from another stage is held for its gradient.
     layers["input"] = count - sum(start > 0 for start, _ in case.of_stage(case.layer_ranges, stage))
+    if measures is not None:
+        return measured_swap(case, measures, layers)
+    chunks, sizes = case.of_stage(chunk_costs(case, machine), stage), site_bytes(case)
+    link = link_of(machine, sum(c.forward + c.forward_tensor for c in chunks),
+                   sum(c.backward + c.backward_tensor for c in chunks))
     for site in copied_sites(case, model_spec(case.model).layers[0]):
         sizes[site] = 0.0  # only a copy of it is saved
     return None if link is None else Swap(sizes, layers, link)
@@ -122,16 +129,19 @@ def _dropped(count: int, layers: list[int], counts: Counts) -> tuple[tuple[str, 
 
 
 def plan_activations(
-    case: Case, machine: Machine, *, budget: float = 0.0, ways: Ways = WAYS
+    case: Case, machine: Machine, *, budget: float = 0.0, ways: Ways = WAYS,
+    measures: Sequence[StageMeasures] = (),
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the choices of each layer of the model.
+    """Return the choices of each layer of the model. ``measures``: by stage; empty: the planner's times.
 
     A stage that does not fit whatever it chooses, recomputes everything.
     """
     out: list[tuple[str, ...]] = [()] * case.model.num_layers
     for stage in range(case.pp):
         layers = stage_layers(case, stage)
-        counts = stage_plan(case, machine, stage, budget=budget, ways=ways)
+        counts = stage_plan(
+            case, machine, stage, budget=budget, ways=ways, measures=measures[stage] if measures else None
+        )
         if counts is None:
             counts = dict.fromkeys(RECOMPUTED, len(layers))
         found = _dropped(case.model.num_layers, layers, counts)

@@ -17,6 +17,7 @@ from typing import TypeVar
 from megatron_port.config.layout import topology_sizes
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
+from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.flops import unit_costs
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
@@ -301,7 +302,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,
         offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
         state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
-        recompute=config.activations.recompute, dropped=config.activations.choices,
+        recompute=config.activations.recompute, dropped=layer_choices(config.activations, config.model.num_layers),
         micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,

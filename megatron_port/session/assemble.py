@@ -10,7 +10,7 @@ from megatron_port.backend.providers import Providers
 from megatron_port.config.schema import RunConfig
 from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
-from megatron_port.model.activation_sites import decided
+from megatron_port.model.activation_sites import decided, layer_choices
 from megatron_port.model.build import BuildContext
 from megatron_port.model.flops import unit_costs
 from megatron_port.model.gpt import GPTStage, build_chunks
@@ -56,7 +56,7 @@ def build_model(
         model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
         dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(config.training.loss),
         recompute=config.activations.recompute,
-        layer_activations=dict(enumerate(map(decided, config.activations.choices))),
+        layer_activations=dict(enumerate(map(decided, layer_choices(config.activations, config.model.num_layers)))),
     )
     return build_chunks(build, layers_by_chunk(config, ctx.topology))
 

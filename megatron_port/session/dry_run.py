@@ -18,6 +18,7 @@ from megatron_port.config.checks import check, resolve
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import ConfigError
+from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.flops import hardware_flops, model_flops, parameter_count
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
@@ -125,7 +126,9 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     )
     stages = build_every_rank(config, topology)
     micro = config.batch.global_batch_size // (config.batch.micro_batch_size * dp)
-    executed = hardware_flops(config.model, config.activations.recompute, tp, config.activations.choices)
+    executed = hardware_flops(
+        config.model, config.activations.recompute, tp, layer_choices(config.activations, config.model.num_layers)
+    )
     lines = [
         f"{config.model.name}: {parameter_count(config.model):,} parameters; tp {tp} x pp {pp} x dp {dp} = "
         f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",

@@ -43,6 +43,7 @@ from megatron_port.session.provenance import record_event, record_start
 from megatron_port.session.session import Session
 from megatron_port.session.weights import load_initial
 from megatron_port.telemetry.sinks import Telemetry
+from megatron_port.train.activations import ActivationPlanner
 from megatron_port.train.saving import Saving
 from megatron_port.train.state import Position, find_checkpoints, load_first_whole
 
@@ -128,6 +129,8 @@ class Trainer:
         else:
             self.engine.record_state()
         self._announce(time.perf_counter() - started, loaded)
+        self.activations = ActivationPlanner(session, self.engine)
+        self.activations.begin(self.progress.step)
 
     def _resume(self, loaded: Checkpoint) -> None:
         """Take the counters of a checkpoint that the engine has loaded; print lines on what differs."""
@@ -324,6 +327,7 @@ class Trainer:
         p.step += 1
         p.samples += size
         p.skipped += result.skipped
+        self.activations.after_step(p.step)
         self._damage = self.engine.state_damage()
         reason = self.numerics.judge(result, limits)
         too_many = self.numerics.record(p.step) if reason else False
@@ -376,7 +380,7 @@ class Trainer:
         c, p = self.config, self.progress
         devices = self.ctx.topology.world_size
         model = model_flops(c.model) * size / seconds / devices / 1e12
-        executed = hardware_flops(c.model, c.activations.recompute, self.ctx.topology.tp, c.activations.choices)
+        executed = hardware_flops(c.model, c.activations.recompute, self.ctx.topology.tp, self.activations.choices)
         hardware = executed * size / seconds / devices / 1e12
         record = {
             "step": p.step, "loss": r.loss if r.tokens else None, "learning_rate": lr, "loss_scale": r.loss_scale,

@@ -36,6 +36,7 @@ WHERE: tuple[Literal["cpu", "nvme"], ...] = ("cpu", "nvme")
 
 
 NOT_DRAWN = {
+    "activations.measure": "of the training loop (tests/faults/test_activation_profile.py)",
     "activations.budget": "it only decides which activations.layers are recomputed, and these are drawn",
     "name": "a label", "output_dir": "a folder", "model.name": "a label", "model.family": "of exports",
     "backend.share_devices": "of GPUs (tests/unit/test_backend_providers.py)",

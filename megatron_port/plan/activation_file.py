@@ -1,0 +1,102 @@
+"""The file in a run's folder that holds its plan of activations, and for which run it was made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError
+from megatron_port.model.activation_sites import decided
+from megatron_port.runtime.atomic import write_text
+
+NAME = "activation_plan.json"
+VERSION = 1
+MOST_CHARACTERS = 1 << 19
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """A plan and where it comes from."""
+
+    key: str
+    """Of the run that it is for; see :func:`key_of`."""
+    source: Literal["planned", "measured"]
+    layers: tuple[str, ...]
+    """As activations.layers."""
+    stages: tuple[str, ...]
+    """A line for each run of stages that choose the same."""
+    step: int = 0
+    """Steps done when it was made."""
+    measures: tuple[tuple[float, ...], ...] = ()
+    """By stage (``StageMeasures.row``), where it was measured."""
+
+
+def key_of(config: RunConfig) -> str:
+    """Return a digest of what a plan depends on: model, layout, batch, precision, kernels, offload, device, budget.
+
+    ``config``: resolved, so that an elastic run that comes back on other ranks has another key.
+    """
+    a, cluster = config.activations, config.cluster
+    parts = [
+        asdict(config.model), asdict(config.layout), asdict(config.batch), asdict(config.precision),
+        asdict(config.backend), asdict(config.offload), config.engine, asdict(config.hardware),
+        [a.policy, a.budget, cluster.memory_gb, cluster.name],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def write(folder: Path, record: PlanRecord, guard: Callable[[], None] | None = None) -> None:
+    """Write a plan into a run's folder; the file is whole or as it was. Raises OSError."""
+    text = json.dumps({"version": VERSION, **asdict(record)}, indent=1) + "\n"
+    write_text(folder / NAME, text, guard=guard)
+
+
+def text_in(folder: Path) -> str | None:
+    """Return what the file holds; None: there is none that can be read."""
+    try:
+        with open(folder / NAME, encoding="utf-8") as stream:
+            return stream.read(MOST_CHARACTERS)
+    except (OSError, UnicodeError):
+        return None
+
+
+def parsed(text: str, *, num_layers: int) -> PlanRecord:
+    """Return the plan that a file holds.
+
+    Raises:
+        ConfigError: it is damaged, or of another version (what is wrong is said).
+    """
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{NAME} is no JSON ({error})") from None
+    if not isinstance(found, dict) or found.pop("version", None) != VERSION:
+        raise ConfigError(f"{NAME} is not of version {VERSION}")
+    expected: dict[str, Callable[[Any], bool]] = {
+        "key": _is_text, "source": lambda x: x in ("planned", "measured"),
+        "layers": lambda x: _is_list(x, _is_text) and len(x) == num_layers, "stages": lambda x: _is_list(x, _is_text),
+        "step": lambda x: type(x) is int and x >= 0,
+        "measures": lambda x: _is_list(x, lambda row: _is_list(row, lambda n: isinstance(n, (int, float)))),
+    }
+    wrong = sorted(found.keys() ^ expected.keys()) or [name for name, fits in expected.items() if not fits(found[name])]
+    if wrong:
+        raise ConfigError(f"{NAME}: {wrong[0]} is missing, unknown or not what it should be")
+    for sites in found["layers"]:
+        decided(filter(None, sites.split("+")))
+    return PlanRecord(
+        key=found["key"], source=found["source"], layers=tuple(found["layers"]), stages=tuple(found["stages"]),
+        step=found["step"], measures=tuple(map(tuple, found["measures"])),
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(of, value))
