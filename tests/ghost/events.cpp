@@ -11,6 +11,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "graphs.h"
+
 // The file of this process; a forked child opens its own.
 static int log_file() {
   static std::atomic<int> file{-1};
@@ -26,10 +28,11 @@ static int log_file() {
 }
 
 static void append(const char* kind, const void* stream, const std::string& memory, const char* format, va_list rest) {
-  const int file = log_file();
-  if (file < 0) return;
   char detail[900];
   vsnprintf(detail, sizeof detail, format, rest);
+  if (ghost_keep(kind, stream, detail, memory)) return;
+  const int file = log_file();
+  if (file < 0) return;
   char head[80];
   snprintf(head, sizeof head, "%s\t%zx\t", kind, reinterpret_cast<size_t>(stream));
   const std::string line = std::string(head) + detail + (memory.empty() ? "" : "\t" + memory) + "\n";

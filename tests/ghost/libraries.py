@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("events.cpp", "kernels.cpp", "loader.cpp", "runtime.cpp", "blas.cpp", "nccl.cpp")
+SOURCES = ("events.cpp", "graphs.cpp", "kernels.cpp", "loader.cpp", "runtime.cpp", "blas.cpp", "nccl.cpp")
 ANSWERED = re.compile(r"^(cuda[A-Z]|__cuda|cublas|nccl[A-Z])")
 DRIVER = re.compile(r"^cu[A-Z]")
 NOT_OURS = re.compile(r"^cuFile")

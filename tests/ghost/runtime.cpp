@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "events.h"
+#include "graphs.h"
 #include "kernels.h"
 
 namespace {
@@ -65,7 +66,7 @@ void copy(void* to, const void* from, size_t bytes, const void* stream) {
   const Place source = ghost_place(from), target = ghost_place(to);
   ghost_touch("copy", stream, GhostMemory().reads(from, bytes).writes(to, bytes).text(), "%s %s %zu", name_of(source),
               name_of(target), bytes);
-  memmove(to, from, bytes);
+  if (!ghost_later(stream, [=] { memmove(to, from, bytes); })) memmove(to, from, bytes);
   // The runtime returns from a copy to or from pageable memory only when the host's side is done.
   if (source == Place::pageable && target == Place::device) return;  // staged: the host may go on
   if (target == Place::pageable) ghost_event("wait", stream, "copy to pageable memory");
@@ -227,6 +228,7 @@ cudaError_t cudaMemset(void* to, int value, size_t bytes) {
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   ghost_touch("fill", stream, GhostMemory().writes(to, bytes).text(), "%zu", bytes);
+  if (ghost_later(stream, [=] { memset(to, value, bytes); })) return cudaSuccess;
   if (value || bytes <= 1 << 20) memset(to, value, bytes);  // else pages stay untouched: kernels wrote nothing there
   return cudaSuccess;
 }
@@ -269,16 +271,19 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   ghost_event("record", stream, "%zx", reinterpret_cast<size_t>(event));
+  ghost_capture_record(event, stream);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  ghost_capture_await(stream, event);
   ghost_event("await", stream, "%zx", reinterpret_cast<size_t>(event));
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  ghost_capture_ask(event);
   ghost_event("query", event, "event");
   return cudaSuccess;
 }
@@ -288,16 +293,6 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
   *milliseconds = 1.0f;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
   return cudaSuccess;
 }
 

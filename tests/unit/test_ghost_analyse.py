@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "ghost"))
 
 import budgets
+import recorded
 from analyse import faults, meeting_faults, operation_faults
 from machine import Event, RankLog
 from ordering import race_faults, waits_between
@@ -220,3 +221,55 @@ def test_calls_outside_the_marks_do_not_count() -> None:
     assert (found["kernels"], found["own_kernels"], found["waits"], found["early_waits"]) == (2, 1, 1, 0)
     early = budgets.counted(rank(*step[:2], "wait|0|cudaStreamSynchronize", *step[2:]))
     assert (early["waits"], early["early_waits"]) == (2, 1)
+
+
+# ---------------------------------------------------------------- recorded steps
+
+
+def steps_with_replays() -> list[Event]:
+    """Six steps of two kernels and a product; the last three are replayed, the first of them captured before."""
+    body = [Event("kernel", "7", "1 add", "ra:0 wb:0"), Event("product", "7", "Lt", "rb:0 wc:0")]
+    out: list[Event] = []
+    for step in range(recorded.STEPS):
+        out.append(Event("copy", "7", recorded.MARK, "rf:64 we:64"))
+        if step == recorded.STEPS - 3:
+            out += [Event("capture", "9", "begins, mode 1"), Event("capture", "9", "ends, 2 calls")]
+        replayed = step >= recorded.STEPS - 3
+        out += [Event("graph begins", "7", "1"), *body, Event("graph ends", "7", "1")] if replayed else body
+        out += [Event("kernel", "7", "1 last", "rc:0 wd:0"), Event("wait", "7", "copy to pageable memory")]
+    return out
+
+
+def test_replayed_steps_are_the_called_ones() -> None:
+    log = RankLog(0, steps_with_replays())
+    assert recorded.replay_faults(log) == recorded.capture_faults(log) == []
+    steps = recorded.steps_of(log)
+    assert [len(recorded.by_host(step)) for step in steps] == [5, 5, 5, 6, 4, 4]
+    assert recorded.same_addresses(log) == (8, 8)
+
+
+@pytest.mark.parametrize(("step", "event", "said"), [
+    (4, Event("kernel", "7", "1 other", "ra:0 wb:0"), "call 1 is kernel 1 add, replayed kernel 1 other"),
+    (5, Event("kernel", "7", "1 add", "ra:0 w8:0"), "1 calls of two replays touch other memory"),
+    (2, None, "3 calls, 4 replayed"),
+])
+def test_a_replay_that_differs_is_found(step: int, event: Event | None, said: str) -> None:
+    events = steps_with_replays()
+    begins = [i for i, e in enumerate(events) if e.detail == recorded.MARK]
+    if event is not None:
+        events[begins[step] + 2] = event
+    else:
+        del events[begins[step] + 3]
+    (fault,) = recorded.replay_faults(RankLog(0, events))
+    assert said in fault
+
+
+@pytest.mark.parametrize("event", [
+    Event("kernel", "3", "1 add", ""), Event("communicator begins", "0", "a 2 0"),
+    Event("capture fault", "0", "the host waits for a captured stream: cudaStreamSynchronize"),
+])
+def test_what_a_capture_may_not_contain_is_found(event: Event) -> None:
+    events = steps_with_replays()
+    events.insert([e.kind for e in events].index("capture") + 1, event)
+    (fault,) = recorded.capture_faults(RankLog(0, events))
+    assert event.detail in fault

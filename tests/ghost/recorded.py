@@ -1,0 +1,166 @@
+"""Recorded steps on the ghost machine: a replay launches what the step launched, and the host does next to nothing.
+
+    python tests/ghost/recorded.py --python ENV/bin/python [--only pp2]
+
+Each case trains six steps with ``backend.graphs = "step"``: three without a recording, one that records, two that are
+replayed. The fifth is compared with the third, which ran the same code call by call: the same kernels, products, copies
+and collectives in the same order with the same sizes, and the same memory where it is not the allocator's. No call that
+CUDA refuses in a capture, no work in a capture that escapes it, and no race between the streams of a replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+
+from analyse import faults  # noqa: E402
+from check import Case  # noqa: E402
+from environment import NoCudaTorch, find_torch, make_environment  # noqa: E402
+from libraries import build, build_kernels  # noqa: E402
+from machine import Event, Machine, RankLog  # noqa: E402
+
+WORK = ("kernel", "product", "fill", "copy", "nccl")
+CASES = [
+    Case(1, 1, 1, "1f1b", 1, 0, "bf16"), Case(1, 1, 1, "1f1b", 1, 0, "fp16"), Case(2, 1, 1, "1f1b", 1, 0, "bf16"),
+    Case(1, 1, 2, "1f1b", 1, 1, "bf16"), Case(1, 1, 2, "1f1b", 1, 2, "bf16"), Case(1, 2, 1, "1f1b", 1, 0, "bf16"),
+    Case(1, 2, 1, "1f1b", 2, 0, "fp32"), Case(1, 2, 1, "zb-h1", 1, 0, "bf16"), Case(1, 2, 1, "zb-v", 2, 0, "bf16"),
+    Case(2, 2, 2, "1f1b", 1, 1, "bf16"),
+]
+STEPS, CALLED, REPLAYED = 6, 2, 4
+MARK = "pinned device 64"
+"""The copy of a step's eight numbers (``optim.step_values``), with which it begins."""
+
+
+def steps_of(log: RankLog) -> list[list[Event]]:
+    """Return the calls of each step."""
+    begins = [i for i, e in enumerate(log.events) if e.kind == "copy" and e.detail == MARK]
+    return [log.events[a:b] for a, b in zip(begins, [*begins[1:], len(log.events)])]
+
+
+def work(step: Sequence[Event]) -> list[Event]:
+    """Return the calls of a step that give the device something to do."""
+    return [e for e in step if e.kind in WORK]
+
+
+def by_host(step: Sequence[Event]) -> list[Event]:
+    """Return the calls of a step that the host makes itself: the launch of a graph is one."""
+    out, inside = [], False
+    for event in step:
+        if event.kind in ("graph begins", "graph ends"):
+            inside = event.kind == "graph begins"
+        if event.kind == "graph begins" or (not inside and event.kind != "graph ends"):
+            out.append(event)
+    return out
+
+
+def capture_faults(log: RankLog) -> list[str]:
+    """Return what a capture may not contain, and work between its beginning and end that it does not contain."""
+    out, inside = [], False
+    for event in log.events:
+        if event.kind == "capture":
+            inside = event.detail.startswith("begins")
+        elif event.kind == "capture fault":
+            out.append(event.detail)
+        elif inside and event.kind in (*WORK, "communicator begins"):
+            out.append(f"{event.kind} {event.detail[:90]} on stream {event.stream} escapes the capture")
+    return [f"rank {log.rank}: {one}" for one in dict.fromkeys(out)]
+
+
+def replay_faults(log: RankLog) -> list[str]:
+    """Return where a replayed step differs from the same step call by call."""
+    steps = steps_of(log)
+    if len(steps) != STEPS:
+        return [f"rank {log.rank}: {len(steps)} steps in the log, not {STEPS}"]
+    called, replayed = work(steps[CALLED]), work(steps[REPLAYED])
+    for i, (one, other) in enumerate(zip(called, replayed)):
+        if (one.kind, one.detail) != (other.kind, other.detail):
+            return [f"rank {log.rank}: call {i} is {one.kind} {one.detail[:120]}, replayed {other.kind} "
+                    f"{other.detail[:120]}"]
+    if len(called) != len(replayed):
+        return [f"rank {log.rank}: {len(called)} calls, {len(replayed)} replayed"]
+    again = work(steps[REPLAYED + 1])
+    moved = sum(a.memory != b.memory for a, b in zip(replayed, again) if a.detail != MARK and "pinned" not in a.detail)
+    return [f"rank {log.rank}: {moved} calls of two replays touch other memory"] if moved else []
+
+
+def same_addresses(log: RankLog) -> tuple[int, int]:
+    """Return how many operands of the replayed step lie where they lay in the step call by call, and of how many."""
+    steps = steps_of(log)
+    pairs = [
+        (a, b) for one, other in zip(work(steps[CALLED]), work(steps[REPLAYED]))
+        for a, b in zip(one.memory.split(), other.memory.split())
+    ]
+    return sum(a == b for a, b in pairs), len(pairs)
+
+
+def run_case(machine: Machine, case: Case, limit_s: float = 300.0) -> dict[str, Any]:
+    """Train and compare; return the record's line."""
+    (machine.scratch / "run.toml").write_text(case.run_file(own_kernels=True))
+    settings = {
+        "backend.graphs": "step", "training.steps": str(STEPS), "training.eval_interval": "0",
+        "training.eval_batches": "0", "numerics.state_check_interval": "0", "telemetry.replica_check_interval": "0",
+        "checkpoint.save_interval": "0", "checkpoint.save_final": "false",
+    }
+    arguments = [word for item in settings.items() for word in ("--set", "=".join(item))]
+    code, output, logs = machine.run("train", "run.toml", "--nproc", str(case.world), *arguments, seconds=limit_s)
+    found = [f"exit {code}: {' | '.join(output.splitlines()[-3:])[:600]}"] if code else []
+    found += [] if len(logs) == case.world else [f"{len(logs)} of {case.world} ranks launched a kernel"]
+    row: dict[str, Any] = {"case": case.name}
+    if not found:
+        found += [fault for log in logs for fault in (*capture_faults(log), *replay_faults(log))] + faults(logs)
+    if not found:
+        steps = steps_of(logs[0])
+        same, operands = same_addresses(logs[0])
+        row |= {
+            "calls": len(by_host(steps[CALLED])), "calls_replayed": len(by_host(steps[REPLAYED])),
+            "launches": len(work(steps[CALLED])), "operands": operands, "at_the_same_address": same,
+            "kinds_replayed": dict(Counter(e.kind for e in by_host(steps[REPLAYED]))),
+        }
+    return row | {"ok": not found, "faults": found[:5]}
+
+
+def main() -> int:
+    """Run the cases; 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, help="of an environment with the CUDA build of torch; none: one is made")
+    parser.add_argument("--built", type=Path, help="folder of the libraries, kept; none: built anew")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path, help="file that gets a line for each case")
+    a = parser.parse_args()
+    try:
+        torch = find_torch(a.python.absolute() if a.python else make_environment(ROOT))
+    except NoCudaTorch as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    bad = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        machine = Machine(torch.python, a.built or Path(scratch) / "built", Path(scratch))
+        if not (machine.built / "libghost.so").exists():
+            build(torch.libraries, machine.built)
+        if machine.kernels is None and (problem := build_kernels(ROOT, machine.built)):
+            print(f"error: recorded steps need the own optimizer kernel: {problem}", file=sys.stderr)
+            return 3
+        for case in CASES:
+            if a.only not in case.name:
+                continue
+            row = run_case(machine, case) | {"torch": torch.version}
+            if a.out:
+                with open(a.out, "a") as out:
+                    out.write(json.dumps(row) + "\n")
+            bad += not row["ok"]
+            print(json.dumps(row), flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
