@@ -148,6 +148,7 @@ def _tensor_problems(config: RunConfig, world_size: int | None) -> list[str]:
     if config.layout.sequence_parallel:
         rows.append(("seq_length (sequence_parallel)", m.seq_length))
     out = [f"{name} {size} does not divide by tensor_parallel_size {t}; {use}" for name, size in rows if size % t]
+    out += _chunk_problems(config)
     if m.kv_heads != m.num_attention_heads and m.kv_heads % t and t % m.kv_heads:
         out.append(
             f"num_query_groups {m.kv_heads} and tensor_parallel_size {t}: one must be a multiple of the other (above "
@@ -160,6 +161,22 @@ def _tensor_problems(config: RunConfig, world_size: int | None) -> list[str]:
             f"tensor_parallel_size {t} is larger than a node of {config.cluster.gpus_per_node} ranks; "
             f"{use} (or fix cluster.gpus_per_node)"
         )
+    return out
+
+
+def _chunk_problems(config: RunConfig) -> list[str]:
+    layout, seq = config.layout, config.model.seq_length
+    chunks, ranks = layout.tp_overlap_chunks, layout.tensor_parallel_size if layout.sequence_parallel else 1
+    out = []
+    if chunks > 1 and config.precision.fp8 != "none":
+        out.append(
+            f'layout.tp_overlap_chunks {chunks} with precision.fp8 "{config.precision.fp8}": a chunk would have scales '
+            'of its own; use 1, or fp8 = "none"'
+        )
+    if chunks > 1 and seq % ranks == 0 and seq // ranks % chunks:
+        use = either(nearest(chunks, divisors(seq // ranks)))
+        positions = f"the {seq // ranks} positions of a rank"
+        out.append(f"layout.tp_overlap_chunks {chunks} does not divide {positions}; use {use}")
     return out
 
 

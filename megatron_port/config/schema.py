@@ -162,6 +162,9 @@ class LayoutConfig:
     """Ranks that share the experts of a layer, e. Not built yet: only 1."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
+    tp_overlap_chunks: Size = 1
+    """Parts of the sequence in which a layer's forward products run, each beside the collective over the
+    tensor-parallel ranks of another part; 1: whole, and nothing hides the collective (docs/performance.md)"""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
     reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb); 3: weights too,

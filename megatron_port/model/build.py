@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from megatron_port.model.residual import ResidualStream
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.site_parking import ParkingPlaces
 from megatron_port.model.spec import LinearSpec, ParameterSpec
+from megatron_port.parallel.chunked import ChunkedColumnParallelLinear, ChunkedRowParallelLinear
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import vocab_parameter
@@ -55,6 +57,7 @@ class BuildContext:
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
         self.kernels = make_linear_kernels(providers.fp8)
+        self.chunks = layout.tp_overlap_chunks if ctx.size("tp") > 1 else 1
         if partition is None:
             partition = sequence_partition(ctx.mesh, ctx.rank, sequence_parallel=self.sequence_parallel)
         self.partition = partition
@@ -68,7 +71,8 @@ class BuildContext:
         self, layer: str, spec: LinearSpec, *, rows: tuple[Rows, Rows] | None = None, skip_bias: bool = False
     ) -> ColumnParallelLinear:
         """Build the linear layer of a spec with its outputs split over the tensor-parallel ranks."""
-        return ColumnParallelLinear(
+        make = partial(ChunkedColumnParallelLinear, self.chunks) if self.chunks > 1 else ColumnParallelLinear
+        return make(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
             skip_bias=skip_bias, dtype=self.dtype, kernels=self.kernels,
@@ -76,7 +80,8 @@ class BuildContext:
 
     def row(self, layer: str, spec: LinearSpec) -> RowParallelLinear:
         """Build the linear layer of a spec with inputs split over tensor-parallel ranks; the caller adds its bias."""
-        return RowParallelLinear(
+        make = partial(ChunkedRowParallelLinear, self.chunks) if self.chunks > 1 else RowParallelLinear
+        return make(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), skip_bias=True,
             dtype=self.dtype, kernels=self.kernels,

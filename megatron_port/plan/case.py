@@ -105,6 +105,7 @@ class Case:
     dp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
+    tensor_chunks: int = 1
     zero_stage: int = 1
     shard: int = 0
     """Replicas over which ZeRO splits optimizer state (hybrid sharding); 0: all."""
@@ -298,7 +299,8 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     case = Case(
         model=config.model, engine=ENGINES[config.engine], tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
         cp=layout.context_parallel_size,
-        sequence_parallel=layout.sequence_parallel and tp > 1, zero_stage=layout.zero_stage, shard=layout.shard_size,
+        sequence_parallel=layout.sequence_parallel and tp > 1, tensor_chunks=layout.tp_overlap_chunks if tp > 1 else 1,
+        zero_stage=layout.zero_stage, shard=layout.shard_size,
         reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,
         offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
         state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,

@@ -129,9 +129,10 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         again, tensor_again = forward, 2 * each - (skipped if ends_at_product(case) else 0.0)
     elif case.recompute == "selective" and not case.flash:
         again = core
-    hidden_forward, hidden_backward = _hidden(case, each, products, weights)
+    forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
+    hidden_forward, hidden_backward = _hidden(case, each, forward_each, products, weights)
     return Cost(
-        forward=forward, backward=backward + again, forward_tensor=2 * each - hidden_forward,
+        forward=forward, backward=backward + again, forward_tensor=2 * forward_each - hidden_forward,
         backward_tensor=2 * each - hidden_backward + tensor_again,
     )
 
@@ -186,16 +187,18 @@ def ends_at_product(case: Case) -> bool:
     return case.kernels == "torch" and case.model.hidden_dropout == 0
 
 
-def _tensor_collective(case: Case, links: Links, group: Span) -> float:
-    """One all-reduce of an activation, or with sequence parallelism the pair that stands for it."""
-    size = _stream(case)[0] * case.model.hidden_size * case.width
+def _tensor_collective(case: Case, links: Links, group: Span, chunks: int = 1) -> float:
+    """One all-reduce of an activation, or with sequence parallelism the pair that stands for it, in so many parts."""
+    size = _stream(case)[0] * case.model.hidden_size * case.width / chunks
     if case.sequence_parallel:
-        return 2 * links.collective(size, group, kind="half")
-    return links.collective(size, group)
+        return chunks * 2 * links.collective(size, group, kind="half")
+    return chunks * links.collective(size, group)
 
 
-def _hidden(case: Case, each: float, products: float, weights: float) -> tuple[float, float]:
+def _hidden(case: Case, each: float, forward_each: float, products: float, weights: float) -> tuple[float, float]:
     """Tensor-parallel seconds that run beside products, in a layer's forward and backward.
+
+    With ``case.tensor_chunks`` k the forward's run beside the products of the k - 1 other parts.
 
     ``backward``: an all-reduce (or reduce-scatter) of the input's gradient beside the product for the weight's.
     ``tiled``: the product is cut into tp pieces, whose transfers hide behind the next piece's arithmetic: 1/tp stays.
@@ -205,7 +208,9 @@ def _hidden(case: Case, each: float, products: float, weights: float) -> tuple[f
         return 0.0, 0.0
     if overlap == "backward":
         # Under sequence parallelism also the second gathering of the input, which `each` leaves out.
-        return 0.0, min(2 * each, weights) if not case.sequence_parallel else min(each, weights)
+        beside = 1 - 1 / case.tensor_chunks
+        hidden = min(2 * forward_each, products) * beside
+        return hidden, min(2 * each, weights) if not case.sequence_parallel else min(each, weights)
     if overlap == "tiled":
         most = 2 * each * (1 - 1 / case.tp)
         return min(most, products), min(most, 2 * weights)

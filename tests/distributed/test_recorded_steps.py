@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cases import make_batches
 from offload_matrix import State, Steps, advance, case, engine_of, state_of
 from pool import RankPool
 from step_tape import TapeRecorder
@@ -28,6 +29,7 @@ def both(cases: list[tuple[RunConfig, Topology]]) -> list[tuple[tuple[Steps, Sta
                 if recorded:
                     engine.record_steps(TapeRecorder())
                 steps = advance(engine, range(7))
+                steps.append((engine.eval_step(make_batches(config, engine.ctx)(9)).loss,))  # of gathered weights
                 assert engine.state_damage(now=True) is None
                 found.append((steps, state_of(engine)))
                 assert engine.graphs is None or engine.graphs.replays

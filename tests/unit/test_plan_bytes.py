@@ -131,6 +131,20 @@ def test_the_seconds_move_the_same_bytes(sequence_parallel: bool, recompute: Any
         assert (cost.forward_tensor + cost.backward_tensor) * 1e9 == pytest.approx(moved, rel=1e-12)
 
 
+def test_chunks_of_products_hide_what_their_arithmetic_can() -> None:
+    """Of k chunks all but one run beside arithmetic; each costs a latency, so more are not always better."""
+    config = load("runs/frontier-22b", ["layout.tensor_parallel_size=4", "layout.pipeline_parallel_size=3"]).config
+    case, machine = case_of(replace(config, cluster=replace(config.cluster, nodes=0)))[0], machine_of(config)
+    exposed = {
+        (k, us): sum(c.forward_tensor for c in chunk_costs(replace(case, tensor_chunks=k), Machine(
+            cluster=machine.cluster, hardware=replace(machine.hardware, node_latency_us=us)
+        ))) for k in (1, 4, 64) for us in (0.0, 100.0)
+    }
+    assert 0.25 * exposed[1, 0.0] <= exposed[4, 0.0] < 0.7 * exposed[1, 0.0]  # embedding and head stay whole
+    assert exposed[64, 0.0] < exposed[4, 0.0]
+    assert exposed[64, 100.0] > exposed[1, 100.0]
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2])
 @pytest.mark.parametrize("shard", [0, 1, 2, 4])
 def test_the_seconds_of_replicas_move_the_same_bytes(shard: int, zero_stage: int) -> None:
