@@ -13,13 +13,18 @@ def graph_problems(config: RunConfig) -> list[str]:
     that differs between steps in more than numbers."""
     if config.backend.graphs == "off":
         return []
-    zero = config.layout.zero_stage
+    zero, kept = config.layout.zero_stage, config.activations
+    open_plan = kept.policy not in ("none", "selective", "full") and not kept.layers
     found = {
         f'engine "{config.engine}", whose step the host drives; use engine = "native"': config.engine != "native",
         'backend.device "cpu", where nothing is launched; use a GPU': config.backend.device == "cpu",
         "backend.share_devices, whose collectives go through the host": config.backend.share_devices,
         f"layout.zero_stage {zero}, whose weights are gathered and freed by the host; use 0, 1 or 2": zero >= 3,
         f'offload.optimizer "{config.offload.optimizer}": the host updates': config.offload.optimizer != "none",
+        f'activations.policy "{kept.policy}", by which tensors may be swapped; give activations.layers, or use another':
+            open_plan,
+        "activations.layers with :swap, whose copies the host drives; recompute or keep these sites":
+            any(":swap" in sites for sites in kept.layers),
         f'optimizer.name "{config.optimizer.name}": only AdamW has an update that the host does not decide':
             config.optimizer.name != "adamw",
         f'backend.optimizer "{config.backend.optimizer}": the host decides on its updates; use own or auto':

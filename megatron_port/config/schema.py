@@ -163,8 +163,7 @@ class LayoutConfig:
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
     tp_overlap_chunks: Size = 1
-    """Parts of the sequence in which a layer's forward products run, each beside the collective over the
-    tensor-parallel ranks of another part; 1: whole, and nothing hides the collective (docs/performance.md)"""
+    """Parts in which a layer's forward products run, each beside the collective of another (docs/performance.md)"""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
     reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb); 3: weights too,
@@ -210,8 +209,7 @@ class PrecisionConfig:
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). bf16 and fp16 have fp32 masters and sums."""
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """none | tensorwise | rowwise: products of the layers' linears in 8 bits, a scale for each tensor, or for each row;
-    dtype bf16 (docs/performance.md)"""
+    """none | tensorwise | rowwise: the layers' linears in 8 bits, a scale a tensor or row; bf16; docs/performance.md"""
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of gradients sent between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
     fp32). fp32 means the full width, fp64 in an fp64 run."""
@@ -362,8 +360,7 @@ class BackendConfig:
     optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
     graphs: Literal["off", "step"] = "off"
-    """off | step (CUDA or HIP graphs: a step's launches are recorded once and replayed by two calls, so that the host's
-    time no longer counts; engine native on GPUs, fixed shapes; docs/performance.md)"""
+    """off | step (CUDA or HIP graphs: a step's launches are recorded once and replayed; docs/performance.md)"""
     allow_jit: bool = False
     """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile); false: that is an error."""
     deterministic: bool = False

@@ -153,7 +153,7 @@ def main() -> int:
         for case in CASES:
             if a.only not in case.name:
                 continue
-            row = run_case(machine, case) | {"torch": torch.version}
+            row = run_case(machine, case) | {"torch": torch.version, "command": "python tests/ghost/recorded.py"}
             if a.out:
                 with open(a.out, "a") as out:
                     out.write(json.dumps(row) + "\n")

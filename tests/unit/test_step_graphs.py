@@ -14,6 +14,7 @@ from megatron_port.backend.device import choose_device
 from megatron_port.config.graphs import graph_problems
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import (
+    ActivationsConfig,
     BackendConfig,
     BatchConfig,
     LayoutConfig,
@@ -130,6 +131,8 @@ RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", devic
     ({"backend": BackendConfig(graphs="step", optimizer="torch")}, 'backend.optimizer "torch"'),
     ({"layout": LayoutConfig(zero_stage=3)}, "layout.zero_stage 3"),
     ({"offload": OffloadConfig(optimizer="cpu")}, 'offload.optimizer "cpu"'),
+    ({"activations": ActivationsConfig(policy="plan")}, 'activations.policy "plan"'),
+    ({"activations": ActivationsConfig(policy="plan", layers=("core:swap", ""))}, "activations.layers with :swap"),
     ({"optimizer": OptimizerConfig(name="lion")}, 'optimizer.name "lion"'),
     ({"precision": PrecisionConfig(dtype="fp64")}, "fp64"),
     ({"batch": BatchConfig(rampup_start=2)}, "batch.rampup_start 2"),
