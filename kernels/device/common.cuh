@@ -167,6 +167,18 @@ __device__ inline void store(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
+// A pointer to global memory, told to clang, which makes flat stores of one that it cannot follow to a kernel's argument.
+template <typename T>
+__device__ inline T* in_global(T* pointer) {
+#if defined(__HIP_DEVICE_COMPILE__)
+  auto global = (__attribute__((address_space(1))) T*)pointer;
+  asm("" : "+v"(global));
+  return (T*)global;
+#else
+  return pointer;
+#endif
+}
+
 // Floats as a piece of T: in pairs where the hardware converts pairs.
 template <typename T, int N>
 __device__ inline Pack<T, N> to_pack(const float (&x)[N]) {
@@ -209,6 +221,24 @@ __device__ inline float shuffle_xor(float value, int mask) {
 #endif
 }
 
+// The lane that differs in the bits of MASK, a power of two, of a warp whose lanes hold the same as those that differ in
+// a higher bit below 16. AMD: MASK below 16 goes along with the next instruction (DPP) and waits for no shared memory;
+// turning a row of 16 lanes by 8, then by 4, brings what those hold.
+template <int MASK>
+__device__ inline float exchange(float value) {
+#if defined(__HIP_DEVICE_COMPILE__)
+  constexpr int kTurn8 = 0x128, kTurn4 = 0x124, kSwap2 = 0x4E, kSwap1 = 0xB1, kXor16 = 0x401F;
+  const int bits = static_cast<int>(bits_of_float(value));
+  if constexpr (MASK < 16) {
+    constexpr int kControl = MASK == 8 ? kTurn8 : MASK == 4 ? kTurn4 : MASK == 2 ? kSwap2 : kSwap1;
+    return float_of_bits(static_cast<uint32_t>(__builtin_amdgcn_update_dpp(0, bits, kControl, 0xf, 0xf, true)));
+  } else if constexpr (MASK == 16) {
+    return float_of_bits(static_cast<uint32_t>(__builtin_amdgcn_ds_swizzle(bits, kXor16)));
+  }
+#endif
+  return shuffle_xor(value, MASK);
+}
+
 struct Add {
   __device__ float operator()(float a, float b) const { return a + b; }
 };
@@ -219,9 +249,12 @@ struct Max {
 // Over the lanes of a warp; every lane gets the result.
 template <typename Op>
 __device__ inline float warp_reduce(float value, Op op) {
-#pragma unroll
-  for (int mask = MP_WARP / 2; mask > 0; mask >>= 1) value = op(value, shuffle_xor(value, mask));
-  return value;
+  if constexpr (MP_WARP == 64) value = op(value, exchange<32>(value));
+  value = op(value, exchange<16>(value));
+  value = op(value, exchange<8>(value));
+  value = op(value, exchange<4>(value));
+  value = op(value, exchange<2>(value));
+  return op(value, exchange<1>(value));
 }
 
 // Over a team of `warps` warps of the block, from warp `first` on, N values at once; every thread gets its team's

@@ -142,10 +142,17 @@ __global__ void __launch_bounds__(kThreads) backward_registers(typename Argument
       }
     }
     warps_reduce(total, scratch, Add(), 0.0f, team * warps, warps);
+    if constexpr (PIECES > 2) {  // divided once, which also leaves the division's registers for the pieces
+      total[0] /= a.cols;
+      total[1] /= a.cols;
+    }
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       const int at = p * step + column;
       if (at >= a.cols) continue;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+      if constexpr (PIECES > 2) asm volatile("" ::: "memory");  // else ptxas loads all pieces at once, and spills
+#endif
       const Pack<T, N> w = load<N>(static_cast<const T*>(a.weight) + at);
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
@@ -153,7 +160,8 @@ __global__ void __launch_bounds__(kThreads) backward_registers(typename Argument
         const int64_t place = (row + r) * a.cols + at;
         Pack<T, N>& skip = more[r][EARLY ? p : 0];
         if (!EARLY && a.dsum != nullptr) skip = load<N>(static_cast<const T*>(a.dsum) + place);
-        const float along = total[2 * r] / a.cols, shift = RMS ? 0.0f : total[2 * r + 1] / a.cols;
+        const float count = PIECES > 2 ? 1.0f : a.cols;
+        const float along = total[2 * r] / count, shift = RMS ? 0.0f : total[2 * r + 1] / count;
         float dx[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {

@@ -67,14 +67,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) rotate(Rotary a) {
   while (position < a.seq) {
     Pack<T, N> first[kPasses], second[kPasses];
     T *packed[kPasses], *split[kPasses];
-    bool rotated[kPasses];
+    bool live[kPasses], rotated[kPasses];
 #pragma unroll
     for (int p = 0; p < kPasses; p++) {
       const int row = (chunk * kPasses + p) * a.step + lane;
-      if (row >= a.rows) {
-        packed[p] = nullptr;
-        continue;
-      }
+      live[p] = row < a.rows;
+      if (!live[p]) continue;
       packed[p] = static_cast<T*>(a.packed) + (position * a.rows + row) * (2 * a.half) + at;
       split[p] = split_head<T>(a, position, row, rotated[p]) + at;
       const T* from = BACK ? split[p] : packed[p];
@@ -88,16 +86,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) rotate(Rotary a) {
     }
 #pragma unroll
     for (int p = 0; p < kPasses; p++) {
-      if (packed[p] == nullptr) break;
+      if (!live[p]) break;
       if (rotated[p]) {
+        float low[N], high[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
           const float x = to_float(first[p].at[i]), y = to_float(second[p].at[i]), s = BACK ? -sin[i] : sin[i];
-          first[p].at[i] = from_float<T>(x * cos[i] - y * s);
-          second[p].at[i] = from_float<T>(y * cos[i] + x * s);
+          low[i] = x * cos[i] - y * s;
+          high[i] = y * cos[i] + x * s;
         }
+        first[p] = to_pack<T>(low);
+        second[p] = to_pack<T>(high);
       }
-      T* to = BACK ? packed[p] : split[p];
+      T* to = in_global(BACK ? packed[p] : split[p]);
       store<N>(to, first[p]);
       store<N>(to + a.half, second[p]);
     }
