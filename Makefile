@@ -20,7 +20,7 @@ APT := sudo apt-get install -y git make g++ python3-dev python3-venv
 export SMALL SHARE_GPU SHARD DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test mutations soak kernels lint gpu-check gpu-session ghost-check compare site-report lock clean
+.PHONY: help setup quickstart test mutations soak kernels budgets lint gpu-check gpu-session ghost-check compare site-report lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ soak: setup  ## the long fault tests, resumable: benchmarks/results/soak-*.jsonl
 
 kernels: setup  ## build our kernels ahead of time, for every compiler here (KERNELS="cpu cuda rocm", ARCHS=sm_90)
 	@$(VENV) kernels/build.py $(if $(KERNELS),binding $(KERNELS)) --archs '$(ARCHS)'
+
+budgets: setup  ## compile all device code, hold instructions, bytes and spills to kernels/budgets (ARGS='gfx90a')
+	@$(VENV) kernels/budget.py --all $(ARGS)
 
 lint: setup  ## ruff and mypy
 	@$(VENV) scripts/run_tests.py --lint-only

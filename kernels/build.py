@@ -71,7 +71,7 @@ class Library:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
+def run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
     """Output of a command; Failed with it where it stops."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(environment or {})}
@@ -89,7 +89,7 @@ def _compiler(*names: str, hint: str) -> str:
     raise Missing(f"no {' or '.join(n for n in names if n)} here; {hint}")
 
 
-def _headers(*folders: str) -> list[Path]:
+def headers_in(*folders: str) -> list[Path]:
     return sorted(p for f in folders for p in (HERE / f).iterdir() if p.suffix in (".h", ".cuh"))
 
 
@@ -97,9 +97,9 @@ def _cxx() -> str:
     return _compiler(os.environ.get("CXX", ""), "g++", "clang++", hint="apt-get install g++")
 
 
-def _version(compiler: str) -> str:
+def _version(compiler: str, environment: dict[str, str] | None = None) -> str:
     """What ``--version`` says, in one line."""
-    lines = [line.strip() for line in _run([compiler, "--version"]).splitlines() if line.strip()]
+    lines = [line.strip() for line in run([compiler, "--version"], environment).splitlines() if line.strip()]
     wanted = [line for line in lines if re.search(r"release|HIP version", line)]
     return " ".join(wanted or lines[:1])
 
@@ -111,7 +111,7 @@ def cpu_libraries() -> list[Library]:
     """libmp_cpu-LEVEL.so."""
     cxx = _cxx()
     sources = sorted((HERE / "cpu").glob("*.cpp"))
-    headers = _headers("include", "cpu")
+    headers = headers_in("include", "cpu")
     levels = CPU_LEVELS.get(platform.machine(), (("base", ""),))
     out = []
     for level, flag in levels:
@@ -141,7 +141,7 @@ def binding_library() -> list[Library]:
              f"-I{HERE / 'include'}", "-isystem", str(torch / "include")]
     link = [cxx, "-shared", f"-L{torch / 'lib'}", "-ltorch_cpu", "-ldl"]
     return [Library("libmp_binding.so", "binding", flags, sorted((HERE / "binding").glob("*.cpp")), link,
-                    _headers("include", "binding"), _version(cxx))]
+                    headers_in("include", "binding"), _version(cxx))]
 
 
 def nvcc_path() -> str:
@@ -161,7 +161,7 @@ def cuda_library(archs: Sequence[str]) -> list[Library]:
     flags = [nvcc, "-std=c++17", "-O3", "-Xcompiler=-fPIC", "-lineinfo", "-Xptxas=-v", "-no-compress", *codes,
              f'-DMP_TARGET="{" ".join(archs)}"', f"-I{HERE / 'include'}", f"-I{HERE / 'device'}"]
     return [Library("libmp_cuda.so", "cuda", flags, sorted((HERE / "device").glob("*.cu")),
-                    [nvcc, "-shared", *codes], _headers("include", "device"), _version(nvcc))]
+                    [nvcc, "-shared", *codes], headers_in("include", "device"), _version(nvcc))]
 
 
 def hipify(out: Path) -> list[Path]:
@@ -178,7 +178,7 @@ def hipify(out: Path) -> list[Path]:
         shutil.rmtree(out)  # hipify copies the tree only to where nothing is yet
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _run([sys.executable, "-c", code, str(HERE / "device"), str(out)])
+        run([sys.executable, "-c", code, str(HERE / "device"), str(out)])
     except Failed as error:
         raise Missing(f"torch's hipify does not run in {sys.executable}: {str(error)[-500:]}") from error
     made = sorted(out.glob("*.hip"))
@@ -215,7 +215,8 @@ def rocm_library(archs: Sequence[str]) -> list[Library]:
     flags = [hipcc, "-std=c++17", "-O3", "-fPIC", "-DMP_WARP=64", *targets, f'-DMP_TARGET="{" ".join(chosen)}"',
              f"-I{HERE / 'include'}", f"-I{folder}"]
     return [Library("libmp_rocm.so", "rocm", flags, sources, [hipcc, "-shared", *targets],
-                    [*_headers("include"), *sorted(folder.glob("*.cuh"))], _version(hipcc), environment)]
+                    [*headers_in("include"), *sorted(folder.glob("*.cuh"))], _version(hipcc, environment),
+                    environment)]
 
 
 def emulated_libraries() -> list[Library]:
@@ -227,7 +228,7 @@ def emulated_libraries() -> list[Library]:
                  f'-DMP_TARGET="emulated {lanes}"', f"-I{HERE / 'include'}", f"-I{HERE / 'emulator'}",
                  f"-I{HERE / 'device'}", "-x", "c++"]
         out.append(Library(f"libmp_emulated{lanes}.so", "emulated", flags, sorted((HERE / "device").glob("*.cu")),
-                           [cxx, "-shared"], _headers("include", "device", "emulator"), _version(cxx)))
+                           [cxx, "-shared"], headers_in("include", "device", "emulator"), _version(cxx)))
     return out
 
 
@@ -265,7 +266,7 @@ def _compile(library: Library, source: Path, folder: Path) -> Path:
         for old in [*folder.glob(f"{source.stem}-*.o"), *folder.glob(f"{source.stem}-*.log")]:
             old.unlink()
         temporary = target.with_suffix(f".{os.getpid()}.tmp.o")
-        said = _run([*library.compile, "-c", str(source), "-o", str(temporary)], library.environment)
+        said = run([*library.compile, "-c", str(source), "-o", str(temporary)], library.environment)
         target.with_suffix(".log").write_text(said)  # ptxas's registers and spills
         os.replace(temporary, target)
     return target
@@ -288,7 +289,7 @@ def build(libraries: Sequence[Library], out: Path, jobs: int = 0) -> list[Path]:
             if not path.exists() or read_manifest(out).get(library.name, {}).get("sources") != digest:
                 temporary = path.with_suffix(f".{os.getpid()}.tmp")
                 options = [o for o in library.link if not o.startswith("-l")]
-                _run([*options, "-o", str(temporary), *objects, *_libraries_of(library)],
+                run([*options, "-o", str(temporary), *objects, *_libraries_of(library)],
                      library.environment)
                 os.replace(temporary, path)
                 _record(library, out, digest)

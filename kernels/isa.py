@@ -121,7 +121,7 @@ def readable(names: Iterable[str]) -> list[str]:
     if not filt or not names:
         return names
     text = subprocess.run([filt], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return [re.sub(r"\(anonymous namespace\)::|^void |\(mp::.*$", "", line) for line in text.splitlines()]
+    return [re.sub(r"\(anonymous namespace\)::|^void ", "", line).partition("(")[0] for line in text.splitlines()]
 
 
 def summary(kernels: list[Kernel]) -> str:
