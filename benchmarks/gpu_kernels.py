@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import attention_providers
 from benchmarks.device_clock import Timing, copies_of, copy_bandwidth, time_calls
 from megatron_port.backend import fused, kernels
 from megatron_port.backend.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
@@ -340,31 +340,6 @@ def quantise_cases(tokens: int, width: int) -> list[Case]:
     return out
 
 
-def attention_rows(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
-    """TFLOP/s of SDPA's kernels, forward and forward + backward, causal counted in full."""
-    shapes = ((2048, 8, 32, 128), (8192, 2, 32, 128), (2048, 8, 25, 64))
-    for seq, batch, heads, size in ((32, 2, 2, 16),) if tiny else shapes:
-        q, k, v = (_leaf(batch, heads, seq, size) for _ in range(3))
-        grad = torch.randn_like(q)
-        flops = 4.0 * batch * heads * seq * seq * size
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-            def forward(_: int) -> Tensor:
-                with sdpa_kernel([backend]):  # noqa: B023
-                    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023
-
-            def both(i: int) -> None:
-                torch.autograd.grad(forward(i), (q, k, v), grad)  # noqa: B023
-
-            row: dict[str, Any] = {"shape": f"s{seq} b{batch} h{heads} d{size}", "kernel": backend.name.lower()}
-            try:
-                taken = time_calls({"forward": forward, "both": both}, device)
-                row.update(forward_tflops=flops / taken["forward"].device_s / 1e12,
-                           both_tflops=3.5 * flops / taken["both"].device_s / 1e12)
-            except RuntimeError as error:
-                row["failed"] = str(error)[:200]
-            yield row
-
-
 def cases(tiny: bool = False) -> list[Callable[[], list[Case]]]:
     """Made one group at a time, so that memory is free again before the next. ``tiny``: one small shape of each op."""
     if tiny:
@@ -413,11 +388,10 @@ def measure_all(device: torch.device, hardware: dict[str, Any], args: argparse.N
         write()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    for row in attention_rows(device, args.tiny):
+    for row in attention_providers.rows(device, ((32, 2, 2, 16),) if args.tiny else attention_providers.SHAPES):
         made["attention"].append(row)
         write()
-        rates = row.get("failed") or f"{row['forward_tflops']:.0f} forward, {row['both_tflops']:.0f} both, TFLOP/s"
-        print(f"attention {row['shape']:<24}{row['kernel']:<22}{rates}")
+        print(attention_providers.describe(row))
 
 
 def main(argv: list[str] | None = None) -> int:

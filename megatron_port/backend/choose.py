@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron_port.backend import fused, kernels
-from megatron_port.backend.choose_attention import AttentionNeeds, OwnAttention, choose_attention, refuse
+from megatron_port.backend.choose_attention import (
+    AttentionNeeds,
+    OwnAttention,
+    choose_attention,
+    refuse,
+    shape_here,
+)
 from megatron_port.backend.choose_fp8 import choose_fp8
 from megatron_port.backend.cross_entropy import torch_cross_entropy
 from megatron_port.backend.device import DeviceInfo
@@ -312,6 +318,7 @@ def choose_providers(
     heads: tuple[int, int, int] | None = None,
     fp8: str = "none",
     rule: str = "adamw",
+    shape: tuple[int, int] | None = None,
 ) -> Providers:
     """Choose the provider of every op for this device, dtype, engine and configuration.
 
@@ -321,11 +328,13 @@ def choose_providers(
         heads: (query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel.
         fp8: precision.fp8.
         rule: optimizer.name.
+        shape: (head size, sequence length): on a GPU attention is chosen by the times measured for them.
 
     Raises:
         EnvironmentFault: a provider that was asked for cannot serve; the message says why.
     """
-    chooser = Chooser(config, device, dtype, engine, AttentionNeeds(dtype, attention_dropout, heads), rule=rule)
+    needs = AttentionNeeds(dtype, attention_dropout, heads, shape_here(device, dtype, shape))
+    chooser = Chooser(config, device, dtype, engine, needs, rule=rule)
     softmax, softmax_row = chooser.softmax()
     attention, attention_row = chooser.attend(softmax)
     (layer_norm, rms_norm), norm_row = chooser.norm()

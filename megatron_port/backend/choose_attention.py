@@ -9,6 +9,13 @@ from typing import Any
 import torch
 
 from megatron_port.backend import attention as attn
+from megatron_port.backend.attention_table import (
+    AttentionShape,
+    AttentionTimes,
+    arch_of,
+    lookup,
+    shipped_table,
+)
 from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.fused import CausalSoftmax, ProbabilityDropout
 from megatron_port.backend.providers import ProviderRow, optional_import
@@ -30,6 +37,8 @@ class AttentionNeeds:
     """Dropout of probabilities; above 0 only ``own`` and ``math`` serve, whose masks do not depend on the layout."""
     heads: tuple[int, int, int] | None = None
     """(query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel."""
+    shape: AttentionShape | None = None
+    """On a GPU: what is looked up among the measured times."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,14 @@ class OwnAttention:
     """Why it cannot serve; empty: it can."""
     load: Callable[[], str]
     """Load the kernels; what was loaded, in words."""
+
+
+def shape_here(device: DeviceInfo, dtype: torch.dtype, shape: tuple[int, int] | None) -> AttentionShape | None:
+    """Return what to look up for (head size, sequence length); None on a CPU, or a GPU that torch does not see."""
+    if shape is None or not device.is_gpu or not device.memory_bytes:
+        return None
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype)
+    return None if name is None else AttentionShape(arch_of(device.torch_device), name, *shape)
 
 
 def refuse(op: str, provider: str, reason: str, other: str) -> EnvironmentFault:
@@ -107,11 +124,17 @@ def choose_attention(
         how = "asked for" if asked != "auto" else "auto"
         return _own_attention(), ProviderRow("attention", "own", f"{how}; {own.load()}")
     flash, problem = _flash_problem(device, needs)
+    without_row = ""
+    if asked == "auto" and needs.shape is not None:
+        times = lookup(shipped_table(), needs.shape)
+        if times is not None and (measured := _fastest(times, config, device, needs, flash, problem)):
+            return measured
+        without_row = f"no measured time that serves {needs.shape}"
     # On AMD, flash-attn's Composable Kernel build goes before what torch brings; on NVIDIA torch has the same kernel.
     if asked == "flash_attn" or (asked == "auto" and flash is not None and device.kind == "rocm"):
         if flash is None:
             raise refuse("attention", asked, problem, "sdpa")
-        how = "asked for" if asked != "auto" else "auto: first on ROCm"
+        how = "asked for" if asked != "auto" else "; ".join(filter(None, ("auto: first on ROCm", without_row)))
         row = ProviderRow("attention", "flash_attn", f"{how}; flash-attn {getattr(flash, '__version__', '?')}")
         return attn.flash_attention(flash.flash_attn_func), row
     if asked in _PACKAGES:
@@ -121,11 +144,40 @@ def choose_attention(
         if asked == "fa4" and not config.allow_jit:
             raise refuse("attention", asked, "FA4 compiles its kernels at run time, which backend.allow_jit permits",
                          "sdpa")
-        torch.nn.attention.activate_flash_attention_impl(asked.upper())
-        kernels = [k for k in attn.gpu_kernels(rocm=False, deterministic=config.deterministic)
-                   if k.name != "CUDNN_ATTENTION"]
-        return attn.sdpa_attention(kernels), ProviderRow("attention", asked, "asked for; in torch's place for flash")
-    return _sdpa(config, device, needs, problem, own.problem)
+        return _newer_flash(asked, config), ProviderRow("attention", asked, "asked for; in torch's place for flash")
+    return _sdpa(config, device, needs, problem, own.problem, without_row)
+
+
+def _newer_flash(which: str, config: BackendConfig) -> attn.Attention:
+    torch.nn.attention.activate_flash_attention_impl(which.upper())
+    kernels = attn.gpu_kernels(rocm=False, deterministic=config.deterministic)
+    return attn.sdpa_attention([k for k in kernels if k.name != "CUDNN_ATTENTION"])
+
+
+def _fastest(
+    times: AttentionTimes, config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, flash: Any | None,
+    flash_problem: str,
+) -> tuple[attn.Attention, ProviderRow] | None:
+    """The provider of the least measured time among those that can serve here, and its row; None: none can."""
+    kernels = {k.name.removesuffix("_ATTENTION").lower(): k
+               for k in attn.gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic)}
+    skipped: list[str] = []
+    for name in times.order:
+        why = "; ".join([f"auto: {times.milliseconds[name]:.3g} ms measured for {times.shape}", *skipped, times.source])
+        if name in kernels:
+            order = [kernels[name], *(k for k in kernels.values() if k != kernels[name])]
+            return attn.sdpa_attention(order), ProviderRow("attention", "sdpa", f"{name} first; {why}")
+        if name in ("cudnn", "flash", "efficient") or config.deterministic:
+            skipped.append(f"{name} is faster, and not deterministic" if config.deterministic
+                           else f"{name} is not for {device.kind}")
+        elif name == "flash_attn" and flash is not None:
+            return attn.flash_attention(flash.flash_attn_func), ProviderRow("attention", name, why)
+        else:
+            problem = flash_problem if name == "flash_attn" else _newer_flash_problem(name, device, needs)
+            if not problem:
+                return _newer_flash(name, config), ProviderRow("attention", name, why)
+            skipped.append(f"{name} is faster, but {problem}")
+    return None
 
 
 def _own_attention() -> attn.Attention:
@@ -142,7 +194,8 @@ def _own_attention() -> attn.Attention:
 
 
 def _sdpa(
-    config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, flash_problem: str, without_own: str
+    config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, flash_problem: str, without_own: str,
+    without_row: str = "",
 ) -> tuple[attn.Attention, ProviderRow]:
     why = "asked for" if config.attention == "sdpa" else "auto"
     if not device.is_gpu:
@@ -155,6 +208,7 @@ def _sdpa(
     if needs.heads is not None and device.memory_bytes > 0:
         serving = attn.serving_kernel(kernels, heads=needs.heads, dtype=needs.dtype, device=device.torch_device)
         why += f": here {serving.removesuffix('_attention')}"
+    why += f"; {without_row}" if without_row else ""
     if config.attention == "auto" and "fails" in flash_problem:
         why += f"; {flash_problem}"
     return attn.sdpa_attention(kernels), ProviderRow("attention", "sdpa", why)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_port.backend import kernels
 from megatron_port.backend.choose import Chooser
-from megatron_port.backend.choose_attention import AttentionNeeds
+from megatron_port.backend.choose_attention import AttentionNeeds, shape_here
 from megatron_port.backend.choose_fp8 import choose_fp8
 from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, installed_accelerators
 from megatron_port.backend.jit_guard import (
@@ -142,7 +142,8 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
     model, tp = config.model, max(config.layout.tensor_parallel_size, 1)
     heads = (max(model.num_attention_heads // tp, 1), max(model.kv_heads // tp, 1), model.head_size)
     visible = not device.is_gpu or device.memory_bytes > 0
-    needs = AttentionNeeds(dtype, model.attention_dropout, heads if visible else None)
+    shape = shape_here(device, dtype, (model.head_size, model.seq_length))
+    needs = AttentionNeeds(dtype, model.attention_dropout, heads if visible else None, shape)
     chooser = Chooser(config.backend, device, dtype, config.engine, needs, load=visible, rule=config.optimizer.name)
     picks: dict[str, Callable[[], ProviderRow]] = {
         "attention": lambda: chooser.attend(chooser.softmax()[0])[1],

@@ -202,6 +202,7 @@ def _assemble(
     providers = agreed(lambda: choose_providers(
         config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
         attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
+        shape=(config.model.head_size, config.model.seq_length),
     ), where=str(ctx.coords))
     agreed(lambda: install_guard(config.backend.allow_jit), where=str(ctx.coords))
     if config.backend.allow_jit:

@@ -1,0 +1,102 @@
+"""Measured times of attention's providers on GPUs: ``configs/kernels/attention.json``.
+
+``benchmarks/attention_providers.py`` writes it from a measurement. A row serves the sequences from its own length up to
+the next row's of the same GPU, dtype, head size, mask and dropout. Where no row serves, the chosen order is that of
+``backend.attention``, and the table of providers names what was missing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_port.errors import ConfigError
+
+PROVIDERS = ("cudnn", "flash", "efficient", "flash_attn", "fa3")
+"""cudnn, flash and efficient are kernels of torch's SDPA; flash_attn and fa3 packages of their own."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a row of the table is measured for."""
+
+    arch: str
+    """sm_90, gfx90a"""
+    dtype: str
+    """bf16 | fp16 | fp32"""
+    head_dim: int
+    seq: int
+    causal: bool = True
+    dropout: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.arch, self.dtype, f"head size {self.head_dim}", f"{self.seq} tokens"]
+        return ", ".join([*parts, *(["causal"] * self.causal), *(["dropout"] * self.dropout)])
+
+
+@dataclass(frozen=True)
+class AttentionTimes:
+    """One measured row."""
+
+    shape: AttentionShape
+    milliseconds: dict[str, float]
+    """Provider → forward and backward passes of one call."""
+    source: str
+    """The file of the measurement."""
+
+    @property
+    def order(self) -> list[str]:
+        """Providers, fastest first."""
+        return sorted(self.milliseconds, key=self.milliseconds.__getitem__)
+
+
+def arch_of(device: torch.device) -> str:
+    """Return the architecture of a GPU that torch can use: sm_90, gfx90a."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def parse(text: str, name: str) -> list[AttentionTimes]:
+    """Return the rows of a table's text.
+
+    Raises:
+        ConfigError: a row lacks a field, has an unknown one, or names no provider of :data:`PROVIDERS`.
+    """
+    rows = []
+    for number, row in enumerate(json.loads(text)["rows"]):
+        where = f"{name}: row {number}"
+        try:
+            fields = dict(row)
+            times, source = fields.pop("milliseconds"), fields.pop("source")
+            shape = AttentionShape(**fields)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{where}: {error}; it takes AttentionShape's fields, milliseconds, source") from None
+        unknown = sorted(set(times) - set(PROVIDERS))
+        if unknown or not times:
+            said = ", ".join(unknown) or "nothing"
+            raise ConfigError(f"{where}: milliseconds of {said}; it takes {', '.join(PROVIDERS)}")
+        rows.append(AttentionTimes(shape, {k: float(v) for k, v in times.items()}, str(source)))
+    return rows
+
+
+def shipped_table() -> list[AttentionTimes]:
+    """Return the rows of the shipped table."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "_configs"
+    path = (inside if inside.is_dir() else package.parent / "configs") / "kernels" / "attention.json"
+    return parse(path.read_text(), str(path.name))
+
+
+def lookup(rows: list[AttentionTimes], wanted: AttentionShape) -> AttentionTimes | None:
+    """Return the row that serves a shape: of its kind, the longest sequence that is not longer."""
+    kind = [r for r in rows if _kind(r.shape) == _kind(wanted) and r.shape.seq <= wanted.seq]
+    return max(kind, key=lambda r: r.shape.seq, default=None)
+
+
+def _kind(shape: AttentionShape) -> tuple[object, ...]:
+    return shape.arch, shape.dtype, shape.head_dim, shape.causal, shape.dropout

@@ -1,0 +1,104 @@
+"""Attention's provider on a GPU: by measured times where there are some, else in a written order that is shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import attention_providers
+from megatron_port.backend import attention as attn
+from megatron_port.backend import choose_attention as choice
+from megatron_port.backend.attention_table import AttentionShape, lookup, parse, shipped_table
+from megatron_port.backend.device import DeviceInfo
+from megatron_port.backend.fused import torch_causal_softmax
+from megatron_port.config.schema import BackendConfig
+from megatron_port.errors import ConfigError
+
+GPU = DeviceInfo("cuda", torch.device("cuda", 0), "nccl", "H", 0, "test")
+SHAPE = AttentionShape("sm_90", "bf16", 128, 4096)
+TIMES = {"fa3": 1.0, "cudnn": 1.5, "flash_attn": 2.0, "flash": 2.5}
+
+
+def rows(*found: tuple[AttentionShape, dict[str, float]]) -> str:
+    return json.dumps({"rows": [{**asdict(s), "milliseconds": t, "source": "h200.json"} for s, t in found]})
+
+
+def test_a_row_serves_from_its_length_on_and_only_its_kind() -> None:
+    table = parse(rows((SHAPE, TIMES), (replace(SHAPE, seq=1024), TIMES), (replace(SHAPE, dtype="fp16"), TIMES)), "x")
+    served = {seq: row.shape.seq if (row := lookup(table, replace(SHAPE, seq=seq))) else 0
+              for seq in (512, 1024, 4095, 4096, 9999)}
+    assert served == {512: 0, 1024: 1024, 4095: 1024, 4096: 4096, 9999: 4096}
+    for other in ({"arch": "sm_80"}, {"head_dim": 64}, {"causal": False}, {"dropout": True}, {"dtype": "fp32"}):
+        assert lookup(table, replace(SHAPE, **other)) is None  # type: ignore[arg-type]
+    assert table[0].order == ["fa3", "cudnn", "flash_attn", "flash"]
+    shipped_table()  # can be read
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"milliseconds": {"own": 1.0}}, "milliseconds of own; it takes cudnn"), ({"milliseconds": {}}, "nothing"),
+    ({"sequence": 5}, "sequence"), ({"source": None, "arch": 0}, ""),
+])
+def test_a_row_that_is_wrong_is_refused(change: dict[str, object], says: str) -> None:
+    table = json.loads(rows((SHAPE, TIMES)))
+    table["rows"][0].update(change)
+    if "arch" in change:
+        del table["rows"][0]["arch"]
+    with pytest.raises(ConfigError, match=f"t.json: row 0: .*{says}"):
+        parse(json.dumps(table), "t.json")
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, text: str, packages: dict[str, object], **config: Any):
+    monkeypatch.setattr(choice, "shipped_table", lambda: parse(text, "t.json"))
+    monkeypatch.setattr(choice, "optional_import", lambda name: (packages[name], "") if name in packages
+                        else (None, f"{name} is not installed"))
+    orders: list[list[str]] = []
+    monkeypatch.setattr(attn, "sdpa_attention", lambda kernels: orders.append([k.name for k in kernels]))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: orders.append([name]),
+                        raising=False)
+    needs = choice.AttentionNeeds(torch.bfloat16, shape=SHAPE)
+    own = choice.OwnAttention("own attention is for CPUs", lambda: "")
+    _, row = choice.choose_attention(BackendConfig(**config), GPU, needs, torch_causal_softmax, own)
+    return row, orders
+
+
+def test_the_fastest_that_can_serve_is_taken_and_the_reason_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = rows((SHAPE, TIMES))
+    row, orders = choose(monkeypatch, text, {})
+    assert row.provider == "sdpa" and orders == [
+        ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]]
+    assert "cudnn first; auto: 1.5 ms measured for sm_90, bf16, head size 128, 4096 tokens, causal" in row.why
+    assert "fa3 is faster, but flash_attn_interface is not installed" in row.why and "h200.json" in row.why
+    row, orders = choose(monkeypatch, text, {"flash_attn_interface": object()})
+    assert row.provider == "fa3" and orders[0] == ["FA3"]
+    package = SimpleNamespace(flash_attn_func=lambda *a, **k: a, __version__="2")
+    row, _ = choose(monkeypatch, rows((SHAPE, {"flash_attn": 1.0, "flash": 2.0})), {"flash_attn": package})
+    assert row.provider == "flash_attn"
+    row, orders = choose(monkeypatch, text, {"flash_attn": package}, deterministic=True)
+    assert orders[-1][0] == "FLASH_ATTENTION" and "cudnn is faster, and not deterministic" in row.why
+    assert "flash_attn is faster, and not deterministic" in row.why
+
+
+def test_without_a_row_the_written_order_serves_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, orders = choose(monkeypatch, rows((replace(SHAPE, seq=8192), TIMES)), {})
+    assert row.provider == "sdpa" and orders[-1][0] == "CUDNN_ATTENTION"
+    assert "no measured time that serves sm_90, bf16, head size 128, 4096 tokens, causal" in row.why
+    row, _ = choose(monkeypatch, rows((SHAPE, TIMES)), {}, attention="sdpa")  # by name: the table is not asked
+    assert "measured" not in row.why
+
+
+def test_measured_rows_become_the_table() -> None:
+    def measured(provider: str, seq: int, ms: float | None) -> dict[str, object]:
+        common = {**asdict(replace(SHAPE, seq=seq)), "provider": provider, "shape": "s"}
+        return {**common, "failed": "no"} if ms is None else {**common, "milliseconds": ms}
+
+    found = [measured("cudnn", 1024, 0.5), measured("flash", 1024, 0.4), measured("fa3", 1024, None),
+             measured("flash", 2048, 1.0), measured("flash", 1024, 0.45)]
+    table = parse(attention_providers.table({"ops.json": found}), "new")
+    assert [(t.shape.seq, t.order, t.source) for t in table] == [
+        (1024, ["flash", "cudnn"], "ops.json"), (2048, ["flash"], "ops.json")]
+    assert table[0].milliseconds["flash"] == 0.4
