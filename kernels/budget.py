@@ -58,9 +58,9 @@ def sources() -> list[Path]:
 
 
 def digest(source: Path) -> str:
-    """Return the digest of a source and of the headers it includes, without comments and layout."""
+    """Return the digest of a source and of the headers it includes, without comments, layout and the ABI's number."""
     files = [source, *build.included(source, build.headers_in("include", "device"))]
-    text = "\n".join(re.sub(r"//[^\n]*|/\*.*?\*/", "", f.read_text(), flags=re.S) for f in files)
+    text = "\n".join(re.sub(r"//[^\n]*|/\*.*?\*/|#define MP_ABI \d+", "", f.read_text(), flags=re.S) for f in files)
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=12).hexdigest()
 
 
