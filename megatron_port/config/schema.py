@@ -340,8 +340,7 @@ class BackendConfig:
     own_kernels: Literal["auto", "on", "off"] = "auto"
     """auto (where they are built and serve) | on (or stop) | off: what ``auto`` means for the ops below."""
     attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"] = "auto"
-    """auto (GPUs: by measured times in configs/kernels) | own (CPUs) | math | sdpa | flash_attn | fa3 | fa4
-    (torch's flash attention replaced by that package's)"""
+    """auto (GPUs: by configs/kernels) | own (CPUs) | math | sdpa | flash_attn | fa3 | fa4 (in torch's flash's place)"""
     norm: str = "auto"
     """auto | own | apex | torch; here and for the next five also a provider that a plugin registers for the op"""
     activation: str = "auto"
