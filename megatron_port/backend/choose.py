@@ -27,6 +27,7 @@ from megatron_port.backend.choose_fp8 import choose_fp8
 from megatron_port.backend.cross_entropy import torch_cross_entropy
 from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
+from megatron_port.backend.packed_math import packed_math_attention
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
@@ -278,7 +279,14 @@ def _own_rotary() -> fused.SplitRotary:
     return split_rotary
 
 
-def _own_packed_attention() -> fused.PackedAttention:
+def _packed_attention(
+    provider: str, device: DeviceInfo, softmax: fused.CausalSoftmax, split: fused.SplitRotary
+) -> fused.PackedAttention | None:
+    """The attention of packed projections of a provider; None: it has none. On a CPU math is the reference."""
+    if provider == "math" and device.is_gpu:
+        return packed_math_attention(softmax, split)
+    if provider != "own":
+        return None
     from megatron_port.backend.ops.attention import packed_attention
 
     return packed_attention
@@ -359,6 +367,6 @@ def choose_providers(
         attention=attention, layer_norm=layer_norm, rms_norm=rms_norm, bias_gelu=bias_gelu, swiglu=swiglu,
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,
         optimizer=optimizer, table=tuple(rows), fp8=products,
-        packed_attention=_own_packed_attention() if attention_row.provider == "own" else None,
+        packed_attention=_packed_attention(attention_row.provider, device, softmax, split_rotary),
         bias_dropout_add_norm=_own_dropout_norm() if together else None,
     )
