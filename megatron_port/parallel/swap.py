@@ -30,9 +30,10 @@ class SwappedLayer:
         self, space: SwapSpace, ring: StagingRing, sources: list[torch.Tensor], below: SwappedLayer | None
     ) -> None:
         self._space, self._ring, self._below = space, ring, below
+        self._buffer: StagingBuffer | None = None  # for __del__, where there is none to take
         self._sources: list[torch.Tensor] = sources
         """On the device, until compute has waited for the copies."""
-        self._buffer: StagingBuffer | None = ring.take(for_host=False)
+        self._buffer = ring.take(for_host=False)
         self._waits_for: StagingBuffer | None = None
         self._hosts, offset = [], 0
         for source in sources:
@@ -132,16 +133,17 @@ class SwapSpace:
             leaving.let_go()
 
     def _ring(self, layer: int, nbytes: int) -> StagingRing:
-        """Return a ring of the layer whose buffers hold ``nbytes``; larger micro-batches than before get a new one."""
+        """Return a ring of the layer with a free buffer of ``nbytes``. Larger micro-batches than before, and more of
+        them at once (the batch's ramp-up), get a new one."""
         rings = self._rings.setdefault(layer, [])
-        fitting = next((ring for ring in rings if ring.nbytes >= nbytes), None)
-        if fitting is None:
+        fitting = [ring for ring in rings if ring.nbytes >= nbytes]
+        lacking = self.in_flight.get(layer, 1) - sum(ring.count for ring in fitting)
+        if lacking > 0:
             if self._streams is None:
                 self._streams = streams_of(self.device)
-            count = self.in_flight.get(layer, 1)
-            fitting = StagingRing(self.device, count=count, nbytes=nbytes, streams=self._streams)
-            rings.append(fitting)
-        return fitting
+            fitting.append(StagingRing(self.device, count=lacking, nbytes=nbytes, streams=self._streams))
+            rings.append(fitting[-1])
+        return next((ring for ring in fitting if ring.free), fitting[0])
 
 
 def measured_copy(device: torch.device, nbytes: int, times: int = 3) -> float:

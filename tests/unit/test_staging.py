@@ -204,3 +204,13 @@ def test_accesses_that_do_not_meet_are_no_race() -> None:
         checker.access(COMPUTE, "a reader of the other half", [memory[4:][:0]], [])
         with pytest.raises(StreamRace, match=r"nothing orders a reader \(stream compute, reads\) after first half"):
             checker.access(COMPUTE, "a reader", [memory[3:5]], [])
+
+
+def test_a_batch_that_grows_has_more_in_flight() -> None:
+    """Batch ramp-up: a stage that held one micro-batch at a time then holds three."""
+    space, flat = SwapSpace(CPU), torch.zeros(4, dtype=torch.uint8)
+    for waiting in (1, 3, 1):
+        space.in_flight[0] = waiting
+        held = [space.swap(0, [flat + number]) for number in range(waiting)]
+        assert [swapped.take(0).tolist()[0] for swapped in reversed(held)] == list(reversed(range(waiting)))
+    assert space.host_bytes == 3 * 64  # no buffer was made twice
