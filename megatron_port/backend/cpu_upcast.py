@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_port.backend.direct import first_order
+from megatron_port.backend.direct import FirstOrderFunction, first_order
 
 _INSTRUCTIONS = {
     torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
@@ -33,7 +33,7 @@ def widens(x: Tensor) -> bool:
     return x.dtype in _INSTRUCTIONS and x.device.type == "cpu" and not _has_instructions(x.dtype)
 
 
-class _Product(torch.autograd.Function):
+class _Product(FirstOrderFunction):
     """Keeps its operands for the backward pass as they came, not as float32."""
 
     @staticmethod
@@ -56,7 +56,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     The leading dimensions must be the same.
     """
-    return _Product.apply(a, b) if widens(a) else a @ b  # type: ignore[no-untyped-call]
+    return _Product.apply(a, b) if widens(a) else a @ b
 
 
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.backend.cross_entropy import CrossEntropyOps, torch_cross_entropy
-from megatron_port.backend.direct import first_order
+from megatron_port.backend.direct import FirstOrderFunction, first_order
 from megatron_port.parallel.collectives import Group
 
 TokenLoss = Callable[..., torch.Tensor]
@@ -29,7 +29,7 @@ _SPENT = (
 )
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, offset: int, extent: int, group: Group,
@@ -79,7 +79,7 @@ def vocab_parallel_cross_entropy(
 
     Raises RuntimeError in a second backward pass through the same logits.
     """
-    out: torch.Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _VocabParallelCrossEntropy.apply(
         logits.contiguous(), labels.contiguous(), offset, extent, group, ops
     )
     return out

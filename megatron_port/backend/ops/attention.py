@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.backend.direct import first_order
+from megatron_port.backend.direct import FirstOrderFunction, first_order
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import drop_threshold
 
@@ -32,14 +32,14 @@ def attention(
         RuntimeError: the shapes do not fit together, or dropout of attention that is not causal.
         ValueError: dropout of queries that are not the whole sequence.
     """
-    out: Tensor = _Attention.apply(q, k, v, causal, _mask(dropout))  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(q, k, v, causal, _mask(dropout))
     return out
 
 
 def packed_attention(qkv: Tensor, *, dropout: ProbabilityDropout | None = None) -> Tensor:
     """Causal attention of the packed projection [s, b, g, r + 2, d] (r query heads of a group, its key, its value) as
     [s, b, g · r · d]; the gradient is packed as well, so that none of q, k, v has to be put together."""
-    out: Tensor = _PackedAttention.apply(qkv, _mask(dropout))  # type: ignore[no-untyped-call]
+    out: Tensor = _PackedAttention.apply(qkv, _mask(dropout))
     return out
 
 
@@ -54,7 +54,7 @@ def _mask(dropout: ProbabilityDropout | None) -> Mask:
     return dropout.keys, dropout.op_key, threshold, dropout.head_offset
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(FirstOrderFunction):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask) -> Tensor:
         groups, size = k.shape[2:]
@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
         return dq.flatten(2, 3), dk, dv, None, None
 
 
-class _PackedAttention(torch.autograd.Function):
+class _PackedAttention(FirstOrderFunction):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, mask: Mask) -> Tensor:
         q, k, v = _split(qkv)

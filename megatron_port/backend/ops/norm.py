@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_port.backend.direct import differentiable
+from megatron_port.backend.direct import FirstOrderFunction, differentiable, first_order
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -46,23 +45,24 @@ def fork(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: boo
     that use, which saves a pass over three tensors of x's size."""
     if torch.compiler.is_compiling():  # a registered op may not return its input
         return (rms_norm(x, weight, eps) if rms else layer_norm(x, weight, bias, eps)), x
-    y, same = _Fork.apply(x, weight, bias, eps, rms)  # type: ignore[no-untyped-call]
+    y, same = _Fork.apply(x, weight, bias, eps, rms)
     return y, same
 
 
-class _Fork(torch.autograd.Function):
+class _Fork(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
     ) -> tuple[Tensor, Tensor]:
-        y, _, mean, rstd = torch.ops.megatron_port.norm_forward.default(x, None, weight, bias, eps, rms)
+        with torch._C._AutoDispatchBelowAutograd():
+            y, _, mean, rstd = torch.ops.megatron_port.norm_forward.default(x, None, weight, bias, eps, rms)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.rms, ctx.has_bias, ctx.has_residual = rms, bias is not None, True
         ctx.set_materialize_grads(False)
         return y, x
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
         total, _, dweight, dbias, *_ = _backward(ctx, dy, dx)
         return total, dweight, dbias, None, None

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_port.backend.direct import differentiable
+from megatron_port.backend.direct import FirstOrderFunction, differentiable, first_order
 from megatron_port.backend.fused import torch_split_rotary
 
 _LARGEST_HEAD = 512
@@ -39,17 +38,17 @@ def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     if qkv.shape[-1] % 2 or qkv.shape[-1] > _LARGEST_HEAD:
         return torch_split_rotary(qkv, None, None)
-    q, k, v = _Split.apply(qkv)  # type: ignore[no-untyped-call]
+    q, k, v = _Split.apply(qkv)
     return q, k, v
 
 
-class _Split(torch.autograd.Function):
+class _Split(FirstOrderFunction):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return torch_split_rotary(qkv, None, None)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return _pack(grads, None, None, 0)
 
