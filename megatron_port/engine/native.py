@@ -105,7 +105,7 @@ class NativeEngine:
         for _, p in self.parameters:
             p.wgrad_accumulator = self.wgrad_accumulator  # type: ignore[attr-defined]  # see parallel.linear
             p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.linear_kernels
-            p.register_post_accumulate_grad_hook(gradients.accumulate)
+            p.register_post_accumulate_grad_hook(gradients.hook(p))
         for chunk in self.chunks:
             for unit in chunk.units:
                 self.sharded.wait_before(unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -28,14 +29,14 @@ class GradientSink:
         self._waiting: list[torch.Tensor] = []
         self._bucket: int | None = None
 
-    def total(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the sum to add a gradient to; see ``ShardedParameters.gradient_of``."""
-        return self._sharded().gradient_of(parameter)
-
     def _sharded(self) -> ShardedParameters:
         sharded = self._alive()
         assert sharded is not None, "a backward pass after its engine's end"
         return sharded
+
+    def total(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the sum to add a gradient to; see ``ShardedParameters.gradient_of``."""
+        return self._sharded().gradient_of(parameter)
 
     def added(self, parameter: torch.Tensor) -> None:
         """Note that a gradient has been added to its sum."""
@@ -43,22 +44,30 @@ class GradientSink:
         if sharded is not None:
             sharded.added(parameter)
 
-    def accumulate(self, parameter: torch.Tensor) -> None:
-        """Add to the wide sum what arrives as ``grad``, now or with the next :meth:`flush`, and free it."""
-        if parameter.grad is None:  # parallel.linear adds it itself
-            return
+    def hook(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Return the hook that adds to a parameter's wide sum what arrives as ``grad``, now or with the next
+        :meth:`flush`, and frees it."""
         if not self._together or parameter.numel() > _LARGEST_DEFERRED:
-            self.total(parameter).add_(parameter.grad)
-            parameter.grad = None
-            self.added(parameter)
-            return
+            return self._add
         # Of one bucket only: its reduction is not to wait for another's gradients, and to give memory to those of
         # another may take away that of the first.
         bucket = self._sharded().reduced_with(parameter)
-        if bucket != self._bucket:
-            self.flush()
-            self._bucket = bucket
-        self._waiting.append(parameter)
+
+        def wait(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:  # parallel.linear adds it itself
+                return
+            if bucket != self._bucket:
+                self.flush()
+                self._bucket = bucket
+            self._waiting.append(parameter)
+
+        return wait
+
+    def _add(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # else parallel.linear adds it itself
+            self.total(parameter).add_(parameter.grad)
+            parameter.grad = None
+            self.added(parameter)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -66,7 +75,10 @@ class GradientSink:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        add_gradients_([self.total(p) for p in waiting], [p.grad for p in waiting if p.grad is not None])
+        sharded = self._sharded()
+        add_gradients_(
+            [sharded.gradient_of(p) for p in waiting], [p.grad for p in waiting if p.grad is not None]
+        )
         for parameter in waiting:
             parameter.grad = None
-            self.added(parameter)
+            sharded.added(parameter)

@@ -101,6 +101,12 @@ class ShardedParameters:
         if self.unit_gather is not None:
             self.unit_gather.attach(self.buckets)
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
+        self._lasting = {
+            id(p): flat[slot.start : slot.start + slot.numel].view(p.shape)
+            for bucket in self.buckets if (flat := bucket.gradients) is not None
+            for slot in bucket.plan.slots for p in [self.parameters[slot.index][1]]
+        }
+        """By parameter: where its gradients are added up, if that lasts."""
         owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=shard, shards=shards)]
         self.pieces = [self._shard(bucket, f) for bucket, f in owned]
         self.owners = [bucket for bucket, _ in owned]  # of the pieces
@@ -180,9 +186,17 @@ class ShardedParameters:
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the view to add a gradient to, in the parameter's shape; call :meth:`added` when it has been added."""
+        gradient = self._lasting.get(id(parameter))
+        if gradient is None:
+            gradient = self._buffered_gradient(parameter)
+        access(COMPUTE, "a gradient is added", writes=[gradient])
+        return gradient
+
+    def _buffered_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return :meth:`gradient_of` where gradients are in a buffer while there are any: this gives them one."""
         number, slot = self._slot_of[self._index[id(parameter)]]
         bucket = self.buckets[number]
-        while bucket.reducing is not None and not bucket.lasting:
+        while bucket.reducing is not None:
             self._settle()
         if bucket.gradients is None:
             if bucket.grad_buffer is not None:
@@ -191,9 +205,7 @@ class ShardedParameters:
                 assert self.grad_buffer_pool is not None
                 bucket.gradients = self.grad_buffer_pool.acquire(bucket.plan.numel, self._free_grad_buffer)
                 self._open.append(bucket)
-        gradient = bucket.gradients[slot.start : slot.start + slot.numel]
-        access(COMPUTE, "a gradient is added", writes=[gradient])
-        return gradient.view(parameter.shape)
+        return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
 
     def reduced_with(self, parameter: torch.Tensor) -> int:
         """Return the number of the bucket in which a gradient is reduced; 0 of all without other replicas."""

@@ -151,7 +151,7 @@ class ChunkedColumnParallelLinear(ColumnParallelLinear):
         if plain or not _divides(x, None, self.chunks, sequence=False):
             return super().forward(x)
         bias = self.bias.flatten() if self.bias is not None and not self.skip_bias else None
-        out: torch.Tensor = _Entering.apply(x, bias, (self.group, self.chunks), True, self.kernels, self.weight)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Entering.apply(x, bias, (self.group, self.chunks), True, self.kernels, self.weight)
         return out
 
 
@@ -166,5 +166,5 @@ class ChunkedRowParallelLinear(RowParallelLinear):
         if self.group is None or not _divides(x, self.group, self.chunks, sequence=self.sequence_parallel):
             return super().forward(x)
         how = self.group, self.sequence_parallel, self.chunks
-        y: torch.Tensor = _Leaving.apply(x.contiguous(), None, how, False, self.kernels, self.weight)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Leaving.apply(x.contiguous(), None, how, False, self.kernels, self.weight)
         return y if self.bias is None or self.skip_bias else y + self.bias

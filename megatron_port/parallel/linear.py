@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_port.backend.cpu_upcast import widens
-from megatron_port.backend.direct import first_order
+from megatron_port.backend.direct import FirstOrderFunction, first_order
 from megatron_port.parallel.collectives import (
     Group,
     all_gather_first,
@@ -55,18 +56,17 @@ class WgradAccumulator:
         self.computed = 0
         """Products computed so far."""
 
-    def add(self, weight: torch.Tensor, add_to: Callable[[torch.Tensor], None]) -> None:
-        """Call ``add_to(main_grad)``, now or deferred, with the weight's sum as [out, in]."""
-
-        def product() -> None:
-            add_to(self.main_grad_of(weight).view(-1, weight.shape[-1]))
-            self.computed += 1
-            self.on_added(weight)
-
+    def add(self, weight: torch.Tensor, add_to: Callable[..., None], *operands: Any) -> None:
+        """Call ``add_to(main_grad, *operands)``, now or deferred, with the weight's sum as [out, in]."""
         if self.deferred is None:
-            product()
+            self._compute(weight, add_to, *operands)
         else:
-            self.deferred.append(product)
+            self.deferred.append(partial(self._compute, weight, add_to, *operands))
+
+    def _compute(self, weight: torch.Tensor, add_to: Callable[..., None], *operands: Any) -> None:
+        add_to(_as_2d(self.main_grad_of(weight)), *operands)
+        self.computed += 1
+        self.on_added(weight)
 
     @staticmethod
     @torch.no_grad()
@@ -77,7 +77,12 @@ class WgradAccumulator:
         deferred.clear()
 
 
-class _Linear(torch.autograd.Function):
+def _as_2d(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [..., in] as [out, in]. A view that changes nothing would cost the host a microsecond."""
+    return weight if weight.dim() == 2 else weight.flatten(0, -2)
+
+
+class _Linear(FirstOrderFunction):
     """y = x Wᵀ + b at the entry of a tensor-parallel region.
 
     The collective of dgrad (and, under sequence parallelism, the one that gathers the input once more, so that the
@@ -93,12 +98,16 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.weights, ctx.group, ctx.sequence, ctx.kernels = weights, group, sequence, kernels
         full_input = all_gather_first(x, group) if sequence else x
-        weights_2d = [weight.flatten(0, -2) for weight in weights]
+        if len(weights) == 1:
+            y, scale = kernels.forward(full_input, weights[0], _as_2d(weights[0]), bias)
+            ctx.saved_input_scales = (scale,)
+            return y
+        weights_2d = [_as_2d(weight) for weight in weights]
         ctx.sizes = [weight_2d.shape[0] for weight_2d in weights_2d]
-        biases = [None] * len(weights) if bias is None else [bias] if len(weights) == 1 else bias.split(ctx.sizes)
+        biases = [None] * len(weights) if bias is None else bias.split(ctx.sizes)
         results = [kernels.forward(full_input, w, w_2d, b) for w, w_2d, b in zip(weights, weights_2d, biases)]
         ctx.saved_input_scales = [scale for _, scale in results]
-        return results[0][0] if len(results) == 1 else torch.cat([y for y, _ in results], dim=-1)
+        return torch.cat([y for y, _ in results], dim=-1)
 
     @staticmethod
     @first_order
@@ -108,23 +117,24 @@ class _Linear(torch.autograd.Function):
         kernels, needs = ctx.kernels, ctx.needs_input_grad
         grad_2d = grad.flatten(0, -2)
         parts = [grad_2d] if len(weights) == 1 else [part.contiguous() for part in grad_2d.split(ctx.sizes, dim=1)]
-        gathered = start_all_gather(x, ctx.group) if ctx.sequence and any(needs[5:]) else None
-        dx = None
-        prepared = [kernels.prepare_grad_output(part) for part in parts]
-        if needs[0]:
-            partial_dx = None
-            for (for_dgrad, _), weight, saved in zip(prepared, ctx.weights, weights):
-                one = kernels.dgrad(for_dgrad, weight, saved.flatten(0, -2))
+        wgrads = any(needs[5:])
+        gathered = start_all_gather(x, ctx.group) if ctx.sequence and wgrads else None
+        partial_dx: torch.Tensor | None = None
+        for_wgrad = []
+        for i, weight in enumerate(ctx.weights):
+            for_dgrad, second = kernels.prepare_grad_output(parts[i])
+            for_wgrad.append(second)
+            if needs[0]:
+                one = kernels.dgrad(for_dgrad, weight, _as_2d(weights[i]))
                 partial_dx = one if partial_dx is None else partial_dx.add_(one)
-            assert partial_dx is not None
-            partial_dx = partial_dx.view(*grad.shape[:-1], x.shape[-1])
+        del parts, for_dgrad  # a wgrad may be deferred, and holds what it takes itself
+        dx = None
+        if partial_dx is not None:
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
-            dx = start(partial_dx, ctx.group)
-        for_wgrad = [second for _, second in prepared]
-        del prepared, parts  # a wgrad may be deferred, and holds what it takes itself
+            dx = start(partial_dx.view(*grad.shape[:-1], x.shape[-1]), ctx.group)
         dw: list[torch.Tensor | None] = [None] * len(weights)
-        if any(needs[5:]):
-            full_input = (gathered.take() if gathered is not None else x).reshape(-1, x.shape[-1])
+        if wgrads:
+            full_input = (x if gathered is None else gathered.take()).reshape(-1, x.shape[-1])
             for i, weight in enumerate(ctx.weights):
                 if needs[5 + i]:
                     dw[i] = _wgrad(kernels, weight, for_wgrad[i], full_input, ctx.saved_input_scales[i])
@@ -140,7 +150,7 @@ def _wgrad(
     accumulator: WgradAccumulator | None = getattr(weight, "wgrad_accumulator", None)
     if accumulator is None:
         return kernels.wgrad(grad_output_2d, x, saved_input_scale).view(weight.shape)
-    accumulator.add(weight, lambda total: kernels.wgrad_accumulate(total, grad_output_2d, x, saved_input_scale))
+    accumulator.add(weight, kernels.wgrad_accumulate, grad_output_2d, x, saved_input_scale)
     return None
 
 
@@ -163,9 +173,9 @@ def linear(
     """
     accumulates = weight.requires_grad and hasattr(weight, "wgrad_accumulator")
     if kernels is PLAIN and not accumulates and group is None and shared is None and not widens(x):
-        return PLAIN.forward(x, weight, weight.flatten(0, -2), bias)[0]
+        return PLAIN.forward(x, weight, _as_2d(weight), bias)[0]
     weights = (weight,) if shared is None else (weight, shared)
-    out: torch.Tensor = _Linear.apply(x, bias, group, sequence_parallel and group is not None, kernels, *weights)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Linear.apply(x, bias, group, sequence_parallel and group is not None, kernels, *weights)
     return out
 
 

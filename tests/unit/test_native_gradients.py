@@ -49,7 +49,7 @@ def _passes(together: bool, sizes: list[tuple[int, int]], count: int) -> Buckets
     for _ in range(count):
         for parameter in buckets.parameters:
             parameter.grad = torch.randn(parameter.shape, generator=draw).bfloat16()
-            sink.accumulate(parameter)
+            sink.hook(parameter)(parameter)
         sink.flush()
     assert all(p.grad is None for p in buckets.parameters)
     result: Buckets = buckets
