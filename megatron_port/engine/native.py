@@ -231,7 +231,8 @@ class NativeEngine:
         probe: Probe | None = None,
     ) -> StepResult:
         """Take one optimizer step (``engine.api.Engine``)."""
-        self.stage.train()
+        if not self.stage.training:  # walking through all modules takes as long as a layer's launches
+            self.stage.train()
         self.stream.enabled = True
         self.progress.at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)

@@ -33,6 +33,11 @@ class MomentStates(Mapping[Tensor, dict[str, Tensor]]):
         made = moments or [(torch.zeros_like(m), torch.zeros_like(m)) for m in masters]
         self._moments = dict(zip(masters, made, strict=True))
 
+    def moments(self, masters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the first and the second moments of these masters."""
+        pairs = [self._moments[m] for m in masters]
+        return [first for first, _ in pairs], [second for _, second in pairs]
+
     def __getitem__(self, master: Tensor) -> dict[str, Tensor]:
         exp_avg, exp_avg_sq = self._moments[master]
         return {"step": self._step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
@@ -83,6 +88,7 @@ class FusedAdamW:
         self.state = MomentStates(masters, self.step_count, moments)
         if len(self.state) != len(masters):
             raise ValueError("a master is in the groups twice")
+        self._moments = [self.state.moments(group.masters) for group in self.groups]
 
     def step(
         self, grads: Sequence[Sequence[Tensor]], *, lr: float | Tensor, grad_scale: Tensor | None = None,
@@ -97,10 +103,9 @@ class FusedAdamW:
             raise ValueError(f"gradients of {len(grads)} groups, not {len(self.groups)}")
         # An update has the number of steps taken, plus one; a skipped one writes nothing whatever its number.
         self.step_count.add_(1 if skip is None else skip == 0)
-        for group, own in zip(self.groups, grads):
-            moments = [self.state[m] for m in group.masters]
+        for group, own, (exp_avg, exp_avg_sq) in zip(self.groups, grads, self._moments):
             adamw_(
-                group.weights, group.masters, own, [s["exp_avg"] for s in moments], [s["exp_avg_sq"] for s in moments],
+                group.weights, group.masters, own, exp_avg, exp_avg_sq,
                 step=self.step_count, grad_scale=grad_scale, skip=skip, lr=lr, beta1=self.betas[0],
                 beta2=self.betas[1], eps=self.eps, weight_decay=group.weight_decay,
             )

@@ -70,6 +70,7 @@ class DropoutStream:
         self.seed = seed
         self.device = device
         self.enabled = True
+        self._no_keys = torch.empty(0, dtype=torch.int64, device=device)
         self.current: StepContext | None = None
         """None before the first micro-batch, and in inference, which has no engine."""
 
@@ -104,7 +105,7 @@ class DropoutStream:
     def sample_keys(self, p: float) -> torch.Tensor:
         """Return the keys of the samples in flight, int64 [batch]; empty where p is 0, which needs none."""
         if p == 0.0:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
+            return self._no_keys
         if self.current is None:
             raise RuntimeError("dropout before set_micro_batch: the engine did not say which samples are in flight")
         return self.current.samples.keys

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 
+@torch.no_grad()
 def square_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of the squares of all elements: a float64 scalar on the tensors' device, the same bits every time.
 
@@ -26,7 +27,7 @@ def square_norm(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         raise ValueError("square_norm of an empty list: there is no device to give a zero on")
-    total: Tensor = torch.ops.megatron_port.square_norm([t.detach() for t in tensors])
+    total: Tensor = torch.ops.megatron_port.square_norm(list(tensors))
     return total
 
 
