@@ -6,10 +6,11 @@
 Ranks of both trees stand ready at the same time, each group with its own package, and train a few steps in turn, so
 that what else the machine does falls on both alike. A round gives two ratios, after to before: of the processor seconds
 of all ranks, which leave out waiting for a core, and of wall time. Reported: the median over rounds with its 95 %
-confidence interval (bootstrap of rounds), and the ratio of the tenth percentiles, of the rounds that were disturbed
-least. Every second round starts with the other tree. The same with the trees exchanged shows what the method can
-resolve. ``--count`` counts instead what a step does: calls of Python functions, calls of C functions from Python, and
-torch's operators, over all ranks.
+confidence interval (bootstrap of starts and of their rounds), and the ratio of the tenth percentiles, of rounds that
+were disturbed least. Every second round starts with the other tree. Where a process's memory happens to lie makes it
+some percent faster or slower for life, so the rounds are divided among several starts of the ranks. The same tree twice
+shows what the method can resolve. ``--count`` counts instead what a step does: calls of Python functions, calls of C
+functions from Python, and torch's operators, over all ranks.
 """
 
 from __future__ import annotations
@@ -187,10 +188,14 @@ def both(before: Path, after: Path, case: Case) -> Iterator[dict[str, Ranks]]:
             group.close()
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the median."""
+def interval(starts: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the median of the ratios of all starts."""
     r = random.Random(0)
-    medians = sorted(statistics.median(r.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+
+    def resampled() -> list[float]:
+        return [ratio for start in r.choices(starts, k=len(starts)) for ratio in r.choices(start, k=len(start))]
+
+    medians = sorted(statistics.median(resampled()) for _ in range(RESAMPLES))
     return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
 
 
@@ -199,24 +204,31 @@ def tenth(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 10]
 
 
-def measure(before: Path, after: Path, case: Case, *, rounds: int, steps: int, seconds: float) -> dict[str, Any]:
-    """Return the ratios of a case, at most ``seconds`` of them."""
+def measure(
+    before: Path, after: Path, case: Case, *, starts: int, rounds: int, steps: int, seconds: float
+) -> dict[str, Any]:
+    """Return the ratios of a case, at most ``seconds`` of rounds, divided among ``starts`` of its ranks."""
     taken: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
-    with both(before, after, case) as ranks:
-        until = time.monotonic() + seconds
-        for number in range(rounds):
-            if time.monotonic() > until:
-                break
-            for name in ("before", "after") if number % 2 == 0 else ("after", "before"):
-                taken[name].append(ranks[name].steps(steps))
-    row: dict[str, Any] = {"case": case.name, "rounds": len(taken["after"]), "steps": steps}
+    ends: list[int] = []
+    for _ in range(starts):
+        with both(before, after, case) as ranks:
+            until = time.monotonic() + seconds / starts
+            for number in range(max(rounds // starts, 1)):
+                if number and time.monotonic() > until:
+                    break
+                for name in ("before", "after") if number % 2 == 0 else ("after", "before"):
+                    taken[name].append(ranks[name].steps(steps))
+        ends.append(len(taken["after"]))
+    row: dict[str, Any] = {"case": case.name, "starts": starts, "rounds": len(taken["after"]), "steps": steps}
     for what in ("cpu", "wall"):
         pairs = [(b[what], a[what]) for b, a in zip(taken["before"], taken["after"])]
         ratios = [a / b for b, a in pairs]
-        low, high = interval(ratios)
+        by_start = [ratios[first:end] for first, end in zip([0, *ends], ends)]
+        low, high = interval(by_start)
         row[what] = {
             "ratio": round(statistics.median(ratios), 4), "low": round(low, 4), "high": round(high, 4),
             "least_disturbed": round(tenth([a for _, a in pairs]) / tenth([b for b, _ in pairs]), 4),
+            "by_start": [round(statistics.median(start), 4) for start in by_start],
             "seconds_a_step": {n: round(statistics.median(t[what] for t in taken[n]) / steps, 5) for n in taken},
             "pairs": [[round(b, 4), round(a, 4)] for b, a in pairs],
         }
@@ -242,7 +254,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="a checkout, with its kernels built")
     parser.add_argument("--after", type=Path, help="the other")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=60, help="of all starts")
+    parser.add_argument("--starts", type=int, default=4, help="times that the ranks are started")
     parser.add_argument("--steps", type=int, default=2, help="of each tree in a round")
     parser.add_argument("--seconds", type=float, default=300.0, help="at most, for the rounds of a case")
     parser.add_argument("--only", default="", help="cases whose name has this word")
@@ -262,9 +275,9 @@ def main() -> int:
             row = count(*trees, case)
             print(f"{row['case']}: before {row['before']}, after {row['after']}", flush=True)
         else:
-            row = measure(*trees, case, rounds=args.rounds, steps=args.steps, seconds=args.seconds)
-            print(f"{row['case']}: after / before {said(row, 'cpu')}, {said(row, 'wall')} in {row['rounds']} rounds; "
-                  f"losses equal: {row['losses_equal']}", flush=True)
+            row = measure(*trees, case, starts=args.starts, rounds=args.rounds, steps=args.steps, seconds=args.seconds)
+            print(f"{row['case']}: after / before {said(row, 'cpu')}, {said(row, 'wall')} in {row['rounds']} rounds "
+                  f"of {args.starts} starts; losses equal: {row['losses_equal']}", flush=True)
         rows.append(row)
         if args.out:
             commits = {n: commit(tree) for n, tree in (("before", args.before), ("after", args.after))}
