@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -92,6 +93,21 @@ def fold_batch(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(1, 2).unsqueeze(0)
 
 
+_preferred: list[tuple[Sequence[SDPBackend], AbstractContextManager[None]]] = []
+
+
+def _prefer(order: Sequence[SDPBackend]) -> None:
+    """Let torch's attention try these kernels in this order until another order is preferred, in the whole process: a
+    context for each call takes the host as long as three launches."""
+    if _preferred and _preferred[0][0] is order:
+        return
+    for _, context in _preferred:
+        context.__exit__(None, None, None)
+    context = sdpa_kernel(list(order), set_priority=True)
+    context.__enter__()
+    _preferred[:] = [(order, context)]
+
+
 def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
     """torch's scaled_dot_product_attention; ``kernels``: tried in this order (empty: torch's own choice)."""
     order = list(kernels)
@@ -109,10 +125,8 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
         qt, kt, vt = (fold_batch(x).transpose(1, 2) for x in (q, k, v))
         gqa = q.shape[2] != k.shape[2]
         if order:
-            with sdpa_kernel(order, set_priority=True):
-                out = F.scaled_dot_product_attention(qt, kt, vt, is_causal=causal, enable_gqa=gqa)
-        else:
-            out = F.scaled_dot_product_attention(qt, kt, vt, is_causal=causal, enable_gqa=gqa)
+            _prefer(order)
+        out = F.scaled_dot_product_attention(qt, kt, vt, is_causal=causal, enable_gqa=gqa)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[1], -1)
 
     return attention

@@ -30,7 +30,7 @@ def _has_instructions(dtype: torch.dtype) -> bool:
 
 def widens(x: Tensor) -> bool:
     """Return whether products of ``x`` are faster in float32."""
-    return x.dtype in _INSTRUCTIONS and x.device.type == "cpu" and not _has_instructions(x.dtype)
+    return x.is_cpu and x.dtype in _INSTRUCTIONS and not _has_instructions(x.dtype)
 
 
 class _Product(FirstOrderFunction):

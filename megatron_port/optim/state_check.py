@@ -101,17 +101,16 @@ class RowHashes:
     def __call__(self, flat: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """int64 [rows], in ``out`` where given. Launches a few kernels for 16 MiB and waits for nothing."""
         words = self.words(flat)
-        rows = -(-len(words) // ROW)
+        whole, rest = divmod(words.numel(), ROW)
+        rows = whole + bool(rest)
         if out is None:
             out = torch.empty(rows, dtype=torch.int64, device=flat.device)
-        whole = len(words) // ROW
-        table, step = words[: whole * ROW].view(whole, ROW), len(self._buffer)
+        table, step = words[: whole * ROW].view(whole, ROW), self._buffer.shape[0]
         for at in range(0, whole, step):
-            part = table[at : at + step]
-            self._sum(self._buffer[: len(part)].copy_(part), self.factors, out[at : at + len(part)])
-        if whole < rows:
-            rest = words[whole * ROW :]
-            self._sum(self._buffer[:1, : len(rest)].copy_(rest), self.factors[: len(rest)], out[whole:])
+            count = min(step, whole - at)
+            self._sum(self._buffer[:count].copy_(table[at : at + count]), self.factors, out[at : at + count])
+        if rest:
+            self._sum(self._buffer[:1, :rest].copy_(words[whole * ROW :]), self.factors[:rest], out[whole:])
         return out
 
     def _sum(self, wide: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
