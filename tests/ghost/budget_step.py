@@ -2,7 +2,8 @@
 
     python budget_step.py SIZE LAYERS MICRO_BATCH GLOBAL_BATCH     (started by budgets.py, under the ghost machine)
 
-Prints one line of JSON: the allocator's peak of the last step, the host's seconds for it, and the providers.
+Prints one line of JSON: the allocator's peak of the last step, the host's seconds for it, the calls that Python makes
+in one more, and the providers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from ordering import STEP_BEGINS, STEP_ENDS
@@ -29,6 +32,21 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.session.assemble import DTYPES, build_engine
 
 STEPS = 3
+
+
+def host_calls(step: Callable[[], Any]) -> int:
+    """Return how many functions, of Python and of C, Python calls in a step whose backward pass runs in this thread."""
+    calls = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with torch.autograd.grad_mode.set_multithreading_enabled(False):
+        sys.setprofile(note)
+        step()
+        sys.setprofile(None)
+    return calls
 
 
 def main() -> int:
@@ -61,8 +79,10 @@ def main() -> int:
         engine.train_step(batches, step=step, lr=1e-3)
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
     mark(STEP_ENDS.encode())
+    peak = torch.cuda.max_memory_allocated()
     print(json.dumps({
-        "peak_bytes": torch.cuda.max_memory_allocated(), "host_seconds": processor, "wall_seconds": wall,
+        "peak_bytes": peak, "host_seconds": processor, "wall_seconds": wall,
+        "host_calls": host_calls(lambda: engine.train_step(batches, step=STEPS, lr=1e-3)),
         "providers": {row.op: row.provider for row in providers.table},
     }), flush=True)
     return 0
