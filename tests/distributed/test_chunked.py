@@ -45,11 +45,10 @@ def forgotten(parts: Case) -> str:
 
 def test_chunks_change_no_bit(ranks: RankPool) -> None:
     pairs = [
-        pair("fp64", 4, sequence=False), pair("fp64", 2, sequence=True), pair("fp32", 2, sequence=True),
-        pair("bf16", 4, sequence=True),
+        pair("fp64", 4, sequence=False), pair("fp64", 2, sequence=True), pair("bf16", 4, sequence=True),
     ]
     for results in ranks.run(2, unequal, pairs, timeout=240.0):
-        assert results == [[], [], [], []]
+        assert results == [[], [], []]
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -28,7 +28,7 @@ def both(cases: list[tuple[RunConfig, Topology]]) -> list[tuple[tuple[Steps, Sta
             with engine_of(config, topology) as engine:
                 if recorded:
                     engine.record_steps(TapeRecorder())
-                steps = advance(engine, range(7))
+                steps = advance(engine, range(6))
                 steps.append((engine.eval_step(make_batches(config, engine.ctx)(9)).loss,))  # of gathered weights
                 assert engine.state_damage(now=True) is None
                 found.append((steps, state_of(engine)))
