@@ -104,7 +104,8 @@ class Reduced:
 class StepGraphs:
     """The recordings of one engine's steps.
 
-    It keeps no function of the engine: a cycle of references would keep process groups alive.
+    It keeps no function of the engine: a cycle of references would keep recordings and process groups alive, and NCCL
+    does not end a communicator that a graph still uses.
     """
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -99,6 +100,10 @@ def test_state_that_changed_between_replays_is_found() -> None:
             engine.sharded.pieces[3].master[0] += 1.0
         engine.train_step(batches_of(step), step=step, lr=1e-3)
         assert (engine.state_damage() is not None) == (step == WARM_UP + 2)
+    # NCCL waits for graphs that use a communicator, so they must go with the engine, without a garbage collection.
+    alive = weakref.ref(engine.graphs)
+    del engine
+    assert alive() is None
 
 
 def test_inputs_lie_where_they_lay() -> None:
