@@ -3,7 +3,7 @@
 ``python tests/unit/memory_matrix.py --out FILE --count N`` measures what FILE lacks of the first N cases and prints how
 far the plan is off; ``--replan`` plans the measured cases again. Case n is the same on every machine. One process is
 one rank: the others answer at once, with zeros (``fake_ranks``); ``--ranks N`` measures N of the cases once more with
-every rank a process of its own.
+every rank a process of its own, and with the others fake but with the copies that gloo makes in a collective.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,34 @@ def among_others(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"real_ranks": real, "fake_off": row["measured"] / real - 1}
 
 
+def with_copies(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the fake's peak when its collectives copy as gloo's do, and how far real ranks are from it."""
+    _, config, stage = drawn(row["number"])
+    case, _ = case_of(config)
+    found = measure(config, stage * case.dp * case.tp, copies=True).peak
+    return row | {"with_copies": found, "copies_off": found / row["real_ranks"] - 1}
+
+
+def long_contexts() -> Iterator[str]:
+    """Peaks of runs whose attention scores are most of a layer, and how many tensors of that size are alive there."""
+    for family, dtype, recompute in (
+        ("gpt", "fp32", "full"), ("gpt", "bf16", "full"), ("llama", "bf16", "full"), ("gpt", "fp32", "selective")
+    ):
+        config = run_of({
+            "family": family, "dtype": dtype, "schedule": "1f1b", "vp": 1, "pp": 1, "tp": 1, "sp": False, "zero": 0,
+            "dp": 1, "m": 2, "micro": 1, "recompute": recompute, "seq": 1024, "layers": 2, "hidden": 128, "vocab": 1000,
+        })
+        case, _ = case_of(config)
+        planned = stage_memory(case, Machine(cluster=config.cluster, hardware=config.hardware), 0)
+        found = measure(config, 0)
+        alive = {width: found.alive.get(4 * 1024 * 1024 * width, 0) for width in sorted({case.width, case.wide})}
+        copies = ", ".join(f"{count} of {width} bytes an element" for width, count in alive.items())
+        yield (
+            f"{family} {dtype} {recompute}: planned {planned.allocated / found.peak - 1:+.2%}; tensors as large as the "
+            f"scores at the peak: {copies}; one in fp32 is {4 * 1024 * 1024 * 4 / found.peak:.1%} of it"
+        )
+
+
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """Return the errors in one paragraph, and every case beyond the bound."""
     off = [abs(row["off"]) for row in rows]
@@ -123,18 +151,25 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     ]
     if real := [abs(row["fake_off"]) for row in rows if "fake_off" in row]:
         lines.append(f"{len(real)} of them among real ranks: the fake is off by {max(real):.2%} at most")
+    if copied := [abs(row["copies_off"]) for row in rows if "copies_off" in row]:
+        lines.append(f"with gloo's copies by {max(copied):.2%} at most, {statistics.median(copied):.3%} in the median")
     return "\n".join([*lines, *(json.dumps(row) for row in beyond)])
 
 
 def main() -> int:
     """Measure or report; 1 where a case is beyond the bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--long", action="store_true", help="long contexts, and what is alive at their peaks")
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--replan", action="store_true")
     parser.add_argument("--ranks", type=int, default=0, help="so many short cases again, with real ranks over gloo")
     a = parser.parse_args()
     torch.set_num_threads(1)
+    if a.long:
+        print(*long_contexts(), sep="\n")
+    if a.out is None:
+        return 0
     rows = [json.loads(line) for line in a.out.read_text().splitlines()] if a.out.exists() else []
     if a.replan:
         rows = [r | compared(r["number"], {key: r[key] for key in ("measured", "padding")}) for r in rows]
@@ -142,6 +177,10 @@ def main() -> int:
     for row in [r for r in rows if r["m"] == 8 and 1 < r["tp"] * r["pp"] * r["dp"] <= 8][: a.ranks]:
         if "real_ranks" not in row:
             rows[rows.index(row)] = among_others(row)
+            a.out.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    for i, row in enumerate(rows):
+        if "real_ranks" in row and "copies_off" not in row:
+            rows[i] = with_copies(row)
             a.out.write_text("".join(json.dumps(one) + "\n" for one in rows))
     with a.out.open("a") as out:
         for number in sorted(set(range(a.count)) - {row["number"] for row in rows}):
