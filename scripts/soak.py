@@ -95,6 +95,15 @@ def offload(rows: Rows) -> str:
             "last committed step and ended as the unbroken run, to the bit")
 
 
+def crossings(rows: Rows) -> str:
+    """30 checkpoints between ZeRO stages, shard sizes, offload and engines."""
+    kinds = len({r["from"] for r in rows} | {r["to"] for r in rows})
+    equal, steps = (sum(r[part] == "equal to the bit" for r in rows) for part in ("state", "steps"))
+    compared = sum(r["steps"] != "not compared" for r in rows)
+    return (f"{len(rows)} checkpoints between {kinds} ways to hold state: {equal} arrived equal to the bit, "
+            f"and {steps} of {compared} went on as their source, to the bit")
+
+
 PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
     "kills": ("kills.py", ["--seeds", "0-99"], kills),
     "resharding": ("resharding.py", ["--seeds", "0-29"], resharding),
@@ -103,10 +112,12 @@ PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
     "chaos": ("chaos.py", ["--seconds", "600", "--mean", "20"], chaos),
     "corpus": ("big_corpus.py", ["--gigabytes", "10"], corpus),
     "offload": ("offload_kills.py", ["--times", "30"], offload),
+    "crossings": ("crossings.py", ["--times", "30"], crossings),
 }
 """Name → (program in tests/faults, its arguments, the line of the table)."""
 WHOLE = {
     "kills": 100, "resharding": 30, "corruptions": 300, "readers": 10_000, "chaos": 1, "corpus": 1, "offload": 30,
+    "crossings": 30,
 }
 """What a part must have done to be complete."""
 
@@ -155,7 +166,7 @@ def run(part: str, seconds: float, extra: list[str]) -> int:
     program, arguments, _ = PARTS[part]
     if part in ("chaos", "corpus", "corruptions") and read(part) and not extra:
         return 0
-    resumable = part in ("kills", "resharding", "offload")
+    resumable = part in ("kills", "resharding", "offload", "crossings")
     limit = ["--seconds", f"{seconds:g}"] if resumable and seconds != float("inf") else []
     RESULTS.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FAULTS / program), *arguments, *limit, "--out", str(results_file(part)), *extra]
@@ -182,7 +193,7 @@ def table(parts: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=list(PARTS), action="append", help="only this one (repeatable)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="of kills, resharding, offload; more later")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of a part that can be resumed; more later")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     args, extra = parser.parse_known_args()
     parts = args.part or list(PARTS)
