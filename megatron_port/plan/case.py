@@ -296,8 +296,11 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
             f"{math.ceil(batch.global_batch_size / unit)} micro-batches per replica"
         )
     kernels = "torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own"
+    engine = ENGINES[config.engine]
+    if config.precision.grad_reduce_dtype != "fp32":
+        engine = replace(engine, reduce_bytes=2)
     case = Case(
-        model=config.model, engine=ENGINES[config.engine], tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
+        model=config.model, engine=engine, tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
         cp=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tp > 1, tensor_chunks=layout.tp_overlap_chunks if tp > 1 else 1,
         zero_stage=layout.zero_stage, shard=layout.shard_size,

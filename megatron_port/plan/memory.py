@@ -71,8 +71,24 @@ def sum_elements(case: Case, stage: int) -> int:
     """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
     one filling up while the other is reduced, and those of a tied table."""
     units, table = unit_elements(case, stage)
-    largest = max(min(sum(unit), max(case.bucket, *unit)) for unit in units)
+    largest = largest_bucket(case, stage)
     return (2 if sum(map(sum, units)) > largest else 1) * largest + table
+
+
+def largest_bucket(case: Case, stage: int) -> int:
+    """Elements of the largest bucket of a unit's gradients; a tied table's left out."""
+    return max(min(sum(unit), max(case.bucket, *unit)) for unit in unit_elements(case, stage)[0])
+
+
+def narrow_copies(case: Case, stage: int, elements: int) -> tuple[float, float]:
+    """Return the bytes of gradients that are copied to a narrower dtype to be reduced: held while passes run, and at
+    the end of the last backward pass. Reductions are settled one bucket behind where sums are sharded, else last."""
+    each = case.engine.reduce_bytes
+    if each >= case.wide or case.dp * case.cp == 1:
+        return 0.0, 0.0
+    if case.shards_sums and case.shards > 1:
+        return float(largest_bucket(case, stage) * each), 0.0
+    return 0.0, float(elements * each)
 
 
 def held_bytes(case: Case, elements: int) -> tuple[float, float, float]:
@@ -101,6 +117,11 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
     # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
     update = (n / case.shards - share(case, n)) * max(e.update_copy_bytes, case.wide if case.kernels == "torch" else 0)
     peak = peak_of(case, stage, quick=quick)
+    beside, last = narrow_copies(case, stage, n) if e.name == "native" else (0.0, 0.0)
+    bucket += beside
+    if last > max(peak.total, update):
+        peak = Peak(activations=0.0, logits=0.0, working=last, messages=0.0, in_flight=peak.in_flight,
+                    at="the end of the last backward pass")
     if update > peak.total:
         peak = Peak(activations=0.0, logits=0.0, working=update, messages=0.0, in_flight=peak.in_flight,
                     at="the optimizer step")

@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "native zero-1 on cpu": {"zero_stage": 1, "offload": {"optimizer": "cpu"}},
     "native zero-2 on nvme": {"zero_stage": 2, "offload": {"optimizer": "nvme", "fraction": 0.5}},
     "native zero-3 on nvme, weights on cpu": {"zero_stage": 3, "offload": {"optimizer": "nvme", "weights": "cpu"}},
-    "deepspeed zero-0": {"zero_stage": 0}, "deepspeed zero-1": {"zero_stage": 1},
+    "native zero-2 shards of 2": {"zero_stage": 2, "shard_size": 2}, "deepspeed zero-1": {"zero_stage": 1},
 }
 
 

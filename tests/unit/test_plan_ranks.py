@@ -10,6 +10,7 @@ import torch
 from fake_ranks import fake_rank
 from rank_memory import held_bytes, measure, padding
 
+from megatron_port.config.layout import with_values
 from megatron_port.config.schema import (
     ActivationsConfig,
     BackendConfig,
@@ -72,6 +73,7 @@ CASES = [
     ("llama", "bf16", {**P2, **EVERY_SITE, "pipeline_schedule": "zb-h1"}, 1),
     ("gpt", "fp32", SWAPPED, 0), ("llama", "bf16", {**P2, **SWAPPED}, 0), ("dropout", "bf16", {**P2, **MIXED}, 1),
     ("gpt", "bf16", {**T2, **PARTITIONED}, 0), ("llama", "bf16", {**T2, **P2, **MIXED}, 0),
+    ("gpt", "bf16", {**ZERO3, "reduce_bucket_size": 100_000, "grad_reduce_dtype": "bf16"}, 0),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
 ]
 
@@ -106,7 +108,9 @@ def run_of(model: str, dtype: str, layout: dict) -> RunConfig:
 @pytest.mark.parametrize(("model", "dtype", "layout", "stage"), CASES)
 def test_memory_of_a_rank(model: str, dtype: str, layout: dict, stage: int) -> None:
     torch.set_num_threads(1)
-    config = run_of(model, dtype, layout)
+    layout = dict(layout)
+    narrow = layout.pop("grad_reduce_dtype", "fp32")
+    config = with_values(run_of(model, dtype, layout), {"precision.grad_reduce_dtype": narrow})
     case, _ = case_of(config)
     planned = stage_memory(case, Machine(cluster=config.cluster, hardware=config.hardware), stage)
     found = measure(config, stage * case.dp * case.tp)
