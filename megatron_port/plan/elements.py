@@ -64,6 +64,28 @@ def unit_elements(case: Case, stage: int) -> tuple[list[list[int]], int]:
     return [unit for unit in units if unit], table
 
 
+def gathered_elements(case: Case, stage: int) -> float:
+    """Elements that a rank of ``stage`` gathers from the other replicas in a step, padding of buckets left out.
+
+    Under ZeRO-3 with reshard "forward" every pass gathers the layers whose weights are not in one of the two windows:
+    where passes turn round the last two are, and with two layers or fewer always. Exact for 1F1B and GPipe with one
+    chunk a stage; under other schedules nothing is counted as left in the windows.
+    """
+    once = stage_elements(case, stage)
+    if case.weight_gathers == 1:
+        return once
+    units, table = unit_elements(case, stage)
+    count, m = case.stage_layers(stage), case.micro_batches
+    layers, ends = (sum(map(sum, part)) for part in (units[:count], units[count:]))
+    if case.vp == 1 and case.schedule == "1f1b":
+        turns = 2 * max(m - (case.pp - 1 - stage), 1) - 1
+    else:
+        turns = 1 if case.schedule == "gpipe" and case.vp == 1 else 0
+    passes = layers if count <= 2 and case.vp == 1 else layers * (2 * m - 2 * turns / max(count, 1))
+    # Embedding and head share a window: on one stage each forward pass needs both again. A table has its own.
+    return passes + ends * (m if case.grid.last_stage == 0 else 1) + table
+
+
 @lru_cache(maxsize=4096)
 def _unit(model: ModelConfig, index: int, tp: int) -> tuple[int, ...]:
     """Elements of each parameter of a layer on a rank."""

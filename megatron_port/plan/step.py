@@ -10,7 +10,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import stage_elements
+from megatron_port.plan.elements import gathered_elements, stage_elements
 from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost, partition_costs, site_costs
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.offload import offloaded, share
@@ -194,7 +194,7 @@ def data_seconds(case: Case, links: Links, forward: list[float], backward: list[
         hide_reduce = min(reduce * (1 - shown), e.reduce_overlap * sum(case.of_stage(backward, stage)))
         times = case.micro_batches if case.shards_sums and shards > 1 else 1  # no whole sums to wait with
         hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(case.of_stage(forward, stage)))
-        gathers = case.weight_gathers * (gather - hide_gather)
+        gathers = gathered_elements(case, stage) / n * (gather - hide_gather)
         worst = max(worst, times * (reduce - hide_reduce) + beyond + gathers)
     return worst + tied
 
