@@ -85,9 +85,9 @@ def test_layers_that_are_not_run_count_as_if_they_were(
     case = Case(model=model, engine=Engine(name="x"), recompute=recompute, kernels="torch", flash=False)
     short = chunk_bytes(case, 0, 9, splits)
     monkeypatch.setattr(chunk, "ALIKE", 9)
-    chunk._chunk_bytes.cache_clear()
+    chunk._run.cache_clear()
     assert short == chunk_bytes(case, 0, 9, splits)
-    chunk._chunk_bytes.cache_clear()
+    chunk._run.cache_clear()
 
 
 def test_a_schedule_with_split_backward_passes_holds_what_weight_products_read() -> None:
