@@ -78,7 +78,8 @@ def to_toml(config: Any, comments: Mapping[str, str] | None = None) -> str:
 
 _LATER = (
     "rotary_percent", "rope_scaling", "rope_factor", "rope_original_length", "rope_low_freq_factor",
-    "rope_high_freq_factor", "parallel_residual", "qk_norm",
+    "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "parallel_residual",
+    "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale", "logits_divisor",
 )
 """Fields of the model that came after the first checkpoints; at their defaults they leave the hash as it was."""
 

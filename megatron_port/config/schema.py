@@ -58,7 +58,7 @@ class ModelConfig:
     """A label for logs and checkpoints."""
     family: str = "auto"
     """Hugging Face family that exports are written as: auto (the first that computes this model) | gpt2 | gpt_neox |
-    llama | qwen3, or one that a plugin registers. Changes no number."""
+    llama | qwen2 | qwen3 | granite | starcoder2 | mistral | phi3, or one that a plugin registers. Changes no number."""
     num_layers: Size = 2
     """Transformer layers."""
     hidden_size: Size = 128
@@ -81,16 +81,23 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: Share = 1.0
     """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest knows no position."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    """none | linear (all frequencies divided by rope_factor) | llama3 (Llama 3.1: only the low ones)"""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """none | linear (all frequencies divided by rope_factor) | llama3 (Llama 3.1: only the low ones) | yarn (Peng et
+    al., arXiv 2309.00071: low ones too, and larger scores)"""
     rope_factor: Annotated[float, at_least(1)] = 1.0
-    """linear, llama3: what low frequencies are divided by."""
+    """linear, llama3, yarn: what low frequencies are divided by."""
     rope_original_length: CountOrZero = 0
-    """llama3: tokens of the context before scaling."""
+    """llama3, yarn: tokens of the context before scaling."""
     rope_low_freq_factor: Positive = 1.0
     """llama3: frequencies with fewer turns than this in the original context are divided."""
     rope_high_freq_factor: Positive = 4.0
     """llama3: frequencies with more turns than this stay; between the two they blend."""
+    rope_beta_fast: Positive = 32.0
+    """yarn: frequencies with more turns than this in the original context stay."""
+    rope_beta_slow: Positive = 1.0
+    """yarn: those with fewer turns than this are divided; between the two they blend."""
+    rope_attention_factor: NonNegative = 0.0
+    """yarn: factor on queries and on keys; 0: the paper's 1 + 0.1 ln(rope_factor)."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization before attention, before the MLP and before the head."""
     parallel_residual: bool = False
@@ -103,6 +110,8 @@ class ModelConfig:
     """gelu (erf) | gelu_tanh | swiglu"""
     add_bias: bool = True
     """Biases in all linears and (with layernorm) norms."""
+    qkv_bias: bool = False
+    """Biases in the projections of queries, keys and values alone (Qwen2); without add_bias."""
     tie_embeddings: bool = True
     """The head uses the token embedding's matrix."""
     hidden_dropout: Fraction = 0.0
@@ -111,6 +120,14 @@ class ModelConfig:
     """Probability, on attention weights; the same in every layout; needs the provider own or math."""
     init_std: NonNegative = 0.02
     """Standard deviation of the initial weights; output layers use init_std / sqrt(2 L)."""
+    embedding_multiplier: Positive = 1.0
+    """Factor on the embedded tokens (Granite)."""
+    residual_multiplier: Positive = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    attention_scale: NonNegative = 0.0
+    """Factor on the products of queries and keys; 0: 1 / sqrt(head size). Needs rope, whose tables carry it."""
+    logits_divisor: Positive = 1.0
+    """Divisor of the logits."""
 
     @property
     def kv_heads(self) -> int:

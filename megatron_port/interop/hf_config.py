@@ -63,9 +63,9 @@ def _load_installed() -> None:
 
 
 def _exported_as(family: Family) -> str:
-    """Return ``model.family`` of an imported model. Own families differ in what they compute, so the model itself says
-    which it is; a plugin's may compute what another does."""
-    return family.name if family.name in FAMILIES.added else AUTO
+    """Return ``model.family`` of an imported model. Most own families differ in what they compute, so the model itself
+    says which it is; a twin, or a plugin's, may compute what another does."""
+    return family.name if family.twin or family.name in FAMILIES.added else AUTO
 
 
 def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -149,7 +149,11 @@ def _essential(model: ModelConfig) -> dict[str, Any]:
     values |= {"num_query_groups": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size}
     unused = set() if model.position_embedding == "rope" else set(_ROPE)
     if model.rope_scaling != "llama3":
-        unused |= {"rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"}
+        unused |= {"rope_low_freq_factor", "rope_high_freq_factor"}
+    if model.rope_scaling != "yarn":
+        unused |= {"rope_beta_fast", "rope_beta_slow", "rope_attention_factor"}
+    if model.rope_scaling not in ("llama3", "yarn"):
+        unused.add("rope_original_length")
     if model.rope_scaling == "none":
         unused.add("rope_factor")
     return values | {name: ModelConfig.__dataclass_fields__[name].default for name in unused}

@@ -113,8 +113,10 @@ def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) 
         each = rows // len(there)
         runs = tuple(Run(i * each, f"{prefix}{part}.{kind}", 0, each) for i, part in enumerate(there))
         return Mapped(name, shape, runs, False)
-    tensor = f"{prefix}{there}.{kind}"
-    return Mapped(name, shape, (Run(0, tensor, 0, rows),), tensor.endswith(names.transposed))
+    packed = shape[0] if len(shape) > (1 if _is_vector(name, shape) else 2) else 1
+    tensor, each = f"{prefix}{there}.{kind}", rows // packed
+    runs = tuple(Run(i * each, tensor, i * each, each) for i in range(packed))  # a run never leaves its half
+    return Mapped(name, shape, runs, tensor.endswith(names.transposed))
 
 
 def _module_there(module: str, names: Names) -> tuple[str | tuple[str, ...] | None, str]:

@@ -63,7 +63,7 @@ class BuildContext:
         self.partition = partition
         self.residual = ResidualStream(
             partition, stream, model.hidden_dropout, model.hidden_size, providers.bias_dropout_add,
-            providers.bias_dropout_add_norm,
+            providers.bias_dropout_add_norm, model.residual_multiplier,
         )
         self.rotary = RotaryTables(model) if model.position_embedding == "rope" else None
 

@@ -81,7 +81,7 @@ def _attention(model: ModelConfig) -> AttentionSpec:
     return AttentionSpec(
         qkv=LinearSpec(
             name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
-            bias=model.add_bias, std=model.init_std, groups=groups,
+            bias=model.add_bias or model.qkv_bias, std=model.init_std, groups=groups,
         ),
         query_norm=_head_norm("attention.query_norm", groups) if model.qk_norm else None,
         key_norm=_head_norm("attention.key_norm", groups) if model.qk_norm else None,

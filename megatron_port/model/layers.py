@@ -31,6 +31,7 @@ class Embedding(nn.Module):
         self.residual = build.residual
         apart = build.ctx.topology.last_stage != 0  # else the head shares this parameter
         weight = build.table(spec.word, tied_apart=spec.word.tied and apart)
+        self.multiplier = build.model.embedding_multiplier
         self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
         self.position = None if spec.position is None else build.unsplit(spec.position)
         self.position_rows: Callable[[Embedding, int], torch.Tensor] = Embedding.own_positions
@@ -40,6 +41,8 @@ class Embedding(nn.Module):
         x = self.word(tokens.t().contiguous())
         if self.position is not None:
             x = x + self.position_rows(self, x.shape[0])
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         return self.residual.drop(x, op="embedding")
 
     def own_positions(self, rows: int) -> torch.Tensor:
@@ -143,12 +146,15 @@ class Head(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel
         self.loss, self.cross_entropy = build.loss, build.providers.cross_entropy
-        self.norm = Norm("", spec.norm, build)
+        self.norm, self.divisor = Norm("", spec.norm, build), build.model.logits_divisor
         tied = spec.weight.tied
         self.weight = shared if shared is not None else build.table(spec.weight, tied_apart=tied, primary=not tied)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(self.norm(x), self.weight, group=self.group, sequence_parallel=self.sequence_parallel)
+        x = self.norm(x)
+        if self.divisor != 1.0:
+            x = x / self.divisor  # fewer elements than logits
+        return linear(x, self.weight, group=self.group, sequence_parallel=self.sequence_parallel)
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of each token [batch, seq] in nats for ``labels`` int64 [batch, seq].

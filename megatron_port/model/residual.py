@@ -29,6 +29,8 @@ class ResidualStream:
     """Provider of bias + dropout + addition; None: plain torch."""
     fused_norm: BiasDropoutAddNorm | None = None
     """Provider of the same with the norm that follows; None: one after the other."""
+    multiplier: float = 1.0
+    """Factor on each branch."""
 
     @property
     def dropout_now(self) -> float:
@@ -45,10 +47,18 @@ class ResidualStream:
             x, self.dropout_now, op=op, positions=self.positions(x.shape[0]), width=self.width
         )
 
+    def _scaled(
+        self, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.multiplier == 1.0:
+            return x, bias
+        return x * self.multiplier, None if bias is None else bias * self.multiplier
+
     def bias_dropout_add(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *, op: str
     ) -> torch.Tensor:
-        """Return residual + dropout(x + bias)."""
+        """Return residual + dropout(multiplier · (x + bias))."""
+        x, bias = self._scaled(x, bias)
         p, fused = self.dropout_now, self.fused
         if bias is None and p == 0.0:
             return residual + x
@@ -67,13 +77,16 @@ class ResidualStream:
     def bias_dropout_add_norm(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm: Norm, *, op: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm of the sum, sum) with the sum residual + dropout(x + bias)."""
+        """Return (norm of the sum, sum) with the sum residual + dropout(multiplier · (x + bias))."""
         p, positions = self.dropout_now, self.positions(x.shape[0])
-        if bias is None and p == 0.0:
-            return norm.add(x, residual)
-        if self.fused_norm is None or len(positions.runs) > 1:  # the kernel knows one start
+        alone = bias is None and p == 0.0
+        if not alone and (self.fused_norm is None or len(positions.runs) > 1):  # the kernel knows one start
             return norm.fork(self.bias_dropout_add(x, bias, residual, op=op))
+        x, bias = self._scaled(x, bias)
+        if alone:
+            return norm.add(x, residual)
         branch_bias, fused = bias, self.fused_norm
+        assert fused is not None
         keys, key = self.stream.sample_keys(p), self.stream.op_key(op)
         start, rms = positions.runs[0].start, norm.kind == "rmsnorm"
 

@@ -31,6 +31,8 @@ def frequencies(model: ModelConfig, device: torch.device | str) -> torch.Tensor:
         inverse = inverse / model.rope_factor
     elif model.rope_scaling == "llama3":
         inverse = _llama3(inverse, model)
+    elif model.rope_scaling == "yarn":
+        inverse = _yarn(inverse, model)
     return torch.cat((inverse, torch.zeros((size - rotated) // 2, device=device)))
 
 
@@ -46,6 +48,32 @@ def _llama3(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     stretched = torch.where(wave > original / low, inverse / model.rope_factor, inverse)
     between = (wave >= original / high) & (wave <= original / low)
     return torch.where(between, blended, stretched)
+
+
+def _yarn(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """YaRN's rule: pairs that turn ``rope_beta_fast`` times or more in the original context stay, those that turn
+    ``rope_beta_slow`` times or fewer are divided by the factor, with a ramp over the pairs between."""
+    last = model.rotary_size - 1
+
+    def pair(turns: float) -> float:
+        """The pair, by a real number, that turns so often in the original context."""
+        wave = model.rope_original_length / (2 * math.pi * turns)
+        return model.rotary_size * math.log(wave) / (2 * math.log(model.rope_theta))
+
+    first = max(math.floor(pair(model.rope_beta_fast)), 0)
+    stop = min(math.ceil(pair(model.rope_beta_slow)), last)
+    pairs = torch.arange(len(inverse), device=inverse.device).float()
+    divided = ((pairs - first) / max(stop - first, 1e-3)).clamp(0, 1)
+    return inverse / model.rope_factor * divided + inverse * (1 - divided)
+
+
+def table_factor(model: ModelConfig) -> float:
+    """Return the factor on cos and sin, by which queries and keys are both multiplied: YaRN's, and the square root of
+    what ``attention_scale`` changes in their products."""
+    factor = 1.0
+    if model.rope_scaling == "yarn":
+        factor = model.rope_attention_factor or 1.0 + 0.1 * math.log(model.rope_factor)
+    return factor * math.sqrt(model.attention_scale * math.sqrt(model.head_size)) if model.attention_scale else factor
 
 
 class RotaryTables:
@@ -79,7 +107,8 @@ class RotaryTables:
         if found is None or found[0].shape[0] < length:
             rows = length if found is None else max(length, 2 * found[0].shape[0])
             angle = torch.outer(torch.arange(rows, device=device).float(), frequencies(self.model, device))
-            found = self._made[device] = (
-                mark_as_of_all_layers(angle.cos()), mark_as_of_all_layers(angle.sin()),
-            )
+            cos, sin, factor = angle.cos(), angle.sin(), table_factor(self.model)
+            if factor != 1.0:
+                cos, sin = cos * factor, sin * factor
+            found = self._made[device] = mark_as_of_all_layers(cos), mark_as_of_all_layers(sin)
         return found

@@ -84,7 +84,8 @@ class Draw:
         keep = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length",
                 "position_embedding", "normalization", "activation", "add_bias", "tie_embeddings", "hidden_dropout",
                 "attention_dropout", "ffn_hidden_size", "parallel_residual", "rope_scaling", "rotary_percent",
-                "qk_norm")
+                "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale",
+                "logits_divisor")
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
@@ -157,7 +158,24 @@ def _model(r: random.Random, t: Topology) -> dict[str, Any]:
                       "rope_high_freq_factor": r.choice((4.0, 6.0))}
     # Drawn apart: the numbers before it, and so all other fields of a seed, stay what they were.
     model["qk_norm"] = random.Random(repr(model)).random() < 0.3
-    return model
+    return model | _options(random.Random(f"options {model!r}"), model)
+
+
+def _options(r: random.Random, model: dict[str, Any]) -> dict[str, Any]:
+    """Options of other families, in a third of the models."""
+    if r.random() < 2 / 3:
+        return {}
+    rope = model["position_embedding"] == "rope"
+    options: dict[str, Any] = {
+        "qkv_bias": not model["add_bias"] and r.random() < 0.5, "embedding_multiplier": r.choice((1.0, 3.0)),
+        "residual_multiplier": r.choice((1.0, 0.3)), "attention_scale": r.choice((0.0, 0.5)) if rope else 0.0,
+        "logits_divisor": r.choice((1.0, 1.5)),
+    }
+    if rope and model["rope_scaling"] == "none" and r.random() < 0.5:
+        options |= {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": r.choice((4, 16)),
+                    "rope_beta_fast": r.choice((32.0, 2.0)), "rope_beta_slow": r.choice((1.0, 0.5)),
+                    "rope_attention_factor": r.choice((0.0, 1.2))}
+    return options
 
 
 def _layout(r: random.Random, t: Topology, engine: str) -> dict[str, Any]:

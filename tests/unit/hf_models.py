@@ -15,6 +15,11 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+FACTORS = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.31, "attention_multiplier": 0.4, "logits_scaling": 1.2
+}
+"""Granite's."""
 LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.5}
 
 
@@ -50,7 +55,7 @@ def llama(length: int = 32, **changes: Any) -> Any:
 SIZES = {
     "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
     "intermediate_size": 96, "vocab_size": VOCABULARY, "bos_token_id": 100, "eos_token_id": 100, "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": None,
 }
 
 

@@ -146,20 +146,20 @@ def test_no_field_of_a_model_is_lost(field: str, family: str, tmp_path: Path) ->
 def test_a_family_that_computes_what_another_does_is_remembered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Mistral without a window is Llama's model: a plugin's family is exported as itself, and trains as any other."""
-    twin = replace(family_named("llama"), name="mistral", architecture="MistralForCausalLM")
-    monkeypatch.setitem(FAMILIES._added, "mistral", twin)
-    model = model_from_hf({**written("llama", tmp_path), "model_type": "mistral"}, "config.json")
-    assert model.family == family_for(model) == "mistral"
-    assert hf_config(model, dtype="float32", eos=None)["architectures"] == ["MistralForCausalLM"]
+    """A plugin's copy of Llama's family is exported as itself, and trains as any other."""
+    twin = replace(family_named("llama"), name="aquila", architecture="AquilaForCausalLM")
+    monkeypatch.setitem(FAMILIES._added, "aquila", twin)
+    model = model_from_hf({**written("llama", tmp_path), "model_type": "aquila"}, "config.json")
+    assert model.family == family_for(model) == "aquila"
+    assert hf_config(model, dtype="float32", eos=None)["architectures"] == ["AquilaForCausalLM"]
     plain = replace(model, family="auto")
     assert family_for(plain) == "llama" and not model_differences(plain, model)
     assert config_hash(RunConfig(model=plain)) == config_hash(RunConfig(model=model))
-    with pytest.raises(CheckpointError, match=r"computes what this model does: mistral needs activation = swiglu$"):
+    with pytest.raises(CheckpointError, match=r"computes what this model does: aquila needs activation = swiglu$"):
         family_for(replace(model, activation="gelu"))
-    monkeypatch.setitem(FAMILIES._added, "mixtral", twin)
-    with pytest.raises(ConfigError, match="'mixtral' has model_type 'mistral'; register it under"):
-        family_named("mixtral")
+    monkeypatch.setitem(FAMILIES._added, "aquila2", twin)
+    with pytest.raises(ConfigError, match="'aquila2' has model_type 'aquila'; register it under"):
+        family_named("aquila2")
     with pytest.raises(CheckpointError, match=r"model.family 'yi' is not registered here; .* gpt2, gpt_neox"):
         family_for(replace(model, family="yi"))
 

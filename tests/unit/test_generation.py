@@ -110,7 +110,7 @@ def test_rope_options_are_checked() -> None:
     assert "must be above rope_low_freq_factor" in said(
         **rope, rope_scaling="llama3", rope_original_length=64, rope_low_freq_factor=4.0
     )
-    assert "use none, linear, llama3" in said(**rope, rope_scaling="yarn")
+    assert "use none, linear, llama3, yarn" in said(**rope, rope_scaling="dynamic")
 
 
 def test_new_fields_leave_the_hash_of_old_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def test_pickles_are_refused_with_the_way_out(folders: dict[str, Path], tmp_path
     ("change", "message"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
         ({"attention_bias": True}, "biases everywhere or nowhere"),
         ({"hidden_act": "relu"}, "only silu"),
         ({"num_key_value_heads": 3}, "do not divide"),

@@ -1,4 +1,4 @@
-"""Our GPT-2, GPT-NeoX and Llama give transformers' logits: an oracle that nobody here wrote.
+"""The models of every family give transformers' logits: an oracle that nobody here wrote.
 
 Weights are scaled by 5: at the usual 0.02 even a wrong activation changes the
 logits by only 1e-5. max|Δ| ÷ max|logit| must be under 1e-6 in fp32.
@@ -62,6 +62,22 @@ CASES = {
     "llama biases": lambda: hf.llama(attention_bias=True, mlp_bias=True),
     "llama linear": lambda: hf.llama(rope_parameters=dict(hf.LINEAR)),
     "llama llama3": lambda: hf.llama(rope_parameters=dict(hf.LLAMA3)),
+    "llama yarn": lambda: hf.llama(rope_parameters=dict(hf.YARN)),
+    "mistral": lambda: hf.small("mistral", sliding_window=None),
+    "qwen2": lambda: hf.small("qwen2"),
+    "qwen2 tied, yarn": lambda: hf.small(
+        "qwen2", tie_word_embeddings=True, rope_parameters={**hf.YARN, "attention_factor": 1.5, "beta_fast": 4.0}
+    ),
+    "granite": lambda: hf.small("granite", **hf.FACTORS),
+    "granite biases, yarn": lambda: hf.small(
+        "granite", attention_bias=True, mlp_bias=True, rope_parameters=dict(hf.YARN), **hf.FACTORS
+    ),
+    "phi3": lambda: hf.small("phi3"),
+    "phi3 half rotary": lambda: hf.small(
+        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+    ),
+    "starcoder2": lambda: hf.small("starcoder2"),
+    "starcoder2 erf, untied": lambda: hf.small("starcoder2", hidden_act="gelu", tie_word_embeddings=False),
     "qwen3": lambda: hf.small("qwen3"),
     "qwen3 tied, llama3": lambda: hf.small("qwen3", tie_word_embeddings=True, rope_parameters=dict(hf.LLAMA3)),
     "neox": lambda: hf.neox(),
@@ -104,6 +120,14 @@ def test_normed_heads_in_fp64(changes: dict[str, Any], tmp_path: Path) -> None:
         ("llama llama3", {"rope_high_freq_factor": 3.0}),
         ("llama tied", {"norm_epsilon": 1e-3}),
         ("qwen3", {"qk_norm": False}),
+        ("llama yarn", {"rope_attention_factor": 1.0}),
+        ("llama yarn", {"rope_beta_fast": 2.0}),
+        ("llama yarn", {"rope_beta_slow": 0.25}),
+        ("llama yarn", {"rope_original_length": 32}),
+        ("granite", {"embedding_multiplier": 3.1}),
+        ("granite", {"residual_multiplier": 0.3}),
+        ("granite", {"attention_scale": 0.0}),
+        ("granite", {"logits_divisor": 1.3}),
     ],
 )
 def test_a_wrong_option_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:

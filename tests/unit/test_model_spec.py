@@ -37,6 +37,7 @@ MODELS = {
     "neox": replace(SMALL, position_embedding="rope", rotary_percent=0.5, parallel_residual=True),
     "llama": LLAMA,
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=24),
+    "qwen2": replace(LLAMA, qkv_bias=True),
     "gpt with normed heads": replace(SMALL, qk_norm=True),
     "llama with biases": replace(LLAMA, add_bias=True, num_query_groups=1, head_dim=24),
 }

@@ -51,3 +51,5 @@ class Family:
     names: Names
     harmless: frozenset[str] = frozenset()
     """Fields of the family that change nothing in what a language model computes."""
+    twin: bool = False
+    """Computes what a family before it in the registry does, under other names; a model is exported as itself."""

@@ -69,6 +69,13 @@ class Fields:
         if value is not None and value != ours:
             raise self.fault(f"{name} is {value!r:.80}: {what}; only {ours!r} can be imported")
 
+    def whole_window(self, name: str, default: int, length: int) -> None:
+        """Refuse attention over a window shorter than ``length`` tokens. Absent: ``default``; null or 0: no window."""
+        self.asked.add(name)
+        window = self.values.get(name, default)
+        if window and not (isinstance(window, int) and window >= length):
+            raise self.fault(f"{name} is {window!r:.80} and the context {length}: attention over a window")
+
     def activation(self, value: str) -> str:
         """Return our name of an ungated activation."""
         if value not in ACTIVATIONS:
@@ -104,8 +111,8 @@ class Fields:
 
 def _rope(rope: Fields, base: str, percent: float) -> dict[str, Any]:
     kind = rope.get("rope_type", "default", "type")
-    if kind not in ("default", "linear", "llama3"):
-        raise rope.fault(f"rope_type {kind!r:.80}; only default, linear and llama3 can be imported")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise rope.fault(f"rope_type {kind!r:.80}; only default, linear, llama3 and yarn can be imported")
     out = {
         "position_embedding": "rope", "rope_theta": rope.get("rope_theta", 10000.0, base),
         "rotary_percent": rope.get("partial_rotary_factor", percent),
@@ -113,13 +120,22 @@ def _rope(rope: Fields, base: str, percent: float) -> dict[str, Any]:
     if kind == "default":
         return out
     out |= {"rope_scaling": kind, "rope_factor": rope.get("factor", 1.0)}
-    if kind == "llama3":
-        length = rope.get("original_max_position_embeddings", 0)
+    if kind in ("llama3", "yarn"):
+        out["rope_original_length"] = length = rope.get("original_max_position_embeddings", 0)
         if length < 1:
-            raise rope.fault("rope_type llama3 without original_max_position_embeddings")
+            raise rope.fault(f"rope_type {kind} without original_max_position_embeddings")
+    if kind == "llama3":
         out |= {
-            "rope_original_length": length, "rope_low_freq_factor": rope.get("low_freq_factor", 1.0),
+            "rope_low_freq_factor": rope.get("low_freq_factor", 1.0),
             "rope_high_freq_factor": rope.get("high_freq_factor", 4.0),
+        }
+    if kind == "yarn":
+        rope.refuse("truncate", True, "a ramp between parts of a pair")
+        for name in ("mscale", "mscale_all_dim"):
+            rope.refuse(name, None, "another factor on the scores")
+        out |= {
+            "rope_beta_fast": rope.get("beta_fast", 32.0), "rope_beta_slow": rope.get("beta_slow", 1.0),
+            "rope_attention_factor": rope.get("attention_factor", 0.0),
         }
     return out
 
@@ -129,11 +145,14 @@ def rope_scaling(model: ModelConfig) -> dict[str, Any]:
     if model.rope_scaling == "none":
         return {"rope_scaling": None}
     table: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    if model.rope_scaling in ("llama3", "yarn"):
+        table["original_max_position_embeddings"] = model.rope_original_length
     if model.rope_scaling == "llama3":
-        table |= {
-            "original_max_position_embeddings": model.rope_original_length,
-            "low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor,
-        }
+        table |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
+    if model.rope_scaling == "yarn":
+        table |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
+        if model.rope_attention_factor:
+            table["attention_factor"] = model.rope_attention_factor
     return {"rope_scaling": table}
 
 

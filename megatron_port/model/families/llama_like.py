@@ -1,0 +1,46 @@
+"""What the ``config.json`` of Llama and of the families like it have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.model.families.fields import Fields, common_sizes, rope_scaling
+
+
+def read_llama_like(
+    f: Fields, *, hidden: int = 4096, ffn: int = 11008, vocab: int = 32000, length: int = 2048, groups: int = 0,
+    head: int = 0, epsilon: float = 1e-6, partial: bool = False,
+) -> dict[str, Any]:
+    """Return the fields of a model, biases left out. The arguments are the family's defaults; ``groups`` 0: as many as
+    heads. ``partial``: the family may rotate a part of each head."""
+    f.silu()
+    heads = f.get("num_attention_heads", 32)
+    rope = f.rope("rope_theta", 1.0)
+    if not partial and rope["rotary_percent"] != 1.0:
+        raise f.fault(f"partial_rotary_factor is {rope['rotary_percent']}; only 1.0 can be imported")
+    return {
+        "num_layers": f.get("num_hidden_layers", 32), "hidden_size": f.get("hidden_size", hidden),
+        "num_attention_heads": heads, "num_query_groups": f.get("num_key_value_heads", groups or heads),
+        "head_dim": f.get("head_dim", head), "ffn_hidden_size": f.get("intermediate_size", ffn),
+        "vocab_size": f.get("vocab_size", vocab), "seq_length": f.get("max_position_embeddings", length),
+        "normalization": "rmsnorm", "norm_epsilon": f.get("rms_norm_eps", epsilon), "activation": "swiglu",
+        "tie_embeddings": f.get("tie_word_embeddings", False), "attention_dropout": f.get("attention_dropout", 0.0),
+        "init_std": f.get("initializer_range", 0.02), **rope,
+    }
+
+
+def one_bias(f: Fields) -> bool:
+    """Whether there are biases: in attention and MLP, or in neither."""
+    attention, mlp = bool(f.get("attention_bias", False)), bool(f.get("mlp_bias", False))
+    if attention != mlp:
+        raise f.fault(f"attention_bias {attention}, mlp_bias {mlp}: this model has biases everywhere or nowhere")
+    return attention
+
+
+def write_llama_like(model: ModelConfig) -> dict[str, Any]:
+    """Fields of a config.json, biases left out."""
+    return common_sizes(model) | rope_scaling(model) | {
+        "rope_theta": model.rope_theta, "rms_norm_eps": model.norm_epsilon, "hidden_act": "silu",
+        "num_key_value_heads": model.kv_heads, "head_dim": model.head_size,
+    }

@@ -1,0 +1,21 @@
+"""Mistral's config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_port.config.schema import ModelConfig
+from megatron_port.model.families.fields import Fields
+from megatron_port.model.families.llama_like import read_llama_like, write_llama_like
+
+
+def read(f: Fields) -> dict[str, Any]:
+    """Fields of a model. A window is refused unless it is no shorter than the context."""
+    values = read_llama_like(f, ffn=14336, vocab=32000, length=4096 * 32, groups=8)
+    f.whole_window("sliding_window", 4096, values["seq_length"])
+    return values | {"add_bias": False}
+
+
+def write(model: ModelConfig) -> dict[str, Any]:
+    """Fields of a config.json."""
+    return write_llama_like(model) | {"sliding_window": None}
