@@ -150,11 +150,13 @@ class Head(nn.Module):
         tied = spec.weight.tied
         self.weight = shared if shared is not None else build.table(spec.weight, tied_apart=tied, primary=not tied)
 
+    def product_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is multiplied by the table: the norm, divided where logits are (they have more elements)."""
+        y: torch.Tensor = self.norm(x)
+        return y if self.divisor == 1.0 else y / self.divisor
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x)
-        if self.divisor != 1.0:
-            x = x / self.divisor  # fewer elements than logits
-        return linear(x, self.weight, group=self.group, sequence_parallel=self.sequence_parallel)
+        return linear(self.product_input(x), self.weight, group=self.group, sequence_parallel=self.sequence_parallel)
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of each token [batch, seq] in nats for ``labels`` int64 [batch, seq].

@@ -112,7 +112,7 @@ class RoundingEmulation:
 
         def forward(x: Tensor) -> Tensor:
             weight = head.weight.view_as(head.weight) if self.tied_in_the_dtype else head.weight
-            return linear(head.norm(x), weight, kernels=kernels)
+            return linear(head.product_input(x), weight, kernels=kernels)
 
         head.forward = forward  # type: ignore[method-assign]
 

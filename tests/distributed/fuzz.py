@@ -54,6 +54,7 @@ NOT_DRAWN = {
     "data.source": "as train", "plugins": "what each registers has proofs of its own (tests/e2e/test_examples.py)",
     "data.weights": "as train", "data.split": "as train", "data.synthetic": "as train", "data.tokenizer": "as train",
     "data.order": "as train", "data.index_cache": "as train", "data.pinned": "as train",
+    "backend.graphs": "of GPUs (tests/unit/test_step_graphs.py, tests/distributed/test_recorded_steps.py)",
     "backend.device": "ranks of the tests have no GPU",
     "backend.quantise": "only under precision.fp8", "backend.scaled_mm": "only under precision.fp8",
     "backend.allow_jit": "forbids or permits, computes nothing", "backend.deterministic": "of GPUs only",
@@ -93,7 +94,8 @@ class Draw:
             "schedule": c.layout.pipeline_schedule, "vp": c.layout.virtual_pipeline_size,
             "zero_stage": c.layout.zero_stage, "shard": c.layout.shard_size,
             "reshard": c.layout.reshard, "bucket": c.layout.reduce_bucket_size,
-            "padding": c.layout.vocab_padding_multiple, "split": list(c.layout.pipeline_split),
+            "padding": c.layout.vocab_padding_multiple, "chunks": c.layout.tp_overlap_chunks,
+            "split": list(c.layout.pipeline_split),
             "micro_batch": c.batch.micro_batch_size, "global_batch": c.batch.global_batch_size,
             "rampup": c.batch.rampup_start, "mask_loss": c.data.mask_eod_loss,
             "own_kernels": c.backend.own_kernels, "offload": c.offload.optimizer, "fraction": c.offload.fraction,
@@ -240,6 +242,10 @@ def draw(seed: int) -> Draw:
     sharded, before = random.Random(f"zero-3-{seed}"), config.layout
     if engine == "native" and before.zero_stage == before_stage_3(before) and sharded.random() < 0.5:
         config = change(config, layout=change(before, zero_stage=3, reshard=sharded.choice(("forward", "step"))))
+    whole = config.model.seq_length // (t.tp if config.layout.sequence_parallel else 1)
+    chunks = random.Random(f"chunks-{seed}").choice([n for n in range(1, whole + 1) if whole % n == 0])
+    if t.tp > 1 and seed % 2:
+        config = change(config, layout=change(config.layout, tp_overlap_chunks=chunks))
     config = change(config, checkpoint=change(config.checkpoint, asynchronous=False))  # as state on a disk wants it
     config = _planned(random.Random(f"activations-{seed}"), config)
     return Draw(seed, _offloaded(random.Random(f"offload-{seed}"), config), t)
