@@ -26,6 +26,7 @@ from megatron_port.config.machine import (
     WatchConfig,
 )
 from megatron_port.config.memory import ActivationsConfig
+from megatron_port.config.model import ModelConfig
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.ranges import (
     Count,
@@ -35,7 +36,6 @@ from megatron_port.config.ranges import (
     NonNegative,
     PathText,
     Positive,
-    Share,
     Size,
     SizeOrZero,
     SpikeFactor,
@@ -48,114 +48,6 @@ __all__ = [
     "DataConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig", "ModelConfig", "NumericsConfig", "OptimizerConfig",
     "PrecisionConfig", "PreflightConfig", "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The network. Nothing here depends on how it is split."""
-
-    name: str = "gpt"
-    """A label for logs and checkpoints."""
-    family: str = "auto"
-    """Hugging Face family that exports are written as: auto (the first that computes this model) | gpt2 | gpt_neox |
-    llama | qwen2 | qwen3 | granite | starcoder2 | mistral | phi3, or one that a plugin registers. Changes no number."""
-    num_layers: Size = 2
-    """Transformer layers."""
-    hidden_size: Size = 128
-    """Width of the residual stream, h."""
-    num_attention_heads: Size = 4
-    """Query heads, a."""
-    num_query_groups: SizeOrZero = 0
-    """Key/value heads (grouped-query attention); 0: as many as query heads."""
-    head_dim: SizeOrZero = 0
-    """Size of one head; 0: hidden_size / num_attention_heads."""
-    ffn_hidden_size: SizeOrZero = 0
-    """Width of the MLP; 0: 4h for gelu, 8h/3 rounded up to a multiple of 256 for swiglu."""
-    vocab_size: Size = 50257
-    """Entries of the tokenizer, before any padding."""
-    seq_length: Size = 1024
-    """Tokens per sample, s; also the number of learned positions."""
-    position_embedding: Literal["learned", "rope"] = "learned"
-    """Positions: a learned table, or rotary embeddings of queries and keys (rope)."""
-    rope_theta: Positive = 10000.0
-    """Base of the rotary frequencies."""
-    rotary_percent: Share = 1.0
-    """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest knows no position."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """none | linear (all frequencies divided by rope_factor) | llama3 (Llama 3.1: only the low ones) | yarn (Peng et
-    al., arXiv 2309.00071: low ones too, and larger scores)"""
-    rope_factor: Annotated[float, at_least(1)] = 1.0
-    """linear, llama3, yarn: what low frequencies are divided by."""
-    rope_original_length: CountOrZero = 0
-    """llama3, yarn: tokens of the context before scaling."""
-    rope_low_freq_factor: Positive = 1.0
-    """llama3: frequencies with fewer turns than this in the original context are divided."""
-    rope_high_freq_factor: Positive = 4.0
-    """llama3: frequencies with more turns than this stay; between the two they blend."""
-    rope_beta_fast: Positive = 32.0
-    """yarn: frequencies with more turns than this in the original context stay."""
-    rope_beta_slow: Positive = 1.0
-    """yarn: those with fewer turns than this are divided; between the two they blend."""
-    rope_attention_factor: NonNegative = 0.0
-    """yarn: factor on queries and on keys; 0: the paper's 1 + 0.1 ln(rope_factor)."""
-    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalization before attention, before the MLP and before the head."""
-    parallel_residual: bool = False
-    """Attention and MLP both read the layer's input (GPT-J, GPT-NeoX), instead of one after the other."""
-    qk_norm: bool = False
-    """RMSNorm of each query and each key head, before rotation (Qwen3); one weight of a head's size for all heads."""
-    norm_epsilon: Positive = 1e-5
-    """Added to the variance."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """gelu (erf) | gelu_tanh | swiglu"""
-    add_bias: bool = True
-    """Biases in all linears and (with layernorm) norms."""
-    qkv_bias: bool = False
-    """Biases in the projections of queries, keys and values alone (Qwen2); without add_bias."""
-    tie_embeddings: bool = True
-    """The head uses the token embedding's matrix."""
-    hidden_dropout: Fraction = 0.0
-    """Probability, after the embedding and each residual branch."""
-    attention_dropout: Fraction = 0.0
-    """Probability, on attention weights; the same in every layout; needs the provider own or math."""
-    init_std: NonNegative = 0.02
-    """Standard deviation of the initial weights; output layers use init_std / sqrt(2 L)."""
-    embedding_multiplier: Positive = 1.0
-    """Factor on the embedded tokens (Granite)."""
-    residual_multiplier: Positive = 1.0
-    """Factor on what attention and MLP add to the residual stream."""
-    attention_scale: NonNegative = 0.0
-    """Factor on the products of queries and keys; 0: 1 / sqrt(head size). Needs rope, whose tables carry it."""
-    logits_divisor: Positive = 1.0
-    """Divisor of the logits."""
-
-    @property
-    def kv_heads(self) -> int:
-        """Key/value heads after the default is applied."""
-        return self.num_query_groups or self.num_attention_heads
-
-    def kv_heads_held(self, tp: int) -> int:
-        """Key/value heads that ``tp`` tensor-parallel ranks hold together: each rank at least one, copies included."""
-        return max(self.kv_heads, tp)
-
-    @property
-    def head_size(self) -> int:
-        """Elements in one head after the default is applied."""
-        return self.head_dim or self.hidden_size // max(self.num_attention_heads, 1)
-
-    @property
-    def rotary_size(self) -> int:
-        """Elements of a head that rope rotates."""
-        return int(self.head_size * self.rotary_percent)
-
-    @property
-    def ffn_size(self) -> int:
-        """MLP width after the default is applied."""
-        if self.ffn_hidden_size:
-            return self.ffn_hidden_size
-        if self.activation == "swiglu":
-            return -(-(8 * self.hidden_size) // 3 // 256) * 256
-        return 4 * self.hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
