@@ -16,7 +16,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
-FACTORS = {
+FACTORS: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.31, "attention_multiplier": 0.4, "logits_scaling": 1.2
 }
 """Granite's."""
