@@ -49,6 +49,7 @@ from megatron_port.checkpoint.writer import (
 from megatron_port.errors import CheckpointError
 from megatron_port.parallel.device_streams import COMPUTE, HOST, Event, access, host_waits_for
 from megatron_port.parallel.state import StatePiece
+from megatron_port.runtime.pinned import host_bytes
 
 _NICE = 10
 _THREAD = "saving thread"
@@ -87,8 +88,8 @@ class HostBuffer:
         if size > self.nbytes:
             self._data = None  # first let go, so that two never exist
             try:
-                self._data = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
-            except (MemoryError, RuntimeError) as error:
+                self._data = host_bytes(size, pinned=bool(devices))
+            except (MemoryError, OSError, RuntimeError) as error:
                 raise CheckpointError(
                     f"no {size} bytes of {'pinned ' if devices else ''}host memory for a snapshot of this rank's state "
                     f"({str(error).splitlines()[0]}); set checkpoint.asynchronous = false, which needs none"

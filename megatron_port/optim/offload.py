@@ -24,6 +24,7 @@ from megatron_port.optim.buckets import BucketPlan
 from megatron_port.optim.disk_state import DiskState, aligned
 from megatron_port.parallel.device_streams import HOST, access, is_observed
 from megatron_port.parallel.staging import StagingBuffer, StagingRing
+from megatron_port.runtime.pinned import host_bytes
 
 MASTER = "master"
 WIDTH = 4
@@ -96,7 +97,7 @@ class Offload:
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros in host memory, page-locked where the device is a GPU."""
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return host_bytes(numel * dtype.itemsize, pinned=self.device.type == "cuda").view(dtype)
 
     def holds(self, number: int) -> bool:
         """Return whether the state of bucket ``number`` is offloaded."""

@@ -204,6 +204,17 @@ cudaError_t cudaFreeHost(void* address) {
   ghost_event("free", nullptr, "pinned %zx %zu", reinterpret_cast<size_t>(address), size_of(address));
   return release(address);
 }
+cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+  ghost_event("allocate", nullptr, "pinned %zu", bytes);
+  std::lock_guard<std::mutex> hold(guard);
+  allocated[reinterpret_cast<uintptr_t>(address)] = {bytes, Place::pinned};
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* address) {
+  ghost_event("free", nullptr, "pinned %zx %zu", reinterpret_cast<size_t>(address), size_of(address));
+  std::lock_guard<std::mutex> hold(guard);
+  return allocated.erase(reinterpret_cast<uintptr_t>(address)) ? cudaSuccess : cudaErrorInvalidValue;
+}
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* address) {
   memset(out, 0, sizeof *out);
   const Place place = ghost_place(address);
