@@ -71,16 +71,14 @@ int32_t backward(
         shift += g;
       }
       along = along * inverse / cols;
-#pragma omp simd
-      for (int64_t c = 0; c < cols; c++) {
-        dw[c] += d[c] * ((in[c] - average) * inverse);
-        db[c] += d[c];
-      }
       shift = rms ? 0.0f : shift / cols;
       float* to = row_for_floats(dx + row * cols, out.data());
 #pragma omp simd
       for (int64_t c = 0; c < cols; c++) {
-        to[c] = inverse * (d[c] * weights[c] - shift - (in[c] - average) * inverse * along);
+        const float n = (in[c] - average) * inverse;
+        dw[c] += d[c] * n;
+        db[c] += d[c];
+        to[c] = inverse * (d[c] * weights[c] - shift - n * along);
       }
       if (dsum != nullptr) {
         const float* skip = row_as_floats(dsum + row * cols, m.data(), cols);
