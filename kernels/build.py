@@ -196,6 +196,11 @@ def _compiles_for(hipcc: str, arch: str, environment: dict[str, str]) -> bool:
         return subprocess.run(command, capture_output=True, env={**os.environ, **environment}).returncode == 0
 
 
+def lanes_of(arch: str) -> int:
+    """Lanes of a warp as hipcc compiles for an AMD architecture: 64 on CDNA (gfx9), 32 on RDNA."""
+    return 64 if arch.startswith("gfx9") else 32
+
+
 def rocm_library(archs: Sequence[str]) -> list[Library]:
     """libmp_rocm.so from hipified sources; without ``archs``: those of ROCM_ARCHS that the compiler can."""
     home = os.environ.get("ROCM_HOME", os.environ.get("ROCM_PATH", ""))
@@ -209,11 +214,15 @@ def rocm_library(archs: Sequence[str]) -> list[Library]:
     left = [a for a in ROCM_ARCHS if a not in chosen]
     if left and not archs:
         print(f"rocm: without {', '.join(left)}, which {hipcc} does not know")
+    waves = {lanes_of(a) for a in chosen}
+    if len(waves) > 1:
+        raise Missing(f"{', '.join(chosen)} have warps of 32 and of 64 lanes, which one library cannot serve; build "
+                      "them apart, with --archs and --out")
     folder = BUILD / "hip"
     sources = hipify(folder)
     targets = [f"--offload-arch={a}" for a in chosen]
-    flags = [hipcc, "-std=c++17", "-O3", "-fPIC", "-DMP_WARP=64", *targets, f'-DMP_TARGET="{" ".join(chosen)}"',
-             f"-I{HERE / 'include'}", f"-I{folder}"]
+    flags = [hipcc, "-std=c++17", "-O3", "-fPIC", f"-DMP_WARP={waves.pop()}", *targets,
+             f'-DMP_TARGET="{" ".join(chosen)}"', f"-I{HERE / 'include'}", f"-I{folder}"]
     return [Library("libmp_rocm.so", "rocm", flags, sources, [hipcc, "-shared", *targets],
                     [*headers_in("include"), *sorted(folder.glob("*.cuh"))], _version(hipcc, environment),
                     environment)]

@@ -105,7 +105,7 @@ def rocm_kernels(library: Path, readelf: str) -> list[Kernel]:
             file.write(image)
             file.flush()
             notes = subprocess.run([readelf, "--notes", file.name], capture_output=True, text=True, check=True).stdout
-        for block in notes.split("- .agpr_count:")[1:]:
+        for block in re.split(r"^  - \.(?:agpr_count|args):", notes, flags=re.M)[1:]:  # CDNA has the former first
             value = dict(re.findall(r"^\s*(\.\w+):\s+(\S+)\s*$", block, re.M))
             out.append(Kernel(
                 value[".name"], arch, int(value[".vgpr_count"]),

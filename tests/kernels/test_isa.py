@@ -69,6 +69,13 @@ def test_amd_lanes_are_exchanged_as_xor_would() -> None:
     assert torch.equal(mine, plain) and mine.unique().numel() == 1
 
 
+def test_one_rocm_library_has_warps_of_one_size(budget: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget.build, "_compiler", lambda *names, hint: "hipcc")
+    assert [budget.build.lanes_of(a) for a in ("gfx90a", "gfx942", "gfx1030", "gfx1100")] == [64, 64, 32, 32]
+    with pytest.raises(budget.build.Missing, match="gfx90a, gfx1100 have warps of 32 and of 64 lanes"):
+        budget.build.rocm_library(("gfx90a", "gfx1100"))
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tables_are_of_these_sources(budget: ModuleType, arch: str) -> None:
     table = budget.read(arch)
