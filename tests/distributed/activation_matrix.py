@@ -53,7 +53,7 @@ def run_of(layout: dict[str, Any], dtype: str, own: str) -> RunConfig:
 def topology_of(layout: dict[str, Any]) -> Topology:
     """Its ranks."""
     sizes = (layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline", "data"))
-    return Topology(*sizes)
+    return Topology(*sizes, folded=layout.get("pipeline_schedule") == "zb-v")
 
 
 def mixture(seed: int) -> tuple[str, ...]:
