@@ -53,7 +53,8 @@ def run_of(layout: dict[str, Any], dtype: str, own: str) -> RunConfig:
 def topology_of(layout: dict[str, Any]) -> Topology:
     """Its ranks."""
     sizes = (layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline", "data"))
-    return Topology(*sizes, folded=layout.get("pipeline_schedule") == "zb-v")
+    chunks = layout.get("virtual_pipeline_size", 1)
+    return Topology(*sizes, vp=chunks, folded=layout.get("pipeline_schedule") == "zb-v")
 
 
 def mixture(seed: int) -> tuple[str, ...]:
