@@ -52,9 +52,9 @@ def run_of(layout: dict[str, Any], dtype: str, own: str) -> RunConfig:
 
 def topology_of(layout: dict[str, Any]) -> Topology:
     """Its ranks."""
-    sizes = (layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline", "data"))
+    tp, pp, dp = (layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline", "data"))
     chunks = layout.get("virtual_pipeline_size", 1)
-    return Topology(*sizes, vp=chunks, folded=layout.get("pipeline_schedule") == "zb-v")
+    return Topology(tp, pp, dp, vp=chunks, folded=layout.get("pipeline_schedule") == "zb-v")
 
 
 def mixture(seed: int) -> tuple[str, ...]:
