@@ -289,7 +289,7 @@ __device__ inline void block_reduce(float (&value)[N], float* scratch, Op op, fl
 // Multiprocessors (compute units) of the current device; asked once a device.
 inline int multiprocessors() {
 #ifdef MP_EMULATOR
-  return 3;
+  return emulator::multiprocessors();
 #else
   static int known[64] = {};
   int device = 0;
@@ -315,8 +315,7 @@ template <typename... P>
 inline int32_t launch(
     void (*kernel)(P...), unsigned blocks, unsigned threads, void* stream, typename Same<P>::type... args) {
 #ifdef MP_EMULATOR
-  (void)stream;
-  return emulator::run(blocks, threads, MP_WARP, [&] { kernel(args...); });
+  return emulator::launch<P...>(kernel, blocks, threads, stream, args...);
 #else
   void* list[] = {const_cast<void*>(static_cast<const void*>(&args))...};
   return static_cast<int32_t>(cudaLaunchKernel(

@@ -164,6 +164,16 @@ inline int run(unsigned blocks, unsigned threads, int lanes, std::function<void(
   return 0;
 }
 
+// What the host side of a source asks of a device; another machine that runs kernels this way has its own (MP_GHOST).
+#ifndef MP_GHOST
+inline int multiprocessors() { return 3; }
+
+template <typename... P>
+inline int launch(void (*kernel)(P...), unsigned blocks, unsigned threads, void*, P... arguments) {
+  return run(blocks, threads, MP_WARP, [&] { kernel(arguments...); });
+}
+#endif
+
 template <typename T>
 inline T exchange(T value, int source_lane) {
   static_assert(sizeof(T) <= 8, "shuffles move up to 8 bytes");

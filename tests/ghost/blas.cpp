@@ -1,11 +1,10 @@
-// cuBLAS and cuBLASLt that compute nothing: products are logged with their sizes.
-#include <cstddef>
-#include <cstring>
+// cuBLAS: products are logged with their sizes and computed where the machine computes (products.cpp). Only what torch
+// calls for a training step is here; cublaslt.cpp has the rest of it.
 #include <map>
 #include <mutex>
-#include <string>
 
 #include "events.h"
+#include "products.h"
 
 // Declared here and not by cublas_v2.h: the ABI is all that is needed, and enumerations pass as int.
 namespace {
@@ -19,9 +18,42 @@ void* stream_of(void* handle) {
   return found == streams.end() ? nullptr : found->second;
 }
 
-std::string product_memory(const void* a, const void* b, const void* added, void* out) {
-  return GhostMemory().reads(a).reads(b).reads(added).writes(out).text();
+// compute: of cublasComputeType_t; 64 to 65 are fp16, 70 to 73 fp64 and integers, all others sum in fp32.
+double scalar(const void* at, int compute) {
+  if (compute == 70 || compute == 71) return *static_cast<const double*>(at);
+  if (compute >= 64 && compute <= 65) return static_cast<double>(*static_cast<const _Float16*>(at));
+  return *static_cast<const float*>(at);
 }
+
+struct Sides {
+  const void* a;
+  int type_a, lead_a;
+  long stride_a;
+  const void* b;
+  int type_b, lead_b;
+  long stride_b;
+  void* c;
+  int type_c, lead_c;
+  long stride_c;
+};
+
+int product(const char* name, void* handle, int transpose_a, int transpose_b, int m, int n, int k, const void* alpha,
+            const void* beta, const Sides& s, int matrices, int compute) {
+  void* stream = stream_of(handle);
+  const GhostMemory memory = GhostMemory().reads(s.a).reads(s.b).writes(s.c);
+  ghost_touch("product", stream, memory.text(), "%s %d %d %d x %d types %d %d %d", name, m, n, k, matrices, s.type_a,
+              s.type_b, s.type_c);
+  if (!ghost_computes()) return 0;
+  ghost_finish(stream);
+  const Number a = static_cast<Number>(s.type_a), b = static_cast<Number>(s.type_b), c = static_cast<Number>(s.type_c);
+  multiply({m, n, k, matrices, scalar(alpha, compute), scalar(beta, compute),
+            {s.a, a, transpose_a != 0, s.lead_a, s.stride_a}, {s.b, b, transpose_b != 0, s.lead_b, s.stride_b},
+            {s.c, c, false, s.lead_c, s.stride_c}, s.c, c, s.lead_c, s.stride_c, nullptr, c});
+  return 0;
+}
+
+constexpr int in_f32 = 68, in_f64 = 70;
+constexpr int f32 = static_cast<int>(Number::f32), f64 = static_cast<int>(Number::f64);
 
 }  // namespace
 
@@ -31,11 +63,15 @@ int cublasCreate_v2(void** handle) {
   *handle = ghost_handle();
   return 0;
 }
+int cublasDestroy_v2(void*) { return 0; }
 int cublasSetStream_v2(void* handle, void* stream) {
   std::lock_guard<std::mutex> hold(guard);
   streams[handle] = stream;
   return 0;
 }
+int cublasSetWorkspace_v2(void*, void*, size_t) { return 0; }
+int cublasSetMathMode(void*, int) { return 0; }
+int cublasSetSmCountTarget(void*, int) { return 0; }
 int cublasGetMathMode(void*, int* mode) {
   *mode = 0;
   return 0;
@@ -44,43 +80,42 @@ int cublasGetPointerMode_v2(void*, int* mode) {
   *mode = 0;
   return 0;
 }
-size_t cublasLtGetVersion() { return 130100; }
-int cublasLtMatmulDescCreate(void** out, int, int) {
-  *out = ghost_handle();
-  return 0;
+int cublasSetPointerMode_v2(void*, int) { return 0; }  // only dot products are asked for on the device
+int cublasGemmEx(void* handle, int ta, int tb, int m, int n, int k, const void* alpha, const void* a, int type_a,
+                 int lead_a, const void* b, int type_b, int lead_b, const void* beta, void* c, int type_c, int lead_c,
+                 int compute, int) {
+  return product("GemmEx", handle, ta, tb, m, n, k, alpha, beta,
+                 {a, type_a, lead_a, 0, b, type_b, lead_b, 0, c, type_c, lead_c, 0}, 1, compute);
 }
-int cublasLtMatmulPreferenceCreate(void** out) {
-  *out = ghost_handle();
-  return 0;
+int cublasGemmStridedBatchedEx(void* handle, int ta, int tb, int m, int n, int k, const void* alpha, const void* a,
+                               int type_a, int lead_a, long stride_a, const void* b, int type_b, int lead_b,
+                               long stride_b, const void* beta, void* c, int type_c, int lead_c, long stride_c,
+                               int matrices, int compute, int) {
+  return product("GemmStridedBatchedEx", handle, ta, tb, m, n, k, alpha, beta,
+                 {a, type_a, lead_a, stride_a, b, type_b, lead_b, stride_b, c, type_c, lead_c, stride_c}, matrices,
+                 compute);
 }
-int cublasLtMatrixLayoutCreate(void** out, int, unsigned long, unsigned long, long) {
-  *out = ghost_handle();
-  return 0;
+int cublasSgemm_v2(void* handle, int ta, int tb, int m, int n, int k, const float* alpha, const float* a, int lead_a,
+                   const float* b, int lead_b, const float* beta, float* c, int lead_c) {
+  return product("Sgemm", handle, ta, tb, m, n, k, alpha, beta,
+                 {a, f32, lead_a, 0, b, f32, lead_b, 0, c, f32, lead_c, 0}, 1, in_f32);
 }
-int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* results, int* count) {
-  memset(results, 0, 96);  // of one cublasLtMatmulHeuristicResult_t: a status of success, no workspace
-  *count = 1;
-  return 0;
+int cublasDgemm_v2(void* handle, int ta, int tb, int m, int n, int k, const double* alpha, const double* a, int lead_a,
+                   const double* b, int lead_b, const double* beta, double* c, int lead_c) {
+  return product("Dgemm", handle, ta, tb, m, n, k, alpha, beta,
+                 {a, f64, lead_a, 0, b, f64, lead_b, 0, c, f64, lead_c, 0}, 1, in_f64);
 }
-int cublasLtMatmul(void*, void*, const void*, const void* a, const void*, const void* b, const void*, const void*,
-                   const void* c, const void*, void* d, const void*, const void*, void*, size_t, void* stream) {
-  ghost_touch("product", stream, product_memory(a, b, c, d), "Lt");
-  return 0;
+int cublasSgemmStridedBatched(void* handle, int ta, int tb, int m, int n, int k, const float* alpha, const float* a,
+                              int lead_a, long stride_a, const float* b, int lead_b, long stride_b, const float* beta,
+                              float* c, int lead_c, long stride_c, int matrices) {
+  return product("SgemmStridedBatched", handle, ta, tb, m, n, k, alpha, beta,
+                 {a, f32, lead_a, stride_a, b, f32, lead_b, stride_b, c, f32, lead_c, stride_c}, matrices, in_f32);
 }
-int cublasGemmEx(void* handle, int, int, int m, int n, int k, const void*, const void* a, int type, int, const void* b,
-                 int, int, const void*, void* c, int, int, int, int) {
-  ghost_touch("product", stream_of(handle), product_memory(a, b, nullptr, c), "GemmEx %d %d %d type %d", m, n, k, type);
-  return 0;
-}
-int cublasGemmStridedBatchedEx(void* handle, int, int, int m, int n, int k, const void*, const void* a, int, int, long,
-                               const void* b, int, int, long, const void*, void* c, ...) {
-  ghost_touch("product", stream_of(handle), product_memory(a, b, nullptr, c), "GemmStridedBatchedEx %d %d %d", m, n, k);
-  return 0;
-}
-int cublasSgemm_v2(void* handle, int, int, int m, int n, int k, const float*, const float* a, int, const float* b, int,
-                   const float*, float* c, int) {
-  ghost_touch("product", stream_of(handle), product_memory(a, b, nullptr, c), "Sgemm %d %d %d", m, n, k);
-  return 0;
+int cublasDgemmStridedBatched(void* handle, int ta, int tb, int m, int n, int k, const double* alpha, const double* a,
+                              int lead_a, long stride_a, const double* b, int lead_b, long stride_b,
+                              const double* beta, double* c, int lead_c, long stride_c, int matrices) {
+  return product("DgemmStridedBatched", handle, ta, tb, m, n, k, alpha, beta,
+                 {a, f64, lead_a, stride_a, b, f64, lead_b, stride_b, c, f64, lead_c, stride_c}, matrices, in_f64);
 }
 
 }  // extern "C"

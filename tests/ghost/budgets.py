@@ -12,25 +12,16 @@ compared: they are the machine's; the calls that Python makes are the code's, an
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT)]
-
-
-from check import OWN_KERNEL  # noqa: E402
-from environment import NoCudaTorch, find_torch, make_environment  # noqa: E402
-from libraries import build, build_kernels  # noqa: E402
-from machine import Machine, RankLog  # noqa: E402
-from ordering import STEP_BEGINS, STEP_ENDS, race_faults, waits_between  # noqa: E402
+from check import OWN_KERNEL
+from machine import Machine, RankLog
+from options import HERE, ROOT, chosen_torch, machine, parser
+from ordering import STEP_BEGINS, STEP_ENDS, race_faults, waits_between
 
 TABLE = ROOT / "benchmarks" / "results" / "ghost-budgets.json"
 CASES = {"gpt2-124m": (12, 16, 32), "gpt2-xl": (48, 8, 16), "6.7b": (8, 2, 4), "llama-8b": (8, 1, 2)}
@@ -69,10 +60,10 @@ def planned_bytes(name: str, layers: int, micro: int, batch: int) -> float:
     return stage_memory(case, machine_of(config), 0).allocated
 
 
-def measure(machine: Machine, name: str) -> Row:
+def measure(made: Machine, name: str) -> Row:
     """Return a size's row. Raises RuntimeError where the step does not end or its streams race."""
     case = CASES[name]
-    code, output, logs = machine.run_script(HERE / "budget_step.py", name, *map(str, case), seconds=600.0)
+    code, output, logs = made.start(str(HERE / "budget_step.py"), name, *map(str, case), seconds=600.0)
     if code or len(logs) != 1:
         raise RuntimeError(f"{name}: exit {code}: {output[-1000:]}")
     if races := race_faults(logs[0]):
@@ -98,26 +89,16 @@ def over_budget(name: str, found: Mapping[str, Any], allowed: Mapping[str, Any])
 
 def main() -> int:
     """Measure, print, compare or write; 1 where a budget is exceeded."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, help="of an environment with the CUDA build of torch; none: one is made")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="SIZE")
-    parser.add_argument("--write", action="store_true", help="make these the table's rows")
-    a = parser.parse_args()
-    try:
-        torch = find_torch(a.python.absolute() if a.python else make_environment(ROOT))
-    except NoCudaTorch as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
+    made = parser(__doc__)
+    made.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="SIZE")
+    made.add_argument("--write", action="store_true", help="make these the table's rows")
+    a = made.parse_args()
+    torch = chosen_torch(a.python)
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     wrong: list[str] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        machine = Machine(torch.python, Path(scratch) / "built", Path(scratch), devices=1)
-        build(torch.libraries, machine.built)
-        if problem := build_kernels(ROOT, machine.built):
-            print(f"error: the budgets are those of the own kernels: {problem}", file=sys.stderr)
-            return 3
+    with machine(torch, devices=1) as node:
         for name in a.only:
-            row = measure(machine, name) | {"torch": torch.version}
+            row = measure(node, name) | {"torch": torch.version}
             print(f"{name}: " + ", ".join(f"{row[key]} {key.replace('_', ' ')}" for key in COUNTS)
                   + f"; host {row['host_seconds']:.3f} s; peak {row['peak_bytes'] / 1e9:.3f} GB, planned "
                   f"{row['planned_bytes'] / 1e9:.3f} ({row['planned_over_measured'] - 1:+.1%})", flush=True)

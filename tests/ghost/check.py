@@ -1,55 +1,43 @@
-"""Train, evaluate, save and resume on the ghost machine, on many layouts; a resumable record with a line per case.
+"""Train, evaluate, save, resume, export and generate on the ghost machine; a resumable record with a line per run.
 
-    make ghost-check            # or: python tests/ghost/check.py [--python ENV/bin/python] [--seconds 600] [--only pp2]
+    make ghost-check       # or: python tests/ghost/check.py [--python ENV/bin/python] [--seconds 600] [--only 2x2x1]
 
-The unmodified command line runs under the CUDA build of torch with the real ProcessGroupNCCL. No number is computed
-(losses are 0); what is checked is that every case ends, that communicators meet in one order, that all ranks ask for
-the same operations in an order in which they can run, and that every launch is legal.
+The unmodified package runs under the CUDA build of torch with the real ProcessGroupNCCL. No number is computed
+(computed.py does that); what is checked is that every run ends, that communicators meet in one order, that all ranks
+ask for the same operations in an order in which they can run, that streams touch no memory in no order, and that every
+launch is legal. A run trains two steps with an evaluation and a checkpoint, and then goes on from it (combinations.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
-import random
-import subprocess
+import shutil
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
-
-from analyse import faults  # noqa: E402
-from environment import NoCudaTorch, find_torch, make_environment  # noqa: E402
-from libraries import build, build_kernels  # noqa: E402
-from machine import Machine, RankLog  # noqa: E402
+from analyse import faults
+from combinations import Case, cases
+from machine import Ended, Machine, RankLog
+from options import ROOT, chosen_torch, commit, machine, parser
 
 RUN = """
-name = "{name}"
+name = "run"
 engine = "native"
 [model]
-num_layers = 8
 hidden_size = 64
 num_attention_heads = 4
-vocab_size = 1000
+vocab_size = 500
 seq_length = 32
-[precision]
-dtype = "{dtype}"
 [batch]
 micro_batch_size = 1
-global_batch_size = {batch}
 [data]
 synthetic = true
 tokenizer = "byte"
 [training]
-steps = 4
+steps = 2
 eval_interval = 2
 eval_batches = 1
 [checkpoint]
@@ -57,93 +45,12 @@ save_interval = 2
 [backend]
 device = "cuda"
 attention = "math"
-own_kernels = "{own}"
 [watch]
 enabled = false
-[layout]
-tensor_parallel_size = {tp}
-pipeline_parallel_size = {pp}
-data_parallel_size = {dp}
-sequence_parallel = {sp}
-pipeline_schedule = "{schedule}"
-virtual_pipeline_size = {vp}
-zero_stage = {zero}
 """
-
 OWN_KERNEL = "_ZN2mp"
 """How the mangled name of each of the project's kernels begins."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout, its schedule and ZeRO stage."""
-
-    tp: int
-    pp: int
-    dp: int
-    schedule: str
-    vp: int
-    zero: int
-    dtype: str
-
-    @property
-    def world(self) -> int:
-        """Ranks."""
-        return self.tp * self.pp * self.dp
-
-    @property
-    def name(self) -> str:
-        """``tp2pp2dp1-1f1b-vp1-zero1-bf16``."""
-        return f"tp{self.tp}pp{self.pp}dp{self.dp}-{self.schedule}-vp{self.vp}-zero{self.zero}-{self.dtype}"
-
-    def run_file(self, *, own_kernels: bool = False) -> str:
-        """The run as TOML. Sequence parallelism is on wherever there is tensor parallelism."""
-        values = asdict(self) | {"name": self.name, "batch": 4 * self.dp, "sp": str(self.tp > 1).lower(),
-                                 "own": "on" if own_kernels else "off"}
-        return RUN.format(**values)
-
-
-def cases(most: int = 8) -> list[Case]:
-    """Every legal combination on at most ``most`` GPUs, mixed, so that any beginning of the list covers much."""
-    out = []
-    schedules = (("1f1b", 1), ("gpipe", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2))
-    for tp, pp, dp, (schedule, vp), zero, dtype in product(
-        (1, 2, 4), (1, 2, 4), (1, 2, 3), schedules, (0, 1, 2), ("bf16", "fp32")
-    ):
-        if tp * pp * dp > most or (pp == 1 and (schedule, vp) != ("1f1b", 1)):
-            continue
-        if (zero and dp == 1) or (zero == 2 and schedule.startswith("zb")):
-            continue
-        out.append(Case(tp, pp, dp, schedule, vp, zero, dtype))
-    random.Random(0).shuffle(out)
-    return out
-
-
-def run_case(machine: Machine, case: Case, limit_s: float = 120.0) -> dict[str, Any]:
-    """Train two steps, resume for two more, each in at most ``limit_s``; return the record's line."""
-    began = time.monotonic()
-    (machine.scratch / "run.toml").write_text(case.run_file(own_kernels=machine.kernels is not None))
-    argv = ["train", "run.toml", "--nproc", str(case.world)]
-    found: list[str] = []
-    logs: list[list[RankLog]] = []
-    for steps in ("2", "4"):
-        code, output, now = machine.run(*argv, "--set", f"training.steps={steps}", seconds=limit_s)
-        logs.append(now)
-        found += faults(now) if case.world > 1 else []
-        if code:
-            found.append(f"exit {code} to step {steps}: {' | '.join(output.splitlines()[-3:])[:600]}")
-        if code or len(now) != case.world:
-            found += [] if len(now) == case.world else [f"{len(now)} of {case.world} ranks launched a kernel"]
-            break
-    counts = [log.counts() for log in logs[0]]
-    return {
-        "case": case.name, "world": case.world, "ok": not found, "faults": found[:5],
-        "communicators": max((c["communicator begins"] for c in counts), default=0),
-        "kernels": max((c["kernel"] for c in counts), default=0),
-        "own_kernels": max((own_launches(log) for log in logs[0]), default=0),
-        "nccl": max((c["nccl"] for c in counts), default=0),
-        "waits": max((c["wait"] for c in counts), default=0), "seconds": round(time.monotonic() - began, 1),
-    }
+STEP_FOLDER = "runs/run/checkpoints/step-00000002"
 
 
 def own_launches(log: RankLog) -> int:
@@ -151,41 +58,81 @@ def own_launches(log: RankLog) -> int:
     return sum(e.kind == "kernel" and OWN_KERNEL in e.detail for e in log.events)
 
 
+def what_follows(case: Case) -> list[str]:
+    """Return the command after the training, without its settings."""
+    ranks = ["--nproc", str(case.world)]
+    return {
+        "resume": ["train", "run.toml", *ranks, "--set", "training.steps=3"],
+        "evaluate": ["evaluate", "runs/run", "--text", "run.toml", "--max-tokens", "64", *ranks],
+        "generate": ["generate", "runs/run", "--prompt", "a", "--tokens", "2", *ranks],
+        "export": ["checkpoint", "export", STEP_FOLDER, "exported", "--to", "dcp"],
+    }[case.then]
+
+
+def run_case(made: Machine, case: Case, limit_s: float) -> dict[str, Any]:
+    """Run both commands, each in at most ``limit_s``; return the record's line."""
+    began = time.monotonic()
+    for name in ("runs", "exported", "state"):
+        shutil.rmtree(made.scratch / name, ignore_errors=True)
+    (made.scratch / "state").mkdir()
+    (made.scratch / "run.toml").write_text(RUN)
+    sets = [word for key, value in case.settings(str(made.scratch / "state")).items()
+            for word in ("--set", f"{key}={value}")]
+    ended: list[Ended] = []
+    found: list[str] = []
+    for argv in (["train", "run.toml", "--nproc", str(case.world)], what_follows(case)):
+        settled = sets if argv[0] == "train" else sets_of_inference(sets) if argv[0] != "checkpoint" else []
+        # Evaluation counts tokens, generation draws them: both need numbers.
+        how = made.compute if argv[0] in ("evaluate", "generate") else made.run
+        now = how(*argv, *settled, seconds=limit_s)
+        ended.append(now)
+        found += faults(now.logs)
+        if now.code:
+            found.append(f"exit {now.code} of {argv[0]}: {' | '.join(now.output.splitlines()[-3:])[:600]}")
+        if argv[0] != "checkpoint" and len(now.logs) != case.world:
+            found.append(f"{len(now.logs)} of {case.world} ranks of {argv[0]} launched a kernel")
+        if found:
+            break
+    counts = [log.counts() for log in ended[0].logs]
+    most = {name: max((count[kind] for count in counts), default=0) for name, kind in (
+        ("communicators", "communicator begins"), ("kernels", "kernel"), ("nccl", "nccl"), ("waits", "wait"))}
+    return {"case": case.name, "world": case.world, "ok": not found, "faults": found[:5], **most,
+            "own_kernels": max((own_launches(log) for log in ended[0].logs), default=0),
+            "cpu_s": round(sum(one.cpu_s for one in ended), 1), "seconds": round(time.monotonic() - began, 1)}
+
+
+def sets_of_inference(sets: list[str]) -> list[str]:
+    """Return the settings that a checkpoint's readers take: layout and kernels, without ZeRO and schedules."""
+    wanted = ("layout.tensor", "layout.pipeline_parallel", "layout.data", "layout.sequence", "backend.own")
+    pairs = zip(sets[::2], sets[1::2])
+    return [word for pair in pairs if pair[1].startswith(wanted) for word in pair]
+
+
 def main() -> int:
     """Run the cases that the record lacks; 1 if one of them failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--python", type=Path, help="of an environment with the CUDA build of torch; none: one is made")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "ghost.jsonl")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this long")
-    parser.add_argument("--limit", type=float, default=120.0,
-                        help="seconds for one command; a busy machine needs more than a deadlock is worth waiting for")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    a = parser.parse_args()
-    try:
-        torch = find_torch(a.python.absolute() if a.python else make_environment(ROOT))
-    except NoCudaTorch as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    made = parser(__doc__)
+    made.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "ghost.jsonl")
+    made.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this long")
+    made.add_argument("--limit", type=float, default=120.0,
+                      help="seconds for one command; a busy machine needs more than a deadlock is worth waiting for")
+    made.add_argument("--count", type=int, default=320, help="cases in all")
+    made.add_argument("--only", default="", help="cases whose name contains this")
+    a = made.parse_args()
+    torch = chosen_torch(a.python)
     done = {json.loads(line)["case"] for line in a.out.read_text().splitlines()} if a.out.exists() else set()
     began, bad = time.monotonic(), 0
-    with tempfile.TemporaryDirectory() as scratch:
-        machine = Machine(torch.python, Path(scratch) / "built", Path(scratch))
-        build(torch.libraries, machine.built)
-        if problem := build_kernels(ROOT, machine.built):
-            print(f"without the project's kernels: {problem}")
-        for case in cases():
+    with machine(torch) as node:
+        for case in cases(a.count):
             if case.name in done or a.only not in case.name or time.monotonic() - began > a.seconds:
                 continue
-            row = run_case(machine, case, a.limit) | {
-                "commit": commit, "torch": torch.version, "machine": platform.machine(), "command": "make ghost-check"
+            row = run_case(node, case, a.limit) | {
+                "commit": commit(), "torch": torch.version, "machine": platform.machine(), "command": "make ghost-check"
             }
             with open(a.out, "a") as out:
                 out.write(json.dumps(row) + "\n")
             bad += not row["ok"]
-            print(f"{'ok  ' if row['ok'] else 'BAD '} {case.name}  {row['seconds']} s", *row["faults"], sep="\n     ")
+            print(f"{'ok  ' if row['ok'] else 'BAD '} {case.name}  {row['cpu_s']} s of processor", *row["faults"],
+                  sep="\n     ", flush=True)
     print(f"{bad} bad")
     return int(bad > 0)
 

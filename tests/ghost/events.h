@@ -33,3 +33,6 @@ void* ghost_handle();
 
 // The value of an environment variable as a number.
 long ghost_setting(const char* name, long otherwise);
+
+// A function of cuBLAS or NCCL that has no answer here was called (compute.cpp).
+void ghost_unanswered(const char* name);

@@ -9,25 +9,16 @@ kernel's name is counted by itself. What is launched once a step (clearing sums,
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT)]
-
-
-from environment import find_torch, make_environment  # noqa: E402
-from libraries import build, build_kernels  # noqa: E402
-from machine import Machine, RankLog  # noqa: E402
-from ordering import STEP_BEGINS, STEP_ENDS  # noqa: E402
+from machine import RankLog
+from options import HERE, chosen_torch, machine, parser
+from ordering import STEP_BEGINS, STEP_ENDS
 
 LAYERS, MICRO_BATCHES, MICRO_BATCH = (2, 3), (2, 3), 2
 KINDS = ("kernel", "product", "copy", "fill")
@@ -60,22 +51,15 @@ def readable(names: list[str]) -> list[str]:
 
 def main() -> int:
     """Run the four cases and print the table as text and the total as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, help="of an environment with the CUDA build of torch; none: one is made")
-    parser.add_argument("--size", default="gpt2-124m", help="of benchmarks/compare")
-    a = parser.parse_args()
-    torch = find_torch(a.python.absolute() if a.python else make_environment(ROOT))
+    made = parser(__doc__)
+    made.add_argument("--size", default="gpt2-124m", help="of benchmarks/compare")
+    a = made.parse_args()
+    torch = chosen_torch(a.python)
     runs: dict[tuple[int, int], Counter[str]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        machine = Machine(torch.python, Path(scratch) / "built", Path(scratch), devices=1)
-        build(torch.libraries, machine.built)
-        if problem := build_kernels(ROOT, machine.built):
-            print(f"error: the launches are those of the own kernels: {problem}", file=sys.stderr)
-            return 3
+    with machine(torch, devices=1) as node:
         for layers, count in itertools.product(LAYERS, MICRO_BATCHES):
-            code, output, logs = machine.run_script(
-                HERE / "budget_step.py", a.size, str(layers), str(MICRO_BATCH), str(MICRO_BATCH * count), seconds=600.0
-            )
+            sizes = map(str, (layers, MICRO_BATCH, MICRO_BATCH * count))
+            code, output, logs = node.start(str(HERE / "budget_step.py"), a.size, *sizes, seconds=600.0)
             if code or len(logs) != 1:
                 print(f"error: exit {code}: {output[-1000:]}", file=sys.stderr)
                 return 1

@@ -7,25 +7,29 @@ name as "unanswered": the list comes from the undefined symbols of torch's own l
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("events.cpp", "graphs.cpp", "kernels.cpp", "loader.cpp", "runtime.cpp", "blas.cpp", "nccl.cpp")
+SOURCES = tuple(f"{name}.cpp" for name in (
+    "events", "graphs", "kernels", "runtime", "compute", "pending", "products", "blas", "cublaslt", "messages", "nccl"
+))
 ANSWERED = re.compile(r"^(cuda[A-Z]|__cuda|cublas|nccl[A-Z])")
 DRIVER = re.compile(r"^cu[A-Z]")
+COMPUTES = re.compile(r"^(cublas([SDCZ][a-z]|\w*Ex)|nccl(All|Red|Gather|Scatter))")
 NOT_OURS = re.compile(r"^cuFile")
 TORCH = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so", "libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")
 
 
-def symbols(library: Path, kind: str) -> set[str]:
-    """Names that a library defines (``kind`` "defined") or wants ("undefined")."""
-    command = ["nm", "-D", f"--{kind}-only", str(library)]
+def symbols(library: Path, kind: str, table: str = "-D") -> set[str]:
+    """Names that a library defines (``kind`` "defined") or wants ("undefined"); ``table``: an option of nm."""
+    command = ["nm", table, f"--{kind}-only", str(library)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     return {line.split()[-1].split("@")[0] for line in lines if line.strip()}
 
@@ -39,18 +43,33 @@ def cuda_include() -> Path:
     raise FileNotFoundError("no cuda_runtime_api.h under /usr/local/cuda*; install the CUDA toolkit's headers")
 
 
-def compile_library(sources: list[Path], out: Path, *flags: str) -> None:
-    """Compile sources into a shared library with g++."""
-    command = ["g++", "-O1", "-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", *flags,
-               *map(str, sources), "-o", str(out)]
-    subprocess.run(command, check=True)
+def compile_object(source: Path, folder: Path, *flags: str) -> Path:
+    """Compile a source with g++, unless its object in a folder is newer than it and every header here."""
+    out = folder / f"{source.stem}.o"
+    changed = max(path.stat().st_mtime for path in (source, *HERE.glob("*.h"), Path(__file__)))
+    if not out.exists() or out.stat().st_mtime < changed:
+        command = ["g++", "-c", "-O3", "-std=c++17", "-Wall", "-Wextra", "-fPIC", "-pthread", *flags, str(source)]
+        subprocess.run([*command, "-o", f"{out}.new"], check=True)
+        Path(f"{out}.new").replace(out)
+    return out
+
+
+def link(objects: list[Path], out: Path, *flags: str) -> None:
+    """Link objects into a shared library that appears whole."""
+    subprocess.run(["g++", "-shared", "-pthread", *flags, *map(str, objects), "-o", f"{out}.new"], check=True)
+    Path(f"{out}.new").replace(out)
 
 
 def stubs(names: set[str], log: bool) -> str:
     """C++ that answers 0 to each call."""
     head = '#include "events.h"\nextern "C" {\n' if log else 'extern "C" {\n'
-    note = 'ghost_event("unanswered", nullptr, "{0}"); ' if log else ""
-    body = [f"int {name}() {{ {note.format(name)}return 0; }}" for name in sorted(names)]
+    def note(name: str) -> str:
+        if not log:
+            return ""
+        call = 'ghost_unanswered("{0}"); ' if COMPUTES.match(name) else 'ghost_event("unanswered", nullptr, "{0}"); '
+        return call.format(name)
+
+    body = [f"int {name}() {{ {note(name)}return 0; }}" for name in sorted(names)]
     return head + "\n".join(body) + "\n}\n"
 
 
@@ -61,46 +80,50 @@ def build(torch_lib: Path, folder: Path) -> None:
     for name in TORCH:
         if (torch_lib / name).exists():
             wanted |= symbols(torch_lib / name, "undefined")
-    include, own = f"-I{cuda_include()}", [HERE / name for name in SOURCES]
-    compile_library(own, folder / "libghost.so", include)
-    lacking = {n for n in wanted if ANSWERED.match(n)} - symbols(folder / "libghost.so", "defined")
-    (folder / "unanswered.cpp").write_text(stubs(lacking, log=True))
-    compile_library([*own, folder / "unanswered.cpp"], folder / "libghost.so", include, f"-I{HERE}")
-    driver = {n for n in wanted if DRIVER.match(n) and not NOT_OURS.match(n)} | {"cuInit"}
-    compile_library([HERE / "driver.cpp"], folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
-    driver -= symbols(folder / "libcuda.so.1", "defined")
-    (folder / "driver_rest.cpp").write_text(stubs(driver, log=False))
-    compile_library([HERE / "driver.cpp", folder / "driver_rest.cpp"], folder / "libcuda.so.1",
-                    "-Wl,-soname,libcuda.so.1")
+    flags = (f"-I{cuda_include()}", f"-I{HERE}")
+    with ThreadPoolExecutor(2) as pool:
+        own = list(pool.map(lambda name: compile_object(HERE / name, folder, *flags), SOURCES))
+        driver = compile_object(HERE / "driver.cpp", folder)
+    defined = set().union(*(symbols(path, "defined", "-g") for path in own))
+    rest = write_changed(folder / "unanswered.cpp", stubs({n for n in wanted if ANSWERED.match(n)} - defined, log=True))
+    link([*own, compile_object(rest, folder, *flags)], folder / "libghost.so")
+    asked = {n for n in wanted if DRIVER.match(n) and not NOT_OURS.match(n)} | {"cuInit"}
+    rest = write_changed(folder / "driver_rest.cpp", stubs(asked - symbols(driver, "defined", "-g"), log=False))
+    link([driver, compile_object(rest, folder)], folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
 
 
-def build_kernels(root: Path, folder: Path, archs: tuple[str, ...] = ("sm_90",)) -> str:
-    """Link the project's CUDA kernels with the shared runtime, so that this machine answers their launches; build them
-    as ``make kernels`` does where they are not. Return why there are none, or nothing."""
+def write_changed(path: Path, text: str) -> Path:
+    """Write a file unless it has this text."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path
+
+
+def kernels_script(root: Path) -> ModuleType:
+    """Return ``kernels/build.py`` as a module."""
     spec = importlib.util.spec_from_file_location("kernels_build", root / "kernels" / "build.py")
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     sys.modules["kernels_build"] = script
     spec.loader.exec_module(script)
-    try:
-        (library,) = script.cuda_library(archs)
-        script.build([library], script.OUT)
-        shared = replace(library, link=[*library.link[:2], "-cudart", "shared", *library.link[2:]])
-        script.build([shared], folder / "kernels")
-    except (script.Missing, script.Failed) as error:
-        return str(error)
-    return ""
+    return script
 
 
-def main() -> int:
-    """``python libraries.py FOLDER [--torch-lib FOLDER]``."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--torch-lib", type=Path, required=True, help="torch/lib of the CUDA build")
-    a = parser.parse_args()
-    build(a.torch_lib, a.folder)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def build_kernels(root: Path, folder: Path) -> None:
+    """Write ``libmp_cuda.so`` from the kernels' device sources for a machine that computes: launches go through the
+    ghost machine, which runs them on the emulator with the launch's grid, block and arguments."""
+    script = kernels_script(root)
+    (library,) = (made for made in script.emulated_libraries() if made.name.endswith("32.so"))
+    flags = [flag.replace("-O1", "-O2") for flag in library.compile]
+    flags.insert(flags.index("-x"), "-fno-gnu-unique")
+    at = next(i for i, flag in enumerate(flags) if flag.startswith("-I"))
+    flags.insert(at, f"-I{HERE / 'device'}")
+    headers = [*library.headers, HERE / "device" / "emulator.h"]
+    made = replace(library, name="libmp_cuda.so", compile=flags, headers=headers)
+    script.__dict__["BUILD"] = root / "build" / "ghost"  # objects of other flags than those of make kernels
+    script.build([made], folder)
+    command = ["nm", str(folder / "libmp_cuda.so")]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    names = [line.split() for line in listed.splitlines()]
+    lines = [f"{w[0]} {w[2]}" for w in names if len(w) == 3 and w[1] in "tTwW" and w[2].startswith("_ZN2mp")]
+    (folder / "libmp_cuda.so.names").write_text("\n".join(lines) + "\n")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 @dataclass(frozen=True)
@@ -36,54 +40,86 @@ class RankLog:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A program that ran on the machine."""
+
+    code: int
+    output: str
+    logs: list[RankLog]
+    cpu_s: float
+    """Processor seconds of all its processes."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Code, output, logs."""
+        return iter((self.code, self.output, self.logs))
+
+
+@dataclass
 class Machine:
-    """A node of GPUs that do not exist. ``python`` has the CUDA build of torch, ``built`` the two libraries."""
+    """A node of GPUs that do not exist. ``python`` has the CUDA build of torch, ``built`` the libraries (libraries.py).
+
+    The programs of one machine are forked from one process (serve.py), which imports the package from ``tree``.
+    """
 
     python: Path
     built: Path
     scratch: Path
     devices: int = 8
+    tree: Path = ROOT
+    _server: subprocess.Popen[str] | None = None
 
-    @property
-    def kernels(self) -> Path | None:
-        """The project's kernels as this machine can open them, where they could be built (``build_kernels``)."""
-        found = self.built / "kernels" / "libmp_cuda.so"
-        return found if found.exists() else None
+    def __enter__(self) -> Machine:
+        """Start it."""
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        environment = {
+            **os.environ, "LD_PRELOAD": str(self.built / "libghost.so"), "LD_LIBRARY_PATH": str(self.built),
+            "PYTHONPATH": str(self.tree), "OMP_NUM_THREADS": "1", "GHOST_DEVICES": str(self.devices),
+            "GHOST_KERNELS": str(self.built / "kernels" / "libmp_cuda.so"),
+        }
+        self._server = subprocess.Popen(
+            [str(self.python), "-W", "ignore", str(HERE / "serve.py")], env=environment, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, cwd=self.scratch,
+        )
+        if not self._answer().get("ready"):
+            raise RuntimeError(f"{self.python} serve.py does not start")
+        return self
 
-    def run(
-        self, *argv: str, settings: dict[str, str] | None = None, tree: Path = ROOT, seconds: float = 300.0
-    ) -> tuple[int, str, list[RankLog]]:
-        """Exit code, output and logs of ``megatron-port ARGV``; code 124 after ``seconds``."""
-        return self._run(["-W", "ignore", "-m", "megatron_port", *argv], settings or {}, tree, seconds)
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        assert self._server is not None and self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
 
-    def run_script(self, script: Path, *argv: str, seconds: float = 300.0) -> tuple[int, str, list[RankLog]]:
-        """Run a Python file in the same way."""
-        return self._run(["-W", "ignore", str(script), *argv], {}, ROOT, seconds)
+    def _answer(self) -> dict[str, Any]:
+        assert self._server is not None and self._server.stdout is not None
+        line = self._server.stdout.readline()
+        found: dict[str, Any] = json.loads(line) if line else {}
+        return found
 
-    def _run(
-        self, argv: list[str], settings: dict[str, str], tree: Path, seconds: float
-    ) -> tuple[int, str, list[RankLog]]:
-        logs, meeting = self.scratch / "logs", self.scratch / "meeting"
+    def run(self, *argv: str, settings: dict[str, str] | None = None, seconds: float = 300.0) -> Ended:
+        """Run ``megatron-port ARGV``; code 124 after ``seconds``."""
+        return self.start("megatron_port", *argv, settings=settings, seconds=seconds)
+
+    def compute(self, *argv: str, seconds: float = 600.0) -> Ended:
+        """Run ``megatron-port ARGV`` with numbers (answers.py)."""
+        return self.start("megatron_port", *argv, settings={"GHOST_COMPUTE": "1"}, seconds=seconds)
+
+    def start(self, *argv: str, settings: dict[str, str] | None = None, seconds: float = 300.0) -> Ended:
+        """Run a module or a Python file in the folder ``scratch``."""
+        assert self._server is not None and self._server.stdin is not None
+        logs, meeting, output = self.scratch / "logs", self.scratch / "meeting", self.scratch / "output.txt"
         for folder in (logs, meeting):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        environment = {
-            **os.environ, "LD_PRELOAD": str(self.built / "libghost.so"), "LD_LIBRARY_PATH": str(self.built),
-            "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "GHOST_DEVICES": str(self.devices),
-            "GHOST_LOG": str(logs / "process"), "GHOST_MEETING": str(meeting),
-            **({"GHOST_KERNELS": str(self.kernels)} if self.kernels else {}), **settings,
-        }
-        process = subprocess.Popen(
-            [str(self.python), *argv], cwd=self.scratch, env=environment, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=seconds)
-            code = process.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            output, code = process.communicate()[0], 124
-        return code, output, read_logs(logs)
+        own = {"GHOST_LOG": str(logs / "process"), "GHOST_MEETING": str(meeting), **(settings or {})}
+        request = {"argv": argv, "folder": str(self.scratch), "settings": own, "output": str(output),
+                   "seconds": seconds}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._answer()
+        if not answer:
+            raise RuntimeError("serve.py has ended; its message is above")
+        return Ended(answer["code"], output.read_text(errors="replace"), read_logs(logs), answer["cpu_s"])
 
 
 def read_logs(folder: Path) -> list[RankLog]:

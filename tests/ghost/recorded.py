@@ -10,26 +10,57 @@ CUDA refuses in a capture, no work in a capture that escapes it, and no race bet
 
 from __future__ import annotations
 
-import argparse
 import json
+import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
-
-from analyse import faults  # noqa: E402
-from check import Case  # noqa: E402
-from environment import NoCudaTorch, find_torch, make_environment  # noqa: E402
-from libraries import build, build_kernels  # noqa: E402
-from machine import Event, Machine, RankLog  # noqa: E402
+from analyse import faults
+from check import RUN
+from machine import Event, Machine, RankLog
+from options import chosen_torch, machine, parser
 
 WORK = ("kernel", "product", "fill", "copy", "nccl")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, its schedule and ZeRO stage."""
+
+    tp: int
+    pp: int
+    dp: int
+    schedule: str
+    vp: int
+    zero: int
+    dtype: str
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def name(self) -> str:
+        """``tp2pp2dp1-1f1b-vp1-zero1-bf16``."""
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}-{self.schedule}-vp{self.vp}-zero{self.zero}-{self.dtype}"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What it sets. Sequence parallelism is on wherever there is tensor parallelism."""
+        return {
+            "layout.tensor_parallel_size": str(self.tp), "layout.pipeline_parallel_size": str(self.pp),
+            "layout.data_parallel_size": str(self.dp), "layout.pipeline_schedule": self.schedule,
+            "layout.virtual_pipeline_size": str(self.vp), "layout.zero_stage": str(self.zero),
+            "layout.sequence_parallel": str(self.tp > 1).lower(), "precision.dtype": self.dtype,
+            "model.num_layers": "8", "batch.global_batch_size": str(4 * self.dp), "backend.own_kernels": "on",
+        }
+
+
 CASES = [
     Case(1, 1, 1, "1f1b", 1, 0, "bf16"), Case(1, 1, 1, "1f1b", 1, 0, "fp16"), Case(2, 1, 1, "1f1b", 1, 0, "bf16"),
     Case(1, 1, 2, "1f1b", 1, 1, "bf16"), Case(1, 1, 2, "1f1b", 1, 2, "bf16"), Case(1, 2, 1, "1f1b", 1, 0, "bf16"),
@@ -103,16 +134,17 @@ def same_addresses(log: RankLog) -> tuple[int, int]:
     return sum(a == b for a, b in pairs), len(pairs)
 
 
-def run_case(machine: Machine, case: Case, limit_s: float = 300.0) -> dict[str, Any]:
+def run_case(made: Machine, case: Case, limit_s: float = 300.0) -> dict[str, Any]:
     """Train and compare; return the record's line."""
-    (machine.scratch / "run.toml").write_text(case.run_file(own_kernels=True))
-    settings = {
+    (made.scratch / "run.toml").write_text(RUN)
+    shutil.rmtree(made.scratch / "runs", ignore_errors=True)
+    settings = case.settings | {
         "backend.graphs": "step", "training.steps": str(STEPS), "training.eval_interval": "0",
         "training.eval_batches": "0", "numerics.state_check_interval": "0", "telemetry.replica_check_interval": "0",
         "checkpoint.save_interval": "0", "checkpoint.save_final": "false",
     }
     arguments = [word for item in settings.items() for word in ("--set", "=".join(item))]
-    code, output, logs = machine.run("train", "run.toml", "--nproc", str(case.world), *arguments, seconds=limit_s)
+    code, output, logs = made.run("train", "run.toml", "--nproc", str(case.world), *arguments, seconds=limit_s)
     found = [f"exit {code}: {' | '.join(output.splitlines()[-3:])[:600]}"] if code else []
     found += [] if len(logs) == case.world else [f"{len(logs)} of {case.world} ranks launched a kernel"]
     row: dict[str, Any] = {"case": case.name}
@@ -131,29 +163,16 @@ def run_case(machine: Machine, case: Case, limit_s: float = 300.0) -> dict[str, 
 
 def main() -> int:
     """Run the cases; 1 if one of them failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, help="of an environment with the CUDA build of torch; none: one is made")
-    parser.add_argument("--built", type=Path, help="folder of the libraries, kept; none: built anew")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--out", type=Path, help="file that gets a line for each case")
-    a = parser.parse_args()
-    try:
-        torch = find_torch(a.python.absolute() if a.python else make_environment(ROOT))
-    except NoCudaTorch as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    bad = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        machine = Machine(torch.python, a.built or Path(scratch) / "built", Path(scratch))
-        if not (machine.built / "libghost.so").exists():
-            build(torch.libraries, machine.built)
-        if machine.kernels is None and (problem := build_kernels(ROOT, machine.built)):
-            print(f"error: recorded steps need the own optimizer kernel: {problem}", file=sys.stderr)
-            return 3
+    made = parser(__doc__)
+    made.add_argument("--only", default="", help="cases whose name contains this")
+    made.add_argument("--out", type=Path, help="file that gets a line for each case")
+    a = made.parse_args()
+    torch, bad = chosen_torch(a.python), 0
+    with machine(torch) as node:
         for case in CASES:
             if a.only not in case.name:
                 continue
-            row = run_case(machine, case) | {"torch": torch.version, "command": "python tests/ghost/recorded.py"}
+            row = run_case(node, case) | {"torch": torch.version, "command": "python tests/ghost/recorded.py"}
             if a.out:
                 with open(a.out, "a") as out:
                     out.write(json.dumps(row) + "\n")

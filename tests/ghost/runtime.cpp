@@ -1,5 +1,6 @@
 // The CUDA runtime without a GPU. Memory is address space of the host (touched pages become real), copies copy, kernels
-// do nothing; streams and events are handles. Every call is logged, those with which the host waits as "wait".
+// do nothing or, with GHOST_COMPUTE=1, what compute.cpp knows for them; streams and events are handles. Every call is
+// logged, those with which the host waits as "wait".
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
@@ -10,9 +11,11 @@
 #include <string>
 #include <unordered_map>
 
+#include "compute.h"
 #include "events.h"
 #include "graphs.h"
 #include "kernels.h"
+#include "pending.h"
 
 namespace {
 
@@ -36,6 +39,8 @@ cudaError_t allocate(void** out, size_t bytes, Place place) {
   if (place == Place::device && device_used + bytes > device_bytes) return cudaErrorMemoryAllocation;
   void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return cudaErrorMemoryAllocation;
+  // What nobody has written must not be taken for a number: 0xff… is not one.
+  if (place == Place::device && ghost_computes()) memset(found, 0xff, bytes);
   allocated[reinterpret_cast<uintptr_t>(found)] = {bytes, place};
   if (place == Place::device) device_used += bytes;
   *out = found;
@@ -66,6 +71,7 @@ void copy(void* to, const void* from, size_t bytes, const void* stream) {
   const Place source = ghost_place(from), target = ghost_place(to);
   ghost_touch("copy", stream, GhostMemory().reads(from, bytes).writes(to, bytes).text(), "%s %s %zu", name_of(source),
               name_of(target), bytes);
+  ghost_finish(stream);
   if (!ghost_later(stream, [=] { memmove(to, from, bytes); })) memmove(to, from, bytes);
   // The runtime returns from a copy to or from pageable memory only when the host's side is done.
   if (source == Place::pageable && target == Place::device) return;  // staged: the host may go on
@@ -83,6 +89,8 @@ void launch(const void* kernel, dim3 grid, dim3 block, size_t shared, const void
                      block.x * block.y * block.z <= threads && shared <= shared_bytes;
   ghost_touch(legal ? "kernel" : "illegal launch", stream, kernel_memory(name, arguments), "%u,%u,%u %u %zu %.700s", grid.x, grid.y, grid.z,
               block.x * block.y * block.z, shared, name.c_str());
+  ghost_finish(stream);
+  ghost_run(kernel, name.c_str(), grid, block, arguments);
 }
 
 }  // namespace
@@ -197,6 +205,7 @@ cudaError_t cudaFree(void* address) {
   if (address) {
     ghost_event("free", nullptr, "device %zx %zu", reinterpret_cast<size_t>(address), size_of(address));
     ghost_event("wait", nullptr, "cudaFree");
+    pending_device();
   }
   return release(address);
 }
@@ -228,6 +237,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  pending_device();
   copy(to, from, bytes, nullptr);
   ghost_event("wait", nullptr, "cudaMemcpy");
   return cudaSuccess;
@@ -239,8 +249,10 @@ cudaError_t cudaMemset(void* to, int value, size_t bytes) {
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   ghost_touch("fill", stream, GhostMemory().writes(to, bytes).text(), "%zu", bytes);
+  ghost_finish(stream);
   if (ghost_later(stream, [=] { memset(to, value, bytes); })) return cudaSuccess;
-  if (value || bytes <= 1 << 20) memset(to, value, bytes);  // else pages stay untouched: kernels wrote nothing there
+  // Where nothing computes, large pages stay untouched: kernels wrote nothing there.
+  if (value || bytes <= 1 << 20 || ghost_computes()) memset(to, value, bytes);
   return cudaSuccess;
 }
 
@@ -265,14 +277,17 @@ cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   ghost_event("wait", stream, "cudaStreamSynchronize");
+  ghost_finish(stream);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
   ghost_event("wait", nullptr, "cudaDeviceSynchronize");
+  pending_device();
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   ghost_event("wait", event, "cudaEventSynchronize");
+  pending_event(event, true);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
@@ -283,6 +298,7 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlag
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   ghost_event("record", stream, "%zx", reinterpret_cast<size_t>(event));
   ghost_capture_record(event, stream);
+  pending_record(event, stream);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
@@ -291,14 +307,17 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   ghost_capture_await(stream, event);
   ghost_event("await", stream, "%zx", reinterpret_cast<size_t>(event));
+  pending_event(event, true);
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   ghost_capture_ask(event);
+  if (!pending_event(event, false)) return cudaErrorNotReady;
   ghost_event("query", event, "event");
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (!pending_stream(stream, false)) return cudaErrorNotReady;
   ghost_event("query", stream, "stream");
   return cudaSuccess;
 }

@@ -1,0 +1,121 @@
+"""Torch's own operators on the ghost machine, computed.
+
+Torch launches its kernels as on a GPU, and they do nothing. This mode lets each operator allocate and launch, then
+computes the same operator with torch's CPU kernels on the same memory, by the same sizes and strides. What it leaves
+alone is what the project must have right by itself: products (cuBLAS is given pointers, sizes, strides and types and
+computes by those), copies, collectives, the own kernels (which run on their launch's arguments), streams and events. A
+product that needs torch's kernels besides (a bias that is first copied into the result) is computed like other
+operators, and the log has a mark "product computed by torch".
+
+A launch outside of an operator that this mode has seen ends the process and names the kernel (compute.cpp).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+GHOST = ctypes.PyDLL(None)
+PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"})
+NO_NUMBERS = ("empty", "new_empty", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory", "detach", "alias",
+              "_local_scalar_dense", "_reshape_alias")
+"""Operators without a kernel of their own, by their names' beginning."""
+Operator = Callable[..., Any]
+
+
+def at_host(value: Any) -> Any:
+    """A tensor of the GPU as one of the CPU on the same memory; other values as they are, devices as the CPU."""
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if not isinstance(value, torch.Tensor) or value.device.type != "cuda":
+        return value
+    storage = value.untyped_storage()
+    out = torch.empty(0, dtype=value.dtype)
+    if storage.nbytes() == 0:
+        return out.new_empty(value.size())
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return out.set_(whole, value.storage_offset(), value.size(), value.stride())
+
+
+def storages(values: Any) -> set[int]:
+    """Addresses of the memory that tensors among these values have."""
+    found: set[int] = set()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.add(value.untyped_storage().data_ptr())
+
+    tree_map(add, values)
+    return found
+
+
+def write_back(results: Any, computed: Any, known: set[int]) -> None:
+    """Copy what the CPU computed to the results that have memory of their own."""
+    if isinstance(results, torch.Tensor):
+        if results.device.type == "cuda" and results.untyped_storage().data_ptr() not in known:
+            at_host(results).copy_(computed)
+    elif isinstance(results, (list, tuple)):
+        for result, one in zip(results, computed):
+            write_back(result, one, known)
+
+
+def host_arguments(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments for the CPU's kernel of an operator."""
+    args, kwargs = tree_map(at_host, args), tree_map(at_host, kwargs)
+    kwargs.pop("pin_memory", None)
+    if name in ("_softmax", "_log_softmax") and args[2]:  # half in, float out: the GPU's kernels alone can
+        args = (args[0].float(), args[1], False)
+    return args, kwargs
+
+
+def needs_values(func: Any, name: str, args: Sequence[Any]) -> bool:
+    """Whether the shape of the result, or of something on the way to it, depends on numbers in the arguments."""
+    if name.startswith(("index", "_index_put", "_unsafe_index")):
+        indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+        return any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in indices)
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+class Answers(TorchDispatchMode):
+    """Computes torch's operators of the GPU on the CPU, after they have launched."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Launch, then compute. Raises NotImplementedError for an operator that draws random numbers."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if func.namespace != "aten" or name.startswith(NO_NUMBERS) or func.is_view:
+            return func(*args, **kwargs)
+        if needs_values(func, name, args):  # no launch: torch would read a size that no kernel wrote
+            host_args, host_kwargs = host_arguments(name, args, kwargs)
+            computed = func(*host_args, **host_kwargs)
+            return args[0] if name.endswith("_") else tree_map(lambda t: t.to(args[0].device), computed)
+        known = storages((args, kwargs))
+        GHOST.ghost_answer_begin()
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            launched = GHOST.ghost_answer_end()
+        if not launched:
+            return out
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotImplementedError(f"nobody computes {func}: its random numbers are the GPU's own")
+        if name in PRODUCTS:
+            GHOST.ghost_mark(b"product computed by torch")
+        host_args, host_kwargs = host_arguments(name, args, kwargs)
+        write_back(out, func(*host_args, **host_kwargs), known)
+        return out
+
+
+def use_kernels(library: Path) -> None:
+    """Have the package load the project's kernels for CUDA from this file."""
+    from megatron_port.backend import kernels
+
+    found = kernels.library_path
+    kernels.library_path = lambda kind, *rest: (library, "") if kind == "cuda" else found(kind, *rest)

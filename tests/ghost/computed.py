@@ -1,0 +1,165 @@
+"""Train 20 steps "on CUDA" with numbers, and compare every loss and gradient norm with the CPU's in one process.
+
+    python tests/ghost/computed.py [--python ENV/bin/python] [--only tp2pp2dp2]
+
+The reference is this interpreter's: CPU build of torch, one rank, no own kernels, no ghost machine. A case that ended
+stays in benchmarks/results/ghost-computed.jsonl and is not run again while it is there. Exit 1: numbers differ by more
+than the precision's bound, the run failed, or its calls show a fault (analyse.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from analyse import faults
+from check import own_launches
+from machine import Machine, RankLog
+from options import ROOT, chosen_torch, commit, machine, parser
+
+RECORD = ROOT / "benchmarks" / "results" / "ghost-computed.jsonl"
+RUN = """
+name = "{name}"
+engine = "native"
+[model]
+num_layers = {layers}
+hidden_size = 64
+num_attention_heads = 4
+vocab_size = 500
+seq_length = 32
+[precision]
+dtype = "{dtype}"
+[batch]
+micro_batch_size = 1
+global_batch_size = 8
+[data]
+synthetic = true
+tokenizer = "byte"
+[training]
+steps = 20
+[checkpoint]
+save_interval = 1000
+[watch]
+enabled = false
+[backend]
+attention = "math"
+"""
+BOUNDS = {"fp32": (5e-7, 5e-6), "bf16": (2e-4, 5e-3), "fp16": (3e-5, 1e-3)}
+"""Precision → largest relative difference of a loss, and of a gradient norm. 2^-23 is 1.2e-7.
+The norm's difference grows with the steps, as the weights move apart."""
+Step = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, by what it sets beside the common run file."""
+
+    name: str
+    ranks: int = 1
+    dtype: str = "fp32"
+    layers: int = 2
+    settings: tuple[str, ...] = ()
+
+
+def layout(tp: int, pp: int, dp: int, *more: str) -> tuple[str, ...]:
+    """Return the settings of a layout."""
+    sizes = {"tensor": tp, "pipeline": pp, "data": dp}
+    found = [f"layout.{name}_parallel_size={size}" for name, size in sizes.items()]
+    return (*found, f"layout.sequence_parallel={str(tp > 1).lower()}", *more)
+
+
+CASES = (
+    Case("one-rank"),
+    Case("tp2pp2dp2", 8, settings=layout(2, 2, 2)),
+    Case("tp2pp2dp2-torch-kernels", 8, settings=layout(2, 2, 2, "backend.own_kernels=off")),
+    Case("one-rank-bf16", dtype="bf16"),
+    Case("one-rank-fp16", dtype="fp16"),
+    Case("tp2dp2-zero2-bf16", 4, "bf16", settings=layout(2, 1, 2, "layout.zero_stage=2")),
+    Case("dp2-zero3", 2, settings=layout(1, 1, 2, "layout.zero_stage=3")),
+    Case("pp2dp2-zb-v", 4, layers=4, settings=layout(1, 2, 2, "layout.pipeline_schedule=zb-v",
+                                                     "layout.virtual_pipeline_size=2")),
+    Case("tp2pp2-interleaved-recompute", 4, layers=4,
+         settings=layout(2, 2, 1, "layout.virtual_pipeline_size=2", "activations.policy=full")),
+)
+
+
+def steps_of(folder: Path) -> list[Step]:
+    """Read loss and gradient norm of every step."""
+    (path,) = folder.glob("runs/*/metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row and "grad_norm" in row]
+
+
+def reference(case: Case, folder: Path) -> list[Step]:
+    """Train on the CPU. Raises CalledProcessError."""
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(RUN.format(name=case.name, dtype=case.dtype, layers=case.layers))
+    command = [sys.executable, "-m", "megatron_port", "train", "run.toml", "--nproc", "1",
+               "--set", "backend.device=cpu", "--set", "backend.own_kernels=off"]
+    subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+    return steps_of(folder)
+
+
+def largest(found: list[Step], expected: list[Step]) -> Step:
+    """Return the largest relative difference of the losses and of the norms. Raises ValueError on other lengths."""
+    pairs = list(zip(found, expected, strict=True))
+    return max(abs(f[0] / e[0] - 1) for f, e in pairs), max(abs(f[1] / e[1] - 1) for f, e in pairs)
+
+
+def counted(logs: list[RankLog]) -> dict[str, int]:
+    """Return what all ranks launched."""
+    kinds = sum((log.counts() for log in logs), Counter[str]())
+    own = sum(own_launches(log) for log in logs)
+    return {"own_kernels": own, "torch_kernels": kinds["kernel"] - own, "products": kinds["product"],
+            "nccl": kinds["nccl"]}
+
+
+def run_case(made: Machine, case: Case) -> dict[str, Any]:
+    """Return the record's line."""
+    expected = reference(case, made.scratch / f"cpu-{case.name}")
+    (made.scratch / "run.toml").write_text(RUN.format(name=case.name, dtype=case.dtype, layers=case.layers))
+    sets = [word for setting in case.settings for word in ("--set", setting)]
+    ended = made.compute("train", "run.toml", "--nproc", str(case.ranks), "--set", "backend.device=cuda", *sets,
+                         "--set", f"output_dir={case.name}/runs", seconds=1200.0)
+    wrong = [ended.output[-800:]] if ended.code else faults(ended.logs) if case.ranks > 1 else []
+    row = {"case": case.name, "ranks": case.ranks, "dtype": case.dtype, "steps": len(expected), "ok": False,
+           "cpu_s": ended.cpu_s}
+    if not ended.code:
+        found = steps_of(made.scratch / case.name)
+        loss, norm = largest(found, expected)
+        row |= {"loss_difference": loss, "norm_difference": norm, "last_loss": found[-1][0],
+                "last_loss_cpu": expected[-1][0],
+                **counted(ended.logs)}
+        bounds = BOUNDS[case.dtype]
+        row["ok"] = not wrong and loss <= bounds[0] and norm <= bounds[1]
+    return row | ({"wrong": wrong[:3]} if wrong else {})
+
+
+def main() -> int:
+    """Run the cases that the record lacks."""
+    made = parser(__doc__)
+    made.add_argument("--only", default="", help="cases whose name contains this")
+    made.add_argument("--out", type=Path, default=RECORD)
+    a = made.parse_args()
+    torch = chosen_torch(a.python)
+    done = {json.loads(line)["case"] for line in a.out.read_text().splitlines()} if a.out.exists() else set()
+    bad = 0
+    with machine(torch) as node:
+        for case in (case for case in CASES if case.name not in done and a.only in case.name):
+            row = run_case(node, case) | {"commit": commit(), "torch": torch.version}
+            print(json.dumps(row), flush=True)
+            bad += not row["ok"]
+            if row["ok"]:
+                with a.out.open("a") as out:
+                    out.write(json.dumps(row) + "\n")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""What the commands of this folder have in common: options, and the machine that they run on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+from environment import NoCudaTorch, Torch, find_torch, make_environment  # noqa: E402
+from libraries import build, build_kernels  # noqa: E402
+from machine import Machine  # noqa: E402
+
+BUILT = ROOT / "build" / "ghost" / "machine"
+"""Kept between commands: the libraries of one torch, and objects."""
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser that has ``--python``."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--python", type=Path, help="of an environment with the CUDA build of torch; none: one is made")
+    return made
+
+
+def chosen_torch(python: Path | None) -> Torch:
+    """Return the torch of ``--python``. Ends the process with 3 where there is no CUDA build of it."""
+    try:
+        return find_torch(python.absolute() if python else make_environment(ROOT))
+    except NoCudaTorch as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(3)
+
+
+@contextlib.contextmanager
+def machine(torch: Torch, *, devices: int = 8, tree: Path = ROOT) -> Iterator[Machine]:
+    """Yield a running machine, built first. Its folder is temporary."""
+    build(torch.libraries, BUILT)
+    build_kernels(ROOT, BUILT / "kernels")
+    with tempfile.TemporaryDirectory() as scratch, Machine(torch.python, BUILT, Path(scratch), devices, tree) as made:
+        yield made
+
+
+def commit() -> str:
+    """Return the short name of the commit that is checked out."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
