@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from machine import RankLog
-from ordering import race_faults
+from ordering import race_faults, wait_faults
 
 POINT_TO_POINT = ("send", "receive")
 
@@ -138,7 +138,8 @@ def launch_faults(logs: list[RankLog]) -> list[str]:
             if e.kind == "illegal launch"]
 
 
-def faults(logs: list[RankLog]) -> list[str]:
-    """All of the above, and races between the streams of each rank (``ordering``)."""
-    races = [fault for log in logs for fault in race_faults(log)]
-    return [*meeting_faults(logs), *operation_faults(logs), *launch_faults(logs), *races]
+def faults(logs: list[RankLog], *, may_wait: bool = False) -> list[str]:
+    """All of the above, and of each rank the races between its streams and, unless the host ``may_wait`` in a step, the
+    steps that wait more than once (``ordering``)."""
+    alone = [fault for log in logs for fault in (*race_faults(log), *(() if may_wait else wait_faults(log)))]
+    return [*meeting_faults(logs), *operation_faults(logs), *launch_faults(logs), *alone]

@@ -172,6 +172,20 @@ def waits_between(log: RankLog, begin: str, end: str) -> list[str]:
         ValueError: a mark is not there.
     """
     marks = [event.detail if event.kind == "mark" else "" for event in log.events]
-    first, last = marks.index(begin), marks.index(end)
-    pairs = zip(log.events[first:last], log.events[first + 1 : last])
-    return [event.detail for before, event in pairs if event.kind == "wait" and before.kind != "wait"]
+    return _waits(log.events[marks.index(begin) : marks.index(end)])
+
+
+def _waits(events: list[Event]) -> list[str]:
+    calls = [event for event in events if event.kind != "query"]  # of the watchdog's thread, at any time
+    return [now.detail for before, now in zip(calls, calls[1:]) if now.kind == "wait" and before.kind != "wait"]
+
+
+def wait_faults(log: RankLog) -> list[str]:
+    """Return a sentence for each marked step but the first in which the host waits more than once: a wait in the middle
+    keeps the device idle until the host has queued more. The first makes buffers, which may wait."""
+    marks = [(i, event.detail) for i, event in enumerate(log.events) if event.kind == "mark"]
+    begins = [i for i, text in marks if text == STEP_BEGINS]
+    ends = [i for i, text in marks if text == STEP_ENDS]
+    steps = [_waits(log.events[begin:end]) for begin, end in zip(begins, ends)]
+    return [f"rank {log.rank}: the host waits {len(waits)} times in a step: {'; '.join(waits)}"
+            for waits in steps[1:] if len(waits) > 1]

@@ -15,11 +15,15 @@ import runpy
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from answers import Answers, use_kernels
+from answers import GHOST, Answers, use_kernels
+from ordering import STEP_BEGINS, STEP_ENDS
+
+from megatron_port.engine.native import NativeEngine
 
 
 def program(argv: list[str]) -> None:
@@ -35,6 +39,20 @@ def program(argv: list[str]) -> None:
         runpy.run_path(argv[0], run_name="__main__")
     else:
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def mark_steps() -> None:
+    """Leave a mark in the log where a training step of the native engine begins and ends."""
+    train_step = NativeEngine.train_step
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        GHOST.ghost_mark(STEP_BEGINS.encode())
+        try:
+            return train_step(*args, **kwargs)
+        finally:
+            GHOST.ghost_mark(STEP_ENDS.encode())
+
+    NativeEngine.train_step = marked  # type: ignore[method-assign]
 
 
 def child(request: dict[str, Any]) -> int:
@@ -76,9 +94,8 @@ def main() -> None:
     """Import, then answer until standard input ends."""
     if library := os.environ.get("GHOST_KERNELS"):
         use_kernels(Path(library))
-    import megatron_port.cli.train
-    import megatron_port.train.loop  # noqa: F401
-
+    import_module("megatron_port.train.loop")
+    mark_steps()
     gc.collect()
     gc.freeze()
     print(json.dumps({"ready": True}), flush=True)

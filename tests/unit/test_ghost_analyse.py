@@ -11,10 +11,11 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "ghost"))
 
 import budgets
+import faults as planted
 import recorded
 from analyse import faults, meeting_faults, operation_faults
 from machine import Event, RankLog
-from ordering import race_faults, waits_between
+from ordering import race_faults, wait_faults, waits_between
 
 Lines = list[str]
 
@@ -273,3 +274,20 @@ def test_what_a_capture_may_not_contain_is_found(event: Event) -> None:
     events.insert([e.kind for e in events].index("capture") + 1, event)
     (fault,) = recorded.capture_faults(RankLog(0, events))
     assert event.detail in fault
+
+
+def test_only_a_later_step_that_waits_twice_is_a_fault() -> None:
+    step = ["mark|step begins", "kernel|a", "wait|cudaStreamSynchronize", "mark|step ends"]
+    twice = [*step[:-1], "kernel|b", "query|event", "wait|copy to pageable memory", "mark|step ends"]
+    (right,), (wrong,) = logs([*twice, *step]), logs([*step, *twice])
+    assert wait_faults(right) == []
+    assert wait_faults(wrong) == [
+        "rank 0: the host waits 2 times in a step: cudaStreamSynchronize; copy to pageable memory"
+    ]
+
+
+@pytest.mark.parametrize("fault", planted.planned(), ids=lambda fault: fault.name)
+def test_a_fault_to_plant_fits_the_package(fault: planted.Fault) -> None:
+    text = (planted.ROOT / "megatron_port" / fault.file).read_text()
+    assert text.count(fault.old) == 1
+    compile(text.replace(fault.old, fault.new), fault.file, "exec")
