@@ -21,7 +21,7 @@ from typing import Any
 from check import OWN_KERNEL
 from machine import Machine, RankLog
 from options import HERE, ROOT, chosen_torch, machine, parser
-from ordering import STEP_BEGINS, STEP_ENDS, race_faults, waits_between
+from ordering import STEP_BEGINS, STEP_ENDS, between, race_faults, waits_between
 
 TABLE = ROOT / "benchmarks" / "results" / "ghost-budgets.json"
 CASES = {"gpt2-124m": (12, 16, 32), "gpt2-xl": (48, 8, 16), "6.7b": (8, 2, 4), "llama-8b": (8, 1, 2)}
@@ -33,8 +33,7 @@ Row = dict[str, Any]
 
 def counted(log: RankLog) -> Row:
     """Calls of the last step by kind."""
-    marks = [event.detail if event.kind == "mark" else "" for event in log.events]
-    step = log.events[marks.index(STEP_BEGINS):marks.index(STEP_ENDS)]
+    step = between(log, STEP_BEGINS, STEP_ENDS)
     kinds = {"kernels": "kernel", "products": "product", "copies": "copy", "allocations": "allocate"}
     found: Row = {name: sum(event.kind == kind for event in step) for name, kind in kinds.items()}
     found["own_kernels"] = sum(event.kind == "kernel" and OWN_KERNEL in event.detail for event in step)

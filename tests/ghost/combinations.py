@@ -82,6 +82,7 @@ class Case:
             stage == 2 and self.schedule.startswith("zb"),
             "hybrid" in self.zero and dp not in (4, 8),
             self.offload != "none" and stage == 0,
+            self.offload != "none" and self.kernels == "off",  # its AdamW is the own kernel
             self.offload == "weights" and stage != 3,
             self.offload == "nvme" and self.saving == "beside",
         ))

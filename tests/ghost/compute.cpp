@@ -6,6 +6,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 
@@ -38,7 +39,7 @@ void ghost_stop(const char* format, ...) {
 }
 
 void ghost_run(const void* kernel, const char* name, dim3 grid, dim3 block, void** arguments) {
-  if (!ghost_computes()) return;
+  if (!ghost_computes() || strstr(name, "spin_kernel")) return;  // which only takes time
   // One at a time: the emulated kernels keep a block's state in one place.
   std::lock_guard<std::mutex> hold(guard);
   const auto found = kernels.find(kernel);

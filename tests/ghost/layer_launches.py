@@ -18,7 +18,7 @@ from collections import Counter
 
 from machine import RankLog
 from options import HERE, chosen_torch, machine, parser
-from ordering import STEP_BEGINS, STEP_ENDS
+from ordering import STEP_BEGINS, STEP_ENDS, between
 
 LAYERS, MICRO_BATCHES, MICRO_BATCH = (2, 3), (2, 3), 2
 KINDS = ("kernel", "product", "copy", "fill")
@@ -26,8 +26,7 @@ KINDS = ("kernel", "product", "copy", "fill")
 
 def launches(log: RankLog) -> Counter[str]:
     """Return the launches of the last step by name: of a kernel its mangled one, else the kind of the call."""
-    marks = [event.detail if event.kind == "mark" else "" for event in log.events]
-    step = log.events[marks.index(STEP_BEGINS):marks.index(STEP_ENDS)]
+    step = between(log, STEP_BEGINS, STEP_ENDS)
     # A kernel's detail: grid, block, shared memory, stream flag, name.
     return Counter(e.detail.split(" ", 3)[-1] if e.kind == "kernel" else e.kind for e in step if e.kind in KINDS)
 

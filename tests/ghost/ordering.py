@@ -171,8 +171,14 @@ def waits_between(log: RankLog, begin: str, end: str) -> list[str]:
     Raises:
         ValueError: a mark is not there.
     """
-    marks = [event.detail if event.kind == "mark" else "" for event in log.events]
-    return _waits(log.events[marks.index(begin) : marks.index(end)])
+    return _waits(between(log, begin, end))
+
+
+def between(log: RankLog, begin: str, end: str) -> list[Event]:
+    """Return the calls from the last mark ``begin`` to the last ``end``. Raises ValueError where a mark is missing."""
+    marks = [event.detail if event.kind == "mark" else "" for event in reversed(log.events)]
+    count = len(marks)
+    return log.events[count - 1 - marks.index(begin) : count - 1 - marks.index(end)]
 
 
 def _waits(events: list[Event]) -> list[str]:

@@ -8,6 +8,7 @@ seconds) and ``cpu_s``, the processor seconds of the program and its children. m
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -17,12 +18,14 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any
 
 import torch
 from answers import GHOST, Answers, use_kernels
 from ordering import STEP_BEGINS, STEP_ENDS
 
+import megatron_port
 from megatron_port.engine.native import NativeEngine
 
 
@@ -31,14 +34,23 @@ def program(argv: list[str]) -> None:
     sys.argv = argv
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN cannot be loaded here
     if os.environ.get("GHOST_COMPUTE") == "1":
-        torch.backends.cuda.enable_flash_sdp(False)  # operators that the CPU does not have
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
         Answers().__enter__()  # until the process ends: what runs on the way out launches kernels too
     if argv[0].endswith(".py"):
         sys.path.insert(0, str(Path(argv[0]).parent))
         runpy.run_path(argv[0], run_name="__main__")
     else:
+        mark_steps()
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def import_all() -> None:
+    """Import what a program may need: no fork has to."""
+    for name in ("torch._dynamo", "torch.distributed.checkpoint"):
+        import_module(name)
+    for module in walk_packages(megatron_port.__path__, "megatron_port."):
+        if "deepspeed" not in module.name and not module.name.endswith("__main__"):
+            with contextlib.suppress(ImportError):  # of something that this environment has not
+                import_module(module.name)
 
 
 def mark_steps() -> None:
@@ -94,8 +106,7 @@ def main() -> None:
     """Import, then answer until standard input ends."""
     if library := os.environ.get("GHOST_KERNELS"):
         use_kernels(Path(library))
-    import_module("megatron_port.train.loop")
-    mark_steps()
+    import_all()
     gc.collect()
     gc.freeze()
     print(json.dumps({"ready": True}), flush=True)

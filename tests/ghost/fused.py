@@ -1,0 +1,82 @@
+"""Operators of torch that a CPU does not have, computed there: fused attention and the backward pass of RMSNorm.
+
+Arithmetic in fp32. What attention only keeps for its backward pass (log-sum-exp, the state of random numbers) stays as
+it is: the backward pass here computes the probabilities again. Tensors are [batch, heads, positions, head].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+Values = Mapping[str, Any]
+"""An operator's arguments by the names of its schema."""
+
+
+def probabilities(q: torch.Tensor, k: torch.Tensor, a: Values) -> tuple[torch.Tensor, float]:
+    """Softmax of the scores, and what these are scaled by. Raises NotImplementedError for dropout."""
+    if a["dropout_p"]:
+        raise NotImplementedError("nobody computes fused attention with dropout: its random numbers are the GPU's own")
+    scale = a.get("scale") or 1 / math.sqrt(q.size(-1))
+    scores = q.float() @ k.float().transpose(-2, -1) * scale
+    bias = a.get("attn_bias")
+    if bias is not None and bias.numel():
+        scores = scores + bias.float()
+    if a["is_causal"]:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    return torch.softmax(scores, dim=-1), scale
+
+
+def attention(a: Values) -> tuple[torch.Tensor, ...]:
+    """Return the first result of a forward operator."""
+    weights, _ = probabilities(a["query"], a["key"], a)
+    return ((weights @ a["value"].float()).to(a["query"].dtype),)
+
+
+def attention_backward(a: Values) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of query, key and value."""
+    dout = a["grad_out_"] if "grad_out_" in a else a["grad_out"]
+    dout, q, k, v, out = (x.float() for x in (dout, a["query"], a["key"], a["value"], a["out"]))
+    weights, scale = probabilities(q, k, a)
+    dscores = weights * (dout @ v.transpose(-2, -1) - (dout * out).sum(-1, keepdim=True))
+    found = dscores @ k * scale, dscores.transpose(-2, -1) @ q * scale, weights.transpose(-2, -1) @ dout
+    return tuple(gradient.to(a["query"].dtype) for gradient in found)
+
+
+def rms_norm_backward(a: Values) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of input and weight."""
+    dy, x, rstd = a["grad_out"].float(), a["input"].float(), a["rstd"].float()
+    over = tuple(range(-len(a["normalized_shape"]), 0))
+    scaled, normed = dy * (1.0 if a["weight"] is None else a["weight"].float()), x * rstd
+    dx = rstd * (scaled - normed * (scaled * normed).mean(over, keepdim=True))
+    rows = tuple(range(x.dim() - len(over)))
+    dweight = None if a["weight"] is None else (dy * normed).sum(rows).to(a["weight"].dtype)
+    return dx.to(a["input"].dtype), dweight
+
+
+def cudnn_results(a: Values) -> tuple[Any, ...]:
+    """Return memory for the results of cuDNN's attention, which cannot be loaded here: it is not launched."""
+    q = a["query"]
+    out = torch.empty_like(q)
+    few = [q.new_zeros(1, dtype=torch.int64) for _ in range(4)]
+    lse = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    return out, lse, few[0], few[1], q.size(-2), a["key"].size(-2), few[2], few[3], q.new_empty(0)
+
+
+def cudnn_gradients(a: Values) -> tuple[torch.Tensor, ...]:
+    """Return memory for the results of its backward pass."""
+    return tuple(torch.empty_like(a[name]) for name in ("query", "key", "value"))
+
+
+ATTENTION = "_scaled_dot_product_{}_attention{}"
+ANSWERS = {
+    **{ATTENTION.format(kind, ""): attention for kind in ("efficient", "flash", "cudnn")},
+    **{ATTENTION.format(kind, "_backward"): attention_backward for kind in ("efficient", "flash", "cudnn")},
+    "_fused_rms_norm_backward": rms_norm_backward,
+}
+"""Operator → its answer."""
+NOT_LAUNCHED = {ATTENTION.format("cudnn", ""): cudnn_results, ATTENTION.format("cudnn", "_backward"): cudnn_gradients}
+"""Operator → memory for its results."""
