@@ -149,7 +149,8 @@ def run_case(made: Machine, case: Case, limit_s: float = 300.0) -> dict[str, Any
     found += [] if len(logs) == case.world else [f"{len(logs)} of {case.world} ranks launched a kernel"]
     row: dict[str, Any] = {"case": case.name}
     if not found:
-        found += [fault for log in logs for fault in (*capture_faults(log), *replay_faults(log))] + faults(logs)
+        found += [fault for log in logs for fault in (*capture_faults(log), *replay_faults(log))]
+        found += faults(logs, may_wait=True)  # while it records
     if not found:
         steps = steps_of(logs[0])
         same, operands = same_addresses(logs[0])
