@@ -95,7 +95,7 @@ def offload(rows: Rows) -> str:
             "last committed step and ended as the unbroken run, to the bit")
 
 
-def crossings(rows: Rows) -> str:
+def resharding_zero(rows: Rows) -> str:
     """30 checkpoints between ZeRO stages, shard sizes, offload and engines."""
     kinds = len({r["from"] for r in rows} | {r["to"] for r in rows})
     equal, steps = (sum(r[part] == "equal to the bit" for r in rows) for part in ("state", "steps"))
@@ -112,12 +112,12 @@ PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
     "chaos": ("chaos.py", ["--seconds", "600", "--mean", "20"], chaos),
     "corpus": ("big_corpus.py", ["--gigabytes", "10"], corpus),
     "offload": ("offload_kills.py", ["--times", "30"], offload),
-    "crossings": ("crossings.py", ["--times", "30"], crossings),
+    "resharding-zero": ("resharding_zero.py", ["--times", "30"], resharding_zero),
 }
 """Name → (program in tests/faults, its arguments, the line of the table)."""
 WHOLE = {
     "kills": 100, "resharding": 30, "corruptions": 300, "readers": 10_000, "chaos": 1, "corpus": 1, "offload": 30,
-    "crossings": 30,
+    "resharding-zero": 30,
 }
 """What a part must have done to be complete."""
 
@@ -166,7 +166,7 @@ def run(part: str, seconds: float, extra: list[str]) -> int:
     program, arguments, _ = PARTS[part]
     if part in ("chaos", "corpus", "corruptions") and read(part) and not extra:
         return 0
-    resumable = part in ("kills", "resharding", "offload", "crossings")
+    resumable = part in ("kills", "resharding", "offload", "resharding-zero")
     limit = ["--seconds", f"{seconds:g}"] if resumable and seconds != float("inf") else []
     RESULTS.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FAULTS / program), *arguments, *limit, "--out", str(results_file(part)), *extra]

@@ -50,6 +50,8 @@ class Session:
     """In which the ranks met."""
     fence: Fence = field(default_factory=Fence)
     """Asked before anything in the run's folder is changed; a lease of it on rank 0 of a run."""
+    plans_activations: bool = False
+    """``activations.layers`` were found when the session opened; the run's folder may hold those of its first start."""
 
     @property
     def cpu_group(self) -> dist.ProcessGroup | None:
@@ -131,6 +133,7 @@ def open_session(
     """
     config, fitted = _fit_world(config, info)
     _check_world(config, info)
+    plans = config.activations.policy == "plan" and not config.activations.layers
     config = with_activation_plan(resolve(config, info.world_size), info.world_size)
     logger = Logger(info.rank)
     if fitted:
@@ -163,7 +166,8 @@ def open_session(
         met = time.perf_counter()
         progress = ProgressTracker()
         with nullcontext() if around is None else around(config, info, progress, group.store):
-            session = replace(_assemble(config, info, device, group.backend, logger, progress), store=group.store)
+            session = _assemble(config, info, device, group.backend, logger, progress)
+            session = replace(session, store=group.store, plans_activations=plans)
             if info.world_size > 1 and not quiet:
                 now = time.perf_counter()
                 logger.log(f"{info.world_size} ranks met in {met - started:.1f} s, groups ready in {now - met:.1f} s")

@@ -56,8 +56,11 @@ class ActivationPlanner:
         record, why = self._usable(text)
         if policy == "plan":
             planned = self._record("planned", step)
-            if record is None or record.layers != planned.layers:
+            if record is None or (record.layers != planned.layers and not self.session.plans_activations):
                 self._keep(planned, step, f" ({why})" if why else "")
+            elif record.layers != planned.layers:  # another version of the planner found them
+                self._apply(record.layers)
+                self._tell(record, step, " when the run began")
             return
         if record is not None:
             self._apply(record.layers)

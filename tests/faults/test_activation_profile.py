@@ -32,11 +32,11 @@ def worlds() -> Iterator[RankPool]:
     pool.close()
 
 
-def train(config: RunConfig, steps: int) -> tuple[Any, ...]:
+def train(config: RunConfig, steps: int, found: bool = False) -> tuple[Any, ...]:
     """The real loop to so many steps: the choices of this rank's layers, how often it measured, the weights."""
     ctx = ParallelContext.create(TWO_STAGES, "cpu")
     try:
-        trainer = Trainer(session_of(config, ctx))
+        trainer = Trainer(dataclasses.replace(session_of(config, ctx), plans_activations=found))
         trainer.config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
         measured = trainer.activations._left
         trainer.run()
@@ -84,6 +84,16 @@ def test_a_measured_plan_changes_no_bit_and_is_used_again(worlds: RankPool, tmp_
     roomy = dataclasses.replace(profile, activations=dataclasses.replace(profile.activations, budget=1.0))
     other = worlds.run(2, train, roomy, 6, timeout=120.0)
     assert other[0][1] == 2  # measured anew
+    planned = dataclasses.replace(
+        profile, name="planned", activations=ActivationsConfig(policy="plan", layers=("norm1", "qkv+core"))
+    )
+    for found, layers, taken in ((False, ("norm1", "qkv+core"), "qkv+core"), (True, ("", "norm2"), "qkv+core"),
+                                 (False, ("", "norm2"), "norm2")):  # begun, planned otherwise, and as its user says
+        now = dataclasses.replace(planned, activations=ActivationsConfig(policy="plan", layers=layers))
+        ranks = worlds.run(2, train, now, 6, found, timeout=120.0)
+        assert ["+".join(sites) for sites in ranks[0][0]][1] == taken
+        assert [rank[2] for rank in ranks] == [rank[2] for rank in wanted]
+        assert losses(planned) == losses(plain)
     events = (tmp_path / "profile" / "events.jsonl").read_text()
     assert "measured: not kept" in events and "measured in the run's first 2 steps" in events
 

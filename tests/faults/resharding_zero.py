@@ -1,8 +1,8 @@
 """Checkpoints between ZeRO stages, shard sizes, offload and engines: masters and moments arrive to the bit.
 
-Four replicas each; ``pairs()`` is the same list everywhere. ``python tests/faults/crossings.py --out FILE`` appends a
-line for each pair that the file lacks. Where both sides are engine native and sum gradients in the same order over the
-same ranks, the steps after the checkpoint are compared as well.
+Four replicas each; ``pairs()`` is the same list everywhere. ``python tests/faults/resharding_zero.py --out FILE``
+appends a line for each pair that the file lacks. Where both sides are engine native and sum gradients in the same order
+over the same ranks, the steps after the checkpoint are compared as well.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def cross(ranks: RankPool, number: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Make the crossings that the file lacks; 1 if one of them is bad."""
+    """Make the round trips that the file lacks; 1 if one of them is bad."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=COUNT, help="how many of the list")
     parser.add_argument("--out", type=Path, required=True)
@@ -99,7 +99,7 @@ def main() -> int:
     done = {json.loads(line)["number"] for line in args.out.read_text().splitlines()} if args.out.exists() else set()
     until, bad, ranks = time.monotonic() + args.seconds, 0, RankPool()
     try:
-        with tempfile.TemporaryDirectory(prefix="crossings-") as folder:
+        with tempfile.TemporaryDirectory(prefix="resharding-") as folder:
             for number in (n for n in range(args.times) if n not in done):
                 if time.monotonic() > until:
                     break
