@@ -386,8 +386,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
+    parser.add_argument("--zero-stage", type=int, help="only draws of this stage")
     args = parser.parse_args()
-    return run_resumable([draw(s) for s in args.seeds], args.out, batch_size=args.batch, seconds=args.seconds)
+    draws = [d for d in map(draw, args.seeds) if args.zero_stage in (None, d.config.layout.zero_stage)]
+    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 
 
 if __name__ == "__main__":
