@@ -50,15 +50,14 @@ class ResidualStream:
     def _scaled(
         self, x: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.multiplier == 1.0:
-            return x, bias
         return x * self.multiplier, None if bias is None else bias * self.multiplier
 
     def bias_dropout_add(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *, op: str
     ) -> torch.Tensor:
         """Return residual + dropout(multiplier · (x + bias))."""
-        x, bias = self._scaled(x, bias)
+        if self.multiplier != 1.0:
+            x, bias = self._scaled(x, bias)
         p, fused = self.dropout_now, self.fused
         if bias is None and p == 0.0:
             return residual + x
@@ -82,7 +81,8 @@ class ResidualStream:
         alone = bias is None and p == 0.0
         if not alone and (self.fused_norm is None or len(positions.runs) > 1):  # the kernel knows one start
             return norm.fork(self.bias_dropout_add(x, bias, residual, op=op))
-        x, bias = self._scaled(x, bias)
+        if self.multiplier != 1.0:
+            x, bias = self._scaled(x, bias)
         if alone:
             return norm.add(x, residual)
         branch_bias, fused = bias, self.fused_norm
