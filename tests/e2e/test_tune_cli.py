@@ -112,7 +112,7 @@ def test_calibrate_then_sweep(run_file: Path, tmp_path: Path) -> None:
     text = command(*base, "--study", "tensor")
     assert text.count("s per step") == 2 and "planned" in text
     page = (out / "sweep.html").read_text()
-    assert "measured" in page and "tensor parallelism" in page and "http" not in page
+    assert "measured" in page and "tensor parallelism" in page and "http:" not in page and "https:" not in page
     before = (out / "results.jsonl").read_text()
     assert command(*base, "--study", "tensor").count("s per step") == 2  # nothing is measured twice
     assert (out / "results.jsonl").read_text() == before

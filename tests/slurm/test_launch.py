@@ -145,7 +145,7 @@ def test_usr1_saves_requeues_and_resumes(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_usr1_by_the_clock_of_the_time_limit(runs: Runs) -> None:
-    change = settings(training__steps=3000, **SHORT)
+    change = settings(training__steps=1200, **SHORT)
     job = runs.submit(["--nodes=3", "--ntasks-per-node=1", "--time=1", "--signal=B:USR1@30"], change)
     resumed_bit_for_bit(runs, job, change)
 
@@ -173,6 +173,7 @@ def test_sigterm_alone_saves_and_the_next_job_goes_on(runs: Runs) -> None:
     assert losses(runs.run_folder) == train_here(3, *change)
 
 
+@pytest.mark.slow
 def test_a_killed_task_ends_the_job_and_is_named(runs: Runs) -> None:
     change = settings(training__steps=100000, launch__when_failed='"stop"')
     job = runs.submit(["--nodes=4", "--ntasks-per-node=1"], change)
@@ -294,6 +295,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_a_taken_port_and_a_prepared_folder_do_not_end_a_job(runs: Runs) -> None:
     """n2's disk cannot take the environment, and a spare is there; somebody listens on the job's port; another user has
     made the folder that he expects the job to unpack into.
