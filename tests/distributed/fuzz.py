@@ -244,7 +244,8 @@ def draw(seed: int) -> Draw:
         config = change(config, layout=change(before, zero_stage=3, reshard=sharded.choice(("forward", "step"))))
     whole = config.model.seq_length // (t.tp if config.layout.sequence_parallel else 1)
     chunks = random.Random(f"chunks-{seed}").choice([n for n in range(1, whole + 1) if whole % n == 0])
-    if t.tp > 1 and seed % 2:
+    # A product of few rows may sum in another order, which the process that emulates half precision does not follow.
+    if t.tp > 1 and seed % 2 and dtype in ("fp32", "fp64"):
         config = change(config, layout=change(config.layout, tp_overlap_chunks=chunks))
     config = change(config, checkpoint=change(config.checkpoint, asynchronous=False))  # as state on a disk wants it
     config = _planned(random.Random(f"activations-{seed}"), config)
