@@ -82,7 +82,7 @@ def site_items(case: Case, machine: Machine) -> tuple[Item, ...]:
     known = case, layer, Rates.of(machine), Links.of(machine), span(machine, case.tp, 1)
     costs, sizes = site_costs(*known), site_bytes(case, layer)
     again = [Item(site, costs[site].backward + costs[site].backward_tensor, sizes[site]) for site in RECOMPUTED]
-    if case.tp == 1 or case.sequence_parallel:
+    if not case.partitions:
         return tuple(again)
     shared, kept = partition_costs(*known), 1 - 1 / case.tp
     for site in (site for site in REPLICATED if site not in copied_sites(case, layer)):

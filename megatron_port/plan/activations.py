@@ -84,7 +84,7 @@ def away(case: Case, start: int, stop: int) -> list[Away]:
         decisions = {
             site: how for site, how in decided(case.dropped[index]).decisions.items()
             if not (site == "input" and index == start > 0)
-            and not (how == "partition" and (case.tp == 1 or case.sequence_parallel))
+            and not (how == "partition" and not case.partitions)
         }
         sizes = site_bytes(case, layers[index]) if decisions else {}
         total = dict.fromkeys(("recompute", "swap", "partition"), 0.0)

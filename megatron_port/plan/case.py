@@ -181,6 +181,11 @@ class Case:
         return -(-self.model.vocab_size // unit) * unit
 
     @property
+    def partitions(self) -> bool:
+        """Whether tensor-parallel ranks hold anything alike that can be partitioned (``model.build``)."""
+        return self.tp > 1 and not self.sequence_parallel and self.tensor_chunks == 1
+
+    @property
     def width(self) -> int:
         """Bytes of a weight or an activation."""
         return {"fp32": 4, "fp64": 8}.get(self.dtype, 2)
