@@ -21,7 +21,7 @@ PROVIDERS = ("cudnn", "flash", "efficient", "flash_attn", "fa3")
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a row of the table is measured for."""
+    """Key of a row: the case that it was measured for."""
 
     arch: str
     """sm_90, gfx90a"""

@@ -1,4 +1,4 @@
-"""What stands against recorded steps (``backend.graphs``)."""
+"""Settings that contradict recorded steps (``backend.graphs``)."""
 
 from __future__ import annotations
 

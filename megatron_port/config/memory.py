@@ -33,8 +33,8 @@ class ActivationsConfig:
 
     @property
     def choices(self) -> tuple[tuple[str, ...], ...]:
-        """What each layer does not keep (``layers`` taken apart) under policy plan; empty under another, or as long as
-        nothing is found."""
+        """Sites that each layer does not keep (``layers`` taken apart) under policy plan; empty under another, or as
+        long as nothing is found."""
         return tuple(tuple(filter(None, sites.split("+"))) for sites in self.layers) if self.policy == "plan" else ()
 
 

@@ -36,7 +36,7 @@ class Recording(Generic[Result]):
 
 
 class Recorder(Protocol):
-    """Records the work of a function on a device."""
+    """Recorder of the kernels that a function launches."""
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Run a function as it will be recorded: once to warm up."""
@@ -88,7 +88,7 @@ def cuda_recorder(config: RunConfig, ctx: ParallelContext, optimizer: str) -> Cu
 
 @dataclass(frozen=True)
 class Reduced:
-    """What the passes of a step leave on the device for its update."""
+    """Results of a step's passes that its update reads on the device."""
 
     losses: list[torch.Tensor]
     """Sum of token losses of each micro-batch; empty but on the last stage."""

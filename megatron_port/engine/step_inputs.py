@@ -11,7 +11,7 @@ from megatron_port.data.batch import MicroBatch
 from megatron_port.errors import ConfigError
 
 Shapes = tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...] | None, bool], ...]
-"""Of each micro-batch: samples, shape of the tokens, of the labels, and whether there is a mask."""
+"""Shapes of each micro-batch: samples, shape of the tokens, of the labels, and whether there is a mask."""
 
 
 def shapes_of(micro_batches: Sequence[MicroBatch]) -> Shapes:

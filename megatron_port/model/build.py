@@ -52,10 +52,8 @@ class BuildContext:
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
         self.recompute = recompute
         self.layer_activations = layer_activations or {}
-        # Under sequence parallelism tensor-parallel ranks hold nothing alike. With chunked products partitioned sites
-        # gave wrong gradients (the cause is not found yet), so they are kept.
-        alike = not self.sequence_parallel and layout.tp_overlap_chunks == 1
-        self.parking = ParkingPlaces(SwapSpace(ctx.device), ctx.over("tp") if alike else None)
+        # Under sequence parallelism tensor-parallel ranks hold nothing alike.
+        self.parking = ParkingPlaces(SwapSpace(ctx.device), None if self.sequence_parallel else ctx.over("tp"))
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
         self.kernels = make_linear_kernels(providers.fp8)

@@ -94,6 +94,12 @@ class _Operation:
         self.parked: dict[tuple[str, int], ParkedTensor] = {}
         """Results ("result", index) and what the operation saved beside ("saved", number)."""
 
+    @property
+    def drops_inside(self) -> bool:
+        """Whether what it saves beside results goes too. A row-parallel product may save a copy of its input (8 bits,
+        another order in memory), which tensor-parallel ranks do not hold alike: that is not partitioned."""
+        return self.dropped and (self.decision != "partition" or self.site in ("norm1", "norm2"))
+
     def result(self, index: int) -> torch.Tensor:
         """Return a result, made again or brought back if need be."""
         found = self.results.get(index)
@@ -280,7 +286,8 @@ class SiteTape:
             self._saw(owner or operation, one.tensor)
             if owner is not None and owner.dropped:
                 one.made_by, one.tensor = _Result(owner, index, one.tensor), None
-            elif owner is None and operation is not None and operation.dropped and not is_of_all_layers(one.tensor):
+            elif owner is None and operation is not None and operation.drops_inside \
+                    and not is_of_all_layers(one.tensor):
                 operation.internal.add(one.number)
                 if operation.decision != "recompute":
                     operation.again[one.number] = one.tensor.detach()

@@ -109,7 +109,7 @@ class _Leaving(_Linear):
         ctx.sizes, ctx.saved_input_scales = [weight.shape[0]], [None]
         group, scatters, chunks = how
         ctx.gathers = group if scatters else None
-        return (_scatter_chunks if scatters else _sum_chunks)(x, weight, group, chunks)
+        return (_scatter_chunks if scatters else _sum_chunks)(x.contiguous(), weight, group, chunks)
 
     @staticmethod
     @first_order
@@ -166,5 +166,5 @@ class ChunkedRowParallelLinear(RowParallelLinear):
         if self.group is None or not _divides(x, self.group, self.chunks, sequence=self.sequence_parallel):
             return super().forward(x)
         how = self.group, self.sequence_parallel, self.chunks
-        y: torch.Tensor = _Leaving.apply(x.contiguous(), None, how, False, self.kernels, self.weight)
+        y: torch.Tensor = _Leaving.apply(x, None, how, False, self.kernels, self.weight)
         return y if self.bias is None or self.skip_bias else y + self.bias

@@ -183,7 +183,7 @@ class Case:
     @property
     def partitions(self) -> bool:
         """Whether tensor-parallel ranks hold anything alike that can be partitioned (``model.build``)."""
-        return self.tp > 1 and not self.sequence_parallel and self.tensor_chunks == 1
+        return self.tp > 1 and not self.sequence_parallel
 
     @property
     def width(self) -> int:

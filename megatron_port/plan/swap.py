@@ -12,7 +12,7 @@ from megatron_port.plan.ledger import steady_count
 
 @dataclass(frozen=True)
 class HostLink:
-    """The way of a device's activations to its host's memory and back, beside the passes of one micro-batch."""
+    """Host link of a device, over which activations are copied while one micro-batch is computed."""
 
     rate: float
     """Bytes per second, each way."""

@@ -1,4 +1,4 @@
-"""What the ``config.json`` of Llama and of the families like it have in common."""
+"""Fields that the ``config.json`` of Llama and of the families like it share."""
 
 from __future__ import annotations
 
