@@ -26,8 +26,9 @@ class MicroBatch:
     """float32 [batch, seq], 1 where the label counts; None: everywhere"""
     labels_masked: bool = False
     """The last stage has a ``loss_mask``. The same on every stage; without a pipeline the mask alone tells it."""
-    document_bounds: torch.Tensor | None = None
-    """int32 starts of the documents in each sample, on every stage; None: a sample is one document"""
+    document_starts: torch.Tensor | None = None
+    """int32 [batch, seq], on every stage: where in its sample the document of each position starts; None: every sample is
+    one document"""
 
     @property
     def masked(self) -> bool:

@@ -20,7 +20,7 @@ def shapes_of(micro_batches: Sequence[MicroBatch]) -> Shapes:
     Raises:
         ConfigError: a micro-batch has document bounds, whose number differs from step to step.
     """
-    if any(b.document_bounds is not None for b in micro_batches):
+    if any(b.document_starts is not None for b in micro_batches):
         raise ConfigError(
             'backend.graphs "step" with samples of several documents: their bounds have another length in every step, '
             'and a recorded step has fixed shapes; use graphs = "off"'

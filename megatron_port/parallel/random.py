@@ -76,7 +76,7 @@ class DropoutStream:
 
     def set_micro_batch(
         self, step: int, sample_ids: Sequence[int], *, loss_factor: float | torch.Tensor = 1.0,
-        global_tokens: float | torch.Tensor = 1.0, document_bounds: torch.Tensor | None = None,
+        global_tokens: float | torch.Tensor = 1.0, document_starts: torch.Tensor | None = None,
         auxiliary: AuxiliarySums | None = None, keys: torch.Tensor | None = None,
     ) -> None:
         """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
@@ -85,7 +85,7 @@ class DropoutStream:
         """
         samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         self.current = StepContext(
-            samples, loss_factor=loss_factor, global_tokens=global_tokens, document_bounds=document_bounds,
+            samples, loss_factor=loss_factor, global_tokens=global_tokens, document_starts=document_starts,
             auxiliary=auxiliary,
         )
 

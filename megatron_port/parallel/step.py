@@ -74,8 +74,8 @@ class StepContext:
     included. Means nothing in evaluation. In a recorded step, here and below, a float64 scalar on the device."""
     global_tokens: float | torch.Tensor = 1.0
     """Loss tokens of the step over all replicas; 0 where every label is masked."""
-    document_bounds: torch.Tensor | None = None
-    """int32 starts of the documents in each sample; None: a sample is one document."""
+    document_starts: torch.Tensor | None = None
+    """int32 [batch, seq]: where in its sample the document of each position starts; None: a sample is one document."""
     recomputing: bool = False
     """The forward pass runs again, for its backward pass."""
     auxiliary: AuxiliarySums | None = None

@@ -21,7 +21,7 @@ def test_a_recomputed_pass_adds_nothing_and_sees_the_same_micro_batch() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         now = stream.current
         assert now is not None
-        told = now.loss_factor, now.global_tokens, now.document_bounds is bounds
+        told = now.loss_factor, now.global_tokens, now.document_starts is bounds
         seen.append((now.sample_ids, now.recomputing, *told))
         keys.append(now.samples.keys)
         now.add_auxiliary("b", x.sum())
@@ -29,7 +29,7 @@ def test_a_recomputed_pass_adds_nothing_and_sees_the_same_micro_batch() -> None:
 
     keys: list[torch.Tensor] = []
     x = torch.full((2,), 1.5, requires_grad=True)
-    stream.set_micro_batch(3, (7,), loss_factor=0.25, global_tokens=4.0, document_bounds=bounds, auxiliary=sums)
+    stream.set_micro_batch(3, (7,), loss_factor=0.25, global_tokens=4.0, document_starts=bounds, auxiliary=sums)
     y = recompute(layer, x, stream=stream)
     stream.set_micro_batch(3, (8,), auxiliary=sums)
     y.sum().backward()

@@ -120,7 +120,7 @@ def test_inputs_lie_where_they_lay() -> None:
 
 
 def test_documents_are_refused() -> None:
-    batch = dataclasses.replace(batches_of(0)[0], document_bounds=torch.zeros(2, dtype=torch.int32))
+    batch = dataclasses.replace(batches_of(0)[0], document_starts=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ConfigError, match="several documents"):
         shapes_of([batch])
 
