@@ -1,4 +1,4 @@
-"""``checkpoint ls | verify | diff``: look at checkpoints without a model or a GPU."""
+"""``checkpoint ls | verify | diff | push | pull``: look at and copy checkpoints without a model or a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.charts.numbers import quantity
 from megatron_port.cli import checkpoint_convert
+from megatron_port.config.urls import url_fault
 from megatron_port.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError
 from megatron_port.runtime.printable import one_line
 
@@ -27,7 +28,7 @@ _ABSENT = object()
 def add_parser(subparsers: Any) -> None:
     """Add ``checkpoint`` and its actions to the program's parser."""
     parser = subparsers.add_parser("checkpoint", help="list, verify and compare checkpoints")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|diff|export|import")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|diff|export|import|push|pull")
     for name, text in (("ls", "checkpoints of a run, newest first"),
                        ("verify", "read and hash every block; exit 5 if one is damaged")):
         action = actions.add_parser(name, help=text)
@@ -41,17 +42,37 @@ def add_parser(subparsers: Any) -> None:
     diff.add_argument("--tolerance", type=float, default=0.0, help="differences up to this are equal (default: 0)")
     diff.add_argument("--all", action="store_true", help="also list the parameters that are equal")
     checkpoint_convert.add_actions(actions)
+    copy = actions.add_parser("push", help="copy a checkpoint into a store, in parts, and read it back")
+    copy.add_argument("directory", type=Path, help="the checkpoint")
+    copy.add_argument("url", help="s3://bucket/folder")
+    copy = actions.add_parser("pull", help="copy a checkpoint from a store; its hashes are compared")
+    copy.add_argument("url", help="of one copy, or of what they were pushed to, whose newest is taken")
+    copy.add_argument("directory", type=Path, help="folder that the checkpoint's is made in")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action; return its exit code. Raises CheckpointError where there is nothing to look at."""
     if args.action in ("export", "import"):
         return checkpoint_convert.run(args)
+    if args.action in ("push", "pull"):
+        return _copy(args.action, args.directory, args.url)
     if args.action == "ls":
         return _ls(args.directory)
     if args.action == "verify":
         return _verify(args.directory)
     return _diff(args.a, args.b, kind=args.kind, tolerance=args.tolerance, every=args.all)
+
+
+def _copy(action: str, directory: Path, url: str) -> int:
+    from megatron_port.checkpoint.mirror import pull, push
+
+    if fault := url_fault(url, writable=True):
+        raise CheckpointError(fault)
+    if action == "push":
+        print(f"copied {directory} to {push(directory, url)}, which reads back the same")
+    else:
+        print(pull(url, directory, print))
+    return EXIT_OK
 
 
 def _directories(directory: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from megatron_port.config.ranges import Range
 from megatron_port.config.rope import rope_problems
 from megatron_port.config.schema import RunConfig
 from megatron_port.config.secrets import secret_problems
+from megatron_port.config.urls import is_remote, url_fault
 from megatron_port.errors import ConfigError
 from megatron_port.registry import OPTIMIZERS, SCHEDULES, SOURCES, choices_added
 
@@ -157,6 +158,10 @@ def _data_problems(config: RunConfig) -> list[str]:
         )
     if any(not prefix.strip() for prefix in data.train):
         out.append("data.train has an empty name; each entry is the prefix of a .bin/.idx pair")
+    out += [f"data.train: {fault}" for prefix in data.train if is_remote(prefix) and (fault := url_fault(prefix))]
+    for name, url in (("mirror", config.checkpoint.mirror), ("resume", config.checkpoint.resume)):
+        if (is_remote(url) or (name == "mirror" and url)) and (fault := url_fault(url, writable=True)):
+            out.append(f"checkpoint.{name}: {fault}")
     if data.weights and len(data.weights) != len(data.train):
         out.append(f"data.weights has {len(data.weights)} entries for {len(data.train)} corpora in data.train")
     if any(w <= 0 for w in data.weights):

@@ -105,6 +105,7 @@ def config_hash(config: RunConfig) -> str:
     optimizer = as_dict(config.optimizer)
     optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
     data = as_dict(config.data)
+    del data["remote_cache"], data["remote_cache_gb"]
     if data["source"] == DataConfig.source:  # it came after the first checkpoints
         del data["source"]
     data["train"] = [prefix.replace("\\", "/").rstrip("/").rpartition("/")[2] for prefix in config.data.train]

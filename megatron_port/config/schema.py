@@ -169,7 +169,7 @@ class DataConfig:
     source: str = "corpus"
     """corpus (the files of train, or synthetic tokens), or a source that a plugin registers, which needs neither"""
     train: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs; empty with synthetic = false is an error."""
+    """Prefixes of .bin/.idx pairs, or URLs of such (s3://, https://); empty with synthetic = false is an error."""
     weights: tuple[float, ...] = ()
     """Blend weights, one for each prefix; empty: by number of tokens."""
     split: tuple[float, ...] = (0.98, 0.01, 0.01)
@@ -183,6 +183,11 @@ class DataConfig:
     index_cache: str = ""
     """Folder for the sample index of order megatron; empty: output_dir/data_cache. It is built once for each folder
     that processes share (a node's own disk will do), or ahead of time by `data index`."""
+    remote_cache: str = ""
+    """Folder that keeps the index of corpora in a store, and the blocks of tokens that were read; empty: that of
+    index_cache. A node's own disk is best."""
+    remote_cache_gb: NonNegative = 0.0
+    """Largest size of each corpus' blocks there, in GB; the least recently used are removed. 0: no limit."""
     pinned: bool = True
     """Stop a resumed run (exit 4) if its corpora or their tokenizer are not those of its checkpoint; false: print a
     line and continue."""
@@ -225,13 +230,16 @@ class CheckpointConfig:
     max_failures: CountOrZero = 3
     """Saves in a row that may fail (disk full, no permission) before training stops with exit 5. 0: never stop."""
     resume: PathText = "auto"
-    """auto (newest whole checkpoint of the run folder, if any) | never | a path (of a checkpoint, or of a folder of
-    them). Where a newer one turns out damaged, the one before it is taken and a line is printed; not so for the
-    path of one checkpoint."""
+    """auto (newest whole checkpoint of the run folder, if any) | never | a path or an s3:// URL (of a checkpoint, or of
+    a folder of them). Where a newer one turns out damaged, the one before it is taken and a line is printed; not so for
+    the path of one checkpoint, nor for a URL."""
     lease_seconds: Positive = 60.0
     """A run folder is one attempt's at a time. The next may take it over from an attempt that ended without a word on a
     host that cannot be asked once its heartbeat has stood still for so long; at once where its process or its SLURM job
     is known to be gone."""
+    mirror: str = ""
+    """URL below which every checkpoint is copied once it is committed (s3://bucket/folder), beside training;
+    `checkpoint.resume` takes such a URL. What cannot be copied costs a line, not the run."""
     initial_weights: str = ""
     """Where a run that has nothing to resume takes its weights from (fine-tuning): a Hugging Face folder
     (safetensors), a run folder, or a checkpoint. Weights only; moments and counters start fresh."""

@@ -27,8 +27,8 @@ class MicroBatch:
     labels_masked: bool = False
     """The last stage has a ``loss_mask``. The same on every stage; without a pipeline the mask alone tells it."""
     document_starts: torch.Tensor | None = None
-    """int32 [batch, seq], on every stage: where in its sample the document of each position starts; None: every sample is
-    one document"""
+    """int32 [batch, seq], on every stage: where in its sample the document of each position starts; None: every sample
+    is one document"""
 
     @property
     def masked(self) -> bool:

@@ -22,7 +22,7 @@ def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
             "tokenizer": meta.tokenizer, "tokenizer_hash": meta.tokenizer_hash, "bin_xxh3": meta.bin_xxh3,
             "source_xxh3": meta.source_xxh3}
         counts = {"tokens": corpus.num_tokens, "documents": corpus.num_documents}
-        out.append({"prefix": str(corpus.prefix), **counts, **known})
+        out.append({"prefix": corpus.name, **counts, **known})
     return out
 
 

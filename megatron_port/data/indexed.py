@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_port.config.urls import is_remote
 from megatron_port.data.format import (
     CHUNK,
     DTYPES,
@@ -22,6 +23,7 @@ from megatron_port.data.format import (
     read_meta,
     token_dtype,
 )
+from megatron_port.data.remote import RemoteCache, RemoteCorpus, RemoteTokens
 from megatron_port.data.writer import IndexedWriter
 from megatron_port.errors import DataError
 
@@ -32,14 +34,19 @@ __all__ = ["CorpusMeta", "IndexedDataset", "IndexedWriter", "bad_token", "bin_pa
 class IndexedDataset:
     """A memory-mapped corpus; opening it checks every size, reading copies only what is asked for.
 
+    A corpus in a store (``prefix`` is a URL) is read by blocks, which ``cache`` keeps; see ``data.remote``.
+
     Raises:
         DataError: a file is missing, of another format, truncated or longer than its index says.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = Path(prefix)
-        path = idx_path(prefix)
-        for needed in (path, bin_path(prefix)):
+    def __init__(self, prefix: str | Path, cache: RemoteCache | None = None) -> None:
+        self.remote = RemoteCorpus(str(prefix), cache or RemoteCache()) if is_remote(prefix) else None
+        self.prefix = self.remote.prefix if self.remote else Path(prefix)
+        self.name = self.remote.url if self.remote else str(self.prefix)
+        """The prefix as the run file has it."""
+        path = idx_path(self.prefix)
+        for needed in (path, *(() if self.remote else (bin_path(prefix),))):
             if not needed.is_file():
                 raise DataError(f"{needed}: no such file; make the corpus with `data prepare`, "
                                 "and give the prefix without .bin or .idx")
@@ -57,12 +64,16 @@ class IndexedDataset:
             raise DataError(f"{path}: expected {expected} bytes for {self.num_sequences} sequences and {boundaries} "
                             f"document boundaries, found {found}; copy or prepare the corpus again")
         self._map_index(path, boundaries)
-        size, found = self.num_tokens * self.dtype.itemsize, bin_path(prefix).stat().st_size
+        size = self.num_tokens * self.dtype.itemsize
+        found = self.remote.bin_bytes if self.remote else bin_path(self.prefix).stat().st_size
         if size != found:
-            raise DataError(f"{bin_path(prefix)}: expected {size} bytes for {self.num_tokens} tokens, found {found}; "
+            raise DataError(f"{self.name}.bin: expected {size} bytes for {self.num_tokens} tokens, found {found}; "
                             "copy or prepare the corpus again")
-        self._tokens = mapped(bin_path(prefix), self.dtype, 0, self.num_tokens)
-        self.meta = read_meta(prefix)
+        self._tokens: np.ndarray | RemoteTokens = (
+            self.remote.tokens(self.dtype) if self.remote
+            else mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens)
+        )
+        self.meta = read_meta(self.prefix)
 
     def _map_index(self, path: Path, boundaries: int) -> None:
         count = self.num_sequences
@@ -131,6 +142,9 @@ class IndexedDataset:
         """Read everything and check it (``data.verify``). What was checked, in words. DataError: what does not hold."""
         from megatron_port.data.verify import verify
 
+        if self.remote:
+            raise DataError(f"{self.name}: a corpus in a store is compared with its hashes as it is read; copy it to a "
+                            "disk to verify all of it at once")
         report = verify(self.prefix)
         report.raise_if_bad()
         return report.checked

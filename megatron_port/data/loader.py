@@ -29,6 +29,7 @@ from megatron_port.data.index_cache import cached_arrays, content_key
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.order import derive
 from megatron_port.data.plugin_source import plugin_datasets
+from megatron_port.data.remote import ReadAhead, RemoteCache
 from megatron_port.errors import DataError
 from megatron_port.parallel.positions import WHOLE_SEQUENCE, SequencePartition
 from megatron_port.registry import SOURCES
@@ -45,11 +46,12 @@ class StepLoader:
             (the first token of an unrelated document) is left out of the loss, as in Megatron-LM.
         need_tokens, need_labels: what this pipeline stage consumes; with neither, nothing is read.
         partition: which positions of a sequence this rank holds; tokens, labels and masks are of these.
+        remote: a corpus lies in a store; the samples of the step that follows are read beside training.
     """
 
     def __init__(self, dataset: TokenDataset, *, seq_length: int, micro_batch_size: int, dp_rank: int, dp_size: int,
                  seed: int, eod_id: int, mask_eod_loss: bool, need_tokens: bool, need_labels: bool,
-                 partition: SequencePartition = WHOLE_SEQUENCE) -> None:
+                 partition: SequencePartition = WHOLE_SEQUENCE, remote: bool = False) -> None:
         if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
             raise ValueError(f"replica {dp_rank} of {dp_size}, micro-batch {micro_batch_size}")
         self.dataset, self.seq_length, self.seed = dataset, seq_length, seed
@@ -57,6 +59,7 @@ class StepLoader:
         self.eod_id, self.mask_eod_loss = eod_id, mask_eod_loss
         self.need_tokens, self.need_labels = need_tokens, need_labels
         self.positions = partition.held(seq_length)
+        self.ahead = ReadAhead(lambda k: dataset.draw(seed, k)) if remote else None
 
     def sample_ids(self, first_sample: int, global_batch: int) -> list[tuple[int, ...]]:
         """Return the sample numbers of each micro-batch: n + (m·D + d)·b + i."""
@@ -73,8 +76,11 @@ class StepLoader:
         Raises:
             DataError: a token that the model has no embedding for; a batch that does not divide.
         """
-        return [self._pack(ids, [self.dataset.draw(self.seed, k) for k in ids] if self._reads else [])
+        step = [self._pack(ids, [self.dataset.draw(self.seed, k) for k in ids] if self._reads else [])
                 for ids in self.sample_ids(first_sample, global_batch)]
+        if self.ahead and self._reads:
+            self.ahead.read(k for ids in self.sample_ids(first_sample + global_batch, global_batch) for k in ids)
+        return step
 
     def eval_batches(self, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
         """Yield the first ``batches`` global batches in stored order, the same at each evaluation.
@@ -182,6 +188,13 @@ def _check_asked(asked: str, corpus: IndexedDataset, meta: CorpusMeta) -> None:
                         "set data.tokenizer = \"auto\" or prepare the corpus again")
 
 
+def open_corpora(run: RunConfig) -> list[IndexedDataset]:
+    """Open the corpora of ``data.train``; what is remote is kept below ``data.remote_cache``."""
+    data = run.data
+    cache = RemoteCache(data.remote_cache or str(index_folder(run)), int(data.remote_cache_gb * 1e9))
+    return [IndexedDataset(prefix, cache) for prefix in data.train]
+
+
 def index_folder(run: RunConfig) -> Path:
     """Return the folder of the sample indices of Megatron's order."""
     return Path(run.data.index_cache) if run.data.index_cache else Path(run.output_dir) / "data_cache"
@@ -258,6 +271,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     eod = -1
     tokenizer: dict[str, Any] = {}
     fingerprint: list[dict[str, Any]] = []
+    remote = False
     sets: list[TokenDataset | None]
     if data.source in SOURCES.added:
         sets = plugin_datasets(run, SPLITS)
@@ -270,7 +284,8 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
         if data.weights and len(data.weights) != len(data.train):
             raise DataError(f"data.weights: {len(data.weights)} weights for {len(data.train)} corpora; "
                             "give one for each, or none")
-        corpora = [IndexedDataset(prefix) for prefix in data.train]
+        corpora = open_corpora(run)
+        remote = any(corpus.remote for corpus in corpora)
         name, eod, tokenizer = _tokenizer(run, corpora)
         fingerprint = data_fingerprint(corpora)
         if dp_rank == 0 and need_tokens:  # a few ranks are enough, and files are not read by thousands
@@ -287,7 +302,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     loaders = [None if d is None else StepLoader(
         d, seq_length=run.model.seq_length, micro_batch_size=run.batch.micro_batch_size, dp_rank=dp_rank,
         dp_size=dp_size, seed=run.seed, eod_id=eod, mask_eod_loss=data.mask_eod_loss,
-        need_tokens=need_tokens, need_labels=need_labels, partition=partition) for d in sets]
+        need_tokens=need_tokens, need_labels=need_labels, partition=partition, remote=remote) for d in sets]
     assert loaders[0] is not None, "the training split was checked above"
     return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod,
                    tokenizer=tokenizer, data_fingerprint=fingerprint)
@@ -303,7 +318,7 @@ def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> l
     if data.synthetic or data.order != "megatron":
         return [f'data.order = "{data.order}" keeps no index: sample k is computed from k']
     total = train_samples or run.training.steps * run.batch.global_batch_size
-    corpora = [IndexedDataset(prefix) for prefix in data.train]
+    corpora = open_corpora(run)
     lines = []
     for split, dataset in zip(SPLITS, _megatron(run, corpora, total, check=True)):
         parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]

@@ -180,7 +180,7 @@ def changes_since(manifest: Manifest, config: RunConfig, tokenizer: str | None, 
     rate = learning_rate_change(manifest, config) if state.step else ""
     if rate:
         out.append(rate)
-    if state.tokenizer and tokenizer in NAMES and state.tokenizer.get("hash") != identity(tokenizer)["hash"]:
+    if state.tokenizer.get("hash") and tokenizer in NAMES and state.tokenizer["hash"] != identity(tokenizer)["hash"]:
         out.append(
             f"note: {name} was trained with tokenizer {state.tokenizer.get('name')}, this run's data "
             f"are of {tokenizer}: its ids mean other text"

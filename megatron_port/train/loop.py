@@ -239,6 +239,8 @@ class Trainer:
             telemetry.close()
         if unfinished:
             self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
+        else:
+            saving.await_copies()
         if self.rates:
             self.session.logger.log(closing_lines(c, list(self.rates)))
         return TrainingResult(p, EXIT_CODES[level if unfinished else 0], validation)

@@ -8,13 +8,17 @@ synchronous, and its failure is the run's.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from megatron_port.checkpoint.background import BackgroundSave, Finished
 from megatron_port.checkpoint.lineage import Committer
+from megatron_port.checkpoint.mirror import Mirror
 from megatron_port.checkpoint.peers import peers_of
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError
 from megatron_port.model.saved_state import state_records
+from megatron_port.runtime.agreement import agreed
+from megatron_port.runtime.progress import SAVE
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
 from megatron_port.train.state import Position, save_state, shapes_of, state_of
@@ -46,6 +50,13 @@ class Saving:
                 keep=checkpoint.keep, verify=checkpoint.verify_saves, note=session.logger.log,
                 committer=self._committer,
             )
+
+        self._mirror: Mirror | None = None
+        if checkpoint.mirror:
+            self._mirror = agreed(lambda: Mirror(
+                f"{checkpoint.mirror.rstrip('/')}/{session.config.name}", session.info.rank,
+                verify=checkpoint.verify_saves, note=session.logger.log,
+            ))
 
     def save(self, at: Position) -> None:
         """Begin the save of an interval (or make it, if not asynchronous). A failure is announced.
@@ -87,10 +98,17 @@ class Saving:
         if self.saved_step != at.step:
             self._save_now(at)
 
+    def await_copies(self) -> None:
+        """Wait until every checkpoint is copied to ``checkpoint.mirror``, or was given up. Not where a signal stopped
+        the run: its grace is short, and the checkpoint is in the run's folder."""
+        if self._mirror is not None:
+            with self._session.progress.enter(SAVE, "copies in the store"):
+                self._mirror.finish()
+
     def _save_now(self, at: Position) -> None:
         started = time.perf_counter()
         path = save_state(self._engine, self._session, at, self._committer)
-        self._done(at.step, f"saved {path} in {time.perf_counter() - started:.1f} s")
+        self._done(at.step, path, f"saved {path} in {time.perf_counter() - started:.1f} s")
 
     def leave(self, seconds: float = 5.0) -> None:
         """Give a save that is nearly done this long to end when an error ends the run. Not collective."""
@@ -116,15 +134,17 @@ class Saving:
             self._failed(ended.step, ended.failure)
             return
         self._done(
-            ended.step, f"saved {ended.path} in {ended.seconds:.1f} s, of which training waited "
+            ended.step, ended.path, f"saved {ended.path} in {ended.seconds:.1f} s, of which training waited "
             f"{ended.stall_seconds:.2f} s"
         )
 
-    def _done(self, step: int, line: str) -> None:
+    def _done(self, step: int, path: Path, line: str) -> None:
         if self._failures:
             line += f" (after {self._failures} that failed)"
         self.saved_step, self._failures = step, 0
         self._session.logger.log(line)
+        if self._mirror is not None:
+            self._mirror.add(path)
 
     def _failed(self, step: int, why: str) -> None:
         self._failures += 1

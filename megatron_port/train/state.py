@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from megatron_port.checkpoint.format import Manifest, SavedState, read_manifest, step_of
 from megatron_port.checkpoint.lineage import Committer
+from megatron_port.checkpoint.mirror import pull
 from megatron_port.checkpoint.peers import peers_of
 from megatron_port.checkpoint.reader import Checkpoint, checkpoints_in, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict, config_hash
 from megatron_port.config.same_model import model_differences
 from megatron_port.config.schema import RunConfig
+from megatron_port.config.urls import is_remote
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
@@ -92,6 +94,9 @@ def _of_this_model(
 
 def _look(config: RunConfig, note: Any) -> list[tuple[Path, Manifest]]:
     asked, automatic = Path(config.checkpoint.resume), config.checkpoint.resume == "auto"
+    if is_remote(config.checkpoint.resume):
+        pulled = pull(config.checkpoint.resume, run_folder(config) / "pulled", note)
+        return [(pulled, read_manifest(pulled))]
     if automatic:
         places = [run_folder(config) / FOLDER]
     elif (asked / "manifest.json").is_file():

@@ -1,0 +1,236 @@
+"""Copies of checkpoints in a store: pushed beside training, pulled to resume elsewhere.
+
+::
+
+    URL/latest                                the name of the newest copy
+    URL/step-00000120.commit-00000007/        one for each commit: a step that was reached again is another copy
+        rank-00000.safetensors …
+        manifest.json                         uploaded last: a copy without it is not whole
+
+Every rank uploads its own file from a thread, without any collective; rank 0 waits until the store lists all of them,
+then adds the manifest. The hashes are those of the checkpoint. Nothing in the store is ever removed: set the bucket's
+own rules for that.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from megatron_port.checkpoint.format import (
+    LATEST,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    directory_name,
+    read_manifest,
+    shard_name,
+)
+from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
+from megatron_port.runtime.atomic import fsync_directory, fsync_file
+from megatron_port.storage.store import Store
+
+Note = Callable[[str], None]
+
+THREADS = 8
+"""Files of a checkpoint that are downloaded at a time."""
+PATIENCE = 600.0
+"""Seconds that rank 0 waits, at least, for the files of the others once its own is there."""
+LARGEST_NAP = 5.0
+
+
+def copy_name(manifest: Manifest) -> str:
+    """Return the name of a checkpoint's copy: its step, and which commit of the run's folder it is."""
+    return f"{directory_name(manifest.state.step)}.commit-{manifest.lineage.commit:08d}"
+
+
+def push_file(store: Store, name: str, path: Path, entry: FileEntry, *, verify: bool) -> None:
+    """Upload one data file; ``verify``: read it back and compare it with its hash.
+
+    Raises:
+        CheckpointError: the store refused, or what it gives back is something else.
+    """
+    store.put(path, name)
+    found = store.info(name).size
+    if found != entry.size:
+        raise CheckpointError(f"{store.place(name)}: {found} bytes arrived of {entry.size}")
+    if verify and (got := _hash(store.pieces(name))) != entry.hash:
+        raise CheckpointError(f"{store.place(name)}: reads back with hash {got}, and {path} has {entry.hash}")
+
+
+def push(path: Path, url: str, *, verify: bool = True) -> str:
+    """Copy a whole checkpoint into a store; return the URL of the copy. Raises CheckpointError."""
+    store, manifest = Store(url, CheckpointError), read_manifest(path)
+    name = copy_name(manifest)
+    for file, entry in manifest.files.items():
+        push_file(store, f"{name}/{file}", path / file, entry, verify=verify)
+    _seal(store, name, path)
+    return store.place(name)
+
+
+def _seal(store: Store, name: str, path: Path) -> None:
+    """All files are there: add the manifest, which makes a checkpoint of them, and name the copy as the newest."""
+    store.put(path / MANIFEST, f"{name}/{MANIFEST}")
+    store.write(LATEST, name.encode())
+
+
+def pull(url: str, folder: Path, note: Note = lambda line: None) -> Path:
+    """Copy a checkpoint from a store into ``folder``; return its directory. One that is there already is kept.
+
+    Args:
+        url: of one copy, or of what they were pushed to, whose newest is taken.
+
+    Raises:
+        CheckpointError: none is there, the store cannot be reached, or ``folder`` cannot be written.
+        DamagedCheckpoint: a file is not what the manifest records.
+    """
+    store = _one(url)
+    work = folder / f".pull-{os.getpid()}.tmp"
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        _download(store, MANIFEST, work / MANIFEST)
+        manifest = read_manifest(work)
+        target = folder / directory_name(manifest.state.step)
+        if _same(work / MANIFEST, target / MANIFEST):
+            return target
+        began = time.monotonic()
+        with ThreadPoolExecutor(THREADS) as pool:
+            for done in [pool.submit(_download, store, name, work / name, e) for name, e in manifest.files.items()]:
+                done.result()
+        fsync_directory(work)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(work, target)
+        fsync_directory(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot hold a copy of {url} ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    size = sum(entry.size for entry in manifest.files.values())
+    note(f"copied {store.url} to {target}: {size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s, hashes right")
+    return target
+
+
+def _one(url: str) -> Store:
+    """The store of one copy, which is there as far as its manifest says."""
+    store = Store(url, CheckpointError)
+    for name in _candidates(store):
+        one = Store(store.place(name), CheckpointError)
+        try:
+            one.info(MANIFEST)
+        except FileNotFoundError:
+            continue
+        return one
+    raise CheckpointError(f"{url}: no whole checkpoint there (step-NNNNNNNN.commit-NNNNNNNN with {MANIFEST})")
+
+
+def _candidates(store: Store) -> Iterator[str]:
+    """Names of what may be a copy, best first: the URL itself, what ``latest`` names, all by commit and step."""
+    yield ""
+    names = store.names()
+    if LATEST in names:
+        yield b"".join(store.pieces(LATEST)).decode("utf-8", "replace").strip()[:100]
+    copies = [name.partition(".commit-") for name in names if name.startswith("step-")]
+    yield from ("".join(parts) for parts in sorted(copies, key=lambda p: (p[2], p[0]), reverse=True))
+
+
+def _download(store: Store, name: str, path: Path, entry: FileEntry | None = None) -> None:
+    digest = xxhash.xxh3_128()
+    try:
+        with open(path, "xb") as stream:
+            for piece in store.pieces(name):
+                digest.update(piece)
+                stream.write(piece)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{store.place(name)}: no such object; the copy is not whole") from error
+    fsync_file(path)
+    if entry is not None and (path.stat().st_size, digest.hexdigest()) != (entry.size, entry.hash):
+        raise DamagedCheckpoint(
+            f"{store.place(name)}: {path.stat().st_size} bytes with hash {digest.hexdigest()}, the manifest says "
+            f"{entry.size} with {entry.hash}; take another copy (checkpoint.resume = its URL)"
+        )
+
+
+def _same(a: Path, b: Path) -> bool:
+    return b.is_file() and a.read_bytes() == b.read_bytes()
+
+
+def _hash(pieces: Iterator[bytes]) -> str:
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+class Mirror:
+    """The pushing side of one rank: a thread that copies one checkpoint after the other.
+
+    Args:
+        note: called on rank 0, from the thread, once for each checkpoint.
+
+    Raises:
+        CheckpointError: the store cannot be reached, before anything was trained.
+    """
+
+    def __init__(self, url: str, rank: int, *, verify: bool, note: Note) -> None:
+        self._store, self._rank, self._verify, self._note = Store(url, CheckpointError), rank, verify, note
+        if rank == 0:
+            self._store.names()
+        self._queue: queue.Queue[Path | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        self._thread.start()
+
+    def add(self, path: Path) -> None:
+        """Copy a committed checkpoint after those that were added before."""
+        self._queue.put(path)
+
+    def finish(self) -> None:
+        """Wait until all that was added is copied, or was given up."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (path := self._queue.get()) is not None:
+            began = time.monotonic()
+            try:
+                place = self._copy(path)
+            except (PortError, OSError) as error:
+                if self._rank == 0:
+                    self._note(f"{path.name} was not copied to {self._store.url}: {error}\ntraining continues")
+                continue
+            if self._rank == 0:
+                self._note(f"copied {path.name} to {place} in {time.monotonic() - began:.1f} s")
+
+    def _copy(self, path: Path) -> str:
+        manifest, mine, began = read_manifest(path), shard_name(self._rank), time.monotonic()
+        name = copy_name(manifest)
+        if mine in manifest.files:
+            push_file(self._store, f"{name}/{mine}", path / mine, manifest.files[mine], verify=self._verify)
+        if self._rank == 0:
+            self._await_others(name, manifest, max(PATIENCE, 4 * (time.monotonic() - began)))
+            _seal(self._store, name, path)
+        return self._store.place(name)
+
+    def _await_others(self, name: str, manifest: Manifest, seconds: float) -> None:
+        """Wait until the store lists every file in its size. Raises CheckpointError where one does not come."""
+        store, nap, until = Store(self._store.place(name), CheckpointError), 0.1, time.monotonic() + seconds
+        while True:
+            there = store.names()
+            absent = [file for file, entry in manifest.files.items() if there.get(file) != entry.size]
+            if not absent:
+                return
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"{len(absent)} of {len(manifest.files)} files did not come in {seconds:.0f} s, {absent[0]} among "
+                    "them: a rank has lost the store, or is slower than its peers"
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, LARGEST_NAP)
