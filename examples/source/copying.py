@@ -12,7 +12,7 @@ from megatron_port.registry import SOURCES
 
 
 class CopyingDataset:
-    """``megatron_port.data.dataset.TokenDataset``: samples of ``seq_length + 1`` ids, int64."""
+    """``megatron_port.data.plugin_source.PluginDataset``: samples of ``seq_length + 1`` ids, int64."""
 
     def __init__(self, seq_length: int, vocab_size: int, key: int) -> None:
         self.seq_length, self.vocab_size, self.key = seq_length, vocab_size, key

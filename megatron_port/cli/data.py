@@ -151,7 +151,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _index(args: argparse.Namespace) -> int:
-    from megatron_port.data.loader import build_sample_index, index_folder
+    from megatron_port.data.run_datasets import build_sample_index, index_folder
 
     config = load_run(args).config
     check(config)

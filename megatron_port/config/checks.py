@@ -190,6 +190,18 @@ def _data_problems(config: RunConfig) -> list[str]:
             "numerics.on_anomaly rewind leaves samples out, and data.order megatron has exactly as many as the run's "
             "steps; use skip or stop, or data.order stateless"
         )
+    if data.attention_documents == "within":
+        out.append("data.attention_documents 'within': attention does not know documents yet; use 'across'")
+    if data.position_reset and data.attention_documents == "across":
+        out.append(
+            "data.position_reset counts positions from each document's start, and data.attention_documents 'across' "
+            "knows no documents; set attention_documents = 'within', or leave position_reset out"
+        )
+    if data.position_reset and config.model.position_embedding == "rope":
+        out.append(
+            "data.position_reset with model.position_embedding 'rope' changes nothing but rounding: attention within a "
+            "document sees differences of positions only; leave it out"
+        )
     if training.eval_interval and not training.eval_batches:
         out.append(f"training.eval_interval is {training.eval_interval}, but eval_batches is 0; e.g. eval_batches = 10")
     return out

@@ -81,7 +81,9 @@ _LATER = (
     "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "parallel_residual",
     "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale", "logits_divisor",
 )
-"""Fields of the model that came after the first checkpoints; at their defaults they leave the hash as it was."""
+_LATER_DATA = ("source", "attention_documents", "position_reset")
+"""Fields of the model, and of the data, that came after the first checkpoints; at their defaults they leave the hash as
+it was."""
 
 
 def config_hash(config: RunConfig) -> str:
@@ -106,8 +108,9 @@ def config_hash(config: RunConfig) -> str:
     optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
     data = as_dict(config.data)
     del data["remote_cache"], data["remote_cache_gb"]
-    if data["source"] == DataConfig.source:  # it came after the first checkpoints
-        del data["source"]
+    for name in _LATER_DATA:
+        if data[name] == getattr(DataConfig, name):
+            del data[name]
     data["train"] = [prefix.replace("\\", "/").rstrip("/").rpartition("/")[2] for prefix in config.data.train]
     parts = {
         "seed": config.seed, "model": model, "batch": batch, "optimizer": optimizer,

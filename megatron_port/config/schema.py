@@ -193,6 +193,12 @@ class DataConfig:
     line and continue."""
     mask_eod_loss: bool = False
     """Leave out of the loss the predictions made at an end-of-document token (Megatron-LM's convention)."""
+    attention_documents: Literal["across", "within"] = "across"
+    """across (attention sees all that a sample has before a token, whatever documents these are of) | within (only what
+    is of the token's own document)"""
+    position_reset: bool = False
+    """With attention_documents = "within": count learned positions from each document's start. Rotary ones need none:
+    attention sees their differences only."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,7 @@ from megatron_port.data import megatron_order as mo
 from megatron_port.data.index_cache import Make, cached_arrays, content_key
 from megatron_port.data.indexed import IndexedDataset, bad_token
 from megatron_port.data.order import derive, mix, sample_at
+from megatron_port.data.sample import Sample, document_starts
 from megatron_port.errors import DataError
 
 PERIOD = 1 << 16
@@ -20,16 +21,26 @@ PERIOD = 1 << 16
 
 
 class TokenDataset(Protocol):
-    """Samples of ``seq_length + 1`` tokens, int64."""
+    """Samples of ``seq_length + 1`` tokens."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether samples may have labels that do not count."""
 
     def __len__(self) -> int:
         """Samples in one epoch."""
 
-    def sample(self, index: int) -> np.ndarray:
-        """Return sample ``index`` in stored order, int64 [seq + 1]."""
+    def sample(self, index: int) -> Sample:
+        """Return sample ``index`` in stored order."""
 
-    def draw(self, seed: int, k: int) -> np.ndarray:
-        """Return sample k of a training run, counted from its start; int64 [seq + 1]."""
+    def draw(self, seed: int, k: int) -> Sample:
+        """Return sample k of a training run, counted from its start."""
+
+    def starts(self, index: int) -> np.ndarray | None:
+        """Return the ``starts`` of sample ``index`` without reading its tokens."""
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        """Return the ``starts`` of sample k of a training run without reading its tokens."""
 
 
 def split_positions(data: IndexedDataset, fractions: Sequence[float], seq_length: int) -> list[tuple[int, int]]:
@@ -52,7 +63,8 @@ def split_positions(data: IndexedDataset, fractions: Sequence[float], seq_length
     return exact if lost else rounded
 
 
-def _checked(tokens: np.ndarray, vocab_size: int, data: IndexedDataset, position: int) -> np.ndarray:
+def checked(tokens: np.ndarray, vocab_size: int, data: IndexedDataset, position: int) -> np.ndarray:
+    """Return ``tokens``, read from ``position`` on. DataError: an id that the model has no embedding for."""
     if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
         at = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
         raise bad_token(data.prefix, position + at, int(tokens[at]), vocab_size)
@@ -62,13 +74,18 @@ def _checked(tokens: np.ndarray, vocab_size: int, data: IndexedDataset, position
 class GPTDataset:
     """The tokens [start, stop) of a corpus as samples at stride ``seq_length``; each epoch a permutation.
 
+    ``documents``: samples say where their documents start.
+
     Raises:
         DataError: fewer than seq_length + 1 tokens; on reading, an id that is not below ``vocab_size``.
     """
 
+    masked = False
+
     def __init__(self, data: IndexedDataset, *, seq_length: int, vocab_size: int,
-                 start: int = 0, stop: int | None = None) -> None:
+                 start: int = 0, stop: int | None = None, documents: bool = False) -> None:
         self.data, self.seq_length, self.vocab_size, self.start = data, seq_length, vocab_size, start
+        self.documents = documents
         self.tokens = (data.num_tokens if stop is None else stop) - start
         if self.tokens <= seq_length:
             raise too_small(data.prefix, self.tokens, seq_length)
@@ -77,14 +94,26 @@ class GPTDataset:
     def __len__(self) -> int:
         return self._samples
 
-    def sample(self, index: int) -> np.ndarray:
+    def _position(self, index: int) -> int:
         if not 0 <= index < self._samples:
             raise ValueError(f"sample {index} of {self._samples}")
-        position = self.start + index * self.seq_length
-        return _checked(self.data.read(position, self.seq_length + 1), self.vocab_size, self.data, position)
+        return self.start + index * self.seq_length
 
-    def draw(self, seed: int, k: int) -> np.ndarray:
+    def sample(self, index: int) -> Sample:
+        position = self._position(index)
+        tokens = checked(self.data.read(position, self.seq_length + 1), self.vocab_size, self.data, position)
+        return Sample(tokens, self.starts(index))
+
+    def draw(self, seed: int, k: int) -> Sample:
         return self.sample(sample_at(seed, k, self._samples)[1])
+
+    def starts(self, index: int) -> np.ndarray | None:
+        if not self.documents:
+            return None
+        return document_starts(self.data.documents_in(self._position(index), self.seq_length), self.seq_length)
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        return self.starts(sample_at(seed, k, self._samples)[1]) if self.documents else None
 
 
 def too_small(prefix: Path, tokens: int, seq_length: int) -> DataError:
@@ -97,12 +126,15 @@ class MegatronGPTDataset:
     """Documents [first, end) of a corpus in Megatron-LM's order; the indices are built at the first sample.
 
     ``num_samples``: samples that the run draws (None: one epoch); the order depends on it.
-    ``check``: compare indices that are there with their hashes.
+    ``check``: compare indices that are there with their hashes. ``documents``: samples say where their documents start.
     """
 
+    masked = False
+
     def __init__(self, data: IndexedDataset, *, first: int, end: int, seq_length: int, vocab_size: int,
-                 num_samples: int | None, seed: int, cache: Path, check: bool = False) -> None:
-        self.check = check
+                 num_samples: int | None, seed: int, cache: Path, check: bool = False,
+                 documents: bool = False) -> None:
+        self.check, self.documents = check, documents
         self.data, self.first, self.end = data, first, end
         self.seq_length, self.vocab_size = seq_length, vocab_size
         self.num_samples, self.seed, self.cache = num_samples, seed, cache
@@ -127,25 +159,37 @@ class MegatronGPTDataset:
         names = ("document", "sample", "shuffle")
         return mo.MegatronIndices(*cached_arrays(self.cache, key, names, build, check=self.check))
 
-    def sample(self, index: int) -> np.ndarray:
+    def _pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yield (position in the stream, tokens) of each document's part of a sample, in order; none is empty."""
         if not 0 <= index < len(self):
             raise DataError(f"{self.data.prefix}: sample {index} of {len(self)} in the Megatron order, which was "
                             f"built for {self.num_samples} samples")
         row = int(self.indices.shuffle[index])
         entry, offset = (int(v) for v in self.indices.sample[row])
-        need, parts = self.seq_length + 1, []
+        need = self.seq_length + 1
         while need:
             document = int(self.indices.document[entry])
             count = min(need, int(self.data.lengths[document]) - offset)
-            position = self.data.sequence_start(document) + offset
             if count:
-                parts.append(_checked(self.data.read(position, count), self.vocab_size, self.data, position))
+                yield self.data.sequence_start(document) + offset, count
             need, entry, offset = need - count, entry + 1, 0
-        return np.concatenate(parts)
 
-    def draw(self, seed: int, k: int) -> np.ndarray:
+    def sample(self, index: int) -> Sample:
+        parts = [checked(self.data.read(position, count), self.vocab_size, self.data, position)
+                 for position, count in self._pieces(index)]
+        return Sample(np.concatenate(parts), self.starts(index))
+
+    def draw(self, seed: int, k: int) -> Sample:
         """Return sample k in Megatron's order, which has a seed of its own; ``seed`` is ignored."""
         return self.sample(k)
+
+    def starts(self, index: int) -> np.ndarray | None:
+        if not self.documents:
+            return None
+        return document_starts(np.cumsum([count for _, count in self._pieces(index)]), self.seq_length)
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        return self.starts(k)
 
 
 def quantised(weights: Sequence[float]) -> list[int]:
@@ -227,20 +271,38 @@ class BlendedDataset:
         owner = int(self._owner[at])
         return owner, turn * self.counts[owner] + int(self._rank[at])
 
-    def sample(self, index: int) -> np.ndarray:
+    @property
+    def masked(self) -> bool:
+        """Whether one of the datasets is."""
+        return any(dataset.masked for dataset in self.datasets)
+
+    def _stored(self, index: int) -> tuple[TokenDataset, int]:
+        """Return (dataset, its sample) for sample ``index`` in stored order."""
         left = index - self._mixed
         if left < 0 or self._order is not None:
             owner, local = self.locate(index)
-            return self.datasets[owner].sample(local)
+            return self.datasets[owner], local
         for dataset, used in zip(self.datasets, self._used):
             if left < len(dataset) - used:
-                return dataset.sample(used + left)
+                return dataset, used + left
             left -= len(dataset) - used
         raise IndexError(f"sample {index} of {len(self)}")
 
-    def draw(self, seed: int, k: int) -> np.ndarray:
+    def sample(self, index: int) -> Sample:
+        dataset, local = self._stored(index)
+        return dataset.sample(local)
+
+    def draw(self, seed: int, k: int) -> Sample:
         owner, local = self.locate(k)
         return self.datasets[owner].draw(derive(seed, owner), local)
+
+    def starts(self, index: int) -> np.ndarray | None:
+        dataset, local = self._stored(index)
+        return dataset.starts(local)
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        owner, local = self.locate(k)
+        return self.datasets[owner].drawn_starts(derive(seed, owner), local)
 
 
 class SyntheticDataset:
@@ -248,24 +310,40 @@ class SyntheticDataset:
 
     Positions come in runs of 8: a run starts at a token drawn with more weight on small
     ids and counts upwards, so a model that learns "add one" predicts seven of eight.
+    ``documents``: a document starts at drawn positions, about four in a sample, whatever the runs.
     """
 
-    RUN = 8
+    RUN, DOCUMENTS = 8, 4
+    masked = False
 
-    def __init__(self, *, seq_length: int, vocab_size: int, seed: int, samples: int = 1 << 40) -> None:
+    def __init__(self, *, seq_length: int, vocab_size: int, seed: int, samples: int = 1 << 40,
+                 documents: bool = False) -> None:
         self.seq_length, self.vocab_size, self.seed, self._samples = seq_length, vocab_size, seed, samples
+        self.documents = documents
 
     def __len__(self) -> int:
         return self._samples
 
-    def sample(self, index: int) -> np.ndarray:
+    def sample(self, index: int) -> Sample:
         position = np.arange(self.seq_length + 1, dtype=np.uint64)
         run, step = position // np.uint64(self.RUN), position % np.uint64(self.RUN)
         # 26 bits, squared: integer arithmetic, so no rounding differs between machines.
         draw = mix(run + np.uint64(derive(self.seed, index))) >> np.uint64(38)
         start = (((draw * draw) >> np.uint64(26)) * np.uint64(self.vocab_size)) >> np.uint64(26)
-        return ((start + step) % np.uint64(self.vocab_size)).astype(np.int64)
+        tokens = ((start + step) % np.uint64(self.vocab_size)).astype(np.int64)
+        return Sample(tokens, self.starts(index))
 
-    def draw(self, seed: int, k: int) -> np.ndarray:
+    def draw(self, seed: int, k: int) -> Sample:
         """Return sample k; ``seed`` is ignored, since the tokens depend on the dataset's own."""
         return self.sample(k)
+
+    def starts(self, index: int) -> np.ndarray | None:
+        if not self.documents:
+            return None
+        position = np.arange(self.seq_length, dtype=np.uint64)
+        drawn = mix(position + np.uint64(derive(self.seed, index, 1)))
+        edges = np.flatnonzero(drawn % np.uint64(max(self.seq_length // self.DOCUMENTS, 1)) == 0)
+        return document_starts(edges, self.seq_length)
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        return self.starts(k)

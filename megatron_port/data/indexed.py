@@ -117,6 +117,17 @@ class IndexedDataset:
         near = [self.document_start(i) for i in (after - 1, after) if 0 <= i <= self.num_documents]
         return min(near, key=lambda start: abs(start - position)) if near else 0
 
+    def documents_in(self, position: int, count: int) -> np.ndarray:
+        """Return where documents start in the ``count`` tokens of the flat stream from ``position`` on: int64 offsets
+        from ``position``, ascending. Reads the index alone; an empty document is there too, where the next one starts.
+        """
+        numbers = range(self.num_documents)
+        first = bisect_left(numbers, position, key=self.document_start)
+        last = bisect_left(numbers, position + count, lo=first, key=self.document_start)
+        sequences = np.asarray(self.documents[first:last])
+        offsets: np.ndarray = self.pointers[sequences] // self.dtype.itemsize - position
+        return offsets
+
     def read(self, position: int, count: int) -> np.ndarray:
         """Return ``count`` tokens of the flat stream from ``position`` on, int64 [count]; a copy."""
         if position < 0 or count < 0 or position + count > self.num_tokens:

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_port.config.schema import RunConfig
-from megatron_port.data import megatron_order as mo
 from megatron_port.data.batch import MicroBatch
-from megatron_port.data.dataset import (
-    BlendedDataset,
-    GPTDataset,
-    MegatronGPTDataset,
-    SyntheticDataset,
-    TokenDataset,
-    split_positions,
-    too_small,
-)
+from megatron_port.data.dataset import TokenDataset
 from megatron_port.data.fingerprint import check_tokenizers, data_fingerprint
 from megatron_port.data.format import tokenizer_name
-from megatron_port.data.index_cache import cached_arrays, content_key
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
-from megatron_port.data.order import derive
 from megatron_port.data.plugin_source import plugin_datasets
-from megatron_port.data.remote import ReadAhead, RemoteCache
+from megatron_port.data.remote import ReadAhead
+from megatron_port.data.run_datasets import (
+    SPLITS,
+    corpus_datasets,
+    drawn_samples,
+    open_corpora,
+    synthetic_datasets,
+    within_documents,
+)
+from megatron_port.data.sample import Sample
 from megatron_port.errors import DataError
 from megatron_port.parallel.positions import WHOLE_SEQUENCE, SequencePartition
 from megatron_port.registry import SOURCES
-
-SPLITS = ("train", "valid", "test")
 
 
 class StepLoader:
@@ -44,20 +39,22 @@ class StepLoader:
         dp_rank, dp_size: this replica, and how many there are.
         eod_id: end-of-document id; with ``mask_eod_loss`` the prediction made from it
             (the first token of an unrelated document) is left out of the loss, as in Megatron-LM.
-        need_tokens, need_labels: what this pipeline stage consumes; with neither, nothing is read.
-        partition: which positions of a sequence this rank holds; tokens, labels and masks are of these.
+        need_tokens, need_labels: what this pipeline stage consumes; with neither, no token is read.
+        documents: the dataset's samples say where their documents start, which every stage is told.
+        partition: which positions of a sequence this rank holds; tokens, labels, masks and starts are of these.
         remote: a corpus lies in a store; the samples of the step that follows are read beside training.
     """
 
     def __init__(self, dataset: TokenDataset, *, seq_length: int, micro_batch_size: int, dp_rank: int, dp_size: int,
                  seed: int, eod_id: int, mask_eod_loss: bool, need_tokens: bool, need_labels: bool,
-                 partition: SequencePartition = WHOLE_SEQUENCE, remote: bool = False) -> None:
+                 documents: bool = False, partition: SequencePartition = WHOLE_SEQUENCE,
+                 remote: bool = False) -> None:
         if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
             raise ValueError(f"replica {dp_rank} of {dp_size}, micro-batch {micro_batch_size}")
         self.dataset, self.seq_length, self.seed = dataset, seq_length, seed
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self.eod_id, self.mask_eod_loss = eod_id, mask_eod_loss
-        self.need_tokens, self.need_labels = need_tokens, need_labels
+        self.need_tokens, self.need_labels, self.documents = need_tokens, need_labels, documents
         self.positions = partition.held(seq_length)
         self.ahead = ReadAhead(lambda k: dataset.draw(seed, k)) if remote else None
 
@@ -76,8 +73,8 @@ class StepLoader:
         Raises:
             DataError: a token that the model has no embedding for; a batch that does not divide.
         """
-        step = [self._pack(ids, [self.dataset.draw(self.seed, k) for k in ids] if self._reads else [])
-                for ids in self.sample_ids(first_sample, global_batch)]
+        read, starts = partial(self.dataset.draw, self.seed), partial(self.dataset.drawn_starts, self.seed)
+        step = [self._pack(ids, read, starts) for ids in self.sample_ids(first_sample, global_batch)]
         if self.ahead and self._reads:
             self.ahead.read(k for ids in self.sample_ids(first_sample + global_batch, global_batch) for k in ids)
         return step
@@ -93,36 +90,61 @@ class StepLoader:
             count = min(global_batch, size - first)
             groups = self.sample_ids(first, -(-count // unit) * unit)
             # A mask on every replica or on none: the tokens that count are summed over those that have one.
-            yield [self._pack(ids, [self._stored(k) for k in ids] if self._reads else [],
+            yield [self._pack(ids, self._stored, self._stored_starts,
                               counted=min(max(first + count - ids[0], 0), len(ids)), masked=count % unit != 0)
                    for ids in groups]
 
-    def _stored(self, index: int) -> np.ndarray:
-        """A sample by its number in the split; zeros beyond the last."""
+    def _stored(self, index: int) -> Sample:
+        """A sample by its number in the split; zeros, one document, beyond the last."""
         if index < len(self.dataset):
             return self.dataset.sample(index)
-        return np.zeros(self.seq_length + 1, dtype=np.int64)
+        return Sample(np.zeros(self.seq_length + 1, dtype=np.int64), self._stored_starts(index))
+
+    def _stored_starts(self, index: int) -> np.ndarray | None:
+        if index < len(self.dataset):
+            return self.dataset.starts(index)
+        return np.zeros(self.seq_length, dtype=np.int32) if self.documents else None
 
     @property
     def _reads(self) -> bool:
         return self.need_tokens or self.need_labels
 
-    def _pack(self, ids: tuple[int, ...], rows: Sequence[np.ndarray], *, counted: int | None = None,
-              masked: bool = False) -> MicroBatch:
-        """``counted``: of the rows, so many count (None: all). ``masked``: with a mask even where all do."""
-        masked = masked or self.mask_eod_loss
-        if not rows:
-            return MicroBatch(sample_ids=ids, labels_masked=masked)
-        both = torch.from_numpy(np.stack(rows))
-        tokens = self.positions.take(both[:, :-1], dim=1).contiguous()
+    def _held(self, rows: np.ndarray) -> torch.Tensor:
+        """Of [batch, seq], the positions that this rank holds."""
+        return self.positions.take(torch.from_numpy(rows), dim=1).contiguous()
+
+    def _starts(self, rows: Iterable[np.ndarray | None]) -> torch.Tensor | None:
+        return self._held(np.stack([row for row in rows if row is not None])) if self.documents else None
+
+    def _pack(
+        self, ids: tuple[int, ...], read: Callable[[int], Sample], starts: Callable[[int], np.ndarray | None], *,
+        counted: int | None = None, masked: bool = False,
+    ) -> MicroBatch:
+        """Make a micro-batch of the samples ``ids``.
+
+        Args:
+            read, starts: give a sample by its number, and where its documents start without reading its tokens.
+            counted: of the samples, so many count (None: all).
+            masked: with a mask even where all do.
+        """
+        masked = masked or self.mask_eod_loss or self.dataset.masked
+        if not self._reads:
+            return MicroBatch(sample_ids=ids, labels_masked=masked, document_starts=self._starts(map(starts, ids)))
+        rows = [read(k) for k in ids]
+        both = np.stack([row.tokens for row in rows])
+        tokens = self._held(both[:, :-1])
         mask: torch.Tensor | None = None
         if self.need_labels and masked:
             mask = (tokens != self.eod_id).float() if self.mask_eod_loss else torch.ones(tokens.shape)
+            if self.dataset.masked:
+                all_count = np.ones(self.seq_length, dtype=bool)
+                mask *= self._held(np.stack([all_count if row.counted is None else row.counted for row in rows]))
             if counted is not None:
                 mask[counted:] = 0.0
         return MicroBatch(sample_ids=ids, tokens=tokens if self.need_tokens else None,
-                          labels=self.positions.take(both[:, 1:], dim=1).contiguous() if self.need_labels else None,
-                          loss_mask=mask, labels_masked=masked)
+                          labels=self._held(both[:, 1:]) if self.need_labels else None,
+                          loss_mask=mask, labels_masked=masked,
+                          document_starts=self._starts(row.starts for row in rows))
 
 
 @dataclass(frozen=True)
@@ -188,73 +210,6 @@ def _check_asked(asked: str, corpus: IndexedDataset, meta: CorpusMeta) -> None:
                         "set data.tokenizer = \"auto\" or prepare the corpus again")
 
 
-def open_corpora(run: RunConfig) -> list[IndexedDataset]:
-    """Open the corpora of ``data.train``; what is remote is kept below ``data.remote_cache``."""
-    data = run.data
-    cache = RemoteCache(data.remote_cache or str(index_folder(run)), int(data.remote_cache_gb * 1e9))
-    return [IndexedDataset(prefix, cache) for prefix in data.train]
-
-
-def index_folder(run: RunConfig) -> Path:
-    """Return the folder of the sample indices of Megatron's order."""
-    return Path(run.data.index_cache) if run.data.index_cache else Path(run.output_dir) / "data_cache"
-
-
-def _stateless(run: RunConfig, corpora: Sequence[IndexedDataset]) -> list[TokenDataset | None]:
-    s, v, weights = run.model.seq_length, run.model.vocab_size, run.data.weights
-    ranges = [split_positions(c, run.data.split, s) for c in corpora]
-    made: list[TokenDataset | None] = []
-    for index, split in enumerate(SPLITS):
-        parts: list[GPTDataset] = []
-        shares: list[float] = []
-        for i, corpus in enumerate(corpora):
-            start, stop = ranges[i][index]
-            if stop - start <= s:
-                if split == "train":
-                    raise too_small(corpus.prefix, stop - start, s)
-                continue
-            parts.append(GPTDataset(corpus, seq_length=s, vocab_size=v, start=start, stop=stop))
-            shares.append(weights[i] if weights else float(stop - start))
-        made.append(_joined(parts, shares))
-    return made
-
-
-def _joined(parts: Sequence[TokenDataset], shares: Sequence[float]) -> TokenDataset | None:
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return BlendedDataset(parts, shares)
-
-
-def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int, *,
-              check: bool = False) -> list[TokenDataset | None]:
-    s, cache = run.model.seq_length, index_folder(run)
-    ranges = [mo.split_ranges(run.data.split, c.num_sequences) for c in corpora]
-    tokens = [[c.sequence_start(end) - c.sequence_start(first) for first, end in r] for c, r in zip(corpora, ranges)]
-    made: list[TokenDataset | None] = []
-    for index, split in enumerate(SPLITS):
-        usable = [i for i in range(len(corpora)) if tokens[i][index] > s]
-        if split == "train" and len(usable) < len(corpora):
-            i = next(i for i in range(len(corpora)) if i not in usable)
-            raise too_small(corpora[i].prefix, tokens[i][index], s)
-        weights = [run.data.weights[i] if run.data.weights else float(tokens[i][index]) for i in usable]
-        wanted: list[int | None] = [None] * len(usable)
-        if split == "train":
-            wanted = list(mo.blend_sizes(weights, train_samples)) if len(usable) > 1 else [train_samples]
-        parts = [MegatronGPTDataset(corpora[i], first=ranges[i][index][0], end=ranges[i][index][1], seq_length=s,
-                                    vocab_size=run.model.vocab_size, num_samples=n, seed=run.seed, cache=cache,
-                                    check=check)
-                 for i, n in zip(usable, wanted)]
-        if split == "train" and len(parts) > 1:
-            key = content_key("blend", 1, weights, train_samples)
-            # Bound now: it is called at the first sample, when the loop's names belong to another split.
-            build = partial(mo.build_blend, weights, train_samples)
-            order = partial(cached_arrays, cache, key, ("corpus", "sample"), build, check=check)
-            made.append(BlendedDataset(parts, weights, order=order))
-        else:
-            made.append(_joined(parts, weights))
-    return made
-
-
 def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tokens: bool, need_labels: bool,
                   train_samples: int | None = None, partition: SequencePartition = WHOLE_SEQUENCE) -> Loaders:
     """Return the loaders of a run for one replica and stage, with the positions that ``partition`` gives this rank.
@@ -276,8 +231,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     if data.source in SOURCES.added:
         sets = plugin_datasets(run, SPLITS)
     elif data.synthetic:
-        sets = [SyntheticDataset(seq_length=run.model.seq_length, vocab_size=run.model.vocab_size,
-                                 seed=derive(run.seed, index)) for index in range(len(SPLITS))]
+        sets = synthetic_datasets(run)
     else:
         if not data.train:
             raise DataError("data.train is empty; name the prefixes of .bin/.idx pairs, or set data.synthetic = true")
@@ -290,11 +244,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
         fingerprint = data_fingerprint(corpora)
         if dp_rank == 0 and need_tokens:  # a few ranks are enough, and files are not read by thousands
             check_tokenizers(corpora)
-        if data.order == "megatron":
-            total = train_samples or run.training.steps * run.batch.global_batch_size
-            sets = _megatron(run, corpora, total)
-        else:
-            sets = _stateless(run, corpora)
+        sets = corpus_datasets(run, corpora, drawn_samples(run, train_samples))
         if run.training.eval_batches and sets[1] is None:
             raise DataError(f"data.split = {list(data.split)} leaves validation without a sample of "
                             f"{run.model.seq_length + 1} tokens; use a larger share, a larger corpus, or "
@@ -302,31 +252,8 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     loaders = [None if d is None else StepLoader(
         d, seq_length=run.model.seq_length, micro_batch_size=run.batch.micro_batch_size, dp_rank=dp_rank,
         dp_size=dp_size, seed=run.seed, eod_id=eod, mask_eod_loss=data.mask_eod_loss,
-        need_tokens=need_tokens, need_labels=need_labels, partition=partition, remote=remote) for d in sets]
+        need_tokens=need_tokens, need_labels=need_labels, documents=within_documents(run), partition=partition,
+        remote=remote) for d in sets]
     assert loaders[0] is not None, "the training split was checked above"
     return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod,
                    tokenizer=tokenizer, data_fingerprint=fingerprint)
-
-
-def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> list[str]:
-    """Build the indices of ``data.order = "megatron"``, or check existing ones; return a line for each part.
-
-    Raises:
-        DataError: as :func:`build_loaders`, or the folder cannot be written.
-    """
-    data = run.data
-    if data.synthetic or data.order != "megatron":
-        return [f'data.order = "{data.order}" keeps no index: sample k is computed from k']
-    total = train_samples or run.training.steps * run.batch.global_batch_size
-    corpora = open_corpora(run)
-    lines = []
-    for split, dataset in zip(SPLITS, _megatron(run, corpora, total, check=True)):
-        parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
-        if isinstance(dataset, BlendedDataset):
-            _ = dataset.given
-        for part in parts:
-            if isinstance(part, MegatronGPTDataset):
-                made = part.indices
-                size = sum(a.nbytes for a in (made.document, made.sample, made.shuffle))
-                lines.append(f"{split:5} {part.data.prefix}: {len(part)} samples, {size} bytes")
-    return lines

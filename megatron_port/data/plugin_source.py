@@ -2,40 +2,94 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Protocol
+
 import numpy as np
 
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.dataset import TokenDataset
+from megatron_port.data.sample import Sample, document_starts
 from megatron_port.errors import DataError
 from megatron_port.registry import SOURCES
 
 
-class CheckedDataset:
-    """A plugin's dataset. Raises DataError where a sample is not what the model can read."""
+class PluginDataset(Protocol):
+    """What a plugin's source returns: :class:`~megatron_port.data.dataset.TokenDataset`, or only this much of it.
 
-    def __init__(self, inner: TokenDataset, where: str, *, seq_length: int, vocab_size: int) -> None:
-        self._inner, self._where, self._shape, self._vocab_size = inner, where, (seq_length + 1,), vocab_size
+    A sample is its ``seq_length + 1`` ids, int64, or a :class:`Sample` that also says where its documents start and
+    which labels count. A source whose samples may have labels that do not count has ``masked = True``.
+    """
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+
+    def sample(self, index: int) -> Sample | np.ndarray:
+        """Return sample ``index`` in stored order."""
+
+    def draw(self, seed: int, k: int) -> Sample | np.ndarray:
+        """Return sample k of a training run, counted from its start."""
+
+
+class CheckedDataset:
+    """A plugin's dataset. Raises DataError where a sample is not what the model can read.
+
+    ``documents``: samples say where their documents start; one that does not is one document.
+    """
+
+    def __init__(
+        self, inner: PluginDataset, where: str, *, seq_length: int, vocab_size: int, documents: bool = False
+    ) -> None:
+        self._inner, self._where, self._seq_length, self._vocab_size = inner, where, seq_length, vocab_size
+        self._documents = documents
+        self.masked = bool(getattr(inner, "masked", False))
 
     def __len__(self) -> int:
         return len(self._inner)
 
-    def sample(self, index: int) -> np.ndarray:
+    def sample(self, index: int) -> Sample:
         return self._checked(self._inner.sample(index), index)
 
-    def draw(self, seed: int, k: int) -> np.ndarray:
+    def draw(self, seed: int, k: int) -> Sample:
         return self._checked(self._inner.draw(seed, k), k)
 
-    def _checked(self, tokens: np.ndarray, number: int) -> np.ndarray:
-        where = f"{self._where}: sample {number}"
-        if not isinstance(tokens, np.ndarray) or tokens.shape != self._shape or tokens.dtype != np.int64:
-            kind = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
-            raise DataError(f"{where} is {kind}; it must be a numpy array, int64 {self._shape}: seq_length + 1 ids")
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
+    def starts(self, index: int) -> np.ndarray | None:
+        """Return the ``starts`` of sample ``index``. A source need not give them by themselves: the sample is read."""
+        return self.sample(index).starts if self._documents else None
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        """Return the ``starts`` of sample k of a training run; as :meth:`starts`."""
+        return self.draw(seed, k).starts if self._documents else None
+
+    def _checked(self, given: Sample | np.ndarray, number: int) -> Sample:
+        where, seq = f"{self._where}: sample {number}", self._seq_length
+        sample = given if isinstance(given, Sample) else Sample(given)
+        _check_array(sample.tokens, np.int64, seq + 1, where, "seq_length + 1 ids")
+        low, high = int(sample.tokens.min()), int(sample.tokens.max())
+        if low < 0 or high >= self._vocab_size:
             raise DataError(
-                f"{where} has ids from {int(tokens.min())} to {int(tokens.max())}; model.vocab_size is "
-                f"{self._vocab_size}: ids are from 0 to {self._vocab_size - 1}"
+                f"{where} has ids from {low} to {high}; model.vocab_size is {self._vocab_size}: ids are from 0 to "
+                f"{self._vocab_size - 1}"
             )
-        return tokens
+        if sample.counted is not None:
+            _check_array(sample.counted, np.bool_, seq, f"{where}: counted", "one for each label")
+            if not self.masked:
+                raise DataError(f"{where} says which labels count; its dataset must then have masked = True")
+        starts = None
+        if self._documents:
+            starts = np.zeros(seq, dtype=np.int32) if sample.starts is None else sample.starts
+            _check_array(starts, np.int32, seq, f"{where}: starts", "one for each position")
+            edges = np.flatnonzero(starts == np.arange(seq))
+            if not np.array_equal(starts, document_starts(edges, seq)):
+                raise DataError(f"{where}: starts {starts.tolist()[:16]}: each position has that of its own document, "
+                                "at which starts[i] is i")
+        return replace(sample, starts=starts)
+
+
+def _check_array(values: object, dtype: type[np.generic], length: int, where: str, what: str) -> None:
+    if not isinstance(values, np.ndarray) or values.shape != (length,) or values.dtype != dtype:
+        kind = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise DataError(f"{where} is {kind}; it must be a numpy array, {np.dtype(dtype)} {(length,)}: {what}")
 
 
 def plugin_datasets(run: RunConfig, splits: tuple[str, ...]) -> list[TokenDataset | None]:
@@ -58,6 +112,7 @@ def plugin_datasets(run: RunConfig, splits: tuple[str, ...]) -> list[TokenDatase
             made.append(None)
             continue
         made.append(
-            CheckedDataset(inner, where, seq_length=run.model.seq_length, vocab_size=run.model.vocab_size)
+            CheckedDataset(inner, where, seq_length=run.model.seq_length, vocab_size=run.model.vocab_size,
+                           documents=run.data.attention_documents == "within")
         )
     return made

@@ -39,16 +39,17 @@ class BuildContext:
         partition: positions that this rank holds; None: those of the layout.
         recompute: none | selective | full, for all layers.
         layer_activations: by the index of the layer, where ``recompute`` is none.
+        position_reset: learned positions are counted from each document's start.
     """
 
     def __init__(
         self, *, model: ModelConfig, layout: LayoutConfig, ctx: ParallelContext, providers: Providers,
         stream: DropoutStream, dtype: torch.dtype, loss: TokenLoss = vocab_parallel_cross_entropy,
         partition: SequencePartition | None = None, recompute: str = "none",
-        layer_activations: Mapping[int, LayerActivations] | None = None,
+        layer_activations: Mapping[int, LayerActivations] | None = None, position_reset: bool = False,
     ) -> None:
         self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
-        self.dtype, self.loss = dtype, loss
+        self.dtype, self.loss, self.position_reset = dtype, loss, position_reset
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
         self.recompute = recompute
         self.layer_activations = layer_activations or {}

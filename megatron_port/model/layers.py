@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron_port.model.activation_sites import LayerActivations, Site
@@ -34,6 +35,7 @@ class Embedding(nn.Module):
         self.multiplier = build.model.embedding_multiplier
         self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
         self.position = None if spec.position is None else build.unsplit(spec.position)
+        self.position_reset = build.position_reset
         self.position_rows: Callable[[Embedding, int], torch.Tensor] = Embedding.own_positions
         """Replaced by inference, where each sequence of a batch may be at another position."""
 
@@ -46,9 +48,13 @@ class Embedding(nn.Module):
         return self.residual.drop(x, op="embedding")
 
     def own_positions(self, rows: int) -> torch.Tensor:
-        """Learned embeddings of the positions of this rank's ``rows``, [rows, 1, hidden]."""
+        """Learned embeddings of the positions of this rank's ``rows``: [rows, 1, hidden], or [rows, batch, hidden]
+        counted from each document's start."""
         assert self.position is not None
-        return self.residual.positions(rows).take(self.position)[:, None, :]
+        positions, starts = self.residual.positions(rows), self.residual.document_starts()
+        if starts is None or not self.position_reset:
+            return positions.take(self.position)[:, None, :]
+        return F.embedding(positions.index(starts.device)[:, None] - starts, self.position)
 
 
 class TransformerLayer(nn.Module):

@@ -57,6 +57,7 @@ def build_model(
         dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(config.training.loss),
         recompute=config.activations.recompute,
         layer_activations=dict(enumerate(map(decided, layer_choices(config.activations, config.model.num_layers)))),
+        position_reset=config.data.position_reset,
     )
     return build_chunks(build, layers_by_chunk(config, ctx.topology))
 

@@ -32,8 +32,8 @@ def test_samples_tile_the_stream(tmp_path):
     data = corpus(tmp_path / "c", [50, 30, 21])
     dataset = GPTDataset(data, seq_length=10, vocab_size=60000)
     assert len(dataset) == 10
-    assert [dataset.sample(i).tolist() for i in (0, 9)] == [list(range(11)), list(range(90, 101))]
-    drawn = sorted(int(dataset.draw(3, 10 + k)[0]) for k in range(10))
+    assert [dataset.sample(i).tokens.tolist() for i in (0, 9)] == [list(range(11)), list(range(90, 101))]
+    drawn = sorted(int(dataset.draw(3, 10 + k).tokens[0]) for k in range(10))
     assert drawn == list(range(0, 100, 10))
 
 
@@ -110,7 +110,7 @@ def test_blend_epochs_are_permutations(tmp_path):
              for name, length in (("a", 101), ("b", 301))]
     blend = BlendedDataset(parts, [1, 3])
     assert len(blend) == 40
-    firsts = [(blend.locate(k)[0], int(blend.draw(5, k)[0])) for k in range(40)]
+    firsts = [(blend.locate(k)[0], int(blend.draw(5, k).tokens[0])) for k in range(40)]
     assert sorted(firsts) == sorted([(0, 10 * i) for i in range(10)] + [(1, 10 * i) for i in range(30)])
 
 
@@ -122,11 +122,11 @@ def test_a_blend_holds_each_stored_sample_once(sizes, weights):
     """In the proportions asked for until the first corpus has been used; the rest of the others afterwards."""
     parts = [SyntheticDataset(seq_length=9, vocab_size=60000, seed=i, samples=n) for i, n in enumerate(sizes)]
     blend = BlendedDataset(parts, weights)
-    wanted = sorted(part.sample(i).tolist() for part in parts for i in range(len(part)))
-    assert len(blend) == sum(sizes) and sorted(blend.sample(k).tolist() for k in range(len(blend))) == wanted
+    wanted = sorted(part.sample(i).tokens.tolist() for part in parts for i in range(len(part)))
+    assert len(blend) == sum(sizes) and sorted(blend.sample(k).tokens.tolist() for k in range(len(blend))) == wanted
     mixed = min(int(n * sum(weights) / w) for n, w in zip(sizes, weights))
-    first = [next(i for i, p in enumerate(parts) if blend.sample(k).tolist() in [p.sample(j).tolist() for j in
-             range(len(p))]) for k in range(mixed)]
+    stored = [[part.sample(j).tokens.tolist() for j in range(len(part))] for part in parts]
+    first = [next(i for i, rows in enumerate(stored) if blend.sample(k).tokens.tolist() in rows) for k in range(mixed)]
     for i, w in enumerate(weights):
         assert abs(first.count(i) - mixed * w / sum(weights)) <= 1.5
     with pytest.raises(IndexError):
@@ -135,12 +135,13 @@ def test_a_blend_holds_each_stored_sample_once(sizes, weights):
 
 def test_synthetic_is_reproducible_and_learnable():
     dataset = SyntheticDataset(seq_length=255, vocab_size=1000, seed=3)
-    sample = dataset.sample(12345678901)
-    assert np.array_equal(sample, SyntheticDataset(seq_length=255, vocab_size=1000, seed=3).sample(12345678901))
-    assert not np.array_equal(sample, SyntheticDataset(seq_length=255, vocab_size=1000, seed=4).sample(12345678901))
+    sample = dataset.sample(12345678901).tokens
+    same, other = (SyntheticDataset(seq_length=255, vocab_size=1000, seed=seed) for seed in (3, 4))
+    assert np.array_equal(sample, same.sample(12345678901).tokens)
+    assert not np.array_equal(sample, other.sample(12345678901).tokens)
     assert sample.shape == (256,) and sample.min() >= 0 and sample.max() < 1000
-    many = np.stack([dataset.sample(i) for i in range(200)])
+    many = np.stack([dataset.sample(i).tokens for i in range(200)])
     assert 0.85 < np.mean((many[:, 1:] - many[:, :-1]) % 1000 == 1) < 0.9
     starts = many[:, ::8]
     assert np.mean(starts < 250) == pytest.approx(0.5, abs=0.03)
-    assert SyntheticDataset(seq_length=2, vocab_size=2, seed=0).sample(0).max() < 2
+    assert SyntheticDataset(seq_length=2, vocab_size=2, seed=0).sample(0).tokens.max() < 2

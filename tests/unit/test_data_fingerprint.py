@@ -18,8 +18,9 @@ from megatron_port.data.fingerprint import changes, data_fingerprint
 from megatron_port.data.format import meta_path
 from megatron_port.data.index_cache import cached_arrays
 from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.loader import build_loaders, build_sample_index
+from megatron_port.data.loader import build_loaders
 from megatron_port.data.prepare import prepare
+from megatron_port.data.run_datasets import build_sample_index
 from megatron_port.data.sources import ReadOptions
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.data.train_bpe import train_bpe

@@ -97,7 +97,7 @@ def test_epoch_visits_each_sample_once(tmp_path):
     made = [rows(StepLoader(dataset, seq_length=8, micro_batch_size=1, dp_rank=0, dp_size=1, seed=seed, eod_id=256,
                             mask_eod_loss=False, need_tokens=True, need_labels=True).step(first, len(dataset)))
             for seed, first in ((1, 0), (1, len(dataset)), (2, 0))]
-    stored = sorted(dataset.sample(i).tolist() for i in range(len(dataset)))
+    stored = sorted(dataset.sample(i).tokens.tolist() for i in range(len(dataset)))
     orders = [list(m.values()) for m in made]
     assert all(sorted(o) == stored for o in orders)
     assert orders[0] != orders[1] and orders[0] != orders[2]
@@ -168,7 +168,7 @@ def counted(batches):
 @BOTH
 def test_evaluation_counts_every_sample_once_whatever_the_batch(setup):
     size = len(loaders(setup).valid.dataset)
-    stored = {k: loaders(setup).valid.dataset.sample(k)[1:].tolist() for k in range(size)}
+    stored = {k: loaders(setup).valid.dataset.sample(k).tokens[1:].tolist() for k in range(size)}
     for micro, dp, whole in ((1, 1, 1), (2, 1, 4), (2, 2, 4), (1, 3, 6), (4, 1, 12), (2, 3, 6), (4, 2, 8 * (size + 8))):
         run = replace(setup, batch=replace(setup.batch, micro_batch_size=micro))
         replicas = [list(loaders(run, rank, dp).valid.eval_batches(10**6, whole)) for rank in range(dp)]
@@ -185,7 +185,7 @@ def test_evaluation_masks_the_end_of_documents_in_the_last_batch_too(setup):
     run = replace(setup, data=replace(setup.data, mask_eod_loss=True))
     valid = loaders(run).valid
     size, batches = len(valid.dataset), list(valid.eval_batches(10**6, 10**6))
-    stored = [torch.from_numpy(valid.dataset.sample(k)) for k in range(size)]
+    stored = [torch.from_numpy(valid.dataset.sample(k).tokens) for k in range(size)]
     assert len(batches) == 1 and any((s == 256).any() for s in stored)
     assert counted(batches[0]) == {k: s[1:][s[:-1] != 256].tolist() for k, s in enumerate(stored)}
 

@@ -79,10 +79,10 @@ def test_reads_documents_of_several_sequences(oracle, tmp_path):
     assert data.document(0).tolist() == list(range(10)) and data.document(1).tolist() == list(range(20, 25))
 
 
-def reference(oracle, prefix, first, end, seq_length, num_samples, seed, cache):
+def reference(oracle, prefix, first, end, seq_length, num_samples, seed, cache, reset=False):
     config = oracle.gpt.GPTDatasetConfig(
         random_seed=seed, sequence_length=seq_length, split="1,0,0", path_to_cache=str(cache),
-        tokenizer=FakeTokenizer(), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False)
+        tokenizer=FakeTokenizer(), reset_position_ids=reset, reset_attention_mask=reset, eod_mask_loss=False)
     low = oracle.indexed.IndexedDataset(str(prefix))
     return oracle.gpt.GPTDataset(low, str(prefix), np.arange(first, end, dtype=np.int32), num_samples,
                                  oracle.split.train, config)
@@ -114,9 +114,27 @@ def test_indices_and_samples(oracle, tmp_path, case):
         assert np.array_equal(getattr(ours.indices, name), got)
     assert len(ours) == len(theirs)
     for k in {0, 1, len(ours) // 2, len(ours) - 1}:
-        sample = ours.draw(0, k)
+        sample = ours.draw(0, k).tokens
         item = theirs[k]
         assert np.array_equal(sample[:-1], item["tokens"]) and np.array_equal(sample[1:], item["labels"])
+
+
+def test_documents_start_where_megatron_resets(oracle, tmp_path):
+    """It looks for end-of-document tokens, we look into the index."""
+    random, seq = np.random.default_rng(2), 12
+    lengths = [1, 1, 2, 30, 12, 13, 5, 1, 8, 12]
+    with IndexedWriter(tmp_path / "c", vocab_size=300) as writer:
+        for length in lengths:
+            writer.add_document([*random.integers(1, 300, length - 1), FakeTokenizer.eod])
+    theirs = reference(oracle, tmp_path / "c", 0, len(lengths), seq, 40, 7, tmp_path / "theirs", reset=True)
+    ours = MegatronGPTDataset(IndexedDataset(tmp_path / "c"), first=0, end=len(lengths), seq_length=seq, vocab_size=300,
+                              num_samples=40, seed=7, cache=tmp_path / "ours", documents=True)
+    row = np.arange(seq)
+    for k in range(40):
+        starts, item = ours.starts(k), theirs[k]
+        assert np.array_equal(row - starts, item["position_ids"])
+        seen = (row[None] >= starts[:, None]) & (row[None] <= row[:, None])
+        assert np.array_equal(~seen, item["attention_mask"][0])
 
 
 @pytest.mark.parametrize("weights, size", [([0.3, 0.7], 1000), ([1, 1, 1], 100), ([5.0, 0.01, 2.2, 0.4], 3000),
@@ -152,7 +170,7 @@ def test_cache_is_used_and_damage_is_mended(tmp_path):
 
     def sample():
         return MegatronGPTDataset(data, first=0, end=3, seq_length=8, vocab_size=300, num_samples=40, seed=1,
-                                  cache=tmp_path / "cache").draw(0, 11).tolist()
+                                  cache=tmp_path / "cache").draw(0, 11).tokens.tolist()
 
     first = sample()
     files = sorted((tmp_path / "cache").glob("*.npy"))
@@ -202,7 +220,7 @@ def test_a_whole_blend_through_megatrons_own_builder(oracle, tmp_path):
             wanted = np.ascontiguousarray(getattr(other, f"{name}_index"))
             assert getattr(mine.indices, name).tobytes() == wanted.tobytes(), name
     for k in (*range(40), 500, samples - 1):
-        assert np.array_equal(blend.draw(0, k)[:-1], theirs[k]["tokens"])
+        assert np.array_equal(blend.draw(0, k).tokens[:-1], theirs[k]["tokens"])
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])

@@ -110,7 +110,7 @@ def test_the_validation_loss_is_that_of_every_sample_once() -> None:
     engine.stage.eval()
     with torch.no_grad():
         for k in range(size):
-            row = torch.from_numpy(data.sample(k))[None]
+            row = torch.from_numpy(data.sample(k).tokens)[None]
             logits = engine.stage(row[:, :-1])[:, 0]
             total += float(F.cross_entropy(logits, row[0, 1:], reduction="sum"))
     for micro, dp, whole in ((1, 1, 4), (2, 1, 4), (2, 2, 4), (1, 3, 3), (4, 3, 12)):
