@@ -11,12 +11,14 @@ from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.cli.progress import ProgressLine
 from megatron_port.config.checks import check
 from megatron_port.data.blend import as_toml, blend
+from megatron_port.data.chat_tokens import ChatRecipe, chat_recipe
+from megatron_port.data.conversations import ChatFields
 from megatron_port.data.fetch import fetch
 from megatron_port.data.format import tokenizer_name
 from megatron_port.data.indexed import IndexedDataset, unigram_entropy
 from megatron_port.data.prepare import prepare
 from megatron_port.data.sources import ReadOptions
-from megatron_port.data.tokenizer import get_tokenizer
+from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.data.verify import Report, verify
 from megatron_port.errors import EXIT_OK, ConfigError, DataError
@@ -56,6 +58,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     prepare.add_argument("--eod", default="", metavar="PIECE", help="the piece that ends a document, where the "
                          "tokenizer's files do not say")
     prepare.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document id")
+    chat = prepare.add_argument_group(
+        "conversations", "JSON lines, Parquet or Arrow with messages, conversations, or prompt and completion; the "
+        "loss is that of the assistant's turns")
+    chat.add_argument("--chat", action="store_true", help="the input is conversations")
+    chat.add_argument("--chat-template", default="", metavar="FILE", help="a Jinja file, chatml or plain (default: the "
+                      "tokenizer's own)")
+    chat.add_argument("--chat-fields", nargs=2, metavar=("QUESTION", "ANSWER"), help="two text fields to read instead; "
+                      "--json-key names the list of messages where it is called otherwise")
     prepare.add_argument("--workers", type=int, default=0, metavar="N",
                          help="processes that tokenize (default: a core each)")
     prepare.add_argument("--fresh", action="store_true", help="do not resume an interrupted call")
@@ -134,20 +144,36 @@ def _prepare(args: argparse.Namespace) -> int:
         raise ConfigError(f"--workers {args.workers}: at least 1 (0: a core each)")
     workers = args.workers or len(os.sched_getaffinity(0))
     tokenizer = get_tokenizer(args.tokenizer, directory=args.tokenizer_dir, eod=args.eod)
+    chat = _chat(args, tokenizer)
     line = ProgressLine()
     try:
         done = prepare(
             args.input, args.prefix, tokenizer=tokenizer, options=_options(args),
             append_eod=not args.no_eod, bad_input=args.bad_input,
-            workers=workers, fresh=args.fresh, progress=line, log=print)
+            workers=workers, fresh=args.fresh, chat=chat, progress=line, log=print)
     finally:
         line.close()
     print(f"{done.prefix}: {done.documents} documents, {done.tokens} tokens from {done.source_bytes} bytes")
+    if chat:
+        print(f"conversations by {chat.template.source}: {done.counted} of {done.tokens} tokens are the assistant's")
     if done.left_out or done.repaired:
         print(f"damaged records: {done.left_out} left out, {done.repaired} repaired; the first:")
         for note in done.notes:
             print(f"  {note}")
     return EXIT_OK
+
+
+def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatRecipe | None:
+    """How conversations become tokens; None: the input is texts."""
+    if not args.chat:
+        if args.chat_template or args.chat_fields:
+            raise ConfigError("--chat-template and --chat-fields are for --chat")
+        return None
+    key = args.json_key if args.json_key != "text" else ""
+    if key and args.chat_fields:
+        raise ConfigError(f"--json-key {key} names a list of messages, --chat-fields two texts; give one of them")
+    pair = (args.chat_fields[0], args.chat_fields[1]) if args.chat_fields else None
+    return chat_recipe(tokenizer, args.chat_template, ChatFields(key, pair))
 
 
 def _index(args: argparse.Namespace) -> int:
@@ -174,6 +200,8 @@ def _inspect(args: argparse.Namespace) -> int:
                      "source files": meta.source_files, "source xxh3": meta.source_xxh3})
         if meta.left_out or meta.repaired:
             rows["damaged"] = f"{meta.left_out} left out, {meta.repaired} repaired"
+        if meta.mask_xxh3:
+            rows |= {"assistant's tokens": meta.counted, "template hash": meta.chat}
     rows["unigram entropy"] = f"{unigram_entropy(corpus):.4f} nats per token"
     for key, value in rows.items():
         print(f"{key:16} {value}")

@@ -1,7 +1,10 @@
-"""The text column of Parquet and Arrow files, as packed bytes: no Python object is made for a row."""
+"""The text column of Parquet and Arrow files, as packed bytes: no Python object is made for a row.
+
+Conversations are nested, so their rows become JSON objects."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,11 +51,11 @@ def _parquet(source: Source, options: ReadOptions) -> Iterator[tuple[float, Any]
 
     # Buffered, page by page: a row group may be larger than memory.
     with parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=1 << 20) as file:
-        _check_column(source, file.schema_arrow, options)
+        columns = _columns(source, file.schema_arrow, options)
         rows, done = max(file.metadata.num_rows, 1), 0
-        for batch in file.iter_batches(batch_size=ROWS, columns=[options.key]):
+        for batch in file.iter_batches(batch_size=ROWS, columns=columns):
             done += batch.num_rows
-            yield done / rows, batch.column(0)
+            yield done / rows, _records(batch, columns, options)
 
 
 def _arrow(source: Source, options: ReadOptions) -> Iterator[tuple[float, Any]]:
@@ -63,23 +66,43 @@ def _arrow(source: Source, options: ReadOptions) -> Iterator[tuple[float, Any]]:
         mapped.seek(0)
         if head == b"ARROW1":
             with pyarrow.ipc.open_file(mapped) as file:
-                _check_column(source, file.schema, options)
+                columns = _columns(source, file.schema, options)
                 for i in range(file.num_record_batches):
-                    yield (i + 1) / file.num_record_batches, file.get_batch(i).column(options.key)
+                    yield (i + 1) / file.num_record_batches, _records(file.get_batch(i), columns, options)
         else:
             with pyarrow.ipc.open_stream(mapped) as stream:
-                _check_column(source, stream.schema, options)
+                columns = _columns(source, stream.schema, options)
                 for batch in stream:
-                    yield mapped.tell() / size, batch.column(options.key)
+                    yield mapped.tell() / size, _records(batch, columns, options)
 
 
-def _check_column(source: Source, schema: Any, options: ReadOptions) -> None:
+def _records(batch: Any, columns: list[str], options: ReadOptions) -> Any:
+    """The text column, or a column of JSON objects of the columns."""
+    if options.fields is None:
+        return batch.column(columns[0])
+    pyarrow = need("pyarrow", "conversations in tables")
+    parts = []
+    for start in range(0, batch.num_rows, ROWS):
+        rows = batch.select(columns).slice(start, ROWS).to_pylist()
+        parts.append(pyarrow.array([json.dumps(row, default=str).encode() for row in rows], pyarrow.large_binary()))
+    return pyarrow.concat_arrays(parts) if parts else pyarrow.array([], pyarrow.large_binary())
+
+
+def _columns(source: Source, schema: Any, options: ReadOptions) -> list[str]:
+    """The columns to read: the text's, or those of conversations. Raises DataError."""
     names = schema.names
+    if options.fields is not None:
+        found = options.fields.columns(names)
+        if not found:
+            raise DataError(f"{source.path}: no column of conversations ({', '.join(options.fields.keys)}); it has "
+                            f"{', '.join(names[:20])}: --json-key, or --chat-fields QUESTION ANSWER")
+        return found
     if options.key not in names:
         raise DataError(f"{source.path}: no column {options.key!r}; it has {', '.join(names[:20])}: --json-key")
     kind = str(schema.field(options.key).type)
     if kind.removeprefix("large_") not in ("string", "binary", "string_view", "binary_view") and "string" not in kind:
         raise DataError(f"{source.path}: column {options.key!r} is of type {kind}, not text; name another: --json-key")
+    return [options.key]
 
 
 def _cut(column: Any, pyarrow: Any, source: Source, options: ReadOptions, row: int,

@@ -13,6 +13,7 @@ EXTRAS = {
     "sentencepiece": "SentencePiece .model files",
     "pyarrow": "Parquet files and `datasets` folders",
     "zstandard": ".zst files",
+    "jinja2": "chat templates",
 }
 """Module, which pip calls by the same name → what it is for."""
 

@@ -4,7 +4,8 @@
 version 1 (u64), dtype code (u8), number of sequences N (u64), number of document
 boundaries D (u64), lengths i32[N], byte offsets i64[N], documents i64[D] (the first
 sequence of each document, then N): exactly 34 + 12 N + 8 D bytes. Our writer makes
-one sequence of each document. ``.meta.json`` is ours; other readers ignore it.
+one sequence of each document. ``.meta.json`` is ours; other readers ignore it. So is ``.mask``, of corpora of
+conversations: a byte per token.
 """
 
 from __future__ import annotations
@@ -75,6 +76,16 @@ def meta_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.meta.json")
 
 
+def mask_path(prefix: str | Path) -> Path:
+    """Return ``<prefix>.mask``."""
+    return Path(f"{prefix}.mask")
+
+
+def chat_path(prefix: str | Path) -> Path:
+    """Return ``<prefix>.chat.json``."""
+    return Path(f"{prefix}.chat.json")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CorpusMeta:
     """Contents of the sidecar ``<prefix>.meta.json``."""
@@ -104,6 +115,13 @@ class CorpusMeta:
     bin_block_bytes: int = 0
     idx_xxh3: str = ""
     """xxh3-128 of the .idx file."""
+    mask_xxh3: str = ""
+    """xxh3-128 of the .mask file: a byte for each token, 1 where it counts as a label. Empty: there is none, and all
+    count."""
+    counted: int = 0
+    """Tokens that count as labels, by the .mask file."""
+    chat: str = ""
+    """sha256 of ``<prefix>.chat.json``, which has the template of these conversations. Empty: no conversations."""
     format: int = 1
 
 

@@ -19,6 +19,7 @@ from megatron_port.data.format import (
     bin_path,
     idx_path,
     mapped,
+    mask_path,
     meta_path,
     read_meta,
     token_dtype,
@@ -74,6 +75,9 @@ class IndexedDataset:
             else mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens)
         )
         self.meta = read_meta(self.prefix)
+        self.masked = bool(self.meta and self.meta.mask_xxh3)
+        """Not every token counts as a label."""
+        self._mask = self._map_mask() if self.masked else np.zeros(0, np.uint8)
 
     def _map_index(self, path: Path, boundaries: int) -> None:
         count = self.num_sequences
@@ -91,6 +95,14 @@ class IndexedDataset:
         if boundaries and (int(self.documents[0]) != 0 or int(self.documents[-1]) != count):
             raise DataError(f"{path}: documents run from sequence {int(self.documents[0])} to "
                             f"{int(self.documents[-1])}, expected 0 to {count}; the file is damaged")
+
+    def _map_mask(self) -> np.ndarray:
+        path = mask_path(self.prefix)
+        found = path.stat().st_size if path.is_file() else -1
+        if found != self.num_tokens:
+            raise DataError(f"{path}: expected {self.num_tokens} bytes, one per token, found "
+                            f"{found if found >= 0 else 'no file'}; copy or prepare the corpus again")
+        return mapped(path, "u1", 0, self.num_tokens)
 
     @property
     def num_documents(self) -> int:
@@ -133,6 +145,12 @@ class IndexedDataset:
         if position < 0 or count < 0 or position + count > self.num_tokens:
             raise ValueError(f"{self.prefix}: tokens {position} to {position + count} of {self.num_tokens}")
         return self._tokens[position:position + count].astype(np.int64)
+
+    def read_mask(self, position: int, count: int) -> np.ndarray | None:
+        """Return which of ``count`` tokens from ``position`` on count as labels, bool [count]; None: all do."""
+        if position < 0 or count < 0 or position + count > self.num_tokens:
+            raise ValueError(f"{self.prefix}: tokens {position} to {position + count} of {self.num_tokens}")
+        return self._mask[position:position + count] != 0 if self.masked else None
 
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of document ``index``, int64; a copy."""

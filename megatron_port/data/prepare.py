@@ -24,7 +24,8 @@ from typing import Any
 import xxhash
 
 from megatron_port.data import sources
-from megatron_port.data.format import CorpusMeta, token_dtype
+from megatron_port.data.chat_tokens import ChatRecipe
+from megatron_port.data.format import CorpusMeta, chat_path, token_dtype
 from megatron_port.data.records import EXAMPLES, POLICIES, STOP, Encoded, Recipe, encode_block
 from megatron_port.data.sources import Block, Reader, ReadOptions, find_sources
 from megatron_port.data.tokenizer import Tokenizer, identity_of
@@ -65,6 +66,8 @@ class PrepareResult:
     """The first damaged records, in words."""
     resumed_documents: int = 0
     """Documents that an earlier, interrupted call had made."""
+    counted: int = 0
+    """Tokens that count as labels; all, where there is no mask."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ def _work_folder(prefix: Path) -> Iterator[Path]:
 def prepare(
     paths: Sequence[str | Path], prefix: str | Path, *, tokenizer: Tokenizer, options: ReadOptions | None = None,
     append_eod: bool = True, bad_input: str = STOP, workers: int = 1, fresh: bool = False,
+    chat: ChatRecipe | None = None,
     progress: Callable[[Progress], None] | None = None, log: Callable[[str], None] = lambda line: None,
 ) -> PrepareResult:
     """Tokenize ``paths`` into ``<prefix>.bin/.idx/.meta.json``; nothing appears under these names unless all succeeds.
@@ -124,6 +128,7 @@ def prepare(
     one at each run of n or more blank lines; memory stays bounded for files of any size.
     White space alone makes no document. Each document ends with the tokenizer's eod id
     unless ``append_eod`` is false. The result does not depend on ``workers``, nor on interruptions.
+    With ``chat``, JSON lines and rows are conversations, and ``<prefix>.mask`` says which tokens count as labels.
 
     Args:
         options: how inputs are read.
@@ -131,6 +136,7 @@ def prepare(
             removed; leave out what cannot be repaired).
         workers: processes that tokenize; 1: this one.
         fresh: do not resume an interrupted call.
+        chat: how conversations become tokens; None: records are texts.
         progress: called after each block that was written.
 
     Raises:
@@ -139,13 +145,13 @@ def prepare(
     """
     if bad_input not in POLICIES:
         raise DataError(f"bad_input is {bad_input!r}; choose one of {', '.join(POLICIES)}")
-    options = replace(options or ReadOptions(), leave_out=bad_input != STOP)
+    options = replace(options or ReadOptions(), leave_out=bad_input != STOP, fields=chat.fields if chat else None)
     if options.blank_lines < 0:
         raise DataError(f"blank_lines is {options.blank_lines}; 0 keeps files whole, n > 0 splits at n blank lines")
     prefix = Path(prefix)
     reader = Reader(find_sources(paths, options), options)
     recipe = Recipe(tokenizer, token_dtype(tokenizer.vocab_size), options.key, append_eod, bad_input,
-                    options.largest_record)
+                    options.largest_record, chat)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with _work_folder(prefix) as folder:
         if fresh:
@@ -174,7 +180,8 @@ class _Job:
         self.journal = found if found and found.recipe == key else _Journal(key)
         self.payload = xxhash.xxh3_128()
         self.text = 0
-        self.writer = IndexedWriter(prefix, vocab_size=recipe.tokenizer.vocab_size, folder=folder)
+        self.writer = IndexedWriter(prefix, vocab_size=recipe.tokenizer.vocab_size, masked=recipe.chat is not None,
+                                    folder=folder)
         try:
             self.writer.restore(self.journal.written)
         except DataError:  # the journal is newer than the files: a disk that lost writes
@@ -201,7 +208,8 @@ class _Job:
             raise
         j = self.journal
         return PrepareResult(self.prefix, self.writer.documents, self.writer.tokens, self.reader.bytes_read, j.left_out,
-                             j.repaired, j.notes, self.resumed)
+                             j.repaired, j.notes, self.resumed,
+                             self.writer.counted if self.recipe.chat else self.writer.tokens)
 
     def _blocks(self, workers: int, progress: Callable[[Progress], None] | None) -> None:
         blocks = self.reader.blocks()
@@ -225,7 +233,7 @@ class _Job:
         with closing(ordered(hashed(), partial(encode_block, recipe=self.recipe), workers)) as results:
             for block, made in results:
                 digest, size = hashes.popleft()
-                self.writer.add_block(made.lengths, made.data)
+                self.writer.add_block(made.lengths, made.data, made.mask)
                 # One assignment: whatever interrupts, journal and counts belong together.
                 self.journal = self.journal.after(digest, made, Written(self.writer.documents, self.writer.tokens))
                 since, self.text = since + size, self.text + size
@@ -257,13 +265,18 @@ class _Job:
                      "resumes there, and --fresh begins anew")
 
     def _describe(self) -> None:
-        tokenizer, reader = self.recipe.tokenizer, self.reader
+        tokenizer, reader, chat = self.recipe.tokenizer, self.reader, self.recipe.chat
+        if chat:
+            write_bytes(chat_path(self.prefix), chat.description)
+        else:
+            chat_path(self.prefix).unlink(missing_ok=True)
         known = identity_of(tokenizer)
         self.writer.describe(CorpusMeta(
             tokenizer=_keep_tokenizer(tokenizer, self.prefix), vocab_size=tokenizer.vocab_size,
             eod_id=tokenizer.eod_id if self.recipe.append_eod else -1, tokenizer_hash=known["hash"],
             source_bytes=reader.bytes_read, source_files=len(reader.sources),
-            source_xxh3=reader.source_hash.hexdigest(), left_out=self.journal.left_out, repaired=self.journal.repaired))
+            source_xxh3=reader.source_hash.hexdigest(), left_out=self.journal.left_out, repaired=self.journal.repaired,
+            chat=chat.hash if chat else ""))
 
 
 def _keep_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:
@@ -283,6 +296,7 @@ def _recipe_hash(reader: Reader, recipe: Recipe) -> str:
         "format": 1, "tokenizer": identity_of(recipe.tokenizer), "eod": recipe.append_eod, "bad": recipe.bad_input,
         "options": asdict(reader.options), "blocks": [sources.BLOCK_BYTES, sources.MAX_DOCUMENT_BYTES],
         "files": [[str(s.path), s.kind, s.packed] for s in reader.sources],
+        "chat": recipe.chat.hash if recipe.chat else "",
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 

@@ -1,13 +1,19 @@
-"""From a block of raw records to token ids: a worker's job. Damaged records stop it, are left out, or are repaired."""
+"""From a block of raw records to token ids: a worker's job. Damaged records stop it, are left out, or are repaired.
+
+A record is a text, or, with ``Recipe.chat``, a JSON object with a conversation.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from megatron_port.data.chat_tokens import ChatRecipe
+from megatron_port.data.conversations import ConversationRefusal
 from megatron_port.data.sources import LINES, Block
 from megatron_port.data.tokenizer import Tokenizer, encode_array
 from megatron_port.data.writer import outside
@@ -29,6 +35,8 @@ class Recipe:
     bad_input: str
     """stop | skip (leave the record out) | repair (repair it where that can be done, else leave it out)"""
     largest_record: int
+    chat: ChatRecipe | None = None
+    """Records are conversations, and tokens have a mask."""
 
 
 @dataclass
@@ -39,6 +47,8 @@ class Encoded:
     """i32 [documents]"""
     data: bytes
     """Ids, in the file's type."""
+    mask: bytes = b""
+    """One byte per id, 1 where it counts as a label; empty: all do."""
     left_out: int = 0
     repaired: int = 0
     notes: list[str] = field(default_factory=list)
@@ -57,22 +67,43 @@ def encode_block(block: Block, recipe: Recipe) -> Encoded:
     """Tokenize a block. DataError: a damaged record (policy stop), or an id that the tokenizer may not give."""
     lengths: list[int] = []
     parts: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
     out = Encoded(np.zeros(0, "<i4"), b"", left_out=len(block.dropped), notes=list(block.dropped[:EXAMPLES]))
+    ends = recipe.append_eod and recipe.chat is None  # conversations come with theirs
     end = np.array([recipe.tokenizer.eod_id], dtype=recipe.dtype)
-    for where, text in _usable(block, recipe, out):
-        ids = encode_array(recipe.tokenizer, text)
+    for where, ids, counted in _documents(block, recipe, out):
         wrong = outside(ids, recipe.tokenizer.vocab_size)
         if wrong:
             raise DataError(f"{where}: {wrong}; tokenizer {recipe.tokenizer.name} does not keep to its own vocabulary")
         if ids.size >= 2**31 - 1:
             raise DataError(f"{where}: {ids.size} tokens; a document holds at most 2^31 - 2")
         parts.append(ids.astype(recipe.dtype))
-        if recipe.append_eod:
+        if ends:
             parts.append(end)
-        lengths.append(ids.size + recipe.append_eod)
+        lengths.append(ids.size + ends)
+        if counted is not None:
+            masks.append(counted)
     out.lengths = np.array(lengths, dtype="<i4")
     out.data = np.concatenate(parts).tobytes() if parts else b""
+    out.mask = np.concatenate(masks).tobytes() if masks else b""
     return out
+
+
+def _documents(block: Block, recipe: Recipe, out: Encoded) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
+    """Yield (where, ids, which count): bool [n], or None for all."""
+    if recipe.chat is None:
+        for where, text in _usable(block, recipe, out):
+            yield where, encode_array(recipe.tokenizer, text), None
+        return
+    for where, raw in _raw(block):
+        try:
+            ids, counted = recipe.chat.encode(_json(raw, recipe), append_eod=recipe.append_eod)
+        except (ConversationRefusal, _Bad) as fault:
+            if recipe.bad_input == STOP:
+                raise DataError(f"{where}: {fault}. --bad-input skip leaves such records out") from None
+            _note(out, f"{where}: {fault}", repaired=False)
+            continue
+        yield where, ids, counted
 
 
 def texts_of(block: Block, recipe: Recipe) -> Iterator[str]:
@@ -83,7 +114,7 @@ def texts_of(block: Block, recipe: Recipe) -> Iterator[str]:
 
 def _usable(block: Block, recipe: Recipe, out: Encoded) -> Iterator[tuple[str, str]]:
     """Yield (where, text); what is left out or repaired is noted in ``out``."""
-    for where, raw in _lines(block) if block.kind == LINES else _texts(block):
+    for where, raw in _raw(block):
         try:
             text = _json_text(raw, recipe) if block.kind == LINES else _decoded(raw)
         except _Bad as fault:
@@ -103,6 +134,11 @@ def _note(out: Encoded, line: str, *, repaired: bool) -> None:
         out.left_out += 1
     if len(out.notes) < EXAMPLES:
         out.notes.append(line)
+
+
+def _raw(block: Block) -> Iterator[tuple[str, bytes | None]]:
+    """Yield (where, bytes) of each record; None: a missing value."""
+    return _lines(block) if block.kind == LINES else _texts(block)
 
 
 def _lines(block: Block) -> Iterator[tuple[str, bytes]]:
@@ -144,6 +180,20 @@ def _clean(text: str) -> str:
 
 def _without_nul(text: str) -> str:
     return text.replace("\0", "")
+
+
+def _json(line: bytes | None, recipe: Recipe) -> Any:
+    """The value of a JSON record. Raises _Bad."""
+    if line is None:
+        raise _Bad("larger than --largest-record")
+    if len(line) > recipe.largest_record:
+        raise _Bad(f"a line of {len(line)} bytes, more than {recipe.largest_record} (--largest-record)")
+    try:
+        return json.loads(line.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _Bad(f"byte {line[error.start]:#04x} at {error.start} of the line is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise _Bad(f"not a JSON object ({shortened(str(error), 120)})") from None
 
 
 def _json_text(line: bytes | None, recipe: Recipe) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from megatron_port.data.conversations import ChatFields
 from megatron_port.data.extras import need
 from megatron_port.errors import DataError
 
@@ -81,6 +82,8 @@ class ReadOptions:
     """Bytes of a JSON line or of a text in a column."""
     leave_out: bool = False
     """Leave out what is larger, instead of stopping."""
+    fields: ChatFields | None = None
+    """Records are JSON objects with conversations, where these say; None: they are texts."""
 
 
 def classify(path: Path, suffixes: Sequence[str] = (".txt",)) -> Source | None:
@@ -118,6 +121,10 @@ def find_sources(paths: Sequence[str | Path], options: ReadOptions | None = None
             found.append(classify(path, options.suffixes) or Source(path, "text"))
         else:
             raise DataError(f"{path}: no such file or directory")
+    plain = [source for source in found if source.kind == "text"]
+    if options.fields is not None and plain:
+        raise DataError(f"{plain[0].path}: conversations are read from JSON lines, Parquet and Arrow; this is plain "
+                        "text")
     return found
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +31,8 @@ NAMES = ("byte", "gpt2")
 """Names that are complete in themselves."""
 PREFIXES = ("tiktoken:", "hf:", "sentencepiece:")
 """Prefixes of names that are followed by an encoding or a file."""
+END_PIECE = "<|endoftext|>"
+"""How ``byte`` and ``gpt2`` write the end of a document where special pieces are read."""
 
 
 class Tokenizer(Protocol):
@@ -50,12 +54,36 @@ def encode_array(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return direct(text) if direct else np.asarray(tokenizer.encode(text), dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class Spans:
+    """Ids of a text whose special pieces were read as such, and the characters that each stands for."""
+
+    ids: np.ndarray
+    """i64 [n]"""
+    first: np.ndarray
+    """i64 [n], the first character of each"""
+    end: np.ndarray
+    """i64 [n], the one after its last. Of ids that share a character's bytes, at least the last has that character."""
+
+    @classmethod
+    def of_bytes(cls, text: str, ids: Sequence[int], sizes: Sequence[int]) -> Spans:
+        """Ids that stand for so many bytes of the text each, in order."""
+        leads = (np.frombuffer(text.encode("utf-8"), dtype=np.uint8) & 0xC0) != 0x80
+        leads = np.append(leads, True)  # the end of the text
+        character = np.cumsum(leads) - 1
+        after = np.cumsum(np.asarray(sizes, dtype=np.int64))
+        return cls(np.asarray(ids, dtype=np.int64), character[after - np.asarray(sizes, dtype=np.int64)],
+                   character[after] + ~leads[after])
+
+
 class ByteTokenizer:
     """UTF-8 bytes 0 to 255, and 256 as end of document."""
 
     name = "byte"
     vocab_size = 257
     eod_id = 256
+    special: Mapping[str, int] = {END_PIECE: eod_id}
+    """Special pieces → ids, as ``encode_spans`` reads them."""
 
     def encode(self, text: str) -> list[int]:
         """Return one id per byte."""
@@ -64,6 +92,16 @@ class ByteTokenizer:
     def encode_array(self, text: str) -> np.ndarray:
         """Return one id per byte, u8 [n]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def encode_spans(self, text: str) -> Spans:
+        """Return one id per byte, and the end of document for its piece."""
+        ids: list[int] = []
+        sizes: list[int] = []
+        for part in re.split(f"({re.escape(END_PIECE)})", text):
+            found = [self.eod_id] if part == END_PIECE else self.encode(part)
+            ids += found
+            sizes += [len(part)] if part == END_PIECE else [1] * len(found)
+        return Spans.of_bytes(text, ids, sizes)
 
     def decode(self, ids: Sequence[int]) -> str:
         """End-of-document ids are left out; bytes that are not UTF-8 become U+FFFD."""
@@ -112,7 +150,7 @@ def gpt2_ranks(directory: Path) -> dict[bytes, int]:
         if line:
             ranks[bytes(of_char[c] for c in line.replace(" ", "", 1))] = len(ranks)
     ids = json.loads(content["encoder.json"])
-    ids.pop("<|endoftext|>", None)
+    ids.pop(END_PIECE, None)
     if ranks != {bytes(of_char[c] for c in token): i for token, i in ids.items()}:
         raise DataError(f"{directory}: encoder.json and vocab.bpe do not belong together")
     return ranks
@@ -139,11 +177,17 @@ class BytePairTokenizer(LibraryTokenizer):
 
     def __init__(self, encoding: Any) -> None:
         self._encoding, self._encode, self._decode = encoding, encoding.encode_ordinary, encoding.decode
+        self.special: Mapping[str, int] = dict(encoding._special_tokens)
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return ids of plain text, u32 [n], without a Python object for each id."""
         found: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=())
         return found
+
+    def encode_spans(self, text: str) -> Spans:
+        """Return ids of a text with special pieces."""
+        ids = self._encoding.encode(text, allowed_special="all")
+        return Spans.of_bytes(text, ids, [len(piece) for piece in self._encoding.decode_tokens_bytes(ids)])
 
 
 class GPT2Tokenizer(BytePairTokenizer):
@@ -158,7 +202,7 @@ class GPT2Tokenizer(BytePairTokenizer):
         ranks = gpt2_ranks(Path(directory) if directory else gpt2_directory())
         super().__init__(tiktoken.Encoding(
             "gpt2", explicit_n_vocab=self.vocab_size, pat_str=GPT2_PATTERN,
-            mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.eod_id},
+            mergeable_ranks=ranks, special_tokens={END_PIECE: self.eod_id},
         ))
 
 

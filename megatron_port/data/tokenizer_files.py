@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from functools import partial
+import re
+from collections.abc import Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_port.data.extras import need
-from megatron_port.data.tokenizer import BytePairTokenizer, LibraryTokenizer, Tokenizer
+from megatron_port.data.tokenizer import BytePairTokenizer, LibraryTokenizer, Spans, Tokenizer
 from megatron_port.errors import DataError, shortened
 
 LARGEST_FILE = 256 << 20
@@ -77,6 +81,23 @@ class HFTokenizer(LibraryTokenizer):
         self.eod_id = int(vocabulary[ends[0]])
         self.name = f"hf:{path}#{ends[0]}"
         self.hash = content_hash(data, self.eod_id)
+        self.special: Mapping[str, int] = {
+            token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def encode_spans(self, text: str) -> Spans:
+        """Return ids of a text with special pieces; none is added."""
+        found = self._with_special.encode(text, add_special_tokens=False)
+        spans = np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2)
+        return Spans(np.asarray(found.ids, dtype=np.int64), spans[:, 0], spans[:, 1])
+
+    @cached_property
+    def _with_special(self) -> Any:
+        """A tokenizer that reads special pieces, and whose spans keep the white space that post-processors cut off."""
+        rules = json.loads(read_file(self.path)[1])
+        tokenizer = need("tokenizers", self.name).Tokenizer.from_str(json.dumps({**rules, "post_processor": None}))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def _config_eos(self) -> str:
         try:
@@ -105,6 +126,34 @@ class SentencePieceTokenizer(LibraryTokenizer):
                             "document; name a piece with --eod")
         self.name = f"sentencepiece:{path}" + (f"#{eod}" if eod else "")
         self.hash = content_hash(data, self.eod_id)
+        self._model = model
+        control = {model.id_to_piece(i): i for i in range(self.vocab_size) if model.is_control(i)}
+        self.special: Mapping[str, int] = {**control, model.id_to_piece(self.eod_id): self.eod_id}
+
+    def encode_spans(self, text: str) -> Spans:
+        """Return ids of a text that is cut at the model's control pieces, which its own library takes for text."""
+        ids: list[int] = []
+        spans: list[list[int]] = []
+        at = 0
+        for part in re.split("(" + "|".join(map(re.escape, self.special)) + ")", text):
+            if part in self.special:
+                ids.append(self.special[part])
+                spans.append([at, at + len(part)])
+            elif part:
+                found = self._offsets(part)
+                ids += found["ids"]
+                spans += [[at + first, at + end] for first, end in found["offsets"]]
+            at += len(part)
+        both = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+        return Spans(np.asarray(ids, dtype=np.int64), both[:, 0], both[:, 1])
+
+    def _offsets(self, text: str) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self._model.encode(text, return_type="offset_mapping")
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{self.name}: this sentencepiece has no offsets ({error}); run: pip install "
+                            "'sentencepiece>=0.2.3'") from error
+        return found
 
 
 class TiktokenTokenizer(BytePairTokenizer):

@@ -6,11 +6,13 @@ So a damaged length can be told from a damaged offset, and a damaged token lies 
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from megatron_port.data.format import (
     CHUNK,
@@ -20,10 +22,12 @@ from megatron_port.data.format import (
     BlockHashes,
     CorpusMeta,
     bin_path,
+    chat_path,
     file_blocks,
     file_xxh3,
     idx_path,
     mapped,
+    mask_path,
     meta_path,
     read_meta,
 )
@@ -97,6 +101,10 @@ def verify(prefix: str | Path, *, vocab_size: int | None = None) -> Report:
     _check_counts(meta_path(prefix), meta, index, report)
     if meta.idx_xxh3:
         _check_index_hash(idx_path(prefix), meta, report)
+    if meta.mask_xxh3:
+        _check_mask(mask_path(prefix), index, meta, report)
+    if meta.chat:
+        _check_chat(chat_path(prefix), meta, report)
     return report
 
 
@@ -245,6 +253,38 @@ def _check_bin_hash(path: Path, hashes: BlockHashes, meta: CorpusMeta, report: R
         if different:
             return
     report.add(path, -1, "xxh3-128", meta.bin_xxh3, found)
+
+
+def _check_mask(path: Path, index: _Index, meta: CorpusMeta, report: Report) -> None:
+    """One byte per token, 0 or 1; as many ones as the sidecar says; the hash."""
+    if not path.is_file():
+        report.add(path, -1, "the file", "a regular file", "none")
+        return
+    size, position, counted, digest, before = path.stat().st_size, 0, 0, xxhash.xxh3_128(), len(report.faults)
+    if index.tokens is not None and size != index.tokens:
+        report.add(path, -1, f"size for {index.tokens} tokens", f"{index.tokens} bytes", size)
+    for block in file_blocks(path):
+        digest.update(block)
+        values = np.frombuffer(block, dtype=np.uint8)
+        for at in np.flatnonzero(values > 1)[:MOST_FAULTS]:
+            report.add(path, position + int(at), f"whether token {position + int(at)} counts", "0 or 1", values[at])
+        counted += block.count(1)
+        position += len(block)
+    if counted != meta.counted:
+        report.add(path, -1, "tokens that count", meta.counted, counted)
+    found = digest.hexdigest()
+    if found != meta.mask_xxh3:
+        report.add(path, -1, "xxh3-128", meta.mask_xxh3, found)
+    if len(report.faults) == before:
+        report.checked.append(f"mask: {counted} of {size} tokens count, xxh3-128 {found} matches")
+
+
+def _check_chat(path: Path, meta: CorpusMeta, report: Report) -> None:
+    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
+    if found == meta.chat:
+        report.checked.append(f"sha256 of the chat template {found} matches")
+    else:
+        report.add(path, -1, "sha256", meta.chat, found)
 
 
 def _check_counts(path: Path, meta: CorpusMeta, index: _Index, report: Report) -> None:

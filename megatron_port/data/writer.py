@@ -23,14 +23,16 @@ from megatron_port.data.format import (
     CorpusMeta,
     bin_path,
     file_blocks,
+    file_xxh3,
     idx_path,
+    mask_path,
     meta_path,
     token_dtype,
 )
 from megatron_port.errors import DataError
 from megatron_port.runtime.atomic import fsync_directory, write_bytes
 
-TOKENS, LENGTHS, INDEX = "tokens", "lengths", "index"
+TOKENS, LENGTHS, MASK, INDEX = "tokens", "lengths", "mask", "index"
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,13 @@ class IndexedWriter:
     it by an exception removes what was written. Memory does not grow with the corpus.
 
     Args:
+        masked: tokens come with a mask, for ``.mask``.
         folder: keeps the unfinished files, and may hold those of an earlier writer (see :meth:`restore`).
             None: a temporary one beside the corpus.
     """
 
-    def __init__(self, prefix: str | Path, *, vocab_size: int, folder: Path | None = None) -> None:
+    def __init__(self, prefix: str | Path, *, vocab_size: int, masked: bool = False, folder: Path | None = None
+                 ) -> None:
         self.prefix = Path(prefix)
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
@@ -65,6 +69,8 @@ class IndexedWriter:
         self.folder = folder
         self._stream = _open(folder / TOKENS)
         self._sizes = _open(folder / LENGTHS)
+        self._mask = _open(folder / MASK) if masked else None
+        self.counted = 0
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -85,14 +91,21 @@ class IndexedWriter:
             raise DataError(f"{self.prefix}: document {self.documents}, {fault}")
         self.add_block(np.array([wide.size], dtype="<i4"), wide.astype(self.dtype).tobytes())
 
-    def add_block(self, lengths: np.ndarray, data: bytes | memoryview) -> None:
-        """Append documents of these ``lengths`` (i32) whose ids, checked and in the file's type, are ``data``."""
-        size = int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        if size != len(data):
-            raise ValueError(f"{len(data)} bytes for documents of {size}")
+    def add_block(self, lengths: np.ndarray, data: bytes | memoryview, mask: bytes = b"") -> None:
+        """Append documents of these ``lengths`` (i32) whose ids, checked and in the file's type, are ``data``.
+
+        ``mask``: one byte for each id, 0 or 1, where the writer is ``masked``.
+        """
+        tokens = int(lengths.sum(dtype=np.int64))
+        size = tokens * self.dtype.itemsize
+        if size != len(data) or len(mask) != (tokens if self._mask else 0):
+            raise ValueError(f"{len(data)} bytes and a mask of {len(mask)} for documents of {size} bytes, {tokens} ids")
         self._stream.write(data)
         self._hashes.update(data)
         self._sizes.write(lengths.astype("<i4").tobytes())
+        if self._mask:
+            self._mask.write(mask)
+            self.counted += mask.count(1)
         self.documents += len(lengths)
         self.tokens += len(data) // self.dtype.itemsize
 
@@ -102,7 +115,7 @@ class IndexedWriter:
 
     def flush(self) -> Written:
         """Make all written data durable, and return the state that :meth:`restore` takes."""
-        for stream in (self._stream, self._sizes):
+        for stream in self._streams:
             stream.flush()
             os.fsync(stream.fileno())
         return Written(self.documents, self.tokens)
@@ -112,8 +125,8 @@ class IndexedWriter:
 
         DataError: they hold less.
         """
-        wanted = ((self._stream, to.tokens * self.dtype.itemsize), (self._sizes, to.documents * 4))
-        for stream, size in wanted:
+        wanted = (to.tokens * self.dtype.itemsize, to.documents * 4, to.tokens)
+        for stream, size in zip(self._streams, wanted):
             found = os.fstat(stream.fileno()).st_size
             if found < size:
                 raise DataError(f"{stream.name}: expected at least {size} bytes, found {found}")
@@ -121,25 +134,26 @@ class IndexedWriter:
             stream.seek(size)
         for block in file_blocks(self.folder / TOKENS):
             self._hashes.update(block)
+        self.counted = sum(block.count(1) for block in file_blocks(self.folder / MASK)) if self._mask else 0
         self.documents, self.tokens = to.documents, to.tokens
 
     def commit(self) -> None:
         """Move the files to their final names."""
         try:
             self.flush()
-            self._stream.close()
-            self._sizes.close()
+            self.close()
             index_hash = self._write_index()
             # An old index beside a new .bin would describe the wrong bytes after a crash in between.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self.folder / TOKENS, bin_path(self.prefix))
+            mask_hash = self._commit_mask()
             fsync_directory(self.prefix.parent)
             if self._meta is None:
                 meta_path(self.prefix).unlink(missing_ok=True)
             else:
                 own = {"documents": self.documents, "tokens": self.tokens, "idx_xxh3": index_hash,
                        "bin_xxh3": self._hashes.total.hexdigest(), "bin_blocks": self._hashes.hexdigest(),
-                       "bin_block_bytes": self._hashes.block_bytes}
+                       "bin_block_bytes": self._hashes.block_bytes, "mask_xxh3": mask_hash, "counted": self.counted}
                 text = json.dumps({**asdict(self._meta), **own}, indent=2) + "\n"
                 write_bytes(meta_path(self.prefix), text.encode())
             os.replace(self.folder / INDEX, idx_path(self.prefix))
@@ -154,8 +168,20 @@ class IndexedWriter:
 
     def close(self) -> None:
         """Close the files and leave them where they are."""
-        self._stream.close()
-        self._sizes.close()
+        for stream in self._streams:
+            stream.close()
+
+    @property
+    def _streams(self) -> list[BinaryIO]:
+        return [self._stream, self._sizes, *([self._mask] if self._mask else [])]
+
+    def _commit_mask(self) -> str:
+        """Move the mask to its name, or remove that of a corpus that is replaced; its hash."""
+        if self._mask is None:
+            mask_path(self.prefix).unlink(missing_ok=True)
+            return ""
+        os.replace(self.folder / MASK, mask_path(self.prefix))
+        return file_xxh3(mask_path(self.prefix))
 
     def _lengths(self) -> Iterator[np.ndarray]:
         for block in file_blocks(self.folder / LENGTHS):

@@ -1,0 +1,234 @@
+"""Chat templates: the Jinja text that turns a conversation into a prompt, rendered as transformers renders it.
+
+A template comes from the tokenizer's own folder, from a file, or from :data:`BUILT_IN`. It is untrusted, so it runs in
+Jinja's immutable sandbox. ``{% generation %}`` blocks mark the model's own words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_port.data.extras import need
+from megatron_port.errors import DataError, shortened
+
+Message = Mapping[str, str]
+"""``role`` (system, user, assistant) and ``content``."""
+LARGEST_TEMPLATE = 1 << 20
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Pieces of tokenizer_config.json that a template can name."""
+BUILT_IN = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "plain": (
+        "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
+        "{{ message['role'] | capitalize + ':\\n' }}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+        "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\\nAssistant:\\n' }}{% endif %}"
+    ),
+}
+"""``chatml``: for tokenizers that have its pieces. ``plain``: for any; an answer ends with the end of text."""
+CHATML_PIECES = ("<|im_start|>", "<|im_end|>")
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Noncharacters that stand around the model's words until they are rendered. No text may have them."""
+
+
+class TemplateRefusal(Exception):
+    """A conversation that a template does not render; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...] | None
+    """Characters [first, end) within ``{% generation %}`` blocks; None: the template has none."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the pieces that it can name.
+
+    Raises:
+        DataError: on first use: it is not a template, or jinja2 is missing or older than 3.1.6 (which has escapes from
+            the sandbox).
+    """
+
+    text: str
+    pieces: Mapping[str, str] = field(default_factory=dict)
+    """``eos_token`` and the like → piece."""
+    source: str = "the template"
+    """Where it is from, for messages."""
+    now: datetime | None = None
+    """What ``strftime_now`` gives; None: the time of rendering."""
+
+    @property
+    def marked(self) -> bool:
+        """Whether it has ``{% generation %}`` blocks."""
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.text) is not None
+
+    @property
+    def dated(self) -> bool:
+        """Whether it asks for the date."""
+        return "strftime_now" in self.text
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> Rendered:
+        """Render a conversation; ``add_generation_prompt`` ends it with what precedes an answer.
+
+        Raises:
+            TemplateRefusal: the template refuses it, or fails on it.
+        """
+        if any(_BEGIN in m["content"] or _END in m["content"] for m in messages):
+            raise TemplateRefusal("the text has a character that is none (U+FDD0 or U+FDD1)")
+        try:
+            text: str = self._compiled.render(
+                messages=[dict(m) for m in messages], tools=None, documents=None,
+                add_generation_prompt=add_generation_prompt, **self.pieces)
+        except Exception as error:  # a template can raise anything
+            raise TemplateRefusal(f"{self.source} does not render it: {shortened(str(error), 200)}") from None
+        return _without_marks(text) if self.marked else Rendered(text, None)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        jinja2 = need("jinja2", self.source)
+        if tuple(int(n) for n in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
+            raise DataError(f"{self.source}: jinja2 {jinja2.__version__} has known escapes from its sandbox, and "
+                            "templates are code of others; run: pip install 'jinja2>=3.1.6'")
+        environment = _environment(jinja2, self.now)
+        try:
+            return environment.from_string(self.text)
+        except jinja2.TemplateError as error:
+            raise DataError(f"{self.source}: not a readable chat template ({shortened(str(error), 200)})") from error
+
+
+def _environment(jinja2: Any, now: datetime | None) -> Any:
+    """Return the sandbox with what templates on the hub expect to find in it."""
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}…{% endgeneration %}``: the model's own words, between two marks."""
+
+        tags = {"generation"}  # noqa: RUF012 (Jinja reads the class)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+               separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+        # Jinja's own escapes <, > and & for HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
+    return environment
+
+
+def _without_marks(text: str) -> Rendered:
+    """Take the marks out, and note where they stood."""
+    parts = re.split(f"([{_BEGIN}{_END}])", text)
+    out: list[str] = []
+    answers: list[tuple[int, int]] = []
+    at, begun = 0, -1
+    for part in parts:
+        if part == _BEGIN:
+            if begun >= 0:
+                raise TemplateRefusal("the template has one {% generation %} block within another")
+            begun = at
+        elif part == _END:
+            answers.append((begun, at))
+            begun = -1
+        else:
+            out.append(part)
+            at += len(part)
+    return Rendered("".join(out), tuple(answers))
+
+
+def find_template(asked: str, folder: Path | None, pieces: Mapping[str, str], *,
+                  now: datetime | None = None) -> ChatTemplate:
+    """Return the chat template to use.
+
+    Args:
+        asked: a name of :data:`BUILT_IN`, or a file; empty: the tokenizer's own, of ``folder``.
+        folder: the tokenizer's; None: it is none that has a folder.
+        pieces: the tokenizer's special pieces (see :func:`special_pieces`).
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    if asked in BUILT_IN:
+        return ChatTemplate(BUILT_IN[asked], pieces, f"the built-in template {asked}", now)
+    if asked:
+        return ChatTemplate(_read(Path(asked)), pieces, asked, now)
+    if folder is not None:
+        file = folder / "chat_template.jinja"
+        if file.is_file():
+            return ChatTemplate(_read(file), pieces, str(file), now)
+        text = template_in(settings_of(folder))
+        if text:
+            return ChatTemplate(text, pieces, f"the chat_template of {folder / 'tokenizer_config.json'}", now)
+    where = f"{folder}: no chat_template.jinja, and no chat_template in tokenizer_config.json" if folder else (
+        "this tokenizer has no chat template of its own")
+    raise DataError(f"{where}; give one with --chat-template FILE, or a built-in one: --chat-template "
+                    f"{' or '.join(BUILT_IN)}")
+
+
+def template_in(settings: Mapping[str, Any]) -> str:
+    """Return the template in a tokenizer_config.json; of several the one named ``default``. Empty: none."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else ""
+
+
+def special_pieces(folder: Path | None, end: str) -> dict[str, str]:
+    """Return the special pieces that a tokenizer's folder names; ``end``: the end of text where it names none."""
+    found: dict[str, str] = {}
+    for name, value in settings_of(folder).items() if folder is not None else ():
+        piece = value.get("content") if isinstance(value, dict) else value
+        if name in SPECIAL_NAMES and isinstance(piece, str):
+            found[name] = piece
+    return {**({"eos_token": end} if end else {}), **found}
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json; empty where there is none that can be read."""
+    try:
+        body = json.loads(_read(folder / "tokenizer_config.json", 16 << 20))
+    except (DataError, ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _read(path: Path, most: int = LARGEST_TEMPLATE) -> str:
+    try:
+        if path.stat().st_size > most:
+            raise DataError(f"{path}: {path.stat().st_size} bytes; a chat template has at most {most}")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"chat template {path}: cannot be read ({error})") from error

@@ -1,0 +1,201 @@
+"""From a record with a conversation to token ids, and which of them are the model's own words.
+
+The rendered conversation is tokenized once, and a token counts if its characters lie within an answer. Where the
+template marks no answers, they are found by rendering what comes before and after each one. A token that belongs to
+both sides of an answer's edge is refused: no prompt would ever end in the middle of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_port.data.chat_template import (
+    BUILT_IN,
+    CHATML_PIECES,
+    ChatTemplate,
+    Message,
+    Rendered,
+    TemplateRefusal,
+    find_template,
+    special_pieces,
+)
+from megatron_port.data.conversations import ChatFields, ConversationRefusal, messages_of
+from megatron_port.data.tokenizer import Spans, Tokenizer
+from megatron_port.errors import DataError
+
+PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+
+
+@dataclass(frozen=True)
+class ChatRecipe:
+    """How the records of a data set become tokens.
+
+    Raises:
+        DataError: the template needs pieces that the tokenizer does not have.
+    """
+
+    template: ChatTemplate
+    tokenizer: Any
+    """A ``Tokenizer`` that has ``encode_spans`` and ``special``; all of ours do."""
+    fields: ChatFields = field(default_factory=ChatFields)
+
+    def __post_init__(self) -> None:
+        missing = [piece for piece in CHATML_PIECES if piece not in self.tokenizer.special]
+        if self.template.text == BUILT_IN["chatml"] and missing:
+            raise DataError(f"tokenizer {self.tokenizer.name} has no special piece {' and no '.join(missing)}, which "
+                            "the built-in template chatml needs; use --chat-template plain, or a file")
+
+    def encode(self, record: object, *, append_eod: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a record's conversation, i64 [n], and which of them are the model's words, bool [n].
+
+        ``append_eod``: end with the end of document, unless the last answer has it already. It counts where the last
+        answer is the end of the text.
+
+        Raises:
+            ConversationRefusal: the record, or what the template makes of it, cannot be used.
+        """
+        messages = messages_of(record, self.fields)
+        self._check_content(messages)
+        try:
+            rendered = answers_of(self.template, messages)
+        except TemplateRefusal as error:
+            raise ConversationRefusal(str(error)) from None
+        spans = self.tokenizer.encode_spans(rendered.text)
+        counted = counted_tokens(spans, rendered)
+        if not counted.any():
+            raise ConversationRefusal("no token of an answer is left to learn from")
+        assert rendered.answers is not None
+        end = self.tokenizer.eod_id
+        if append_eod and end not in spans.ids[spans.first >= rendered.answers[-1][0]]:
+            return np.append(spans.ids, end), np.append(counted, counted[-1])
+        return spans.ids, counted
+
+    def _check_content(self, messages: Sequence[Message]) -> None:
+        for i, message in enumerate(messages):
+            text = message["content"]
+            found = self._special.search(text) if self.tokenizer.special else None
+            if found:
+                raise ConversationRefusal(f"message {i} has the special piece {found.group()!r} in its text, which "
+                                          "would end a turn or begin one")
+            if "\0" in text:
+                raise ConversationRefusal(f"message {i} has a NUL character; it is binary, or damaged")
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:
+                raise ConversationRefusal(f"message {i} has half of a surrogate pair") from None
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.tokenizer.special)))
+
+    @cached_property
+    def description(self) -> bytes:
+        """Return what is kept beside the corpus: the template, its pieces, and the ids that end an answer."""
+        body = {"template": self.template.text, "pieces": dict(self.template.pieces), "stop_ids": self.stop_ids()}
+        if self.template.dated and self.template.now is not None:
+            body["now"] = self.template.now.isoformat()
+        return (json.dumps(body, indent=2, ensure_ascii=False, sort_keys=True) + "\n").encode()
+
+    @property
+    def hash(self) -> str:
+        """Return the sha256 of :attr:`description`."""
+        return hashlib.sha256(self.description).hexdigest()
+
+    def stop_ids(self) -> list[int]:
+        """Return the special id with which an answer ends, or nothing.
+
+        Raises:
+            DataError: the template does not render the shortest conversation.
+        """
+        try:
+            rendered = answers_of(self.template, PROBE)
+        except TemplateRefusal as error:
+            raise DataError(str(error)) from None
+        spans = self.tokenizer.encode_spans(rendered.text)
+        special = set(self.tokenizer.special.values())
+        return [int(i) for i in spans.ids[counted_tokens(spans, rendered)] if int(i) in special][-1:]
+
+
+def chat_recipe(tokenizer: Tokenizer, template: str = "", fields: ChatFields | None = None) -> ChatRecipe:
+    """Return the recipe of ``data prepare --chat``; ``template``: a file, a built-in name, or the tokenizer's own.
+
+    A template that asks for the time is given the beginning of this day, for all conversations.
+
+    Raises:
+        DataError: there is no template, or it cannot be used with this tokenizer.
+    """
+    path: Path | None = getattr(tokenizer, "path", None)
+    special: Mapping[str, int] = getattr(tokenizer, "special", {})
+    end = next((piece for piece, i in special.items() if i == tokenizer.eod_id), "")
+    folder = path.parent if path else None
+    today = datetime.combine(date.today(), time())
+    found = find_template(template, folder, special_pieces(folder, end), now=today)
+    recipe = ChatRecipe(found, tokenizer, fields or ChatFields())
+    recipe.stop_ids()  # a template that cannot be rendered is refused before anything is read
+    return recipe
+
+
+def answers_of(template: ChatTemplate, messages: Sequence[Message]) -> Rendered:
+    """Render a conversation and find the characters of its answers.
+
+    Raises:
+        TemplateRefusal: the template fails, or renders a turn otherwise once others follow, so that its answer is
+            not to be found.
+    """
+    whole = template.render(messages)
+    if whole.answers is not None:
+        return whole
+    found = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = template.render(messages[:i], add_generation_prompt=True).text
+        through = template.render(messages[:i + 1]).text
+        if not whole.text.startswith(before) or not through.startswith(before):
+            raise TemplateRefusal(f"{template.source} changes what precedes message {i} once it is there, so its "
+                                  "answer is not to be found; mark answers by {% generation %} blocks")
+        end = len(through) if whole.text.startswith(through) else _end_by_content(
+            whole.text, len(before), through, message["content"].strip())
+        if end < 0:
+            raise TemplateRefusal(f"{template.source} renders message {i} otherwise once others follow, so its answer "
+                                  "is not to be found; mark answers by {% generation %} blocks")
+        found.append((len(before), end))
+    return Rendered(whole.text, tuple(found))
+
+
+def _end_by_content(whole: str, begin: int, through: str, content: str) -> int:
+    """End of a turn that is rendered in another way as the last one (reasoning that earlier turns lose), if what
+    follows ``begin`` is its content and then what closed it as the last turn; -1 otherwise."""
+    at = through.rfind(content)
+    text = content + through[at + len(content):]
+    return begin + len(text) if at >= 0 and content and whole.startswith(text, begin) else -1
+
+
+def counted_tokens(spans: Spans, rendered: Rendered) -> np.ndarray:
+    """Return which tokens lie within an answer, bool [n].
+
+    Raises:
+        ConversationRefusal: a token lies on both sides of an answer's edge.
+    """
+    counted = np.zeros(len(spans.ids), dtype=bool)
+    for first, end in rendered.answers or ():
+        for edge in (first, end):
+            across = np.flatnonzero((spans.first < edge) & (spans.end > edge))
+            if across.size:
+                begin, stop = int(spans.first[across[0]]), int(spans.end[across[0]])
+                raise ConversationRefusal(
+                    f"the token of {rendered.text[begin:stop]!r:.60} (characters {begin} to {stop} of the rendered "
+                    f"conversation) belongs to both sides of the edge of an answer at {edge}; trim the white space of "
+                    "the contents, or use a template that parts them")
+        counted |= (spans.first >= first) & (spans.first < end)
+    return counted
