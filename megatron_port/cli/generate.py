@@ -26,6 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("checkpoint", metavar="SOURCE", help="run folder, step folder, or Hugging Face folder")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue (repeatable)")
     parser.add_argument("--prompts", metavar="FILE", help="a text to continue on each line")
+    parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: the model's chat template "
+                        "stands around it, and the answer alone is printed")
     parser.add_argument("--tokens", type=int, default=100, help="new tokens at most (default 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest only; 0: all")
@@ -76,10 +78,13 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     weights = open_weights(args.checkpoint)
     config = inference_config(weights, args.overrides, info.world_size)
     tokenizer = weights.tokenizer(config.data.tokenizer)
-    sampling = replace(sampling, stop_ids=weights.stop_ids(tokenizer))
+    chat = weights.chat(tokenizer) if args.chat else None
+    ends = chat.stop_ids if chat else ()
+    sampling = replace(sampling, stop_ids=tuple(dict.fromkeys((*weights.stop_ids(tokenizer), *ends))))
+    encoded = [chat.prompt(tokenizer, p) if chat else tokenizer.encode(p) for p in prompts]
     with open_session(config, info, quiet=True) as session:
         generator = Generator(InferenceModel(session, weights.read), tokenizer.decode)
-        found = generator.generate([tokenizer.encode(p) for p in prompts], sampling, batch_size=args.batch_size)
+        found = generator.generate(encoded, sampling, batch_size=args.batch_size)
         if not session.is_rank_zero:
             return 0
         for prompt, new in zip(prompts, found):
@@ -87,5 +92,5 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
                 body = {"prompt": prompt, "text": new.text, "tokens": new.tokens, "stopped": new.stopped}
                 print(json.dumps(body, ensure_ascii=False))
             else:
-                print(f"{prompt}{new.text}")
+                print(new.text if chat else f"{prompt}{new.text}")
     return 0

@@ -12,6 +12,8 @@ from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.data.tokenizer_files import content_hash, read_file
 from megatron_port.errors import DataError
 
+COMPARED = ("tokens", "documents", "tokenizer_hash", "bin_xxh3", "mask_xxh3", "chat")
+
 
 def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
     """Return one entry per corpus, of JSON's types. Hashes come from the sidecars; the tokens are not read."""
@@ -20,7 +22,8 @@ def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
         meta = corpus.meta
         known = {} if meta is None else {
             "tokenizer": meta.tokenizer, "tokenizer_hash": meta.tokenizer_hash, "bin_xxh3": meta.bin_xxh3,
-            "source_xxh3": meta.source_xxh3}
+            "source_xxh3": meta.source_xxh3, **({"mask_xxh3": meta.mask_xxh3} if meta.mask_xxh3 else {}),
+            **({"chat": meta.chat} if meta.chat else {})}
         counts = {"tokens": corpus.num_tokens, "documents": corpus.num_documents}
         out.append({"prefix": corpus.name, **counts, **known})
     return out
@@ -33,7 +36,7 @@ def changes(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]
     for corpus in mine:
         old = before.get(str(corpus["prefix"]), {})
         different = [f"{key} was {old[key]}, is {corpus[key]}" for key in corpus
-                     if key in ("tokens", "documents", "tokenizer_hash", "bin_xxh3") and old.get(key) not in (None, "")
+                     if key in COMPARED and old.get(key) not in (None, "")
                      and corpus[key] not in ("", old[key])]
         if different:
             out.append(f"{corpus['prefix']}: " + ", ".join(different))

@@ -18,14 +18,16 @@ import torch
 from megatron_port.checkpoint.disk import write_chunks, write_text
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.schema import ModelConfig
-from megatron_port.errors import CheckpointError
+from megatron_port.errors import CheckpointError, DataError
 from megatron_port.interop.folder import building
 from megatron_port.interop.hf_check import Agreement, check_export
 from megatron_port.interop.hf_config import family_for, hf_config
 from megatron_port.interop.hf_files import DTYPES, INDEX, SINGLE
 from megatron_port.interop.hf_names import Run, Tensor, hf_tensors
-from megatron_port.interop.hf_tokenizer import check_written, end_of_text, write_tokenizer
-from megatron_port.interop.import_hf import KEPT, SLAB_BYTES
+from megatron_port.interop.hf_tokenizer import check_written, end_of_text, kept_files, write_tokenizer
+from megatron_port.interop.import_hf import SLAB_BYTES
+from megatron_port.interop.pinned_chat import PinnedChat, pinned_chat, write_chat, write_generation
+from megatron_port.interop.pinned_tokenizer import Trained, trained_with
 from megatron_port.interop.sidecar import model_of
 from megatron_port.model.flops import parameter_count
 
@@ -64,11 +66,13 @@ def export_hf(
     tensors = list(hf_tensors(model, family))
     total = sum(prod(t.shape) for t in tensors) * kind.itemsize
     shards = _shards(tensors, kind.itemsize, shard_bytes)
-    kept = checkpoint.path.parent / KEPT
+    kept = kept_files(checkpoint)
+    chat: PinnedChat | None = None
     with building(out, total) as part:
         tokens_of = "left out (`--no-tokenizer`)"
         if not weights_only:
             tokens_of = write_tokenizer(part, checkpoint, asked=tokenizer, kept=kept, note=note)
+            chat = _chat(part, trained_with(checkpoint), tokenizer, note)
         eos = end_of_text(checkpoint, kept)
         if eos is not None and eos >= model.vocab_size:
             note(f"the tokenizer's end of text {eos} is beyond the model's {model.vocab_size} entries; left out")
@@ -76,16 +80,31 @@ def export_hf(
         for shard in shards:
             _write_shard(part / shard.name, shard, checkpoint, kind)
         _write_json(part / "config.json", hf_config(model, dtype=str(kind).rpartition(".")[2], eos=eos))
-        _write_generation(part, kept, eos)
+        ends = (-1 if eos is None else eos, trained_with(checkpoint).eod_id, *(chat.stop_ids if chat else ()))
+        write_generation(part, kept, [i for i in ends if 0 <= i < model.vocab_size])
         if len(shards) > 1:
             table = {t.name: s.name for s in shards for t in s.tensors}
             _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": table})
         agreement = check_export(checkpoint, model, part, dtype=kind) if check else None
-        read_by = check_written(part, checkpoint) if check and not weights_only else ""
+        read_by = check_written(part, checkpoint, chat) if check and not weights_only else ""
         write_text(part / "README.md", _card(checkpoint, model, family, kind, agreement, tokens_of, read_by))
     if agreement is not None:
         note(agreement.line())
     return agreement
+
+
+def _chat(part: Path, trained: Trained, asked: Path | None, note: Callable[[str], None]) -> PinnedChat | None:
+    """Write the chat template trained with; None: there was none, or ``asked`` has its own."""
+    try:
+        chat = pinned_chat(trained)
+    except DataError as error:
+        if asked is None:
+            raise
+        note(f"chat template of {asked}, not compared: {error}")
+        return None
+    if chat is not None:
+        write_chat(part, chat)
+    return chat
 
 
 def _dtype(checkpoint: Checkpoint, asked: str) -> torch.dtype:
@@ -173,18 +192,6 @@ def _box(
 
 def _write_json(path: Path, body: dict[str, Any]) -> None:
     write_text(path, json.dumps(body, indent=2) + "\n")
-
-
-def _write_generation(part: Path, kept: Path, eos: int | None) -> None:
-    """Write the generation settings that the model was imported with, or the end of text alone."""
-    source = kept / "generation_config.json"
-    if source.is_file():
-        write_text(part / source.name, source.read_text())
-        return
-    body: dict[str, Any] = {"_from_model_config": True}
-    if eos is not None:
-        body |= {"bos_token_id": eos, "eos_token_id": eos}
-    _write_json(part / source.name, body)
 
 
 def _card(

@@ -12,7 +12,8 @@ from megatron_port.checkpoint.disk import write_text
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.data.tokenizer import ByteTokenizer, GPT2Tokenizer, byte_characters, get_tokenizer, gpt2_directory
 from megatron_port.errors import DataError, shortened
-from megatron_port.interop.import_hf import TOKENIZER_FILES
+from megatron_port.interop.import_hf import KEPT, TOKENIZER_FILES
+from megatron_port.interop.pinned_chat import PinnedChat, chat_difference, end_ids
 from megatron_port.interop.pinned_tokenizer import (
     ADVICE,
     FILES,
@@ -30,15 +31,19 @@ FILE = "tokenizer.json"
 _END = "<|endoftext|>"
 
 
-def end_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end a text, as generation_config.json or else config.json says; empty: neither does."""
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        found = tuple(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
-        if found:
-            return found
-    return ()
+def kept_files(checkpoint: Checkpoint) -> Path | None:
+    """Return the folder with the small files of the model that these weights began as; None: there is none, or it is of
+    another tokenizer than the one trained with."""
+    kept = checkpoint.path.parent / KEPT
+    trained = trained_with(checkpoint)
+    if not kept.is_dir():
+        return None
+    try:
+        if trained.name:
+            check_same(kept, trained, _form(trained))
+    except DataError:
+        return None
+    return kept
 
 
 def write_tokenizer(
@@ -49,7 +54,7 @@ def write_tokenizer(
 
     Args:
         asked: a folder that the user named: its files, if they are that tokenizer's.
-        kept: what an imported checkpoint has beside it, for one that records no tokenizer of its own.
+        kept: the files of the model that the weights began as (:func:`kept_files`).
         note: gets a line where there is no tokenizer to write, or nothing to compare it with.
 
     Raises:
@@ -60,7 +65,7 @@ def write_tokenizer(
     if asked is not None:
         how = "not compared: the checkpoint records no tokenizer"
         if trained.name:
-            how = check_same(asked, trained, _byte_json if trained.kind == "byte" else _gpt2_json)
+            how = check_same(asked, trained, _form(trained))
         _copy(part, asked)
         if not trained.name:
             note(f"tokenizer of {asked}, {how}")
@@ -70,6 +75,8 @@ def write_tokenizer(
             return "Hugging Face files, as they were imported"
         note("no tokenizer in the folder: the checkpoint does not record one; --tokenizer DIR adds it")
         return "none in this folder"
+    if kept is not None and trained.kind not in FILES and _copy(part, kept):
+        return "Hugging Face files of the model that was trained further"
     if trained.kind == "byte":
         _write(part, _byte_json(), ByteTokenizer.vocab_size)
         return "bytes 0–255 and an end of text"
@@ -81,14 +88,21 @@ def write_tokenizer(
             f"the checkpoint was trained with tokenizer {trained.name}, which has no file in Hugging Face's form: "
             f"{ADVICE}"
         )
-    return _write_pinned(part, trained)
+    return _write_pinned(part, trained, kept)
 
 
-def _write_pinned(part: Path, trained: Trained) -> str:
-    """The file trained with under the name that transformers looks for, and what ends a text."""
+def _form(trained: Trained) -> Callable[[], dict[str, Any]]:
+    return _byte_json if trained.kind == "byte" else _gpt2_json
+
+
+def _write_pinned(part: Path, trained: Trained, kept: Path | None) -> str:
+    """The file trained with under the name that transformers looks for, and what ends a text; the other files are those
+    of ``kept``, which has the same tokenizer."""
     path = pinned_file(trained)
+    if kept is not None:
+        _copy(part, kept)
     shutil.copyfile(path, part / FILES[trained.kind][0])
-    if trained.kind == "hf" and (trained.piece or trained.eod_id >= 0):
+    if kept is None and trained.kind == "hf" and (trained.piece or trained.eod_id >= 0):
         piece = trained.piece or _piece(path, trained.eod_id)
         _write_settings(part, {"eos_token": piece} if piece else {})
     what = {"hf": "tokenizer.json", "sentencepiece": "SentencePiece model"}[trained.kind]
@@ -110,8 +124,10 @@ def _copy(part: Path, folder: Path) -> bool:
     return bool(found)
 
 
-def check_written(part: Path, checkpoint: Checkpoint) -> str:
+def check_written(part: Path, checkpoint: Checkpoint, chat: PinnedChat | None = None) -> str:
     """Load the written tokenizer as users will, by transformers' AutoTokenizer; a sentence for the model card.
+
+    ``chat``: the template written, by which a conversation must have our ids too.
 
     Raises:
         DataError: its ids differ from those of the tokenizer trained with. A SentencePiece model, which transformers
@@ -129,19 +145,21 @@ def check_written(part: Path, checkpoint: Checkpoint) -> str:
     try:
         theirs = AutoTokenizer.from_pretrained(str(part), local_files_only=True)
         fault = first_difference(ours, lambda text: theirs.encode(text, add_special_tokens=False), PROBES)
+        fault = fault or (chat_difference(chat, ours, theirs) if chat else "")
     except Exception as error:  # transformers raises anything
         fault = f"{type(error).__name__}: {shortened(str(error), 200)}"
     if not fault:
-        return f"`AutoTokenizer` gives the ids of training on {len(PROBES)} texts."
+        conversation = " and, by its chat template, on a conversation" if chat else ""
+        return f"`AutoTokenizer` gives the ids of training on {len(PROBES)} texts{conversation}."
     if trained.kind == "sentencepiece":
         return ("Read `tokenizer.model` with the `sentencepiece` library: transformers' `AutoTokenizer` converts it to "
                 "something that gives other ids.")
     raise DataError(f"{part}: AutoTokenizer does not read it as the tokenizer trained with: {fault}")
 
 
-def end_of_text(checkpoint: Checkpoint, kept: Path) -> int | None:
+def end_of_text(checkpoint: Checkpoint, kept: Path | None) -> int | None:
     """The id that ends a text, for ``config.json``; None: unknown."""
-    found = end_ids(kept)
+    found = end_ids(kept) if kept is not None else ()
     if found:
         return found[0]
     end = checkpoint.manifest.state.tokenizer.get("eod_id")

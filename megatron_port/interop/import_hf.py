@@ -37,16 +37,19 @@ def read_hf(folder: HFFolder, stage: Stage, *, slab_bytes: int = SLAB_BYTES) -> 
 
 def keep_companions(source: Path, out: Path, model: ModelConfig) -> None:
     """Copy the small files of ``source`` to ``out/huggingface``; write ``out/model.toml``. Raises CheckpointError."""
-    kept = out / KEPT
-    kept.mkdir(parents=True, exist_ok=True)
-    for name in COMPANIONS:
-        path = source / name
+    copy_companions(source, out / KEPT)
+    write_text(out / MODEL_FILE, model_toml(model))
+
+
+def copy_companions(source: Path, kept: Path) -> None:
+    """Copy tokenizer, chat template, generation settings and ``config.json`` to ``kept``. Raises CheckpointError."""
+    for path in (source / name for name in COMPANIONS):
         if not path.is_file():
             continue
+        kept.mkdir(parents=True, exist_ok=True)
         if path.stat().st_size > _MAX_COMPANION:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes; such a file has at most {_MAX_COMPANION}")
-        write_bytes(kept / name, path.read_bytes())
-    write_text(out / MODEL_FILE, model_toml(model))
+        write_bytes(kept / path.name, path.read_bytes())
 
 
 def model_toml(model: ModelConfig) -> str:

@@ -37,6 +37,8 @@ class Trained:
     eod_id: int = -1
     prefixes: tuple[str, ...] = ()
     """Path prefixes of the corpora."""
+    chats: tuple[tuple[str, str], ...] = ()
+    """Prefix, and hash of the chat template, of each corpus of conversations."""
 
     @property
     def kind(self) -> str:
@@ -67,11 +69,13 @@ def trained_with(checkpoint: Checkpoint) -> Trained:
     state = checkpoint.manifest.state
     known = state.tokenizer if isinstance(state.tokenizer, Mapping) else {}
     name = checkpoint.extra.get("tokenizer") or known.get("name") or ""
-    eod, corpora = known.get("eod_id"), state.data.get("corpora") if isinstance(state.data, Mapping) else ()
-    prefixes = [c.get("prefix") for c in corpora or () if isinstance(c, Mapping)] if isinstance(corpora, list) else []
+    eod, found = known.get("eod_id"), state.data.get("corpora") if isinstance(state.data, Mapping) else ()
+    corpora = [c for c in found if isinstance(c, Mapping)] if isinstance(found, list) else []
+    named = [(c["prefix"], c.get("chat")) for c in corpora if isinstance(c.get("prefix"), str)]
     return Trained(
         name if isinstance(name, str) else "", str(known.get("hash") or ""), eod if isinstance(eod, int) else -1,
-        tuple(p for p in prefixes if isinstance(p, str)),
+        tuple(prefix for prefix, _ in named),
+        tuple((prefix, chat) for prefix, chat in named if isinstance(chat, str) and chat),
     )
 
 
@@ -129,7 +133,7 @@ def check_same(folder: Path, trained: Trained, form: Callable[[], dict[str, Any]
         path = folder / name
         if trained.hash and kind == trained.kind and path.is_file() and file_hash(path, trained) == trained.hash:
             return "the file trained with, by its hash"
-    theirs = _tokenizer_of(folder)
+    theirs = tokenizer_in(folder)
     wrong = f"{folder}: another tokenizer than {trained.name}, which the checkpoint was trained with"
     if trained.kind in FILES:
         try:
@@ -204,7 +208,8 @@ def first_difference(ours: Tokenizer, encode: Any, texts: Iterable[str]) -> str:
     return ""
 
 
-def _tokenizer_of(folder: Path) -> Tokenizer:
+def tokenizer_in(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder. Raises DataError: it has none that can be read."""
     for kind, (name, _) in FILES.items():
         if (folder / name).is_file():
             return load(kind, str(folder / name))

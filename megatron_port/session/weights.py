@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,16 @@ from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
 from megatron_port.data.tokenizer_files import load as load_tokenizer
 from megatron_port.engine.api import Engine
-from megatron_port.errors import CheckpointError
+from megatron_port.errors import CheckpointError, DataError
 from megatron_port.interop.hf_files import HFFolder, is_hf
-from megatron_port.interop.hf_tokenizer import end_ids
-from megatron_port.interop.import_hf import KEPT
-from megatron_port.interop.pinned_tokenizer import FILES, Trained, pinned_file, trained_with
+from megatron_port.interop.hf_tokenizer import kept_files
+from megatron_port.interop.import_hf import KEPT, copy_companions
+from megatron_port.interop.pinned_chat import PinnedChat, end_ids, folder_chat, pinned_chat
+from megatron_port.interop.pinned_tokenizer import FILES, Trained, pinned_file, tokenizer_in, trained_with
 from megatron_port.interop.sidecar import model_of
 from megatron_port.parallel.state import StateReader
 from megatron_port.runtime.agreement import agreed
+from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
 
 
@@ -49,8 +52,9 @@ class Weights:
         to be had, or exchanged.
         """
         name = asked if asked != "auto" else self.tokenizer_name
-        if asked == "auto" and self.tokenizer_folder is not None:
-            return get_tokenizer(f"hf:{self.tokenizer_folder}")
+        recorded = self.trained is not None and self.trained.name
+        if asked == "auto" and self.tokenizer_folder is not None and not recorded:
+            return tokenizer_in(self.tokenizer_folder)
         if asked == "auto" and self.trained is not None and name == self.trained.name and self.trained.kind in FILES:
             path = pinned_file(self.trained, "or name another with --set data.tokenizer=hf:FILE")
             return load_tokenizer(self.trained.kind, str(path), eod=self.trained.piece)
@@ -65,6 +69,19 @@ class Weights:
         """Return the ids that end a text: the tokenizer's, and those of the folder's generation settings."""
         named = end_ids(self.tokenizer_folder) if self.tokenizer_folder else ()
         return tuple(dict.fromkeys((*named, *((tokenizer.eod_id,) if tokenizer.eod_id >= 0 else ()))))
+
+    def chat(self, tokenizer: Tokenizer) -> PinnedChat:
+        """Return the chat template that these weights were trained with, or that came with them.
+
+        Raises DataError: there is none, or the one trained with was exchanged.
+        """
+        found = pinned_chat(self.trained, "or give the prompt as the model expects it") if self.trained else None
+        if found is None and self.tokenizer_folder is not None:
+            found = folder_chat(self.tokenizer_folder, tokenizer)
+        if found is None:
+            raise DataError(f"{self.path}: it was not trained on conversations, and no chat template came with it; "
+                            "give the prompt as the model expects it, without --chat")
+        return found
 
 
 def open_weights(path: Path | str) -> Weights:
@@ -95,13 +112,14 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
     state = checkpoint.manifest.state
     saved = state.config if isinstance(state.config, dict) else {}
     run_file = checkpoint.path.parent.parent / "config.toml"
-    kept = checkpoint.path.parent / KEPT
+    kept = kept_files(checkpoint)
     data = saved.get("data", {})
     name = checkpoint.extra.get("tokenizer") or (data.get("tokenizer") if isinstance(data, dict) else "")
     return Weights(
         checkpoint.path, model_of(saved, str(checkpoint.path)), checkpoint.read,
         run_file if run_file.is_file() else None, name if isinstance(name, str) and name != "auto" else "",
-        kept if (kept / "tokenizer.json").is_file() else None, checkpoint.close, trained_with(checkpoint),
+        kept if kept and any((kept / name).is_file() for name, _ in FILES.values()) else None, checkpoint.close,
+        trained_with(checkpoint),
     )
 
 
@@ -116,7 +134,7 @@ def load_initial(engine: Engine, session: Session) -> str:
     config: RunConfig = session.config
     asked = config.checkpoint.initial_weights
 
-    def load_own() -> Path:
+    def load_own() -> Weights:
         weights = open_weights(asked)
         different = model_differences(weights.model, config.model, any_length=True)
         if different:
@@ -126,10 +144,28 @@ def load_initial(engine: Engine, session: Session) -> str:
             )
         engine.load_weights(weights.read)
         weights.close()
-        return weights.path
+        return weights
 
-    where = agreed(load_own, where=str(session.ctx.coords))
-    return f"weights from {where}; moments and counters start fresh"
+    weights = agreed(load_own, where=str(session.ctx.coords))
+    carry_companions(weights.path, session)
+    return f"weights from {weights.path}; moments and counters start fresh"
+
+
+def carry_companions(source: Path, session: Session) -> None:
+    """Copy a model's tokenizer, chat template and generation settings beside the run's own checkpoints, where an export
+    finds them. ``source``: a Hugging Face folder, or a checkpoint with such files beside it. Collective.
+
+    Raises CheckpointError: on every rank: one of them is too large to be such a file.
+    """
+    found = source if is_hf(source) else source.parent / KEPT
+    kept = run_folder(session.config) / FOLDER / KEPT
+
+    def carry() -> None:
+        if session.is_rank_zero and found.is_dir() and found.resolve() != kept.resolve():
+            shutil.rmtree(kept, ignore_errors=True)  # of a run that was here before
+            copy_companions(found, kept)
+
+    agreed(carry, where=str(session.ctx.coords))
 
 
 def inference_config(weights: Weights, overrides: Sequence[str], world_size: int, *, micro_batch: int = 1) -> RunConfig:

@@ -41,7 +41,7 @@ from megatron_port.session.folders import run_folder
 from megatron_port.session.identity import settle
 from megatron_port.session.provenance import record_event, record_start
 from megatron_port.session.session import Session
-from megatron_port.session.weights import load_initial
+from megatron_port.session.weights import carry_companions, load_initial
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.activations import ActivationPlanner
 from megatron_port.train.saving import Saving
@@ -136,6 +136,7 @@ class Trainer:
         """Take the counters of a checkpoint that the engine has loaded; print lines on what differs."""
         log = self.session.logger.log
         self._take_counters(loaded)
+        carry_companions(loaded.path, self.session)
         log(f"resumed from {loaded.path} at step {self.progress.step}, {self.progress.samples} samples")
         # An older one than the newest may have been taken.
         check_batch(loaded.manifest, self.config, self.ctx.size("dp"), str(loaded.path))

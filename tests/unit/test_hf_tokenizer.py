@@ -17,6 +17,7 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli.main import main
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import LayoutConfig, RunConfig
+from megatron_port.data.chat_tokens import chat_recipe
 from megatron_port.data.fingerprint import data_fingerprint
 from megatron_port.data.format import read_meta, tokenizer_name
 from megatron_port.data.indexed import IndexedDataset
@@ -280,3 +281,76 @@ def test_the_command(tmp_path: Path, two: tuple[bytes, bytes], capsys: pytest.Ca
     assert main([*export, str(tmp_path / "bare"), "--no-tokenizer", "--skip-check"]) == 0
     assert not list((tmp_path / "bare").glob("*token*")) and "left out" in (tmp_path / "bare/README.md").read_text()
     assert main([*export, str(tmp_path / "x"), "--no-tokenizer", "--tokenizer", str(tmp_path)]) == 5
+
+
+CHAT = ("{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": " theatre"}]
+
+
+def trained_on_chat(folder: Path, content: bytes) -> Checkpoint:
+    """A corpus of conversations by a folder's own template, and a checkpoint that was trained on it. The folder is
+    gone."""
+    tokenizers = pytest.importorskip("tokenizers")
+    source = folder / "source"
+    source.mkdir(parents=True)
+    made = tokenizers.Tokenizer.from_buffer(content)
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.save(str(source / "tokenizer.json"))
+    settings = {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>", "chat_template": CHAT}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "in.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 9)
+    prefix = folder / "data" / "chat"
+    tokenizer = get_tokenizer(f"hf:{source}")
+    prepare([folder / "in.jsonl"], prefix, tokenizer=tokenizer, chat=chat_recipe(tokenizer))
+    source.rename(folder / "hidden")
+    meta = read_meta(prefix)
+    assert meta is not None
+    known = {"name": meta.tokenizer, "vocab_size": meta.vocab_size, "eod_id": meta.eod_id, "hash": meta.tokenizer_hash}
+    return checkpoint_of(folder / "ck", tokenizer_name(prefix, meta), known, data_fingerprint([IndexedDataset(prefix)]))
+
+
+def test_the_chat_template_travels(
+    tmp_path: Path, two: tuple[bytes, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the corpus into the folder: template, its pieces, and the id that ends an answer; transformers gives the ids
+    of the corpus, and the settings of the model that was trained further stay."""
+    transformers = pytest.importorskip("transformers")
+    step = trained_on_chat(tmp_path, two[0]).path
+    document = IndexedDataset(tmp_path / "data" / "chat").document(0).tolist()
+
+    def exported(name: str) -> Any:
+        assert main(["checkpoint", "export", str(step), str(tmp_path / name), "--to", "hf"]) == 0
+        theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / name), local_files_only=True)
+        ids = theirs.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
+        assert [*ids, theirs.eos_token_id] == document and theirs.chat_template == CHAT
+        return json.loads((tmp_path / name / "generation_config.json").read_text())
+
+    assert exported("out")["eos_token_id"] == [279, 281]  # the end of text, and <|im_end|>
+    assert "by its chat template, on a conversation" in (tmp_path / "out" / "README.md").read_text()
+    kept = step.parent / "huggingface"
+    (tmp_path / "hidden").rename(kept)
+    settings = json.loads((kept / "tokenizer_config.json").read_text())
+    (kept / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 77, "chat_template": "x"}))
+    (kept / "generation_config.json").write_text('{"eos_token_id": 281, "top_k": 7}')
+    assert exported("further") == {"eos_token_id": [281, 279], "top_k": 7}
+    assert json.loads((tmp_path / "further" / "tokenizer_config.json").read_text())["model_max_length"] == 77
+    (kept / "tokenizer.json").write_bytes(two[1])  # of another model: nothing of it is taken
+    assert "top_k" not in exported("other")
+    capsys.readouterr()
+    ask = ["generate", "--prompt", "the cat", "--chat", "--temperature", "0", "--tokens", "8"]
+    assert main([*ask, str(step)]) == 0 and main([*ask, str(tmp_path / "out")]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second and "the cat" not in first
+    (tmp_path / "data" / "chat.chat.json").write_text("{}")
+    assert main(["checkpoint", "export", str(step), str(tmp_path / "bad"), "--to", "hf"]) == 4
+    assert "chat.chat.json is another. Put the old file back" in capsys.readouterr().err
+
+
+def test_a_model_without_a_template_cannot_chat(tmp_path: Path, two: tuple[bytes, bytes]) -> None:
+    from megatron_port.session.weights import open_weights
+
+    weights = open_weights(trained(tmp_path, two[0]).path)
+    with pytest.raises(DataError, match="not trained on conversations, and no chat template came with it"):
+        weights.chat(weights.tokenizer())
