@@ -80,11 +80,10 @@ class GPTDataset:
         DataError: fewer than seq_length + 1 tokens; on reading, an id that is not below ``vocab_size``.
     """
 
-    masked = False
-
     def __init__(self, data: IndexedDataset, *, seq_length: int, vocab_size: int,
                  start: int = 0, stop: int | None = None, documents: bool = False) -> None:
         self.data, self.seq_length, self.vocab_size, self.start = data, seq_length, vocab_size, start
+        self.masked = data.masked
         self.documents = documents
         self.tokens = (data.num_tokens if stop is None else stop) - start
         if self.tokens <= seq_length:
@@ -102,7 +101,7 @@ class GPTDataset:
     def sample(self, index: int) -> Sample:
         position = self._position(index)
         tokens = checked(self.data.read(position, self.seq_length + 1), self.vocab_size, self.data, position)
-        return Sample(tokens, self.starts(index))
+        return Sample(tokens, self.starts(index), self.data.read_mask(position + 1, self.seq_length))
 
     def draw(self, seed: int, k: int) -> Sample:
         return self.sample(sample_at(seed, k, self._samples)[1])
@@ -129,13 +128,11 @@ class MegatronGPTDataset:
     ``check``: compare indices that are there with their hashes. ``documents``: samples say where their documents start.
     """
 
-    masked = False
-
     def __init__(self, data: IndexedDataset, *, first: int, end: int, seq_length: int, vocab_size: int,
                  num_samples: int | None, seed: int, cache: Path, check: bool = False,
                  documents: bool = False) -> None:
         self.check, self.documents = check, documents
-        self.data, self.first, self.end = data, first, end
+        self.data, self.first, self.end, self.masked = data, first, end, data.masked
         self.seq_length, self.vocab_size = seq_length, vocab_size
         self.num_samples, self.seed, self.cache = num_samples, seed, cache
         self.tokens = data.sequence_start(end) - data.sequence_start(first)
@@ -175,9 +172,12 @@ class MegatronGPTDataset:
             need, entry, offset = need - count, entry + 1, 0
 
     def sample(self, index: int) -> Sample:
+        pieces = list(self._pieces(index))
         parts = [checked(self.data.read(position, count), self.vocab_size, self.data, position)
-                 for position, count in self._pieces(index)]
-        return Sample(np.concatenate(parts), self.starts(index))
+                 for position, count in pieces]
+        masks = [mask for position, count in pieces if (mask := self.data.read_mask(position, count)) is not None]
+        # The label of a position is the token after it.
+        return Sample(np.concatenate(parts), self.starts(index), np.concatenate(masks)[1:] if masks else None)
 
     def draw(self, seed: int, k: int) -> Sample:
         """Return sample k in Megatron's order, which has a seed of its own; ``seed`` is ignored."""

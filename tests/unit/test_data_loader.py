@@ -277,3 +277,30 @@ def test_the_training_blend_uses_the_training_weights(tmp_path):
     expected = mo.build_blend(tokens, total)
     made = dataset._order()
     assert np.array_equal(made[0], expected[0]) and np.array_equal(made[1], expected[1])
+
+
+@BOTH
+def test_labels_count_as_the_corpus_says(setup, tmp_path):
+    """Whether a token counts is a function of its id here: in both orders, on every stage, beside a corpus without a
+    mask, and of evaluation too."""
+    with IndexedWriter(tmp_path / "m", vocab_size=257, masked=True) as writer:
+        random = np.random.default_rng(2)
+        for length in random.integers(1, 40, 60):
+            ids = random.integers(0, 128, length)
+            writer.add_block(np.array([length], "<i4"), ids.astype("<u2").tobytes(), (ids % 2 == 0).tobytes())
+        writer.describe(CorpusMeta(tokenizer="byte", vocab_size=257, eod_id=256))
+    with IndexedWriter(tmp_path / "u", vocab_size=257) as writer:
+        writer.add_document(random.integers(128, 256, 700))
+        writer.describe(CorpusMeta(tokenizer="byte", vocab_size=257, eod_id=256))
+    run = replace(setup, data=replace(setup.data, train=(str(tmp_path / "m"), str(tmp_path / "u"))))
+    made = loaders(run)
+    batches = [b for step in range(20) for b in made.train.step(8 * step, 8)]
+    size = len(made.valid.dataset)
+    batches += [b for group in made.valid.eval_batches(100, 8) for b in group if b.sample_ids[-1] < size]
+    assert len(batches) > 80
+    for b in batches:
+        assert torch.equal(b.loss_mask == 1, (b.labels % 2 == 0) | (b.labels >= 128))
+    assert 0.3 < float(torch.cat([b.loss_mask for b in batches]).mean()) < 0.95
+    assert loaders(run, tokens=False, labels=False).train.step(0, 8)[0].masked
+    half = loaders(run, dp_rank=1, dp_size=2).train.step(8, 8)[0]
+    assert torch.equal(half.loss_mask, torch.cat([b.loss_mask for b in made.train.step(8, 8)])[2:4])

@@ -93,6 +93,23 @@ def test_a_step_whose_labels_are_all_masked_has_no_gradient() -> None:
     assert engine.eval_step(masked(batches(), 1.0)).loss == pytest.approx(engine.eval_step(batches()).loss, rel=1e-14)
 
 
+def test_labels_that_do_not_count_have_no_gradient() -> None:
+    """A prompt's labels may be anything: loss and every gradient are the same to the bit."""
+    found = []
+    for other in (0, 7):
+        engine, drawn = make_engine(), torch.Generator().manual_seed(0)
+        made = []
+        for batch in batches():
+            assert batch.labels is not None
+            mask = (torch.rand(batch.labels.shape, generator=drawn) < 0.4).float()
+            labels = torch.where(mask == 1, batch.labels, (batch.labels + other) % 31)
+            made.append(replace(batch, labels=labels, loss_mask=mask))
+        result = engine.train_step(made, step=0, lr=1e-2)
+        found.append((result.loss, result.tokens, {r.name: p.detach().clone() for r, p in engine.named_parameters()}))
+    (loss, tokens, weights), (same, counted, others) = found
+    assert (loss, tokens) == (same, counted) and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
 def test_a_masked_micro_batch_is_as_if_it_were_not_there() -> None:
     with_it, without = make_engine(), make_engine()
     extra = masked([replace(batches(4)[3], sample_ids=(3,))])
