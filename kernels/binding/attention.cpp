@@ -23,9 +23,9 @@ Strides strides_of(const char* op, const Tensor& x) {
   return out;
 }
 
-// The sizes, after the checks that both ops make.
+// The sizes, after the checks that both ops make. `moved`: the mask says where each query ends.
 mp_attention_shape shape_of(
-    const char* op, const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale) {
+    const char* op, const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale, bool moved) {
   check(q.dim() == 5 && k.dim() == 4 && v.dim() == 4, op, "q must be [s, b, g, r, d], k and v [keys, b, g, d]");
   for (const Tensor* t : {&q, &k, &v}) {
     check(t->is_cpu(), op, "takes CPU tensors");
@@ -34,14 +34,14 @@ mp_attention_shape shape_of(
   const auto a = q.sizes(), b = k.sizes(), c = v.sizes();
   const bool alike = b[0] == c[0] && b[1] == c[1] && b[2] == c[2] && b[3] == c[3];
   check(alike && b[1] == a[1] && b[2] == a[2] && b[3] == a[4], op, "q, k and v do not fit together");
-  check(!causal || a[0] == b[0], op, "causal attention needs as many queries as keys");
+  check(!causal || a[0] == b[0] || moved, op, "causal attention needs as many queries as keys");
   check(b[0] >= 1 && a[2] >= 1 && a[3] >= 1 && a[4] >= 1 && a[4] <= 1024, op,
         "needs keys, heads, and head sizes of 1 to 1024");
   return {a[0], b[0], a[1], a[2], a[3], a[4], causal, static_cast<float>(scale)};
 }
 
-// The mask of the probabilities; nothing where `keys` is not given.
-std::optional<mp_probability_mask> mask_of(
+// Dropout of the probabilities; nothing where `keys` is not given.
+std::optional<mp_probability_mask> dropout_of(
     const char* op, const mp_attention_shape& shape, const Tensor& q, const std::optional<Tensor>& keys,
     int64_t op_key, int64_t threshold, int64_t head_offset) {
   if (!keys.has_value()) return std::nullopt;
@@ -53,14 +53,31 @@ std::optional<mp_probability_mask> mask_of(
                              shape.groups * shape.per_group, head_offset};
 }
 
+// What queries see and what happens to scores.
+mp_attention_mask mask_of(
+    const char* op, const mp_attention_shape& shape, const Tensor& q, const std::optional<Tensor>& first,
+    const std::optional<Tensor>& end, const std::optional<Tensor>& sinks, int64_t window, double softcap) {
+  const bool any = first.has_value() || end.has_value() || sinks.has_value() || window != 0 || softcap != 0.0;
+  check(shape.causal || !any, op, "a mask is for causal attention");
+  check(window >= 0 && softcap >= 0.0, op, "window and softcap must not be negative");
+  if (first.has_value()) check_tensor(op, "first", *first, q, ScalarType::Int, shape.batch * shape.seq);
+  if (end.has_value()) check_tensor(op, "end", *end, q, ScalarType::Int, shape.seq);
+  if (sinks.has_value()) check_tensor(op, "sinks", *sinks, q, ScalarType::Float, shape.groups * shape.per_group);
+  return {static_cast<const int32_t*>(pointer(first)), static_cast<const int32_t*>(pointer(end)),
+          static_cast<const float*>(pointer(sinks)), window, static_cast<float>(softcap)};
+}
+
 // out like q, contiguous; rows [b, g, r, 2, s]
 std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, const std::optional<Tensor>& keys,
-    int64_t op_key, int64_t threshold, int64_t head_offset) {
+    int64_t op_key, int64_t threshold, int64_t head_offset, const std::optional<Tensor>& first,
+    const std::optional<Tensor>& end, const std::optional<Tensor>& sinks, int64_t window, double softcap) {
   const char* op = "attention_forward";
   const int32_t dtype = dtype_of(q, op);
-  const mp_attention_shape shape = shape_of(op, q, k, v, causal, scale);
-  const auto mask = mask_of(op, shape, q, keys, op_key, threshold, head_offset);
+  const mp_attention_shape shape = shape_of(op, q, k, v, causal, scale, end.has_value());
+  const auto dropout = dropout_of(op, shape, q, keys, op_key, threshold, head_offset);
+  check(!dropout.has_value() || !end.has_value(), op, "dropout is of a whole sequence");
+  const mp_attention_mask mask = mask_of(op, shape, q, first, end, sinks, window, softcap);
   const Strides qs = strides_of(op, q), ks = strides_of(op, k), vs = strides_of(op, v);
   const int64_t sizes[] = {shape.seq, shape.batch, shape.groups, shape.per_group, shape.d};
   Tensor out = torch::stable::new_empty(q, {sizes, 5});
@@ -68,20 +85,23 @@ std::tuple<Tensor, Tensor> attention_forward(
   check_code(
       forward.on(q)(
           nullptr, dtype, &shape, q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(), vs.data(),
-          mask.has_value() ? &*mask : nullptr, out.data_ptr(), static_cast<float*>(rows.data_ptr())),
+          dropout.has_value() ? &*dropout : nullptr, shape.causal ? &mask : nullptr, out.data_ptr(),
+          static_cast<float*>(rows.data_ptr())),
       q, op);
   return {out, rows};
 }
 
-// Writes dq, dk and dv, which are like q, k and v but for their strides.
+// Writes dq, dk and dv, which are like q, k and v but for their strides, and dsinks [b, g * r] where there are sinks.
 void attention_backward_(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& rows,
     const Tensor& dq, const Tensor& dk, const Tensor& dv, double scale, bool causal, const std::optional<Tensor>& keys,
-    int64_t op_key, int64_t threshold, int64_t head_offset) {
+    int64_t op_key, int64_t threshold, int64_t head_offset, const std::optional<Tensor>& first,
+    const std::optional<Tensor>& end, const std::optional<Tensor>& sinks, int64_t window, double softcap,
+    const std::optional<Tensor>& dsinks) {
   const char* op = "attention_backward_";
   const int32_t dtype = dtype_of(q, op);
-  const mp_attention_shape shape = shape_of(op, q, k, v, causal, scale);
-  const mp_attention_shape theirs = shape_of(op, dq, dk, dv, causal, scale);
+  const mp_attention_shape shape = shape_of(op, q, k, v, causal, scale, end.has_value());
+  const mp_attention_shape theirs = shape_of(op, dq, dk, dv, causal, scale, end.has_value());
   check(theirs.seq == shape.seq && theirs.keys == shape.keys && theirs.batch == shape.batch &&
             theirs.groups == shape.groups && theirs.per_group == shape.per_group && theirs.d == shape.d &&
             dq.scalar_type() == q.scalar_type(),
@@ -90,14 +110,22 @@ void attention_backward_(
   check_tensor(op, "out", out, q, q.scalar_type(), q.numel());
   check_tensor(
       op, "rows", rows, q, ScalarType::Float, 2 * shape.batch * shape.groups * shape.per_group * shape.seq);
-  const auto mask = mask_of(op, shape, q, keys, op_key, threshold, head_offset);
+  const auto dropout = dropout_of(op, shape, q, keys, op_key, threshold, head_offset);
+  check(!dropout.has_value() || !end.has_value(), op, "dropout is of a whole sequence");
+  const mp_attention_mask mask = mask_of(op, shape, q, first, end, sinks, window, softcap);
+  check(sinks.has_value() == dsinks.has_value(), op, "sinks and dsinks are given together");
+  if (dsinks.has_value()) {
+    check_tensor(op, "dsinks", *dsinks, q, ScalarType::Float, shape.batch * shape.groups * shape.per_group);
+  }
   const Strides qs = strides_of(op, q), ks = strides_of(op, k), vs = strides_of(op, v);
   const Strides dqs = strides_of(op, dq), dks = strides_of(op, dk), dvs = strides_of(op, dv);
   check_code(
       backward.on(q)(
           nullptr, dtype, &shape, dout.data_ptr(), q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(),
-          vs.data(), out.data_ptr(), static_cast<const float*>(rows.data_ptr()), mask.has_value() ? &*mask : nullptr,
-          dq.data_ptr(), dqs.data(), dk.data_ptr(), dks.data(), dv.data_ptr(), dvs.data()),
+          vs.data(), out.data_ptr(), static_cast<const float*>(rows.data_ptr()),
+          dropout.has_value() ? &*dropout : nullptr, shape.causal ? &mask : nullptr, dq.data_ptr(), dqs.data(),
+          dk.data_ptr(), dks.data(), dv.data_ptr(), dvs.data(),
+          dsinks.has_value() ? static_cast<float*>(dsinks->data_ptr()) : nullptr),
       q, op);
 }
 
@@ -107,11 +135,13 @@ void attention_backward_(
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
   m.def(
       "attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, Tensor? keys=None, int op_key=0, "
-      "int threshold=0, int head_offset=0) -> (Tensor out, Tensor rows)");
+      "int threshold=0, int head_offset=0, Tensor? first=None, Tensor? end=None, Tensor? sinks=None, int window=0, "
+      "float softcap=0.0) -> (Tensor out, Tensor rows)");
   m.def(
       "attention_backward_(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor rows, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, float scale, bool causal, Tensor? keys=None, int op_key=0, int threshold=0, "
-      "int head_offset=0) -> ()");
+      "int head_offset=0, Tensor? first=None, Tensor? end=None, Tensor? sinks=None, int window=0, "
+      "float softcap=0.0, Tensor(d!)? dsinks=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {

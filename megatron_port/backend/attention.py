@@ -1,8 +1,10 @@
 """Providers of causal attention, all of one signature.
 
-``attention(q, k, v, *, causal=True, dropout=None)``: q [s, b, heads, d], k and v
+``attention(q, k, v, *, causal=True, dropout=None, mask=None)``: q [s, b, heads, d], k and v
 [s, b, kv_heads, d] → [s, b, heads * d], scores scaled by 1/sqrt(d). With grouped
 queries (arXiv 2305.13245), query head j uses key head j // (heads / kv_heads).
+``mask`` (:class:`AttentionMask`): a window, documents, sinks, a soft-cap; a provider raises ValueError for what it
+lacks, which ``choose_attention`` refuses when a run starts.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_port.backend.cpu_upcast import product
 from megatron_port.backend.fused import CausalSoftmax, ProbabilityDropout, torch_causal_softmax
+from megatron_port.backend.mask import AttentionMask, masked_softmax
 
 
 class Attention(Protocol):
@@ -31,19 +34,25 @@ class Attention(Protocol):
         *,
         causal: bool = True,
         dropout: ProbabilityDropout | None = None,
+        mask: AttentionMask | None = None,
     ) -> torch.Tensor: ...
 
 
-def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
-    """Raise ValueError unless the shapes fit together."""
+def check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: AttentionMask | None = None
+) -> None:
+    """Raise ValueError unless the shapes fit together, and the mask with them."""
     if k.shape != v.shape or q.shape[1] != k.shape[1] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
-    if causal and q.shape[0] != k.shape[0]:
+    if mask is not None and not causal:
+        raise ValueError("attention that is not causal takes no AttentionMask")
+    if causal and q.shape[0] != k.shape[0] and (mask is None or mask.end is None):
         raise ValueError(f"causal attention needs as many queries as keys, not {q.shape[0]} and {k.shape[0]}")
 
 
 def math_attention_with(softmax: CausalSoftmax) -> Attention:
-    """Attention written out: products in the input's dtype, softmax in fp32 (fp64 for fp64) by the provider given."""
+    """Attention written out: products in the input's dtype, softmax in fp32 (fp64 for fp64) by the provider given, or
+    under a mask by torch."""
 
     def attention(
         q: torch.Tensor,
@@ -52,8 +61,9 @@ def math_attention_with(softmax: CausalSoftmax) -> Attention:
         *,
         causal: bool = True,
         dropout: ProbabilityDropout | None = None,
+        mask: AttentionMask | None = None,
     ) -> torch.Tensor:
-        check_shapes(q, k, v, causal)
+        check_shapes(q, k, v, causal, mask)
         seq, batch, heads, size = q.shape
         keys, groups = k.shape[0], k.shape[2]
         rep = heads // groups
@@ -61,16 +71,21 @@ def math_attention_with(softmax: CausalSoftmax) -> Attention:
         # Scaled before the product: half-precision scores overflow later then.
         grouped = (q * (1.0 / math.sqrt(size))).permute(1, 2, 0, 3).reshape(batch, groups, rep * seq, size)
         scores = product(grouped, k.permute(1, 2, 3, 0)).view(batch, heads, seq, keys)
-        if causal:
+        if causal and mask is None:
             probs = softmax(scores, scale=1.0, dropout=dropout)
         else:
-            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-            probs = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
+            probs = _softmax(scores) if mask is None else masked_softmax(scores, mask)
             probs = probs if dropout is None else dropout.drop(probs)
         out = product(probs.view(batch, groups, rep * seq, keys), v.permute(1, 2, 0, 3))
         return out.view(batch, heads, seq, size).permute(2, 0, 1, 3).reshape(seq, batch, heads * size)
 
     return attention
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Softmax over every key, in fp32 (fp64 for fp64); the result has the dtype of the scores."""
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return torch.softmax(scores, dim=-1, dtype=wide).to(scores.dtype)
 
 
 math_attention = math_attention_with(torch_causal_softmax)
@@ -81,6 +96,13 @@ def refuse_dropout(name: str, dropout: ProbabilityDropout | None) -> None:
     """Raise ValueError if there is dropout, whose masks only the project's own attention and math can make."""
     if dropout is not None:
         raise ValueError(f"attention provider {name} cannot drop probabilities by counters; use math")
+
+
+def refuse_mask(name: str, mask: AttentionMask) -> None:
+    """Raise ValueError for what only the project's own attention and math can do."""
+    if mask.sinks is not None or mask.end is not None:
+        what = "attention sinks" if mask.sinks is not None else "queries and keys at other positions"
+        raise ValueError(f"attention provider {name} cannot serve {what}; use own or math")
 
 
 def fold_batch(x: torch.Tensor) -> torch.Tensor:
@@ -109,7 +131,12 @@ def _prefer(order: Sequence[SDPBackend]) -> None:
 
 
 def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
-    """torch's scaled_dot_product_attention; ``kernels``: tried in this order (empty: torch's own choice)."""
+    """torch's scaled_dot_product_attention; ``kernels``: tried in this order (empty: torch's own choice).
+
+    A window and documents take a mask of queries · keys bytes, for each sample where documents differ, made in every
+    layer, and no work is saved by it: all scores are computed, the later half too. Of a GPU's kernels cuDNN's, the
+    memory-efficient one and math's take masks, not flash attention.
+    """
     order = list(kernels)
 
     def attention(
@@ -119,21 +146,39 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
         *,
         causal: bool = True,
         dropout: ProbabilityDropout | None = None,
+        mask: AttentionMask | None = None,
     ) -> torch.Tensor:
-        check_shapes(q, k, v, causal)
+        check_shapes(q, k, v, causal, mask)
         refuse_dropout("sdpa", dropout)
-        qt, kt, vt = (fold_batch(x).transpose(1, 2) for x in (q, k, v))
         gqa = q.shape[2] != k.shape[2]
         if order:
             _prefer(order)
-        out = F.scaled_dot_product_attention(qt, kt, vt, is_causal=causal, enable_gqa=gqa)
+        visible = None if mask is None else _sdpa_mask(mask, q, k)
+        if visible is not None and visible.shape[0] > 1:
+            qt, kt, vt = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(qt, kt, vt, attn_mask=visible, enable_gqa=gqa)
+            return out.permute(2, 0, 1, 3).reshape(q.shape[0], q.shape[1], -1)
+        qt, kt, vt = (fold_batch(x).transpose(1, 2) for x in (q, k, v))
+        causal = causal and visible is None
+        out = F.scaled_dot_product_attention(qt, kt, vt, attn_mask=visible, is_causal=causal, enable_gqa=gqa)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[1], -1)
 
     return attention
 
 
-def flash_attention(function: Callable[..., torch.Tensor]) -> Attention:
-    """The flash-attn package's ``flash_attn_func`` (Dao, arXiv 2307.08691); fp16 and bf16 on a GPU."""
+def _sdpa_mask(mask: AttentionMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return the keys that each query sees, as torch's attention takes them: bool [batch or 1, 1, queries, keys]."""
+    refuse_mask("sdpa", mask)
+    if mask.softcap:
+        raise ValueError("attention provider sdpa cannot serve soft-capped scores; use own, math or flash_attn")
+    return mask.visible(q.shape[0], k.shape[0], q.device)
+
+
+def flash_attention(
+    function: Callable[..., torch.Tensor], varlen: Callable[..., torch.Tensor] | None = None
+) -> Attention:
+    """The flash-attn package's ``flash_attn_func`` (Dao, arXiv 2307.08691), and ``flash_attn_varlen_func`` for
+    documents; fp16 and bf16 on a GPU."""
 
     def attention(
         q: torch.Tensor,
@@ -142,13 +187,31 @@ def flash_attention(function: Callable[..., torch.Tensor]) -> Attention:
         *,
         causal: bool = True,
         dropout: ProbabilityDropout | None = None,
+        mask: AttentionMask | None = None,
     ) -> torch.Tensor:
-        check_shapes(q, k, v, causal)
+        check_shapes(q, k, v, causal, mask)
         refuse_dropout("flash_attn", dropout)
-        out = function(fold_batch(q), fold_batch(k), fold_batch(v), causal=causal)
-        return out.reshape(q.shape[0], q.shape[1], -1)
+        options = {} if mask is None else _flash_options(mask)
+        if mask is None or mask.first is None:
+            out = function(fold_batch(q), fold_batch(k), fold_batch(v), causal=causal, **options)
+            return out.reshape(q.shape[0], q.shape[1], -1)
+        if varlen is None or mask.documents is None:
+            raise ValueError("attention provider flash_attn needs flash_attn_varlen_func and AttentionMask.documents")
+        offsets, longest = mask.documents.offsets, mask.documents.longest
+        out = varlen(
+            *(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)), cu_seqlens_q=offsets, cu_seqlens_k=offsets,
+            max_seqlen_q=longest, max_seqlen_k=longest, causal=True, **options,
+        )
+        return out.view(q.shape[1], q.shape[0], -1).transpose(0, 1).contiguous()
 
     return attention
+
+
+def _flash_options(mask: AttentionMask) -> dict[str, Any]:
+    """Return flash-attn's arguments for a window and a soft-cap; none for what is not asked for."""
+    refuse_mask("flash_attn", mask)
+    window = {"window_size": (mask.window - 1, 0)} if mask.window else {}  # the query itself is not counted there
+    return window | ({"softcap": mask.softcap} if mask.softcap else {})
 
 
 def gpu_kernels(*, rocm: bool, deterministic: bool) -> list[SDPBackend]:

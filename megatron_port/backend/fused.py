@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_port.backend.mask import AttentionMask
+
 
 class Norm(Protocol):
     """(norm(x + residual) · weight + bias, x + residual); without residual the second is x. x [..., h], weight [h].
@@ -84,7 +86,9 @@ class ProbabilityDropout:
 class PackedAttention(Protocol):
     """Causal attention of a packed projection that is not rotated, [s, b, g, r + 2, d] → [s, b, g·r·d]."""
 
-    def __call__(self, qkv: Tensor, *, dropout: ProbabilityDropout | None = None) -> Tensor: ...
+    def __call__(
+        self, qkv: Tensor, *, dropout: ProbabilityDropout | None = None, mask: AttentionMask | None = None
+    ) -> Tensor: ...
 
 
 class CausalSoftmax(Protocol):

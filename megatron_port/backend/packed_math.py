@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_port.backend.attention import math_attention_with
 from megatron_port.backend.direct import first_order
 from megatron_port.backend.fused import CausalSoftmax, PackedAttention, ProbabilityDropout, SplitRotary
+from megatron_port.backend.mask import AttentionMask, masked_softmax
 
 
 def _heads(packed: Tensor) -> list[Tensor]:
@@ -81,13 +82,20 @@ def packed_math_attention(softmax: CausalSoftmax, split: SplitRotary) -> PackedA
     """Return the attention of packed projections; grouped queries, whose heads are no one batch, are split first."""
     separate = math_attention_with(softmax)
 
-    def attention(qkv: Tensor, *, dropout: ProbabilityDropout | None = None) -> Tensor:
+    def attention(
+        qkv: Tensor, *, dropout: ProbabilityDropout | None = None, mask: AttentionMask | None = None
+    ) -> Tensor:
         seq, batch, groups, rows, _ = qkv.shape
         if rows != 3:
-            return separate(*split(qkv, None, None), dropout=dropout)
+            return separate(*split(qkv, None, None), dropout=dropout, mask=mask)
         gradient = _Gradient()
         scores: Tensor = _Scores.apply(qkv.contiguous(), gradient)  # type: ignore[no-untyped-call]
-        probs = softmax(scores.view(batch, groups, seq, seq), scale=1.0, dropout=dropout)
+        scores = scores.view(batch, groups, seq, seq)
+        if mask is None:
+            probs = softmax(scores, scale=1.0, dropout=dropout)
+        else:
+            probs = masked_softmax(scores, mask)
+            probs = probs if dropout is None else dropout.drop(probs)
         out: Tensor = _Mix.apply(probs, qkv.contiguous(), gradient)  # type: ignore[no-untyped-call]
         return out
 

@@ -1,8 +1,9 @@
-"""Fused attention of the CPU library: values, gradients, dropout, strides, packing, what a row sees."""
+"""Fused attention of the CPU library: values, gradients, dropout, strides, packing, masks."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from twin.streams import dropout_factors
 from megatron_port.backend import kernels
 from megatron_port.backend.attention import math_attention
 from megatron_port.backend.fused import ProbabilityDropout
+from megatron_port.backend.mask import AttentionMask
 from megatron_port.backend.ops.attention import attention, packed_attention
 from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.random import DropoutStream
@@ -217,3 +219,72 @@ def test_dropout_that_cannot_be_is_refused() -> None:
     later = dataclasses.replace(_dropout(0.1, 6), first_query=6)
     with pytest.raises(ValueError, match="a whole sequence, and the first query's position is 6"):
         attention(q, k, v, dropout=later)
+
+
+def _starts(batch: int, seq: int, count: int) -> torch.Tensor:
+    """int32 [batch, seq]: starts of documents whose ends are drawn, other ones in each sample."""
+    draw, out = random.Random(seq), torch.zeros(batch, seq, dtype=torch.int32)
+    for row in out:
+        for cut in sorted(draw.sample(range(1, seq), min(count, seq - 1))):
+            row[cut:] = cut
+    return out
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks(dtype: torch.dtype, p: float) -> None:
+    """Windows, documents, soft-caps and sinks over several blocks of queries, as torch's ops compute them."""
+    for seq, groups, per_group, size, window, softcap in (
+        (150, 1, 2, 24, 40, 0.0), (97, 2, 1, 33, 0, 1.5), (131, 1, 3, 16, 7, 3.0), (256, 2, 2, 32, 0, 0.0)
+    ):
+        heads, first = groups * per_group, _starts(2, seq, 6)
+        q, k, v = (_normal(seq, 2, n, size, seed=i) for i, n in enumerate((heads, groups, groups)))
+        dropout = _dropout(p, seq) if p else None
+
+        def run(
+            function: Callable[..., torch.Tensor], *inputs: torch.Tensor, dropout: ProbabilityDropout | None = dropout,
+            fixed: tuple[int, float, torch.Tensor] = (window, softcap, first),
+        ) -> torch.Tensor:
+            mask = AttentionMask(*fixed[:2], sinks=inputs[3], first=fixed[2])
+            return function(*inputs[:3], dropout=dropout, mask=mask)
+
+        compare(lambda *x, run=run: run(attention, *x), lambda *x, run=run: run(math_attention, *x),
+                (q, k, v, _normal(heads, seed=3)), dtype, torch.device("cpu"), what=f"mask {(seq, window, softcap, p)}")
+
+
+def test_a_document_is_computed_as_if_it_were_alone() -> None:
+    """Values to the bit, wherever in the sample it stands; sums over queries, in keys' gradients, are cut elsewhere."""
+    y, cuts = _packed(seq=180, batch=1), (0, 1, 37, 100, 101, 180)
+    first = torch.zeros(1, 180, dtype=torch.int32)
+    for cut in cuts[1:-1]:
+        first[:, cut:] = cut
+    together = packed_attention(leaf := y.clone().requires_grad_(), mask=AttentionMask(first=first))
+    weights = _normal(*together.shape, seed=9).float()
+    (gradient,) = torch.autograd.grad(together, leaf, weights)
+    for a, b in itertools.pairwise(cuts):
+        alone = packed_attention(part := y[a:b].clone().requires_grad_())
+        assert torch.equal(alone, together[a:b])
+        (own,) = torch.autograd.grad(alone, part, weights[a:b])
+        torch.testing.assert_close(own, gradient[a:b], rtol=1e-5, atol=1e-6)
+
+
+def test_opcheck_with_a_mask() -> None:
+    q, k, v = torch.randn(6, 2, 2, 3, 8), torch.randn(9, 2, 2, 8), torch.randn(9, 2, 2, 8)
+    first, end = torch.zeros(2, 6, dtype=torch.int32), torch.arange(2, 8, dtype=torch.int32)
+    ops, mask = torch.ops.megatron_port, (None, 0, 0, 0, first, end, torch.randn(6), 3, 1.5)
+    torch.library.opcheck(ops.attention_forward, (q, k, v, 0.3, True, *mask))
+    out, rows = ops.attention_forward(q, k, v, 0.3, True, *mask)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    args = (torch.randn_like(out), q, k, v, out, rows, *grads, 0.3, True, *mask, torch.empty(2, 6))
+    torch.library.opcheck(ops.attention_backward_, args)
+
+
+@pytest.mark.parametrize("mask, text", [
+    (AttentionMask(window=-1), "must not be negative"),
+    (AttentionMask(sinks=torch.zeros(3)), "sinks has 3 elements, not 4"),
+    (AttentionMask(first=torch.zeros(2, 6)), "first"),
+    (AttentionMask(first=torch.zeros(2, 5, dtype=torch.int32)), "first has 10 elements, not 12"),
+])
+def test_a_mask_that_does_not_fit_is_refused(mask: AttentionMask, text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        attention(torch.randn(6, 2, 4, 8), torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8), mask=mask)

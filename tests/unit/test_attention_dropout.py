@@ -15,6 +15,7 @@ from megatron_port.backend.attention import Attention, math_attention, math_atte
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
 from megatron_port.backend.fused import ProbabilityDropout
+from megatron_port.backend.mask import AttentionMask
 from megatron_port.backend.ops import attention as own
 from megatron_port.backend.ops.softmax import causal_softmax
 from megatron_port.backend.providers import Providers, torch_providers
@@ -122,7 +123,7 @@ def test_the_masks_of_a_recomputed_layer_are_its_own_samples(provider: Literal["
 
 def _without(attention: Attention) -> Attention:
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-              dropout: ProbabilityDropout | None = None) -> torch.Tensor:
+              dropout: ProbabilityDropout | None = None, mask: AttentionMask | None = None) -> torch.Tensor:
         return attention(q, k, v, causal=causal)
 
     return plain

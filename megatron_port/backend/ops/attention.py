@@ -2,7 +2,8 @@
 
 Arithmetic in fp32; fp32, fp16 and bf16 tensors. Scores and probabilities are made by blocks of queries and never
 stored: q, k, v, the output and two floats a row are saved, and the backward pass makes the scores again, and with
-dropout the mask. Products leave out the tiles above the diagonal.
+dropout the mask. Products leave out the tiles that no query sees: under windows and within documents the work is
+proportional to what the mask leaves.
 """
 
 from __future__ import annotations
@@ -14,36 +15,46 @@ from torch import Tensor
 
 from megatron_port.backend.direct import FirstOrderFunction, first_order
 from megatron_port.backend.fused import ProbabilityDropout
+from megatron_port.backend.mask import AttentionMask
 from megatron_port.backend.ops.dropout import drop_threshold
 
-Mask = tuple[Tensor | None, int, int, int]
+Dropout = tuple[Tensor | None, int, int, int]
 """(keys, op_key, threshold, head_offset) as the kernel takes them; no keys: no dropout."""
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, dropout: ProbabilityDropout | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, dropout: ProbabilityDropout | None = None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """dropout(softmax(q kᵀ / sqrt(d))) v as [s, b, heads · d], of q [s, b, heads, d], k and v [keys, b, groups, d].
 
     Query head j uses key head j // (heads / groups). Any strides but in the last dimension. causal: row i sees the keys
-    up to i, and s = keys. Dropout is for causal attention of a whole sequence.
+    up to i, and s = keys, unless the mask says otherwise. A mask and dropout are for causal attention, dropout for that
+    of a whole sequence.
 
     Raises:
-        RuntimeError: the shapes do not fit together, or dropout of attention that is not causal.
+        RuntimeError: the shapes do not fit together, or dropout or a mask of attention that is not causal.
         ValueError: dropout of queries that are not the whole sequence.
     """
-    out: Tensor = _Attention.apply(q, k, v, causal, _mask(dropout))
+    out: Tensor = _Attention.apply(q, k, v, _sinks(mask), causal, _dropout(dropout), mask)
     return out
 
 
-def packed_attention(qkv: Tensor, *, dropout: ProbabilityDropout | None = None) -> Tensor:
+def packed_attention(
+    qkv: Tensor, *, dropout: ProbabilityDropout | None = None, mask: AttentionMask | None = None
+) -> Tensor:
     """Causal attention of the packed projection [s, b, g, r + 2, d] (r query heads of a group, its key, its value) as
     [s, b, g · r · d]; the gradient is packed as well, so that none of q, k, v has to be put together."""
-    out: Tensor = _PackedAttention.apply(qkv, _mask(dropout))
+    out: Tensor = _PackedAttention.apply(qkv, _sinks(mask), _dropout(dropout), mask)
     return out
 
 
-def _mask(dropout: ProbabilityDropout | None) -> Mask:
+def _sinks(mask: AttentionMask | None) -> Tensor | None:
+    """The sinks in fp32, in which the kernel sums their gradient."""
+    return None if mask is None or mask.sinks is None else mask.sinks.float()
+
+
+def _dropout(dropout: ProbabilityDropout | None) -> Dropout:
     if dropout is None or not (threshold := drop_threshold(dropout.p)):
         return None, 0, 0, 0
     if dropout.first_query != 0:
@@ -54,49 +65,72 @@ def _mask(dropout: ProbabilityDropout | None) -> Mask:
     return dropout.keys, dropout.op_key, threshold, dropout.head_offset
 
 
+def _forward(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, causal: bool, dropout: Dropout,
+    mask: AttentionMask | None,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, rows) of the kernel; ``ctx`` keeps what is no tensor of the graph. The ranges of keys are the
+    micro-batch's own, and held by it."""
+    ctx.scale, ctx.causal, ctx.dropout = k.shape[-1] ** -0.5, causal, dropout[1:]
+    ctx.ranges = (None, None) if mask is None else (mask.first, mask.end)
+    ctx.window, ctx.softcap = (0, 0.0) if mask is None else (mask.window, mask.softcap)
+    out: tuple[Tensor, Tensor] = torch.ops.megatron_port.attention_forward.default(
+        q, k, v, ctx.scale, causal, *dropout, *ctx.ranges, sinks, ctx.window, ctx.softcap
+    )
+    return out
+
+
+def _backward(
+    ctx: Any, dout: Tensor, inputs: tuple[Tensor, ...], saved: tuple[Any, ...], gradients: tuple[Tensor, ...]
+) -> Tensor | None:
+    """Fill the gradients of q, k and v; return that of the sinks. ``saved``: (out, rows, keys, sinks)."""
+    out, rows, keys, sinks = saved
+    dsinks = None if sinks is None else sinks.new_empty(dout.shape[1], sinks.numel())
+    torch.ops.megatron_port.attention_backward_.default(
+        dout.contiguous(), *inputs, out, rows, *gradients, ctx.scale, ctx.causal, keys, *ctx.dropout, *ctx.ranges,
+        sinks, ctx.window, ctx.softcap, dsinks,
+    )
+    return None if dsinks is None else dsinks.sum(dim=0)
+
+
 class _Attention(FirstOrderFunction):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask) -> Tensor:
-        groups, size = k.shape[2:]
-        q = q.unflatten(2, (groups, -1))
-        keys, *ctx.mask = mask
-        ctx.scale, ctx.causal = size**-0.5, causal
-        out, rows = torch.ops.megatron_port.attention_forward.default(q, k, v, ctx.scale, causal, keys, *ctx.mask)
-        ctx.save_for_backward(q, k, v, out, rows, keys)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, causal: bool, dropout: Dropout,
+        mask: AttentionMask | None,
+    ) -> Tensor:
+        q = q.unflatten(2, (k.shape[2], -1))
+        out, rows = _forward(ctx, q, k, v, sinks, causal, dropout, mask)
+        ctx.save_for_backward(q, k, v, out, rows, dropout[0], sinks)
         flat: Tensor = out.flatten(2)
         return flat
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, out, rows, keys = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *saved = ctx.saved_tensors
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        torch.ops.megatron_port.attention_backward_.default(
-            dout.contiguous(), q, k, v, out, rows, dq, dk, dv, ctx.scale, ctx.causal, keys, *ctx.mask
-        )
-        return dq.flatten(2, 3), dk, dv, None, None
+        dsinks = _backward(ctx, dout, (q, k, v), tuple(saved), (dq, dk, dv))
+        return dq.flatten(2, 3), dk, dv, dsinks, None, None, None
 
 
 class _PackedAttention(FirstOrderFunction):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, mask: Mask) -> Tensor:
-        q, k, v = _split(qkv)
-        keys, *ctx.mask = mask
-        ctx.scale = qkv.shape[4] ** -0.5
-        out, rows = torch.ops.megatron_port.attention_forward.default(q, k, v, ctx.scale, True, keys, *ctx.mask)
-        ctx.save_for_backward(qkv, out, rows, keys)
+    def forward(
+        ctx: Any, qkv: Tensor, sinks: Tensor | None, dropout: Dropout, mask: AttentionMask | None
+    ) -> Tensor:
+        out, rows = _forward(ctx, *_split(qkv), sinks, True, dropout, mask)
+        ctx.save_for_backward(qkv, out, rows, dropout[0], sinks)
         flat: Tensor = out.flatten(2)
         return flat
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        qkv, out, rows, keys = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, *saved = ctx.saved_tensors
         gradient: Tensor = qkv.new_empty(qkv.shape)
-        torch.ops.megatron_port.attention_backward_.default(
-            dout.contiguous(), *_split(qkv), out, rows, *_split(gradient), ctx.scale, True, keys, *ctx.mask
-        )
-        return gradient, None
+        dsinks = _backward(ctx, dout, _split(qkv), tuple(saved), _split(gradient))
+        return gradient, dsinks, None, None
 
 
 def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +140,7 @@ def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_shapes(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, keys: Tensor | None = None, *mask: int
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, keys: Tensor | None = None, *rest: object
 ) -> tuple[Tensor, Tensor]:
     s, b, g, r, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, g, r, 2, s), dtype=torch.float32)

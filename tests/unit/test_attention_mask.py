@@ -1,0 +1,187 @@
+"""What queries see and what happens to their scores: every provider against the definition, query by query, in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_port.backend import kernels
+from megatron_port.backend.attention import Attention, flash_attention, math_attention, sdpa_attention
+from megatron_port.backend.fused import torch_causal_softmax, torch_split_rotary
+from megatron_port.backend.mask import AttentionMask, PackedDocuments, key_ends
+from megatron_port.backend.ops import attention as own
+from megatron_port.backend.packed_math import packed_math_attention
+
+SEQ, BATCH, HEADS, GROUPS, SIZE = 13, 2, 4, 2, 6
+STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 4, 9, 9, 9, 12], [0, 1, 1, 1, 1, 1, 1, 1, 8, 8, 8, 8, 8]],
+                      dtype=torch.int32)
+"""Documents of one token at the front, in the middle and at the end; another division in the second sample."""
+ALL = tuple(range(SEQ))
+Tensors = tuple[torch.Tensor, ...]
+
+
+def given(seed: int = 0) -> Tensors:
+    """q, k, v and sinks in fp64, scores far enough from 0 that a cap of 1 bends them."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((SEQ, BATCH, HEADS, SIZE), *[(SEQ, BATCH, GROUPS, SIZE)] * 2, (HEADS,))
+    return tuple(torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+
+
+def by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *, window: int = 0,
+    softcap: float = 0.0, starts: torch.Tensor | None = None, queries: tuple[int, ...] = ALL,
+    keys: tuple[int, ...] = ALL,
+) -> torch.Tensor:
+    """Attention of queries and keys at these positions (rows of q and of k), each query by itself."""
+    rows = []
+    for row, i in enumerate(queries):
+        for b, head in itertools.product(range(q.shape[1]), range(q.shape[2])):
+            first = 0 if starts is None else int(starts[b, i])
+            seen = [n for n, j in enumerate(keys) if first <= j <= i and (not window or j > i - window)]
+            group = head // (q.shape[2] // k.shape[2])
+            scores = [(q[row, b, head] @ k[n, b, group]) / SIZE**0.5 for n in seen]
+            scores = [softcap * torch.tanh(x / softcap) for x in scores] if softcap else scores
+            column = [] if sinks is None else [sinks[head]]
+            if not seen:
+                rows.append(torch.zeros(SIZE, dtype=q.dtype))
+                continue
+            weights = torch.softmax(torch.stack([*scores, *column]), 0)[: len(seen)]
+            rows.append(sum(w * v[n, b, group] for w, n in zip(weights, seen)))
+    return torch.stack(rows).view(len(queries), q.shape[1], -1)
+
+
+def results(function: Callable[..., torch.Tensor], inputs: Tensors, dtype: torch.dtype = torch.float64) -> Tensors:
+    """The result, and the gradients of all inputs."""
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    out = function(*leaves)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return (out.detach(), *torch.autograd.grad(out, leaves, weights.to(dtype)))
+
+
+def close(mine: Tensors, wanted: Tensors, bound: float) -> None:
+    for number, (a, b) in enumerate(zip(mine, wanted, strict=True)):
+        assert float((a.double() - b).abs().max()) <= bound * max(1.0, float(b.abs().max())), number
+
+
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask) -> torch.Tensor:
+    y = torch.cat((q.unflatten(2, (GROUPS, -1)), k.unsqueeze(3), v.unsqueeze(3)), dim=3)
+    return own.packed_attention(y, mask=mask)
+
+
+def packed_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AttentionMask) -> torch.Tensor:
+    y = torch.stack((q, *(x.repeat_interleave(HEADS // GROUPS, 2) for x in (k, v))), dim=3)
+    return packed_math_attention(torch_causal_softmax, torch_split_rotary)(y, mask=mask)
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "window 1": {"window": 1}, "window": {"window": 4}, "documents": {"starts": STARTS}, "cap": {"softcap": 1.0},
+    "all": {"window": 3, "starts": STARTS, "softcap": 0.7},
+}
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_own_and_math_are_the_definition(name: str, with_sinks: bool) -> None:
+    kernels.load("cpu")
+    options = MASKS[name]
+    first = options.get("starts")
+
+    def masked(function: Any) -> Callable[..., torch.Tensor]:
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+            mask = AttentionMask(
+                options.get("window", 0), options.get("softcap", 0.0), sinks[0] if sinks else None, first
+            )
+            out: torch.Tensor = function(q, k, v, mask=mask)
+            return out
+
+        return call
+
+    def wanted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+        return by_definition(q, k, v, sinks[0] if sinks else None, **options)
+
+    inputs = given()[: 4 if with_sinks else 3]
+    exact = results(wanted, inputs)
+    for function in (math_attention, packed_math):
+        close(results(masked(function), inputs), exact, 1e-12)
+    for function in (own.attention, packed):
+        close(results(masked(function), inputs, torch.float32), exact, 2e-6)
+
+
+RUNS: dict[str, tuple[tuple[int, ...], int]] = {
+    "two runs, every key": ((*range(2, 5), *range(9, 13)), 0), "later keys": (ALL, 5), "a late run": ((7, 8), 8),
+}
+"""(positions of the queries, position of the first key). Queries before the first key see nothing."""
+
+
+@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize("name", ["window", "all"])
+def test_queries_and_keys_at_other_positions(name: str, runs: str) -> None:
+    """As ranks that divide a sequence have them; what no key is left for is zeros, with gradients of zero."""
+    kernels.load("cpu")
+    (queries, from_key), options = RUNS[runs], MASKS[name]
+    keys, places = tuple(range(from_key, SEQ)), torch.tensor(queries)
+    starts = options.get("starts", torch.zeros_like(STARTS))
+    q, k, v, sinks = given()
+    inputs = q[places], k[from_key:], v[from_key:], sinks
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        mask = AttentionMask(
+            options["window"], options.get("softcap", 0.0), sinks, starts[:, places].contiguous() - from_key,
+            key_ends(places, from_key),
+        )
+        return (own.attention if q.dtype == torch.float32 else math_attention)(q, k, v, mask=mask)
+
+    exact = results(lambda *x: by_definition(*x, **options, queries=queries, keys=keys), inputs)
+    close(results(call, inputs), exact, 1e-12)
+    close(results(call, inputs, torch.float32), exact, 2e-6)
+
+
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """flash-attn's function by its documentation: [b, s, heads, d]; a window of (left, right) keys beside the own."""
+    left, right = options.get("window_size", (-1, -1))
+    assert options["causal"] and right in (-1, 0)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    places = tuple(range(q.shape[0]))
+    out = by_definition(
+        q, k, v, None, window=left + 1, softcap=options.get("softcap", 0.0), queries=places, keys=places
+    )
+    return out.view(q.shape).transpose(0, 1)
+
+
+def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The same for sequences one after the other, [tokens, heads, d]."""
+    offsets = options.pop("cu_seqlens_q").tolist()
+    assert options.pop("cu_seqlens_k").tolist() == offsets
+    longest = {options.pop("max_seqlen_q"), options.pop("max_seqlen_k")}
+    assert longest == {max(b - a for a, b in itertools.pairwise(offsets))}
+    parts = [flash(*(x[None, a:b] for x in (q, k, v)), **options)[0] for a, b in itertools.pairwise(offsets)]
+    return torch.cat(parts)
+
+
+def test_torchs_and_flash_attn_get_what_they_take() -> None:
+    """torch's attention serves windows and documents; flash-attn a soft-cap too."""
+    offsets = torch.tensor([0, 3, 4, 9, 12, 13, 14, 21, 26], dtype=torch.int32)
+    documents = PackedDocuments(offsets, 7)
+    providers: dict[str, Attention] = {"sdpa": sdpa_attention(), "flash_attn": flash_attention(flash, varlen)}
+    for (name, attention), options in itertools.product(providers.items(), MASKS.values()):
+        mask = AttentionMask(
+            options.get("window", 0), options.get("softcap", 0.0), None, options.get("starts"), documents=documents
+        )
+        inputs = given()[:3]
+        if name == "sdpa" and mask.softcap:
+            with pytest.raises(ValueError, match="sdpa cannot serve soft-capped scores"):
+                attention(*inputs, mask=mask)
+            continue
+        exact = results(lambda q, k, v, o=options: by_definition(q, k, v, None, **o), inputs)
+        close(results(lambda *x, a=attention, m=mask: a(*x, mask=m), inputs), exact, 1e-12)
+    for name, attention in providers.items():
+        with pytest.raises(ValueError, match=f"{name} cannot serve attention sinks"):
+            attention(*given()[:3], mask=AttentionMask(sinks=given()[3]))
+    with pytest.raises(ValueError, match="not causal takes no AttentionMask"):
+        math_attention(*given()[:3], causal=False, mask=AttentionMask(window=2))
+    with pytest.raises(ValueError, match="needs flash_attn_varlen_func"):
+        flash_attention(flash)(*given()[:3], mask=AttentionMask(first=STARTS))
