@@ -29,6 +29,7 @@ from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
 from megatron_port.backend.packed_math import packed_math_attention
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
+from megatron_port.config.attention import CAUSAL, MaskNeeds
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.registry import OPTIMIZERS, PROVIDERS
@@ -327,6 +328,7 @@ def choose_providers(
     fp8: str = "none",
     rule: str = "adamw",
     shape: tuple[int, int] | None = None,
+    mask: MaskNeeds = CAUSAL,
 ) -> Providers:
     """Choose the provider of every op for this device, dtype, engine and configuration.
 
@@ -337,11 +339,12 @@ def choose_providers(
         fp8: precision.fp8.
         rule: optimizer.name.
         shape: (head size, sequence length): on a GPU attention is chosen by the times measured for them.
+        mask: what attention does beyond the causal softmax; a provider serves all of it.
 
     Raises:
         EnvironmentFault: a provider that was asked for cannot serve; the message says why.
     """
-    needs = AttentionNeeds(dtype, attention_dropout, heads, shape_here(device, dtype, shape))
+    needs = AttentionNeeds(dtype, attention_dropout, heads, shape_here(device, dtype, shape), mask)
     chooser = Chooser(config, device, dtype, engine, needs, rule=rule)
     softmax, softmax_row = chooser.softmax()
     attention, attention_row = chooser.attend(softmax)

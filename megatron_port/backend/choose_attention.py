@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,9 @@ from megatron_port.backend.attention_table import (
 )
 from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.fused import CausalSoftmax, ProbabilityDropout
+from megatron_port.backend.mask import AttentionMask
 from megatron_port.backend.providers import ProviderRow, optional_import
+from megatron_port.config.attention import CAUSAL, MaskNeeds
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
 
@@ -39,6 +42,8 @@ class AttentionNeeds:
     """(query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel."""
     shape: AttentionShape | None = None
     """On a GPU: what is looked up among the measured times."""
+    mask: MaskNeeds = CAUSAL
+    """What attention does beyond the causal softmax."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,18 @@ def _halves_on_gpu(name: str, device: DeviceInfo, dtype: torch.dtype) -> str:
 def _flash_problem(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Any | None, str]:
     """(flash_attn module, "") or (None, why it cannot be used)."""
     problem = _halves_on_gpu("flash-attn", device, needs.dtype)
+    problem = problem or needs.mask.problem("flash_attn")
     if problem:
         return None, problem
     if needs.heads is not None and needs.heads[2] > _LARGEST_HEAD:
         return None, f"flash-attn takes heads of up to {_LARGEST_HEAD}, not {needs.heads[2]}"
     module, problem = optional_import("flash_attn")
-    if module is not None and not hasattr(module, "flash_attn_func"):
-        return None, "this flash_attn package has no flash_attn_func"
+    wanted = ["flash_attn_func"] + (["flash_attn_varlen_func"] if needs.mask.documents else [])
+    for name in wanted if module is not None else []:
+        if not hasattr(module, name):
+            return None, f"this flash_attn package has no {name}"
+        if needs.mask.softcap and "softcap" not in inspect.signature(getattr(module, name)).parameters:
+            return None, "this flash_attn package knows no softcap"
     return module, problem
 
 
@@ -115,6 +125,8 @@ def choose_attention(
     if needs.dropout > 0.0 and asked not in ("auto", "own"):
         drops = "only own and math drop the same elements in every layout"
         raise refuse("attention", asked, f"model.attention_dropout is {needs.dropout:g}, and {drops}", "math")
+    if asked != "auto" and (lacking := needs.mask.problem(asked)):
+        raise refuse("attention", asked, lacking, "math")
     if needs.dropout > 0.0 and asked == "auto" and own.problem:
         why = f"auto: attention_dropout {needs.dropout:g}; {own.problem}"
         return attn.math_attention_with(softmax), ProviderRow("attention", "math", why)
@@ -125,7 +137,9 @@ def choose_attention(
         return _own_attention(), ProviderRow("attention", "own", f"{how}; {own.load()}")
     flash, problem = _flash_problem(device, needs)
     without_row = ""
-    if asked == "auto" and needs.shape is not None:
+    if asked == "auto" and needs.mask.any and (flash is not None or needs.mask.problem("sdpa")):
+        return _masked(flash, problem, needs, softmax)
+    if asked == "auto" and needs.shape is not None and not needs.mask.any:
         times = lookup(shipped_table(), needs.shape)
         if times is not None and (measured := _fastest(times, config, device, needs, flash, problem)):
             return measured
@@ -135,8 +149,7 @@ def choose_attention(
         if flash is None:
             raise refuse("attention", asked, problem, "sdpa")
         how = "asked for" if asked != "auto" else "; ".join(filter(None, ("auto: first on ROCm", without_row)))
-        row = ProviderRow("attention", "flash_attn", f"{how}; flash-attn {getattr(flash, '__version__', '?')}")
-        return attn.flash_attention(flash.flash_attn_func), row
+        return _flash(flash, how)
     if asked in _PACKAGES:
         problem = _newer_flash_problem(asked, device, needs)
         if problem:
@@ -146,6 +159,21 @@ def choose_attention(
                          "sdpa")
         return _newer_flash(asked, config), ProviderRow("attention", asked, "asked for; in torch's place for flash")
     return _sdpa(config, device, needs, problem, own.problem, without_row)
+
+
+def _flash(module: Any, how: str) -> tuple[attn.Attention, ProviderRow]:
+    row = ProviderRow("attention", "flash_attn", f"{how}; flash-attn {getattr(module, '__version__', '?')}")
+    return attn.flash_attention(module.flash_attn_func, getattr(module, "flash_attn_varlen_func", None)), row
+
+
+def _masked(
+    flash: Any | None, flash_problem: str, needs: AttentionNeeds, softmax: CausalSoftmax
+) -> tuple[attn.Attention, ProviderRow]:
+    """flash-attn under a mask, whose work is what the mask leaves; else math, where torch's attention cannot serve."""
+    if flash is not None:
+        return _flash(flash, "auto: torch's attention would compute all scores under a mask")
+    why = f"auto; {needs.mask.problem('sdpa')}; {flash_problem}"
+    return attn.math_attention_with(softmax), ProviderRow("attention", "math", why)
 
 
 def _newer_flash(which: str, config: BackendConfig) -> attn.Attention:
@@ -185,10 +213,10 @@ def _own_attention() -> attn.Attention:
 
     def attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-        dropout: ProbabilityDropout | None = None,
+        dropout: ProbabilityDropout | None = None, mask: AttentionMask | None = None,
     ) -> torch.Tensor:
-        attn.check_shapes(q, k, v, causal)
-        return op(q, k, v, causal=causal, dropout=dropout)
+        attn.check_shapes(q, k, v, causal, mask)
+        return op(q, k, v, causal=causal, dropout=dropout, mask=mask)
 
     return attention
 
@@ -200,15 +228,22 @@ def _sdpa(
     why = "asked for" if config.attention == "sdpa" else "auto"
     if not device.is_gpu:
         skipped = without_own if config.attention == "auto" else ""
-        why = "; ".join(filter(None, (why, skipped, "torch's CPU kernels")))
+        why = "; ".join(filter(None, (why, skipped, "torch's CPU kernels", _all_scores(needs))))
         return attn.sdpa_attention(), ProviderRow("attention", "sdpa", why)
     kernels = attn.gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic)
     order = ", ".join(k.name.removesuffix("_ATTENTION").lower() for k in kernels)
     why += f"; first that fits of {order}"
-    if needs.heads is not None and device.memory_bytes > 0:
+    if needs.mask.any:
+        why += f"; {_all_scores(needs)}"
+    elif needs.heads is not None and device.memory_bytes > 0:
         serving = attn.serving_kernel(kernels, heads=needs.heads, dtype=needs.dtype, device=device.torch_device)
         why += f": here {serving.removesuffix('_attention')}"
     why += f"; {without_row}" if without_row else ""
     if config.attention == "auto" and "fails" in flash_problem:
         why += f"; {flash_problem}"
     return attn.sdpa_attention(kernels), ProviderRow("attention", "sdpa", why)
+
+
+def _all_scores(needs: AttentionNeeds) -> str:
+    """What a mask costs torch's attention, in words."""
+    return "computes all scores, whatever the mask leaves" if needs.mask.any else ""

@@ -22,6 +22,7 @@ from megatron_port.backend.jit_guard import (
 from megatron_port.backend.providers import ProviderRow, optional_import
 from megatron_port.cli import doctor_machine
 from megatron_port.cli.doctor_report import CheckResult
+from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import PortError
 from megatron_port.runtime.variables import variables
@@ -143,7 +144,9 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
     heads = (max(model.num_attention_heads // tp, 1), max(model.kv_heads // tp, 1), model.head_size)
     visible = not device.is_gpu or device.memory_bytes > 0
     shape = shape_here(device, dtype, (model.head_size, model.seq_length))
-    needs = AttentionNeeds(dtype, model.attention_dropout, heads if visible else None, shape)
+    needs = AttentionNeeds(
+        dtype, model.attention_dropout, heads if visible else None, shape, MaskNeeds.of(model)
+    )
     chooser = Chooser(config.backend, device, dtype, config.engine, needs, load=visible, rule=config.optimizer.name)
     picks: dict[str, Callable[[], ProviderRow]] = {
         "attention": lambda: chooser.attend(chooser.softmax()[0])[1],

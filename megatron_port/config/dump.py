@@ -80,6 +80,7 @@ _LATER = (
     "rotary_percent", "rope_scaling", "rope_factor", "rope_original_length", "rope_low_freq_factor",
     "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "parallel_residual",
     "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale", "logits_divisor",
+    "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
 )
 _LATER_DATA = ("source", "attention_documents", "position_reset")
 """Fields of the model, and of the data, that came after the first checkpoints; at their defaults they leave the hash as
@@ -97,7 +98,7 @@ def config_hash(config: RunConfig) -> str:
     model = as_dict(config.model)
     del model["name"], model["family"]
     for name in _LATER:
-        if model[name] == getattr(ModelConfig, name):
+        if getattr(config.model, name) == getattr(ModelConfig, name):
             del model[name]
     model.update(
         num_query_groups=config.model.kv_heads, head_dim=config.model.head_size, ffn_hidden_size=config.model.ffn_size

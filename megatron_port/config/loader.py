@@ -304,7 +304,7 @@ def _convert(kind: Any, value: Any) -> Any:
     """
     kind = plain_type(kind)
     if typing.get_origin(kind) is tuple:
-        item = typing.get_args(kind)[0]
+        item = plain_type(typing.get_args(kind)[0])
         if not isinstance(value, list):
             hint = f"; write [{toml_value(value)}]" if isinstance(value, item) and not isinstance(value, bool) else ""
             raise TypeError(f"must be an array of {_name(item)}s, not {_show(value)}{hint}")

@@ -95,6 +95,19 @@ class ModelConfig:
     """Factor on the products of queries and keys; 0: 1 / sqrt(head size). Needs rope, whose tables carry it."""
     logits_divisor: Positive = 1.0
     """Divisor of the logits."""
+    sliding_window: CountOrZero = 0
+    """Keys that a query of a windowed layer sees at most, itself included; 0: no layer has a window."""
+    attention_pattern: tuple[Literal["full", "window"], ...] = ()
+    """Attention of the layers, repeated over them: full | window (over sliding_window); empty: all alike."""
+    attention_sinks: bool = False
+    """A learned score per query head that takes part in the softmax without a value (GPT-OSS)."""
+    attention_softcap: NonNegative = 0.0
+    """cap · tanh(score / cap) in place of each attention score (Gemma 2); 0: none."""
+
+    def window_of(self, layer: int) -> int:
+        """Return the window of a layer's attention; 0: its queries see all keys before them."""
+        kinds = self.attention_pattern or ("window",)
+        return self.sliding_window if kinds[layer % len(kinds)] == "window" else 0
 
     @property
     def kv_heads(self) -> int:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 
+from megatron_port.backend.cpu_upcast import product
+from megatron_port.backend.mask import visible_softmax
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.layers import Embedding
@@ -32,13 +34,13 @@ class KeyValueCache:
         """Positions that there is room for."""
         self.positions: torch.Tensor | None = None
         """int64 [batch]: where the token at hand stands; None while prompts are read."""
-        self._visible: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None
         self._layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def length(self) -> int:
         """Positions that the current token attends to in the longest sequence, itself included."""
-        return 0 if self._visible is None else self._visible.shape[-1]
+        return 0 if self._seen is None else self._seen.shape[0]
 
     def at(self, positions: Sequence[int], device: torch.device) -> None:
         """Set the positions (from 0) of the next pass, which has one token per sequence."""
@@ -46,8 +48,7 @@ class KeyValueCache:
         if last >= self.capacity:
             raise ValueError(f"position {last} of a cache of {self.capacity}")
         self.positions = torch.tensor(list(positions), dtype=torch.int64, device=device)
-        seen = torch.arange(last + 1, device=device)
-        self._visible = (seen <= self.positions[:, None])[:, None, None, :]
+        self._seen = torch.arange(last + 1, device=device)
 
     def store(self, layer: str, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store keys and values [seq, batch, groups, d] of the prompts."""
@@ -59,22 +60,36 @@ class KeyValueCache:
             kept.append(room)
         self._layers[layer] = (kept[0], kept[1])
 
-    def attend(self, layer: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Compute the attention of one token per sequence over itself and all tokens before it.
+    def _visible(self, window: int) -> torch.Tensor:
+        """bool [batch, 1, 1, length]: positions that each sequence's token sees; ``window`` 0: all up to its own."""
+        assert self.positions is not None and self._seen is not None
+        last = self.positions[:, None]
+        visible = self._seen <= last
+        if window:
+            visible &= self._seen > last - window
+        return visible[:, None, None, :]
+
+    def attend(
+        self, attention: SelfAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the attention of one token per sequence over itself and all tokens before it that it sees.
 
         q [1, batch, heads, d], k and v [1, batch, groups, d] → [1, batch, heads · d]. The query heads of a group are
         the rows of one product, so keys and values are never repeated.
         """
-        keys, values = self._layers[layer]
-        assert self.positions is not None and self._visible is not None
+        keys, values = self._layers[attention.name]
         _, batch, heads, size = q.shape
-        groups, row = k.shape[2], torch.arange(q.shape[1], device=q.device)
+        groups, row, spec = k.shape[2], torch.arange(q.shape[1], device=q.device), attention.spec
         keys[row, :, self.positions] = k[0]
         values[row, :, self.positions] = v[0]
-        out = F.scaled_dot_product_attention(
-            q.reshape(batch, groups, heads // groups, size), keys[:, :, : self.length], values[:, :, : self.length],
-            attn_mask=self._visible,
-        )
+        q, visible = q.reshape(batch, groups, heads // groups, size), self._visible(spec.window)
+        keys, values = keys[:, :, : self.length], values[:, :, : self.length]
+        if not spec.softcap and attention.sinks is None:
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
+        else:
+            scores = product(q * size**-0.5, keys.mT).view(batch, heads, 1, self.length)
+            probs = visible_softmax(scores, visible, softcap=spec.softcap, sinks=attention.sinks)
+            out = product(probs.view(batch, groups, heads // groups, self.length), values)
         return out.reshape(1, batch, heads * size)
 
 
@@ -107,7 +122,7 @@ class CacheSlot:
         if cache is None:
             return attention.attend(y)
         if cache.positions is not None:
-            return cache.attend(attention.name, *_split_at(attention, y, cache.positions, cache.length))
+            return cache.attend(attention, *_split_at(attention, y, cache.positions, cache.length))
         q, k, v = attention.split(y)
         cache.store(attention.name, k, v)
         return attention.attend_split(q, k, v)

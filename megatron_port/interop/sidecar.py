@@ -75,6 +75,8 @@ def model_of(config: dict[str, Any], where: str) -> ModelConfig:
     try:
         defaults = ModelConfig()
         for key, value in known.items():
+            if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+                known[key] = value = tuple(value)  # JSON and TOML have arrays alone
             if type(value) is not type(getattr(defaults, key)) and not (
                 isinstance(value, int) and isinstance(getattr(defaults, key), float)
             ):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron_port.backend.fused import ProbabilityDropout
+from megatron_port.backend.mask import AttentionMask
 from megatron_port.model.build import BuildContext
 from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
@@ -66,6 +67,7 @@ class SelfAttention(nn.Module):
         self.head_offset = build.ctx.index("tp") * self.groups * self.heads_per_group
         self.name = f"{layer}.attention"
         self.op = f"{self.name}.probs"
+        self.sinks = None if spec.sinks is None else build.per_head(spec.sinks, layer)
         self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.groups, build.ctx))
         self.query_norm = None if spec.query_norm is None else Norm(layer, spec.query_norm, build)
         self.key_norm = None if spec.key_norm is None else Norm(layer, spec.key_norm, build)
@@ -84,7 +86,17 @@ class SelfAttention(nn.Module):
         return attend(*inputs)
 
     def _attend_with_dropout(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self.providers.attention(q, k, v, dropout=self._probability_dropout(q.shape[0]))
+        rows = q.shape[0]
+        return self.providers.attention(q, k, v, dropout=self._probability_dropout(rows), mask=self._mask(rows))
+
+    def _mask(self, rows: int) -> AttentionMask | None:
+        """Return what attention of ``rows`` queries and keys does beyond the causal softmax in this pass, or None."""
+        spec, context = self.spec, self.stream.current
+        window = spec.window if spec.window < rows else 0
+        first = None if context is None else context.document_starts
+        if not window and not spec.softcap and self.sinks is None and first is None:
+            return None
+        return AttentionMask(window=window, softcap=spec.softcap, sinks=self.sinks, first=first)
 
     def _probability_dropout(self, rows: int) -> ProbabilityDropout | None:
         """Return the dropout of the probabilities of ``rows`` queries in this pass; None where nothing is dropped."""
@@ -128,8 +140,12 @@ class SelfAttention(nn.Module):
         """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · d]."""
         packed = self.providers.packed_attention
         if packed is not None and self._packed:
-            # Inside what is recomputed: the mask is that of the samples which the stream then has.
-            return self._recomputed(lambda y: packed(y, dropout=self._probability_dropout(y.shape[0])), y)
+            # Inside what is recomputed: dropout and documents are those of the samples which the stream then has.
+            def core(y: torch.Tensor) -> torch.Tensor:
+                rows = y.shape[0]
+                return packed(y, dropout=self._probability_dropout(rows), mask=self._mask(rows))
+
+            return self._recomputed(core, y)
         return self.attend_split(*self.split(y))
 
     def attend_split(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from megatron_port.parallel.linear_kernels import make_linear_kernels
 from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.positions import SequencePartition, sequence_partition
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import SEQUENCE, InitSpec, attach, make_record
+from megatron_port.parallel.record import SEQUENCE, InitSpec, Shard, attach, make_record
 from megatron_port.parallel.swap import SwapSpace
 
 
@@ -96,6 +96,14 @@ class BuildContext:
             decay=spec.decay, partial_over=SEQUENCE if partial else REPLICAS,
         )
         return attach(nn.Parameter(torch.empty(spec.shape, dtype=self.dtype, device=self.ctx.device)), record)
+
+    def per_head(self, spec: ParameterSpec, layer: str) -> nn.Parameter:
+        """Build a parameter of one element per query head, which tensor-parallel ranks divide."""
+        record = make_record(
+            f"{layer}.{spec.name}", spec.shape, self.ctx, init=InitSpec(spec.init, spec.std), decay=spec.decay,
+            shards=(Shard(0, ("tp",)),),
+        )
+        return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
 
     def table(self, spec: ParameterSpec, *, tied_apart: bool, primary: bool = True) -> nn.Parameter:
         """Build the token table or the head's matrix.

@@ -26,8 +26,10 @@ WORD_EMBEDDING = "embedding.word.weight"
 
 @lru_cache(maxsize=256)
 def model_spec(model: ModelConfig) -> ModelSpec:
-    """Return the spec of ``model``: embedding, layers and head. All layers are equal and share one object."""
-    return ModelSpec(_embedding(model), (_layer(model),) * model.num_layers, _head(model))
+    """Return the spec of ``model``: embedding, layers and head. Equal layers share one object."""
+    kinds: dict[LayerSpec, LayerSpec] = {}
+    layers = tuple(kinds.setdefault(layer, layer) for layer in (_layer(model, i) for i in range(model.num_layers)))
+    return ModelSpec(_embedding(model), layers, _head(model))
 
 
 def _embedding(model: ModelConfig) -> EmbeddingSpec:
@@ -64,9 +66,9 @@ def _head_norm(name: str, groups: Groups) -> NormSpec:
     return NormSpec(name=name, size=groups.head_size, kind="rmsnorm", bias=False, gradient="heads")
 
 
-def _layer(model: ModelConfig) -> LayerSpec:
+def _layer(model: ModelConfig, index: int) -> LayerSpec:
     return LayerSpec(
-        norm1=_norm("norm1", model), attention=_attention(model), norm2=_norm("norm2", model), mlp=_mlp(model),
+        norm1=_norm("norm1", model), attention=_attention(model, index), norm2=_norm("norm2", model), mlp=_mlp(model),
         parallel_residual=model.parallel_residual,
     )
 
@@ -76,7 +78,7 @@ def _residual_std(model: ModelConfig) -> float:
     return model.init_std / math.sqrt(2 * model.num_layers)
 
 
-def _attention(model: ModelConfig) -> AttentionSpec:
+def _attention(model: ModelConfig, index: int) -> AttentionSpec:
     groups = Groups(model.num_attention_heads, model.kv_heads, model.head_size)
     return AttentionSpec(
         qkv=LinearSpec(
@@ -89,8 +91,14 @@ def _attention(model: ModelConfig) -> AttentionSpec:
             name="attention.output", inputs=groups.heads * groups.head_size, outputs=model.hidden_size,
             parallel="row", bias=model.add_bias, std=_residual_std(model),
         ),
-        groups=groups,
+        groups=groups, window=model.window_of(index), softcap=model.attention_softcap,
+        sinks=_sinks(groups) if model.attention_sinks else None,
     )
+
+
+def _sinks(groups: Groups) -> ParameterSpec:
+    """Split by query head, whose order among tensor-parallel ranks is that of the fused projection's."""
+    return ParameterSpec(name="attention.sinks", shape=(groups.heads,), init="zeros", decay=False, split=Split(0))
 
 
 def _mlp(model: ModelConfig) -> MLPSpec:

@@ -184,6 +184,12 @@ class AttentionSpec:
     key_norm: NormSpec | None
     output: LinearSpec
     groups: Groups
+    window: int = 0
+    """Keys that a query sees at most; 0: all before it."""
+    softcap: float = 0.0
+    """Of the scores; 0: none."""
+    sinks: ParameterSpec | None = None
+    """A score per query head without a key and a value."""
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -194,11 +200,14 @@ class AttentionSpec:
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """In the order of the modules."""
         norms = tuple(p for n in (self.query_norm, self.key_norm) if n is not None for p in n.parameters)
-        return (*self.qkv.parameters, *norms, *self.output.parameters)
+        sinks = () if self.sinks is None else (self.sinks,)
+        return (*sinks, *self.qkv.parameters, *norms, *self.output.parameters)
 
     def core_flops(self, seq: int) -> int:
-        """Operations of QKᵀ and of the weights times V of one sample's forward; the causal half is not taken off."""
-        return 4 * seq * seq * self.groups.heads * self.groups.head_size
+        """Operations of QKᵀ and of the weights times V of one sample's forward. The causal half is not taken off, so a
+        window w counts as twice its band, w (2 seq - w) of seq² scores; documents are not known here."""
+        window = min(self.window or seq, seq)
+        return 4 * window * (2 * seq - window) * self.groups.heads * self.groups.head_size
 
     def normalized_features(self, tp: int) -> int:
         """Elements per token that the norms of queries and keys read on ``tp`` ranks together, copies included."""

@@ -185,8 +185,10 @@ def gradient_deviation(
         raise ValueError(f"the runs have different parameters: {sorted(a.keys() ^ b.keys())}")
     rms_all = rms_of(a)
     keys, queries = key_bias_rows(model), _qkv_rows(model, slice(-2))
-    # With rotary embeddings or normed heads a key bias is no longer the same shift for all keys.
-    no_gradient = model.position_embedding == "learned" and not model.qk_norm
+    # With rotary embeddings or normed heads a key bias is no longer the same shift for all keys; a soft-cap makes
+    # of the same shift different ones, and a sink is not shifted.
+    capped = model.attention_softcap > 0 or model.attention_sinks
+    no_gradient = model.position_embedding == "learned" and not model.qk_norm and not capped
     found, found_keys = [], []
     for name, ga in a.items():
         gb = b[name]

@@ -15,6 +15,7 @@ from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import DeviceInfo, choose_device, describe_device
 from megatron_port.backend.jit_guard import install_guard
 from megatron_port.backend.providers import Providers
+from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.checks import problems, resolve
 from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import RunConfig
@@ -206,7 +207,7 @@ def _assemble(
     providers = agreed(lambda: choose_providers(
         config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
         attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
-        shape=(config.model.head_size, config.model.seq_length),
+        shape=(config.model.head_size, config.model.seq_length), mask=MaskNeeds.of(config.model),
     ), where=str(ctx.coords))
     agreed(lambda: install_guard(config.backend.allow_jit), where=str(ctx.coords))
     if config.backend.allow_jit:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
 from megatron_port.backend.providers import Providers
+from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import (
     ActivationsConfig,
@@ -151,7 +152,7 @@ def providers_of(config: RunConfig) -> Providers:
     """What the case's ``backend`` asks for, on the CPU."""
     return choose_providers(
         config.backend, choose_device("cpu"), DTYPES[config.precision.dtype], engine=config.engine,
-        attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8,
+        attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, mask=MaskNeeds.of(config.model),
     )
 
 

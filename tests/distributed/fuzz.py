@@ -88,7 +88,7 @@ class Draw:
                 "position_embedding", "normalization", "activation", "add_bias", "tie_embeddings", "hidden_dropout",
                 "attention_dropout", "ffn_hidden_size", "parallel_residual", "rope_scaling", "rotary_percent",
                 "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale",
-                "logits_divisor")
+                "logits_divisor", "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap")
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
@@ -162,7 +162,19 @@ def _model(r: random.Random, t: Topology) -> dict[str, Any]:
                       "rope_high_freq_factor": r.choice((4.0, 6.0))}
     # Drawn apart: the numbers before it, and so all other fields of a seed, stay what they were.
     model["qk_norm"] = random.Random(repr(model)).random() < 0.3
-    return model | _options(random.Random(f"options {model!r}"), model)
+    model |= _options(random.Random(f"options {model!r}"), model)
+    return model | _mask(random.Random(f"mask {model!r}"), model["seq_length"])
+
+
+def _mask(r: random.Random, seq: int) -> dict[str, Any]:
+    """What queries see and what happens to scores, in half of the models."""
+    if r.random() < 0.5:
+        return {}
+    options: dict[str, Any] = {"attention_sinks": r.random() < 0.4, "attention_softcap": r.choice((0.0, 0.0, 0.5))}
+    if r.random() < 0.6:
+        options |= {"sliding_window": r.choice((1, 2, max(seq // 2, 1), seq)),
+                    "attention_pattern": r.choice(((), ("window", "full"), ("full", "window")))}
+    return options
 
 
 def _options(r: random.Random, model: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +213,8 @@ def _backend(r: random.Random, engine: str, dtype: str, model: dict[str, Any], o
     backend: dict[str, Any] = {op: "torch" for op in OPS if own == "on" and r.random() < 0.15}
     # In half precision one process has the layout's providers, and its emulation those that cut nothing themselves.
     if dtype in ("fp32", "fp64") and not model["attention_dropout"] and r.random() < 0.25:
-        backend["attention"] = "sdpa"
+        served = not model.get("attention_sinks") and not model.get("attention_softcap")
+        backend["attention"] = "sdpa" if served else "auto"
     if engine == "native" and r.random() < 0.25:
         backend["optimizer"] = "torch"
     return backend
@@ -216,6 +229,8 @@ def draw(seed: int) -> Draw:
     model, layout = _model(r, t), _layout(r, t, engine)
     stages = t.pp * layout.get("virtual_pipeline_size", 1)
     model["num_layers"] = stages + r.choice((0, 1, 1, 2))
+    if model["num_layers"] < len(model.get("attention_pattern", ())):
+        del model["attention_pattern"]
     if stages > 1 and r.random() < 0.25:
         cuts = sorted(r.sample(range(1, model["num_layers"]), stages - 1))
         layout["pipeline_split"] = tuple(b - a for a, b in zip([0, *cuts], [*cuts, model["num_layers"]]))

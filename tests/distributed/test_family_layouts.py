@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import hf_models as hf
 import pytest
@@ -17,10 +18,17 @@ from megatron_port.parallel.topology import Topology
 pytest.importorskip("transformers")
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {"sliding_window": 5, "attention_pattern": ("window", "full"), "attention_sinks": True},
+    "gpt2": {"sliding_window": 7, "attention_softcap": 0.5},
+}
+"""Options that no family here has yet, on the layouts of one."""
+
+
 def draws(family: str, world: int) -> list[Draw]:
     """Each layout of ``world`` ranks with sequence parallelism and without, one more with a key/value head shared."""
     model = model_from_hf(hf.small(family, length=16).to_dict(), family)
-    values = {**vars(model), "num_layers": 2}
+    values = {**vars(model), "num_layers": 2, **OPTIONS.get(family, {})}
     out = []
     for (tp, pp, dp), sequence in itertools.product(itertools.product((1, 2), repeat=3), (False, True)):
         if tp * pp * dp != world or (sequence and tp == 1):

@@ -16,6 +16,7 @@ from megatron_port.backend import choose_attention as choice
 from megatron_port.backend.attention_table import AttentionShape, lookup, parse, shipped_table
 from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.fused import torch_causal_softmax
+from megatron_port.config.attention import CAUSAL, MaskNeeds
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import ConfigError
 
@@ -52,7 +53,9 @@ def test_a_row_that_is_wrong_is_refused(change: dict[str, object], says: str) ->
         parse(json.dumps(table), "t.json")
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, text: str, packages: dict[str, object], **config: Any):
+def choose(
+    monkeypatch: pytest.MonkeyPatch, text: str, packages: dict[str, object], mask: MaskNeeds = CAUSAL, **config: Any
+):
     monkeypatch.setattr(choice, "shipped_table", lambda: parse(text, "t.json"))
     monkeypatch.setattr(choice, "optional_import", lambda name: (packages[name], "") if name in packages
                         else (None, f"{name} is not installed"))
@@ -60,10 +63,27 @@ def choose(monkeypatch: pytest.MonkeyPatch, text: str, packages: dict[str, objec
     monkeypatch.setattr(attn, "sdpa_attention", lambda kernels: orders.append([k.name for k in kernels]))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: orders.append([name]),
                         raising=False)
-    needs = choice.AttentionNeeds(torch.bfloat16, shape=SHAPE)
+    needs = choice.AttentionNeeds(torch.bfloat16, shape=SHAPE, mask=mask)
     own = choice.OwnAttention("own attention is for CPUs", lambda: "")
     _, row = choice.choose_attention(BackendConfig(**config), GPU, needs, torch_causal_softmax, own)
     return row, orders
+
+
+def test_under_a_mask_flash_attn_goes_first_and_math_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times were measured without one; torch's attention computes all scores, and knows neither caps nor sinks."""
+    def function(q: Any, k: Any, v: Any, softcap: float = 0.0) -> None: ...
+
+    both = SimpleNamespace(flash_attn_func=function, flash_attn_varlen_func=function)
+    flash: dict[str, object] = {"flash_attn": both}
+    old: dict[str, object] = {"flash_attn": SimpleNamespace(flash_attn_func=lambda q, k, v: None)}
+    text, window, capped = rows((SHAPE, TIMES)), MaskNeeds(window=True), MaskNeeds(window=True, softcap=True)
+    for packages, mask, provider, why in (
+        (flash, window, "flash_attn", "would compute all scores"), ({}, window, "sdpa", "computes all scores"),
+        (flash, capped, "flash_attn", ""), (old, capped, "math", "this flash_attn package knows no softcap"),
+        (old, MaskNeeds(documents=True), "sdpa", ""), (flash, MaskNeeds(sinks=True), "math", "flash_attn cannot serve"),
+    ):
+        row, _ = choose(monkeypatch, text, packages, mask)
+        assert row.provider == provider and why in row.why and " ms measured" not in row.why, row
 
 
 def test_the_fastest_that_can_serve_is_taken_and_the_reason_shown(monkeypatch: pytest.MonkeyPatch) -> None:

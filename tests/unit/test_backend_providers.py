@@ -19,6 +19,7 @@ from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
 from megatron_port.backend.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
 from megatron_port.backend.providers import torch_providers
+from megatron_port.config.attention import CAUSAL, MaskNeeds
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
 
@@ -196,8 +197,10 @@ def test_an_absent_device_is_refused_with_the_reason(asked: str, have: Accelerat
 
 
 def choose(device: DeviceInfo = CPU, dtype: torch.dtype = torch.float32, *, dropout: float = 0.0,
-           engine: str = "native", **config: Any):
-    return choose_providers(BackendConfig(**config), device, dtype, engine=engine, attention_dropout=dropout)
+           engine: str = "native", mask: MaskNeeds = CAUSAL, **config: Any):
+    return choose_providers(
+        BackendConfig(**config), device, dtype, engine=engine, attention_dropout=dropout, mask=mask
+    )
 
 
 def row(providers: Any, op: str) -> Any:
@@ -205,6 +208,20 @@ def row(providers: Any, op: str) -> Any:
 
 
 OPS = ["attention", "norm", "activation", "rotary", "dropout", "cross_entropy", "optimizer"]
+
+
+def test_a_mask_is_served_or_refused_by_name() -> None:
+    """Without own kernels torch's attention takes what it can, and math the rest."""
+    window, sinks = MaskNeeds(window=True, documents=True), MaskNeeds(sinks=True, softcap=True)
+    served = row(choose(dtype=torch.float64, mask=window), "attention")
+    assert served.provider == "sdpa" and "computes all scores" in served.why
+    skipped = row(choose(dtype=torch.float64, mask=sinks), "attention")
+    assert skipped.provider == "math" and "sdpa cannot serve soft-capped scores (model.attention_softcap) and" in \
+        skipped.why
+    with pytest.raises(EnvironmentFault, match=r"attention = \"sdpa\" cannot serve: .*attention sinks \(model.att"):
+        choose(attention="sdpa", mask=sinks)
+    with pytest.raises(EnvironmentFault, match=r"fa3 cannot serve a window \(model.sliding_window\) and attention"):
+        choose(attention="fa3", mask=window)
 
 
 @pytest.fixture

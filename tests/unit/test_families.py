@@ -120,6 +120,8 @@ def another(name: str, value: Any) -> list[Any]:
     """Other values of a field of a model."""
     if isinstance(value, bool):
         return [not value]
+    if isinstance(value, tuple):
+        return [("full", "window"), ("window",)]
     if isinstance(value, str):
         return [choice for choice in CHOICES.get(f"model.{name}", ()) if choice != value]
     return [value * 2 or 1, value + 1] if isinstance(value, int) else [value / 2 or 0.5, value + 1.5]

@@ -14,16 +14,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_port.backend.providers import torch_providers
 from megatron_port.config import dump
 from megatron_port.config.checks import problems
-from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.errors import ConfigError, DataError
 from megatron_port.inference.generation import Sampling, draw, filter_logits
-from megatron_port.inference.kv_cache import KeyValueCache
+from megatron_port.inference.kv_cache import CacheSlot, KeyValueCache
 from megatron_port.inference.lm_eval_adapter import Questions
 from megatron_port.inference.perplexity import _Cut, windows
 from megatron_port.inference.scoring import score
+from megatron_port.model.attention import SelfAttention
+from megatron_port.model.build import BuildContext
+from megatron_port.model.gpt import GPTStage
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.random import DropoutStream
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 3.0, 0.0, 0.5]])
 
@@ -62,6 +68,43 @@ def test_senseless_sampling_is_refused(options: dict[str, Any]) -> None:
 def test_a_cache_has_an_end() -> None:
     with pytest.raises(ValueError, match="position 8 of a cache of 8"):
         KeyValueCache(8).at([3, 8], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("mask", [
+    {"sliding_window": 3}, {"attention_sinks": True, "attention_softcap": 0.5},
+    {"sliding_window": 4, "attention_pattern": ("window", "full"), "attention_sinks": True},
+])
+def test_a_cached_step_is_the_pass_over_everything(mask: dict[str, Any]) -> None:
+    """Under windows, sinks and caps, with prompts of two lengths; each is what changes the logits, too."""
+    model = ModelConfig(
+        num_layers=2, hidden_size=24, num_attention_heads=4, num_query_groups=2, vocab_size=31, seq_length=12,
+        position_embedding="rope", init_std=0.5, **mask,
+    )
+    stream = DropoutStream(0, torch.device("cpu"))
+    stream.enabled = False
+    build = BuildContext(
+        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
+        providers=torch_providers(), stream=stream, dtype=torch.float64,
+    )
+    stage, slot, draw_weights = GPTStage(build, start=0, stop=2).eval(), CacheSlot(), torch.Generator().manual_seed(0)
+    for parameter in stage.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=draw_weights)
+    tokens = torch.randint(0, 31, (2, 12), generator=draw_weights)
+    with torch.no_grad():
+        whole = stage(tokens).transpose(0, 1)
+        slot.install(stage)
+        cache = KeyValueCache(12)
+        with slot.using(cache):
+            stage(tokens[:, :6])  # the second prompt has 4 tokens, the rest is padding
+            for step in range(6):
+                positions = [6 + step, 4 + step]
+                cache.at(positions, torch.device("cpu"))
+                got = stage(tokens[torch.arange(2), torch.tensor(positions)][:, None])[0]
+                torch.testing.assert_close(got, whole[torch.arange(2), torch.tensor(positions)], rtol=0, atol=1e-12)
+        for module in stage.modules():
+            if isinstance(module, SelfAttention):
+                module.spec, module.sinks = replace(module.spec, window=0, softcap=0.0), None
+        assert float((stage(tokens).transpose(0, 1) - whole)[:, -1].abs().max()) > 1e-3
 
 
 @settings(max_examples=60, deadline=None)

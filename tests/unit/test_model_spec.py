@@ -39,6 +39,9 @@ MODELS = {
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=24),
     "qwen2": replace(LLAMA, qkv_bias=True),
     "gpt with normed heads": replace(SMALL, qk_norm=True),
+    "windows, sinks": replace(
+        LLAMA, sliding_window=5, attention_pattern=("window", "full"), attention_sinks=True, attention_softcap=3.0
+    ),
     "llama with biases": replace(LLAMA, add_bias=True, num_query_groups=1, head_dim=24),
 }
 
@@ -108,6 +111,18 @@ def test_a_units_cost_is_its_matrices_and_its_core() -> None:
     assert isinstance(layer, LayerSpec)
     matrices = sum(p.numel for p in layer.parameters if len(p.shape) > 1)
     assert unit_costs(LLAMA) == [0.0, *[2.0 * matrices + 4 * 16 * 48] * 2, 2.0 * 53 * 48]
+
+
+def test_a_window_counts_as_its_band() -> None:
+    """Scores of a windowed layer: twice the band, as all scores are twice the causal half; kinds follow the pattern."""
+    model = replace(MODELS["windows, sinks"], num_layers=5)
+    spec, seq = model_spec(model), model.seq_length
+    assert [layer.attention.window for layer in spec.layers] == [5, 0, 5, 0, 5]
+    assert len({id(layer) for layer in spec.layers}) == 2
+    outside = (seq - 5) ** 2  # two triangles of seq - 5 rows, whose sides count half
+    assert [layer.attention.core_flops(seq) for layer in spec.layers[:2]] == [
+        4 * 48 * (seq * seq - outside), 4 * 48 * seq * seq]
+    assert model_spec(replace(model, sliding_window=99)).layers[0].attention.core_flops(seq) == 4 * 48 * seq * seq
 
 
 def test_normed_heads_are_partial_whatever_the_layout() -> None:

@@ -15,6 +15,8 @@ MODEL = ModelConfig(hidden_size=48, num_attention_heads=4, num_layers=2, positio
 
 def other(value: Any) -> Any:
     """Return another value of the same type."""
+    if isinstance(value, tuple):
+        return (*value, "full")
     return not value if isinstance(value, bool) else value + "x" if isinstance(value, str) else value + 1
 
 

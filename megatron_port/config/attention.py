@@ -1,0 +1,75 @@
+"""What a run's attention does beyond the causal softmax, and which providers can do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_port.config.schema import ModelConfig, RunConfig
+
+SERVED = {
+    "sdpa": frozenset({"window", "documents"}), "flash_attn": frozenset({"window", "softcap", "documents"}),
+    "fa3": frozenset[str](), "fa4": frozenset[str](),  # they stand in torch's place, which gives them no window
+}
+"""What of a mask each provider can do (fields of :class:`MaskNeeds`); own and math can do all of it."""
+_WORDS = {
+    "window": "a window (model.sliding_window)", "softcap": "soft-capped scores (model.attention_softcap)",
+    "sinks": "attention sinks (model.attention_sinks)",
+    "documents": "attention within documents (data.attention_documents)",
+}
+
+
+@dataclass(frozen=True)
+class MaskNeeds:
+    """What a run asks of its attention beyond the causal softmax."""
+
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    documents: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig, *, documents: bool = False) -> MaskNeeds:
+        """Return the needs of a model; ``documents``: attention stays within documents."""
+        windows = {model.window_of(layer) for layer in range(model.num_layers)} - {0}
+        return cls(
+            window=any(window < model.seq_length for window in windows), softcap=model.attention_softcap > 0,
+            sinks=model.attention_sinks, documents=documents,
+        )
+
+    @property
+    def any(self) -> bool:
+        """Whether attention is more than causal."""
+        return self.window or self.softcap or self.sinks or self.documents
+
+    def problem(self, provider: str) -> str:
+        """Return what is needed and the provider cannot do, as a sentence, or nothing."""
+        served = SERVED.get(provider, frozenset(_WORDS))
+        missing = [words for name, words in _WORDS.items() if getattr(self, name) and name not in served]
+        return f"{provider} cannot serve {' and '.join(missing)}" if missing else ""
+
+
+CAUSAL = MaskNeeds()
+"""Nothing beyond the causal softmax."""
+
+
+def attention_problems(config: RunConfig) -> list[str]:
+    """Name the options of attention that do not fit together, or that the provider asked for cannot do."""
+    m, out = config.model, []
+    pattern, known = m.attention_pattern, ("full", "window")
+    if unknown := sorted(set(pattern) - set(known)):
+        return [f"model.attention_pattern has {unknown[0]!r}; each entry must be full or window"]
+    if len(pattern) > m.num_layers:
+        out.append(
+            f"model.attention_pattern has {len(pattern)} entries for num_layers {m.num_layers}; give one per layer, or "
+            "fewer that are repeated"
+        )
+    if "window" in pattern and not m.sliding_window:
+        out.append("model.attention_pattern has windows, but sliding_window is 0; e.g. sliding_window = 4096")
+    if pattern and "window" not in pattern and m.sliding_window:
+        out.append(
+            f"model.sliding_window {m.sliding_window} is of no layer: attention_pattern {list(pattern)} has no "
+            "\"window\"; leave one of the two out"
+        )
+    if problem := MaskNeeds.of(m).problem(config.backend.attention):
+        out.append(f"backend.attention = \"{config.backend.attention}\": {problem}; use auto, own or math")
+    return out
