@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.config.schema import RunConfig
 
 SERVED = {
     "sdpa": frozenset({"window", "documents"}), "flash_attn": frozenset({"window", "softcap", "documents"}),
@@ -28,12 +28,13 @@ class MaskNeeds:
     documents: bool = False
 
     @classmethod
-    def of(cls, model: ModelConfig, *, documents: bool = False) -> MaskNeeds:
-        """Return the needs of a model; ``documents``: attention stays within documents."""
+    def of(cls, config: RunConfig) -> MaskNeeds:
+        """Return the needs of a run's model and of its data."""
+        model = config.model
         windows = {model.window_of(layer) for layer in range(model.num_layers)} - {0}
         return cls(
             window=any(window < model.seq_length for window in windows), softcap=model.attention_softcap > 0,
-            sinks=model.attention_sinks, documents=documents,
+            sinks=model.attention_sinks, documents=config.data.attention_documents == "within",
         )
 
     @property
@@ -70,6 +71,6 @@ def attention_problems(config: RunConfig) -> list[str]:
             f"model.sliding_window {m.sliding_window} is of no layer: attention_pattern {list(pattern)} has no "
             "\"window\"; leave one of the two out"
         )
-    if problem := MaskNeeds.of(m).problem(config.backend.attention):
+    if problem := MaskNeeds.of(config).problem(config.backend.attention):
         out.append(f"backend.attention = \"{config.backend.attention}\": {problem}; use auto, own or math")
     return out

@@ -152,7 +152,7 @@ def providers_of(config: RunConfig) -> Providers:
     """What the case's ``backend`` asks for, on the CPU."""
     return choose_providers(
         config.backend, choose_device("cpu"), DTYPES[config.precision.dtype], engine=config.engine,
-        attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, mask=MaskNeeds.of(config.model),
+        attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, mask=MaskNeeds.of(config),
     )
 
 
