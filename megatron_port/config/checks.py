@@ -14,6 +14,7 @@ from megatron_port.config.choices import CHOICES, RANGES, SIZES
 from megatron_port.config.dump import leaves
 from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.graphs import graph_problems
+from megatron_port.config.latent import latent_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.memory import activation_problems
@@ -107,7 +108,7 @@ def _quoted(value: Any) -> str:
 def _relations(config: RunConfig) -> list[str]:
     """Providers and options that exclude one another."""
     m, backend = config.model, config.backend
-    out = [*rope_problems(m), *attention_problems(config)]
+    out = [*rope_problems(m), *attention_problems(config), *latent_problems(config)]
     if m.attention_dropout > 0 and backend.attention not in ("auto", "own", "math"):
         out.append(
             f"model.attention_dropout {m.attention_dropout} needs backend.attention auto, own or math, not "

@@ -81,6 +81,7 @@ _LATER = (
     "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "parallel_residual",
     "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale", "logits_divisor",
     "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
+    "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
 )
 _LATER_DATA = ("source", "attention_documents", "position_reset")
 """Fields of the model, and of the data, that came after the first checkpoints; at their defaults they leave the hash as

@@ -69,6 +69,15 @@ class ModelConfig:
     """Normalization before attention, before the MLP and before the head."""
     parallel_residual: bool = False
     """Attention and MLP both read the layer's input (GPT-J, GPT-NeoX), instead of one after the other."""
+    kv_lora_rank: SizeOrZero = 0
+    """Size of the latent from which every head's keys and values are made (multi-head latent attention, DeepSeek-V2,
+    arXiv 2405.04434); 0: none. Then head_dim is that of queries and keys, and there are no query groups."""
+    q_lora_rank: SizeOrZero = 0
+    """Latent attention: size of the latent from which queries are made; 0: they come from the input."""
+    qk_rope_head_dim: SizeOrZero = 0
+    """Latent attention: elements of a head that rope rotates; those of the keys are one for all heads."""
+    v_head_dim: SizeOrZero = 0
+    """Latent attention: elements of a value; 0: as many as head_dim."""
     qk_norm: bool = False
     """RMSNorm of each query and each key head, before rotation (Qwen3); one weight of a head's size for all heads."""
     norm_epsilon: Positive = 1e-5
@@ -126,7 +135,12 @@ class ModelConfig:
     @property
     def rotary_size(self) -> int:
         """Elements of a head that rope rotates."""
-        return int(self.head_size * self.rotary_percent)
+        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_size * self.rotary_percent)
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a head's value after the default is applied."""
+        return self.v_head_dim or self.head_size
 
     @property
     def ffn_size(self) -> int:

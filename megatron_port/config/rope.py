@@ -14,7 +14,7 @@ def rope_problems(m: ModelConfig) -> list[str]:
         return [f"model.{' and '.join(asked)} needs position_embedding = \"rope\""] if asked else []
     out = []
     # A hidden size below the number of heads gives heads of no elements; that is said of the hidden size.
-    if m.head_size and m.head_size % 2 == 0 and (m.rotary_size < 2 or m.rotary_size % 2):
+    if not m.kv_lora_rank and m.head_size and m.head_size % 2 == 0 and (m.rotary_size < 2 or m.rotary_size % 2):
         out.append(
             f"model.rotary_percent {m.rotary_percent} of a head of {m.head_size} is {m.rotary_size} elements; rope "
             f"rotates pairs: use a multiple of {2 / m.head_size:g}"

@@ -122,7 +122,8 @@ class CacheSlot:
         if cache is None:
             return attention.attend(y)
         if cache.positions is not None:
-            return cache.attend(attention, *_split_at(attention, y, cache.positions, cache.length))
+            split = _split_at(attention, y, cache.positions, cache.length)
+            return attention.values(cache.attend(attention, *split))
         q, k, v = attention.split(y)
         cache.store(attention.name, k, v)
         return attention.attend_split(q, k, v)

@@ -109,6 +109,10 @@ def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) 
         parts = (there,) * 3 if isinstance(there, str) else there
         tensors = tuple(f"{prefix}{part}.{kind}" for part in parts)
         return Mapped(name, shape, tuple(_qkv(model, names, tensors)), tensors[0].endswith(names.transposed))
+    if module.endswith(("attention.query", "attention.query_up", "attention.kv_down")):
+        tensor = f"{prefix}{there}.{kind}"
+        make = _latent_and_key if module.endswith("kv_down") else _rotated_heads
+        return Mapped(name, shape, tuple(make(model, tensor, rows)), False)
     if isinstance(there, tuple):
         each = rows // len(there)
         runs = tuple(Run(i * each, f"{prefix}{part}.{kind}", 0, each) for i, part in enumerate(there))
@@ -140,6 +144,33 @@ def _qkv(model: ModelConfig, names: Names, tensors: tuple[str, ...]) -> Iterator
                 for ours, theirs, length in _head_rows(d, model.rotary_size, names.rotated_first and part != 2):
                     yield Run(at + ours, tensors[part], start + theirs, length)
                 at += d
+
+
+def _pairs(ours: int, tensor: str, theirs: int, size: int, apart: int) -> Iterator[Run]:
+    """Neighbouring pairs there, whose halves are ``apart`` rows from one another in ours."""
+    for part in (0, 1):
+        for i in range(size // 2):
+            yield Run(ours + part * apart + i, tensor, theirs + 2 * i + part, 1)
+
+
+def _latent_and_key(model: ModelConfig, tensor: str, rows: int) -> Iterator[Run]:
+    """Rows of latent attention's product for keys and values: the latent, then the rotated part of the keys."""
+    rotated = model.qk_rope_head_dim
+    yield Run(0, tensor, 0, rows - rotated)
+    yield from _pairs(rows - rotated, tensor, rows - rotated, rotated, rotated // 2)
+
+
+def _rotated_heads(model: ModelConfig, tensor: str, rows: int) -> Iterator[Run]:
+    """Rows of latent attention's queries: of each head what stays, then neighbouring pairs that are rotated. Ours has
+    the pairs' first halves, half of what stays, the second halves, the rest."""
+    rotated, each = model.qk_rope_head_dim, model.head_size
+    still = (each - rotated) // 2
+    for at in range(0, rows, each):
+        runs = [
+            *_pairs(at, tensor, at + 2 * still, rotated, each // 2),
+            Run(at + rotated // 2, tensor, at, still), Run(at + each // 2 + rotated // 2, tensor, at + still, still),
+        ]
+        yield from sorted((run for run in runs if run.count), key=lambda run: run.ours)
 
 
 def _first_head(names: Names, part: int, head: int, heads: int, groups: int) -> int:

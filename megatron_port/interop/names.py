@@ -111,5 +111,8 @@ def _name(ours: str, model: ModelConfig) -> str:
     _, index, rest = ours.split(".", 2)
     module, _, suffix = rest.rpartition(".")
     if module not in INSIDE:
-        raise CheckpointError(f"{ours}: Megatron-DeepSpeed's layers have no such parameter (model.qk_norm)")
+        raise CheckpointError(
+            f"{ours}: Megatron-DeepSpeed's layers have no such parameter; export to hf, dcp, or universal "
+            "with --names canonical"
+        )
     return f"{FIRST_LAYER + int(index)}.{INSIDE[module]}.{suffix}"

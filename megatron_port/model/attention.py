@@ -68,12 +68,17 @@ class SelfAttention(nn.Module):
         self.name = f"{layer}.attention"
         self.op = f"{self.name}.probs"
         self.sinks = None if spec.sinks is None else build.per_head(spec.sinks, layer)
-        self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.groups, build.ctx))
-        self.query_norm = None if spec.query_norm is None else Norm(layer, spec.query_norm, build)
-        self.key_norm = None if spec.key_norm is None else Norm(layer, spec.key_norm, build)
+        self._build_projection(layer, spec, build)
         self.output = build.row(layer, spec.output)
         self.core: AttentionCore = SelfAttention.attend
         """Replaced by inference, which keeps keys and values; training leaves it as it is."""
+
+    def _build_projection(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
+        """Build what makes queries, keys and values."""
+        assert spec.qkv is not None
+        self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.groups, build.ctx))
+        self.query_norm = None if spec.query_norm is None else Norm(layer, spec.query_norm, build)
+        self.key_norm = None if spec.key_norm is None else Norm(layer, spec.key_norm, build)
 
     def _positions(self, rows: int) -> Positions:
         """Positions of the ``rows`` rows of this rank's queries, keys and values."""
@@ -149,8 +154,12 @@ class SelfAttention(nn.Module):
         return self.attend_split(*self.split(y))
 
     def attend_split(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Causal attention from what :meth:`split` returned: [seq, batch, heads/tp · d]."""
-        return self._recomputed(self._attend_with_dropout, q, k, v)
+        """Causal attention from what :meth:`split` returned: [seq, batch, heads/tp · elements of a value]."""
+        return self.values(self._recomputed(self._attend_with_dropout, q, k, v))
+
+    def values(self, out: torch.Tensor) -> torch.Tensor:
+        """Return what the output projection takes, from the mixed values as attention gives them."""
+        return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.output(self.core(self, self.project(x)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Literal
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.spec import (
@@ -11,6 +12,7 @@ from megatron_port.model.spec import (
     EmbeddingSpec,
     Groups,
     HeadSpec,
+    LatentSpec,
     LayerSpec,
     LinearSpec,
     MLPSpec,
@@ -80,15 +82,16 @@ def _residual_std(model: ModelConfig) -> float:
 
 def _attention(model: ModelConfig, index: int) -> AttentionSpec:
     groups = Groups(model.num_attention_heads, model.kv_heads, model.head_size)
+    qkv = LinearSpec(
+        name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
+        bias=model.add_bias or model.qkv_bias, std=model.init_std, groups=groups,
+    )
     return AttentionSpec(
-        qkv=LinearSpec(
-            name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
-            bias=model.add_bias or model.qkv_bias, std=model.init_std, groups=groups,
-        ),
+        qkv=None if model.kv_lora_rank else qkv, latent=_latent(model) if model.kv_lora_rank else None,
         query_norm=_head_norm("attention.query_norm", groups) if model.qk_norm else None,
         key_norm=_head_norm("attention.key_norm", groups) if model.qk_norm else None,
         output=LinearSpec(
-            name="attention.output", inputs=groups.heads * groups.head_size, outputs=model.hidden_size,
+            name="attention.output", inputs=groups.heads * model.value_size, outputs=model.hidden_size,
             parallel="row", bias=model.add_bias, std=_residual_std(model),
         ),
         groups=groups, window=model.window_of(index), softcap=model.attention_softcap,
@@ -99,6 +102,32 @@ def _attention(model: ModelConfig, index: int) -> AttentionSpec:
 def _sinks(groups: Groups) -> ParameterSpec:
     """Split by query head, whose order among tensor-parallel ranks is that of the fused projection's."""
     return ParameterSpec(name="attention.sinks", shape=(groups.heads,), init="zeros", decay=False, split=Split(0))
+
+
+def _latent(model: ModelConfig) -> LatentSpec:
+    heads, hidden, rotated = model.num_attention_heads, model.hidden_size, model.qk_rope_head_dim
+
+    def linear(name: str, inputs: int, outputs: int, parallel: Literal["column", "none"]) -> LinearSpec:
+        return LinearSpec(
+            name=f"attention.{name}", inputs=inputs, outputs=outputs, parallel=parallel, bias=False,
+            std=model.init_std,
+        )
+
+    def norm(name: str, size: int) -> NormSpec:
+        return NormSpec(name=f"attention.{name}", size=size, kind="rmsnorm", bias=False)
+
+    low = model.q_lora_rank
+    return LatentSpec(
+        query_down=linear("query_down", hidden, low, "none") if low else None,
+        query_norm=norm("query_norm", low) if low else None,
+        query_up=linear("query_up" if low else "query", low or hidden, heads * model.head_size, "column"),
+        kv_down=linear("kv_down", hidden, model.kv_lora_rank + rotated, "none"),
+        kv_norm=norm("kv_norm", model.kv_lora_rank),
+        kv_up=linear(
+            "kv_up", model.kv_lora_rank, heads * (model.head_size - rotated + model.value_size), "column"
+        ),
+        rotary_size=rotated, value_size=model.value_size,
+    )
 
 
 def _mlp(model: ModelConfig) -> MLPSpec:

@@ -76,8 +76,9 @@ def hardware_flops(
 
 def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1) -> int:
     """Operations of one sample's forward that make a site of a layer again; 0 for element-wise work."""
+    projections = sum(p.weight_numel for p in layer.attention.projections)
     matrices = {
-        "qkv": layer.attention.qkv.weight_numel + layer.copied_numel(tp), "hidden": layer.mlp.up.weight_numel,
+        "qkv": projections + layer.copied_numel(tp), "hidden": layer.mlp.up.weight_numel,
         "residual": layer.attention.output.weight_numel,
     }
     return layer.attention.core_flops(seq) if site == "core" else 2 * seq * matrices.get(site, 0)

@@ -11,6 +11,7 @@ from torch import nn
 from megatron_port.model.activation_sites import LayerActivations, Site
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
+from megatron_port.model.latent_attention import LatentAttention
 from megatron_port.model.mlp import MLP
 from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
@@ -71,7 +72,8 @@ class TransformerLayer(nn.Module):
         self.activations = build.layer_activations.get(index, LayerActivations())
         self.parking = build.parking
         self.norm1 = Norm(name, spec.norm1, build)
-        self.attention = SelfAttention(name, spec.attention, build)
+        kind = SelfAttention if spec.attention.latent is None else LatentAttention
+        self.attention = kind(name, spec.attention, build)
         self.norm2 = Norm(name, spec.norm2, build)
         self.mlp = MLP(name, spec.mlp, build)
 

@@ -67,13 +67,16 @@ def _yarn(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     return inverse / model.rope_factor * divided + inverse * (1 - divided)
 
 
-def table_factor(model: ModelConfig) -> float:
-    """Return the factor on cos and sin, by which queries and keys are both multiplied: YaRN's, and the square root of
-    what ``attention_scale`` changes in their products."""
-    factor = 1.0
+def table_factors(model: ModelConfig) -> tuple[float, float]:
+    """Return the factors on cos and sin of the pairs that turn and of those that do not, by which queries and keys are
+    both multiplied: YaRN's, for the first alone, and the square root of what ``attention_scale`` changes in their
+    products."""
+    yarn, scale = 1.0, 1.0
     if model.rope_scaling == "yarn":
-        factor = model.rope_attention_factor or 1.0 + 0.1 * math.log(model.rope_factor)
-    return factor * math.sqrt(model.attention_scale * math.sqrt(model.head_size)) if model.attention_scale else factor
+        yarn = model.rope_attention_factor or 1.0 + 0.1 * math.log(model.rope_factor)
+    if model.attention_scale:
+        scale = math.sqrt(model.attention_scale * math.sqrt(model.head_size))
+    return yarn * scale, scale
 
 
 class RotaryTables:
@@ -107,8 +110,10 @@ class RotaryTables:
         if found is None or found[0].shape[0] < length:
             rows = length if found is None else max(length, 2 * found[0].shape[0])
             angle = torch.outer(torch.arange(rows, device=device).float(), frequencies(self.model, device))
-            cos, sin, factor = angle.cos(), angle.sin(), table_factor(self.model)
-            if factor != 1.0:
-                cos, sin = cos * factor, sin * factor
+            cos, sin, turning = angle.cos(), angle.sin(), self.model.rotary_size // 2
+            for pairs, factor in zip((slice(turning), slice(turning, None)), table_factors(self.model)):
+                if factor != 1.0:
+                    cos[:, pairs] *= factor
+                    sin[:, pairs] *= factor
             found = self._made[device] = mark_as_of_all_layers(cos), mark_as_of_all_layers(sin)
         return found

@@ -111,7 +111,8 @@ class LinearSpec:
     name: str
     inputs: int
     outputs: int
-    parallel: Literal["column", "row"]
+    parallel: Literal["column", "row", "none"]
+    """``none``: every rank has all of it, and under sequence parallelism applies it to its own tokens."""
     bias: bool
     std: float
     packed: int = 1
@@ -128,6 +129,8 @@ class LinearSpec:
             name=f"{self.name}.weight", shape=(*lead, self.outputs, self.inputs), init="normal", std=self.std,
             decay=True, split=rows if column else Split(1),
         )
+        if self.parallel == "none":
+            weight = replace(weight, split=None, gradient="tokens")
         bias = ParameterSpec(
             name=f"{self.name}.bias", shape=(*lead, self.outputs), init="zeros", decay=False,
             split=rows if column else None, gradient="whole" if column else "tokens",
@@ -147,7 +150,7 @@ class LinearSpec:
         """Return (outputs, inputs) of the product on one of ``tp`` ranks."""
         if self.parallel == "column":
             return self.outputs_held(tp) / tp, self.inputs
-        return self.outputs, self.inputs / tp
+        return self.outputs, self.inputs if self.parallel == "none" else self.inputs / tp
 
     def kept_features(self, tp: int) -> int:
         """Activations per token that ``tp`` ranks together keep for the backward pass: what is divided of its ends."""
@@ -176,14 +179,55 @@ class NormSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
-    """Causal self-attention: fused projection, optional norms of each query and key head, core, output projection."""
+class LatentSpec:
+    """Queries, keys and values by way of latents (multi-head latent attention, arXiv 2405.04434).
 
-    qkv: LinearSpec
+    ``query_down`` and ``query_norm``: None where queries come from the input. ``kv_down`` makes the latent of keys and
+    values, and behind it the part of the keys that is rotated and that all heads share; ``kv_up`` makes each head's
+    other part of the key, and its value, from the normed latent.
+    """
+
+    query_down: LinearSpec | None
+    query_norm: NormSpec | None
+    query_up: LinearSpec
+    kv_down: LinearSpec
+    kv_norm: NormSpec
+    kv_up: LinearSpec
+    rotary_size: int
+    """Elements of a head that are rotated."""
+    value_size: int
+    """Elements of a value."""
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """In the order of the forward pass."""
+        return *(() if self.query_down is None else (self.query_down,)), self.query_up, self.kv_down, self.kv_up
+
+    @property
+    def norms(self) -> tuple[NormSpec, ...]:
+        """Norms of the latents."""
+        return (self.kv_norm,) if self.query_norm is None else (self.query_norm, self.kv_norm)
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules."""
+        products = tuple(p for part in self.linears for p in part.parameters)
+        return (*products, *(p for norm in self.norms for p in norm.parameters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Causal self-attention: fused projection, optional norms of each query and key head, core, output projection.
+
+    With ``latent`` that takes the place of the projection, and ``qkv`` is None.
+    """
+
+    qkv: LinearSpec | None
     query_norm: NormSpec | None
     key_norm: NormSpec | None
     output: LinearSpec
     groups: Groups
+    latent: LatentSpec | None = None
     window: int = 0
     """Keys that a query sees at most; 0: all before it."""
     softcap: float = 0.0
@@ -192,22 +236,39 @@ class AttentionSpec:
     """A score per query head without a key and a value."""
 
     @property
+    def projections(self) -> tuple[LinearSpec, ...]:
+        """What makes queries, keys and values, in the order of the forward pass."""
+        found = () if self.qkv is None else (self.qkv,)
+        return found if self.latent is None else self.latent.linears
+
+    @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """In the order of the forward pass."""
-        return self.qkv, self.output
+        return *self.projections, self.output
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """In the order of the modules."""
         norms = tuple(p for n in (self.query_norm, self.key_norm) if n is not None for p in n.parameters)
+        before = () if self.qkv is None else self.qkv.parameters
+        before = before if self.latent is None else self.latent.parameters
         sinks = () if self.sinks is None else (self.sinks,)
-        return (*sinks, *self.qkv.parameters, *norms, *self.output.parameters)
+        return (*sinks, *before, *norms, *self.output.parameters)
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a head's value."""
+        return self.groups.head_size if self.latent is None else self.latent.value_size
+
+    def packed_features(self, tp: int) -> int:
+        """Elements per token of queries, keys and values on ``tp`` ranks together, copies and padding included."""
+        return self.groups.rows_held(tp)
 
     def core_flops(self, seq: int) -> int:
         """Operations of QKᵀ and of the weights times V of one sample's forward. The causal half is not taken off, so a
         window w counts as twice its band, w (2 seq - w) of seq² scores; documents are not known here."""
         window = min(self.window or seq, seq)
-        return 4 * window * (2 * seq - window) * self.groups.heads * self.groups.head_size
+        return 2 * window * (2 * seq - window) * self.groups.heads * (self.groups.head_size + self.value_size)
 
     def normalized_features(self, tp: int) -> int:
         """Elements per token that the norms of queries and keys read on ``tp`` ranks together, copies included."""
@@ -271,8 +332,7 @@ class LayerSpec:
 
     def copied_numel(self, tp: int) -> int:
         """Return the number of matrix elements that ``tp`` ranks hold in addition to one copy of each."""
-        qkv = self.attention.qkv
-        return (qkv.outputs_held(tp) - qkv.outputs) * qkv.inputs
+        return sum((p.outputs_held(tp) - p.packed * p.outputs) * p.inputs for p in self.attention.projections)
 
     def forward_flops(self, seq: int) -> int:
         """Operations of one sample's forward, element-wise work left out."""

@@ -10,6 +10,12 @@ the collective of the backward pass.
 |---|---|---|
 | reduce_from_tp | all-reduce | identity |
 | reduce_scatter_sequence | reduce-scatter | all-gather |
+
+``enter_region`` is that entry alone, for a tensor that heads on all ranks share.
+
+| function | forward | backward |
+|---|---|---|
+| enter_region | identity, under sequence parallelism all-gather | all-reduce, under it reduce-scatter |
 """
 
 from __future__ import annotations
@@ -121,3 +127,21 @@ def reduce_from_tp(x: torch.Tensor, group: Group) -> torch.Tensor:
 def reduce_scatter_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Partial sums [seq, ...] → this rank's tokens of the sum, [seq/tp, ...]."""
     return x if group is None else _ReduceScatterSequence.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+class _EnterRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, sequence: bool) -> torch.Tensor:
+        ctx.group, ctx.sequence = group, sequence
+        return all_gather_first(x, group) if sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        reduce = reduce_scatter_first if ctx.sequence else all_reduce_sum
+        return reduce(grad, ctx.group), None, None
+
+
+def enter_region(x: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
+    """Enter a tensor-parallel region, where every rank uses all of x: [seq(/tp), ...] → [seq, ...]; gradients are
+    summed."""
+    return x if group is None else _EnterRegion.apply(x, group, sequence_parallel)  # type: ignore[no-untyped-call]

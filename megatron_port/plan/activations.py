@@ -40,7 +40,7 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
         "input": stream * w,
         "norm1": norm1,
         "qkv": tokens / t * _qkv_bytes(case, layer, wide),
-        "core": tokens / t * (layer.attention.output.kept_features(t) * w + _core_bytes(case, layer, scores)),
+        "core": tokens / t * (_mixed_features(layer) * w + _core_bytes(case, layer, scores)),
         # Where the norms read the same tensor, there is no second one.
         "residual": stream * (mask + (0 if layer.parallel_residual else w)),
         "norm2": norm2,
@@ -127,11 +127,21 @@ def _qkv_bytes(case: Case, layer: LayerSpec, wide: int) -> float:
     """Bytes per token, over all tensor-parallel ranks, of queries, keys and values and of what their norms and their
     rotation keep."""
     t, w, heads = case.tp, case.width, layer.attention.groups
-    out: float = layer.attention.qkv.kept_features(t) * w
+    out: float = layer.attention.packed_features(t) * w
+    if layer.attention.latent is not None:  # each latent, and its norm; what every rank has
+        copies = 1 if case.sequence_parallel else t
+        out += sum(norm.size for norm in layer.attention.latent.norms) * (2 * w + wide) * copies
     if case.kernels == "torch" and case.model.position_embedding == "rope":
         out += heads.head_size * heads.held(t) * w  # rotated keys; v is a view that keeps the whole projection alive
         out += 4 * case.model.rotary_size * w / case.micro_batch * t  # the tables, in the compute dtype
     return out + layer.attention.normalized_features(t) * (w + wide)
+
+
+def _mixed_features(layer: LayerSpec) -> int:
+    """Elements per token of the mixed values: what the output projection keeps, and where values were padded what
+    attention gave."""
+    heads, inputs = layer.attention.groups, layer.attention.output.inputs
+    return inputs if layer.attention.value_size == heads.head_size else inputs + heads.heads * heads.head_size
 
 
 def _core_bytes(case: Case, layer: LayerSpec, scores: bool) -> float:

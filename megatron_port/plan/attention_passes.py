@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_port.model.spec import LayerSpec
+from megatron_port.model.spec import AttentionSpec, LatentSpec, LayerSpec
 from megatron_port.plan.operations import Sizes, drop, leave, linear, normalize, product
 from megatron_port.plan.tape import Block, Tape, Value
 
 
 def attention(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
-    out = _core(t, s, spec, _project(t, s, spec, x))
+    if spec.attention.latent is None:
+        out = _core(t, s, spec, _project(t, s, spec, x))
+    else:
+        padded = _core(t, s, spec, _latent_project(t, s, spec.attention, spec.attention.latent, x))
+        size = padded.size
+        values = size * spec.attention.value_size / spec.attention.groups.head_size
+        out = t.note(t.block(values), [padded], lambda grad, saved: [t.block(size)])
     y = linear(t, s, out, spec.attention.output)
     return leave(t, s, y)
 
 
 def _project(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     """The packed projection, with normed heads where the model has them."""
+    assert spec.attention.qkv is not None
     y = linear(t, s, x, spec.attention.qkv)
     features = spec.attention.normalized_features(s.case.tp)
     if not features:
@@ -27,6 +34,34 @@ def _project(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     assert norm is not None
     heads = normalize(t, s, heads, norm)[0]
     return t.note(t.block(size), [heads, y], lambda grad, saved: [t.block(normed), grad])
+
+
+def _latent_project(t: Tape, s: Sizes, spec: AttentionSpec, latent: LatentSpec, x: Value) -> Value:
+    """``LatentAttention.project``: latents, their norms, heads from them, all put together."""
+    low = x
+    if latent.query_down is not None and latent.query_norm is not None:
+        low = normalize(t, s, linear(t, s, x, latent.query_down), latent.query_norm)[0]
+    query = linear(t, s, low, latent.query_up)
+    own, shared = _apart(t, s, linear(t, s, x, latent.kv_down), latent)
+    whole = linear(t, s, normalize(t, s, own, latent.kv_norm)[0], latent.kv_up)
+    if s.case.sequence_parallel:
+        size = shared.size
+        shared = t.note(t.block(size * s.case.tp), [shared], lambda grad, saved: [t.block(size)])
+    head = s.tokens / s.case.tp * spec.groups.heads * spec.groups.head_size * s.case.width
+    of_shared, of_whole = shared.size, whole.size
+    key = t.note(t.block(head), [shared, whole], lambda grad, saved: [t.block(of_shared), t.block(of_whole)])
+    value = t.note(t.block(head), [whole], lambda grad, saved: [t.block(of_whole)])
+    return t.note(t.block(3 * head), [query, key, value], lambda grad, saved: [t.block(head) for _ in range(3)])
+
+
+def _apart(t: Tape, s: Sizes, y: Value, latent: LatentSpec) -> tuple[Value, Value]:
+    """The latent and what all heads share, each a tensor of its own."""
+    size, share = y.size, latent.rotary_size / latent.kv_down.outputs
+    first, second = t.split(y, lambda grad, saved: [t.block(size)], 2)
+    return (
+        t.note(t.block(size * (1 - share)), [first], lambda grad, saved: [grad]),
+        t.note(t.block(size * share), [second], lambda grad, saved: [grad]),
+    )
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     tokens, stream = _stream(case)
     split = tokens / t
     gates, ffn = layer.mlp.up.packed, layer.mlp.down.inputs
-    heads = layer.attention.qkv.outputs_held(t)
+    heads = layer.attention.packed_features(t)
     fused = case.engine.unfused_ops
     norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
     hidden = split * ffn * w * (gates + 1)
@@ -165,13 +165,14 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     # An entry gathers the sequence and an exit scatters it under sequence parallelism; else the exit sums it.
     each = _tensor_collective(case, links, group)
     entry, exit_ = (each / 2, each / 2) if case.sequence_parallel else (0.0, each)
-    heads, ffn = layer.attention.qkv.outputs_held(t), layer.mlp.down.inputs
+    heads, ffn = layer.attention.packed_features(t), layer.mlp.down.inputs
     normed = layer.attention.normalized_features(t)
     rotated = rates.stream(split * heads * 2 * w + split * (normed + heads if normed else 0) * 2 * w, 1)
-    qkv, output, up = layer.attention.qkv, layer.attention.output, layer.mlp.up
+    output, up = layer.attention.output, layer.mlp.up
+    projections = sum(product(linear) for linear in layer.attention.projections)
     return {
         "norm1": norm, "norm2": norm,
-        "qkv": Cost(backward=product(qkv) + rotated, backward_tensor=entry),
+        "qkv": Cost(backward=projections + rotated, backward_tensor=entry),
         "core": Cost(backward=attention_seconds(case, layer, rates)[0]),
         "residual": Cost(
             backward=product(output) + rates.stream(stream * (3 * w + mask), 1), backward_tensor=exit_

@@ -81,12 +81,16 @@ def linear(t: Tape, s: Sizes, x: Value, spec: LinearSpec) -> Value:
     """``parallel.linear.linear``: at the entry of a tensor-parallel region (``column``), or within it."""
     outputs, inputs = spec.product(s.case.tp)
     bias = outputs * s.case.width if spec.bias else 0.0
-    return matrix(t, s, x, inputs, outputs, bias=bias, entry=spec.parallel == "column")
+    share = 1 / s.case.tp if spec.parallel == "none" and s.case.sequence_parallel else 1.0
+    return matrix(t, s, x, inputs, outputs, bias=bias, entry=spec.parallel == "column", share=share)
 
 
-def matrix(t: Tape, s: Sizes, x: Value, inputs: float, outputs: float, *, bias: float, entry: bool) -> Value:
-    w, gathers = s.case.width, entry and s.case.sequence_parallel
-    size_in, size_out, weight = s.tokens * inputs * w, s.tokens * outputs * w, inputs * outputs * w
+def matrix(
+    t: Tape, s: Sizes, x: Value, inputs: float, outputs: float, *, bias: float, entry: bool, share: float = 1.0
+) -> Value:
+    """``share``: of the tokens, those that this rank multiplies."""
+    w, gathers, tokens = s.case.width, entry and s.case.sequence_parallel, s.tokens * share
+    size_in, size_out, weight = tokens * inputs * w, tokens * outputs * w, inputs * outputs * w
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
         full = t.block(size_in) if gathers and s.case.engine.gathers_again else saved[0]

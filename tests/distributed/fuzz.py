@@ -88,7 +88,8 @@ class Draw:
                 "position_embedding", "normalization", "activation", "add_bias", "tie_embeddings", "hidden_dropout",
                 "attention_dropout", "ffn_hidden_size", "parallel_residual", "rope_scaling", "rotary_percent",
                 "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale",
-                "logits_divisor", "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap")
+                "logits_divisor", "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
+                "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
@@ -194,6 +195,19 @@ def _options(r: random.Random, model: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def _latent(r: random.Random, model: dict[str, Any]) -> dict[str, Any]:
+    """The model with latent attention, and without what that excludes; one in eight."""
+    if r.random() >= 1 / 8:
+        return model
+    head = r.choice((4, 6, 8))
+    return model | {
+        "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False, "qkv_bias": False,
+        "qk_norm": False, "num_query_groups": 0, "rotary_percent": 1.0, "head_dim": head,
+        "kv_lora_rank": r.choice((6, 16)), "q_lora_rank": r.choice((0, 10)), "qk_rope_head_dim": r.choice((2, 4)),
+        "v_head_dim": r.choice((0, 3, head)),
+    }
+
+
 def _layout(r: random.Random, t: Topology, engine: str) -> dict[str, Any]:
     layout: dict[str, Any] = {
         "tensor_parallel_size": t.tp, "pipeline_parallel_size": t.pp, "data_parallel_size": t.dp,
@@ -228,6 +242,8 @@ def draw(seed: int) -> Draw:
     dtype = r.choice(("fp64", "fp32", "bf16", "fp16") if engine == "native" else ("fp32", "bf16", "bf16"))
     model, layout = _model(r, t), _layout(r, t, engine)
     stages = t.pp * layout.get("virtual_pipeline_size", 1)
+    if dtype in ("fp32", "fp64"):  # nothing emulates how latents that all heads share are rounded
+        model = _latent(random.Random(f"latent-{seed}"), model)
     model["num_layers"] = stages + r.choice((0, 1, 1, 2))
     if model["num_layers"] < len(model.get("attention_pattern", ())):
         del model["attention_pattern"]

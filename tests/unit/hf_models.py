@@ -63,10 +63,24 @@ def small(model_type: str, length: int = 32, **changes: Any) -> Any:
     """A small configuration of any family: of the usual fields those that its class has."""
     import transformers
 
+    if model_type == "deepseek_v3":
+        return deepseek(length, **changes)
     kind = transformers.CONFIG_MAPPING[model_type]
     known = {*kind().to_dict(), *kind.attribute_map}
     sizes = {"max_position_embeddings": length, **SIZES}
     return kind(**{**{k: v for k, v in sizes.items() if k in known}, **changes})
+
+
+def deepseek(length: int = 32, **changes: Any) -> Any:
+    """DeepSeek-V3 without experts."""
+    import transformers
+
+    return transformers.DeepseekV3Config(**{
+        "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
+        "intermediate_size": 96, "vocab_size": VOCABULARY, "max_position_embeddings": length, "bos_token_id": 100,
+        "eos_token_id": 100, "first_k_dense_replace": 3, "num_nextn_predict_layers": 0, **changes,
+    })
 
 
 def reference(config: Any, *, scale: float = 5.0, seed: int = 0) -> Any:

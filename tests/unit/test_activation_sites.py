@@ -41,6 +41,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {}, "gpt, dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1}, "llama": LLAMA,
     "qwen3": {**LLAMA, "qk_norm": True}, "neox": {"parallel_residual": True, "position_embedding": "rope"},
     "llama, dropout": {**LLAMA, "hidden_dropout": 0.1},
+    "latents": {
+        **LLAMA, "num_query_groups": 0, "head_dim": 24, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
 }
 SEQ, BATCH = 64, 2
 

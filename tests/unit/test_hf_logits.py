@@ -63,6 +63,10 @@ CASES = {
     "llama linear": lambda: hf.llama(rope_parameters=dict(hf.LINEAR)),
     "llama llama3": lambda: hf.llama(rope_parameters=dict(hf.LLAMA3)),
     "llama yarn": lambda: hf.llama(rope_parameters=dict(hf.YARN)),
+    "deepseek_v3": lambda: hf.deepseek(),
+    "deepseek_v3 yarn, no query latent": lambda: hf.deepseek(
+        q_lora_rank=None, v_head_dim=20, rope_parameters={**hf.YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+    ),
     "mistral": lambda: hf.small("mistral", sliding_window=None),
     "qwen2": lambda: hf.small("qwen2"),
     "qwen2 tied, yarn": lambda: hf.small(
@@ -81,6 +85,7 @@ CASES = {
     "qwen3": lambda: hf.small("qwen3"),
     "qwen3 tied, llama3": lambda: hf.small("qwen3", tie_word_embeddings=True, rope_parameters=dict(hf.LLAMA3)),
     "neox": lambda: hf.neox(),
+    "neox half rotary, yarn": lambda: hf.neox(rope_parameters={**hf.YARN, "partial_rotary_factor": 0.5}),
     "neox half rotary, sequential": lambda: hf.neox(
         rotary_pct=0.5, use_parallel_residual=False, hidden_act="gelu_fast"
     ),
@@ -128,6 +133,7 @@ def test_normed_heads_in_fp64(changes: dict[str, Any], tmp_path: Path) -> None:
         ("granite", {"residual_multiplier": 0.3}),
         ("granite", {"attention_scale": 0.0}),
         ("granite", {"logits_divisor": 1.3}),
+        ("deepseek_v3 yarn, no query latent", {"attention_scale": 0.0}),
     ],
 )
 def test_a_wrong_option_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ MODELS = {
     "llama": LLAMA,
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=24),
     "qwen2": replace(LLAMA, qkv_bias=True),
+    "deepseek": replace(
+        LLAMA, num_query_groups=0, head_dim=12, kv_lora_rank=20, q_lora_rank=14, qk_rope_head_dim=4, v_head_dim=10
+    ),
     "gpt with normed heads": replace(SMALL, qk_norm=True),
     "windows, sinks": replace(
         LLAMA, sliding_window=5, attention_pattern=("window", "full"), attention_sinks=True, attention_softcap=3.0

@@ -1,0 +1,9 @@
+"""DeepSeek-V3 without experts: latent attention (MLA) in Llama's layer."""
+
+from megatron_port.model.families.deepseek_v3.config import HARMLESS, read, write
+from megatron_port.model.families.deepseek_v3.names import NAMES
+from megatron_port.model.families.family import Family
+
+FAMILY = Family(
+    name="deepseek_v3", architecture="DeepseekV3ForCausalLM", read=read, write=write, names=NAMES, harmless=HARMLESS
+)
