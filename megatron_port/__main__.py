@@ -6,7 +6,12 @@ import contextlib
 import os
 import sys
 
-from megatron_port.cli.main import main
+from megatron_port.runtime.signals import block_signals
+
+
+def _is_a_rank(arguments: list[str]) -> bool:
+    """Whether this process will be one rank of a run; with --nproc it starts ranks, and passes signals on."""
+    return arguments[:1] == ["train"] and not any(a.startswith(("--nproc", "--dry-run")) for a in arguments)
 
 
 def entry() -> None:
@@ -16,6 +21,10 @@ def entry() -> None:
     server that will never answer, and the C++ runtime would abort over it: exit 134 in place of the code. And taking
     torch down costs a second of CPU time, while everybody waits for the launcher to see that the run has ended.
     """
+    if _is_a_rank(sys.argv[1:]):  # before the imports: on a busy node they take seconds, and a signal would kill it
+        block_signals()
+    from megatron_port.cli.main import main
+
     code = main()
     if code:
         with contextlib.suppress(OSError):

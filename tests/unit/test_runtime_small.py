@@ -118,3 +118,26 @@ def test_groups_cover_every_rank_once_an_axis_and_skip_single_ranks() -> None:
     assert list(groups["embedding"]) == [(g[0], g[-1]) for g in groups["pp"]]
     assert planned(Topology()) == []
     assert [c.names for c in planned(Topology(dp=4))] == [("dp", "dp+cp", "dp_shard+cp", "world")]
+
+
+@pytest.mark.parametrize("arguments,kept", [
+    (["train", "run.toml"], True), (["train", "run.toml", "--nproc", "2"], False),
+    (["train", "run.toml", "--nproc=2"], False), (["train", "run.toml", "--dry-run"], False), (["plan"], False),
+])
+def test_a_rank_keeps_a_schedulers_signals_before_it_imports_anything(arguments, kept):
+    """A SIGUSR1 while torch is imported makes the run save and stop, once it can; by default it would kill the rank."""
+    program = (
+        "import os, signal, sys, types\n"
+        f"sys.argv = ['megatron-port', *{arguments!r}]\n"
+        "held = lambda: signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])\n"
+        "class Imports:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'megatron_port.cli.main':\n"
+        "            print(held(), 'torch' in sys.modules, flush=True)\n"
+        "            os._exit(0)\n"
+        "sys.meta_path.insert(0, Imports())\n"
+        "from megatron_port.__main__ import entry\n"
+        "entry()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(kept), "False"]
