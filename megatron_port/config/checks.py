@@ -12,6 +12,7 @@ from typing import Any
 from megatron_port.config.attention import attention_problems
 from megatron_port.config.choices import CHOICES, RANGES, SIZES
 from megatron_port.config.dump import leaves
+from megatron_port.config.fine_tuning import fine_tuning_problems
 from megatron_port.config.fp8 import fp8_problems
 from megatron_port.config.graphs import graph_problems
 from megatron_port.config.latent import latent_problems
@@ -55,6 +56,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
         found += [*_relations(config), *fp8_problems(config)]
     found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
     found += [*_engine_problems(config), *offload_problems(config), *graph_problems(config)]
+    found += fine_tuning_problems(config)
     found += activation_problems(
         config.activations, num_layers=config.model.num_layers,
         described=config.cluster.memory_gb > 0 and bool(config.hardware.device or config.hardware.matmul_tflops),

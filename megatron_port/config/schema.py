@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.machine import (
     CalibrationConfig,
     ClusterConfig,
@@ -45,8 +46,9 @@ from megatron_port.config.ranges import (
 
 __all__ = [
     "ActivationsConfig", "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig",
-    "DataConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig", "ModelConfig", "NumericsConfig", "OptimizerConfig",
-    "PrecisionConfig", "PreflightConfig", "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
+    "DataConfig", "FineTuningConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig", "ModelConfig",
+    "NumericsConfig", "OptimizerConfig", "PrecisionConfig", "PreflightConfig", "RunConfig", "TelemetryConfig",
+    "TrainingConfig", "WatchConfig",
 ]
 
 
@@ -360,6 +362,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    fine_tuning: FineTuningConfig = field(default_factory=FineTuningConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -105,7 +105,8 @@ class NativeEngine:
         for _, p in self.parameters:
             p.wgrad_accumulator = self.wgrad_accumulator  # type: ignore[attr-defined]  # see parallel.linear
             p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.linear_kernels
-            p.register_post_accumulate_grad_hook(gradients.hook(p))
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(gradients.hook(p))
         for chunk in self.chunks:
             for unit in chunk.units:
                 self.sharded.wait_before(unit)
@@ -316,10 +317,10 @@ class NativeEngine:
         if self.state_check.begin():
             self.sharded.settle_state()
             self.state_check.record(self.sharded.owned_tensors())
-            if not gathering:
-                if self.graphs is not None:
-                    self.sharded.wait()
-                self.state_check.record(self.sharded.weight_tensor(b) for b in self.sharded.buckets)
+            if self.graphs is not None and not gathering:
+                self.sharded.wait()
+            here = self.sharded.frozen if gathering else self.sharded.buckets
+            self.state_check.record(self.sharded.weight_tensor(b) for b in here)
 
     def _verify_state(self) -> None:
         if self.state_check.recorded:
@@ -388,7 +389,7 @@ class NativeEngine:
         self.sharded.wait()
         self.sharded.settle_state()
         pieces: dict[tuple[str, tuple[int, ...]], list[StateShard]] = {}
-        for piece in self.sharded.pieces:
+        for piece in (*self.sharded.pieces, *self.sharded.frozen_pieces):
             pieces.setdefault(piece.record.place, []).append(piece)
         scratch = ScratchBuffer(self.sharded.wide)
         for record, p in self.parameters:

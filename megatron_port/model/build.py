@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from megatron_port.backend.providers import Providers
+from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.model.activation_sites import LayerActivations
+from megatron_port.model.adapter_spec import adapter_spec
+from megatron_port.model.adapters import make_adapter
 from megatron_port.model.residual import ResidualStream
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.site_parking import ParkingPlaces
@@ -40,6 +43,7 @@ class BuildContext:
         recompute: none | selective | full, for all layers.
         layer_activations: by the index of the layer, where ``recompute`` is none.
         position_reset: learned positions are counted from each document's start.
+        fine_tuning: which linears have adapters.
     """
 
     def __init__(
@@ -47,7 +51,9 @@ class BuildContext:
         stream: DropoutStream, dtype: torch.dtype, loss: TokenLoss = vocab_parallel_cross_entropy,
         partition: SequencePartition | None = None, recompute: str = "none",
         layer_activations: Mapping[int, LayerActivations] | None = None, position_reset: bool = False,
+        fine_tuning: FineTuningConfig = NO_ADAPTERS,
     ) -> None:
+        self.fine_tuning = fine_tuning
         self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
         self.dtype, self.loss, self.position_reset = dtype, loss, position_reset
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
@@ -72,21 +78,29 @@ class BuildContext:
         self, layer: str, spec: LinearSpec, *, rows: tuple[Rows, Rows] | None = None, skip_bias: bool = False
     ) -> ColumnParallelLinear:
         """Build the linear layer of a spec with its outputs split over the tensor-parallel ranks."""
-        make = partial(ChunkedColumnParallelLinear, self.chunks) if self.chunks > 1 else ColumnParallelLinear
-        return make(
+        adapters = adapter_spec(spec, self.fine_tuning)
+        chunked = self.chunks > 1 and adapters is None
+        make = partial(ChunkedColumnParallelLinear, self.chunks) if chunked else ColumnParallelLinear
+        made = make(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
             skip_bias=skip_bias, dtype=self.dtype, kernels=self.kernels,
         )
+        made.adapter = None if adapters is None else make_adapter(layer, adapters, self)
+        return made
 
     def row(self, layer: str, spec: LinearSpec) -> RowParallelLinear:
         """Build the linear layer of a spec with inputs split over tensor-parallel ranks; the caller adds its bias."""
-        make = partial(ChunkedRowParallelLinear, self.chunks) if self.chunks > 1 else RowParallelLinear
-        return make(
+        adapters = adapter_spec(spec, self.fine_tuning)
+        chunked = self.chunks > 1 and adapters is None
+        make = partial(ChunkedRowParallelLinear, self.chunks) if chunked else RowParallelLinear
+        made = make(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), skip_bias=True,
             dtype=self.dtype, kernels=self.kernels,
         )
+        made.adapter = None if adapters is None else make_adapter(layer, adapters, self)
+        return made
 
     def unsplit(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
         """Build a parameter that every tensor-parallel rank holds in full; ``layer`` is the prefix of its name."""

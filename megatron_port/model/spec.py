@@ -52,6 +52,8 @@ class Split:
     """Padded first, as the layout asks."""
     groups: Groups | None = None
     """Divided by key/value group, which ranks share where there are more ranks than groups."""
+    kv_heads: int = 0
+    """The same of rows that are all of so many key/value heads; 0: others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     """Logical: unsplit, unpadded."""
     init: str
-    """normal (mean 0, ``std``) | zeros | ones"""
+    """normal, uniform (mean 0, ``std``) | zeros | ones | row norms (of the weight that it stands beside)"""
     std: float = 0.0
     decay: bool
     """Weight decay applies."""
@@ -71,7 +73,7 @@ class ParameterSpec:
     """None: every tensor-parallel rank holds all of it."""
     gradient: Gradient = "whole"
     """What a rank's backward pass gives of an unsplit parameter: ``whole``; the part of its ``tokens`` under sequence
-    parallelism, else the whole; the part of its ``heads``."""
+    parallelism, else the whole; the part of its ``heads``, or of others of the features that ranks divide."""
     tied: bool = False
     """The token table of a model with tied ends: one parameter in two units."""
 
@@ -92,10 +94,14 @@ class ParameterSpec:
         if self.split.groups is not None:
             return self.split.groups.rows_held(tp) // tp * rest
         rows = padded_vocab if self.split.vocabulary and padded_vocab else self.shape[self.split.dim]
+        if 0 < self.split.kv_heads < tp:
+            rows = rows // self.split.kv_heads * tp
         return rows // tp * rest
 
     def shared_numel(self, tp: int) -> int:
         """Return the elements that neighbouring ranks hold too; each rank has its heads' part of their gradient."""
+        if self.split is not None and 0 < self.split.kv_heads < tp:
+            return self.local_numel(tp)
         if self.split is None or self.split.groups is None:
             return 0
         return self.split.groups.shared_rows(tp) * (self.numel // self.shape[self.split.dim])

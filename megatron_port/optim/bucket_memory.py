@@ -28,7 +28,7 @@ class StateShard:
     master: torch.Tensor
     """fp32 or wider; the same memory as ``weight`` where that is as wide."""
     gradient: torch.Tensor
-    """fp32 or wider: the sum over micro-batches and replicas, once ``finish`` has returned."""
+    """fp32 or wider: the sum over micro-batches and replicas, once ``finish`` has returned; empty where frozen."""
     state: Mapping[str, torch.Tensor]
     """The optimizer rule's tensors of this range, by kind; as wide as the master."""
 
@@ -55,13 +55,15 @@ class Bucket:
         size = plan.numel // shards
         self.own = slice(shard * size, (shard + 1) * size)
         self.gradients: torch.Tensor | None = None
-        if lasting:
+        if plan.frozen:
+            self.sums = torch.empty(0, dtype=wide, device=first.device)
+        elif lasting:
             self.gradients = torch.zeros(plan.numel, dtype=wide, device=first.device)
             self.sums = self.gradients[self.own]
         else:
             self.sums = torch.zeros(size, dtype=wide, device=first.device)
         self.grad_buffer: torch.Tensor | None = None
-        if not lasting and plan.late:
+        if not lasting and plan.late and not plan.frozen:
             self.grad_buffer = torch.empty(plan.numel, dtype=wide, device=first.device)
         for slot in plan.slots:
             p = parameters[slot.index][1]
@@ -71,13 +73,19 @@ class Bucket:
             p.data = self.weights[span].view(p.shape)
         self.shard = self.weights[self.own] if window is None else self.weights[self.own].clone()
         self.offloaded = offload is not None and offload.holds(number)
+        self.masters = self.shard
+        self.state: dict[str, torch.Tensor] = {}
+        if plan.frozen:
+            if offload is not None and offload.weights_on_host:
+                self.masters = self.shard = offload.host_zeros(size, first.dtype).copy_(self.shard)
         # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
-        if offload is not None and self.offloaded:
+        elif offload is not None and self.offloaded:
             if offload.weights_on_host:
                 self.shard = offload.host_zeros(size, first.dtype).copy_(self.shard)
             self.masters, self.state = offload.allocate(number)
         else:
-            self.masters = self.shard if first.dtype == wide else torch.zeros_like(self.shard, dtype=wide)
+            if first.dtype != wide:
+                self.masters = torch.zeros_like(self.shard, dtype=wide)
             self.state = {kind: torch.zeros_like(self.masters) for kind in kinds}
         self.reducing: dist.Work | None = None
         self.narrow: torch.Tensor | None = None

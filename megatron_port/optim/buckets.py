@@ -54,6 +54,8 @@ class BucketPlan:
     late: bool = False
     """Its gradients come all through a backward pass, as those of a parameter that several units use, or it is a table,
     much larger than a layer's buckets: ZeRO stage 2 keeps a buffer for them."""
+    frozen: bool = False
+    """Nothing of it is trained: it has weights alone."""
 
 
 Listed = tuple[int, ParameterRecord, int]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -77,13 +78,19 @@ class ShardedParameters:
             [(self._index[id(p)], record, p.numel()) for record, p in unit] for chunk in chunks for unit in chunk
         ]
         chunk_of = [c for c, chunk in enumerate(chunks) for unit in chunk for _ in unit]
-        plans = plan_buckets(
-            units, mesh, first=first, shards=shards, capacity=capacity, shared={self._index[id(p)] for p in shared}
+        together = {self._index[id(p)] for p in shared}
+        trained, frozen = (
+            plan_buckets(
+                [[entry for entry in unit if entry[1].trainable is trainable] for unit in units], mesh, first=first,
+                shards=shards, capacity=capacity, shared=together,
+            )
+            for trainable in (True, False)
         )
+        plans = [*trained, *(replace(plan, frozen=True) for plan in frozen)]
         weight, self.offload = self.parameters[0][1], None
         if offload is not None and offload.optimizer != "none":
             kinds = self.rule.kinds(self.parameters[0][0])
-            self.offload = Offload(offload, plans, shards=shards, kinds=kinds, weight=weight)
+            self.offload = Offload(offload, trained, shards=shards, kinds=kinds, weight=weight)
         self.unit_gather = None
         if sharding is not None and (shards > 1 or sharding.on_host):
             streams = None if self.offload is None else self.offload.ring.streams
@@ -96,6 +103,8 @@ class ShardedParameters:
             )
             for number, (plan, window) in enumerate(zip(plans, windows))
         ]
+        self.trained, self.frozen = self.buckets[: len(trained)], self.buckets[len(trained) :]
+        """Those of the buckets that updates change, and those of weights that stay as they are."""
         if self.offload is not None:
             self.offload.attach(self.buckets)
         if self.unit_gather is not None:
@@ -108,8 +117,10 @@ class ShardedParameters:
         }
         """By parameter: where its gradients are added up, if that lasts."""
         owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=shard, shards=shards)]
-        self.pieces = [self._shard(bucket, f) for bucket, f in owned]
-        self.owners = [bucket for bucket, _ in owned]  # of the pieces
+        self.pieces = [self._shard(bucket, f) for bucket, f in owned if not bucket.plan.frozen]
+        self.owners = [bucket for bucket, _ in owned if not bucket.plan.frozen]  # of the pieces
+        self.frozen_pieces = [self._frozen_shard(bucket, f) for bucket, f in owned if bucket.plan.frozen]
+        """Weights alone, which are their own masters."""
         self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
         for bucket, f in owned:
             entry = StateEntry(f.at - bucket.own.start, f.numel, self.parameters[f.index][0].name, f.start)
@@ -118,7 +129,7 @@ class ShardedParameters:
         """Called when a bucket's weights have come (on a GPU: in the stream's order)."""
         # Stage 1 has one round a step, of every bucket; stage 2 one a backward pass, of its chunk's buckets.
         groups: dict[int, list[tuple[int, list[int]]]] = {}
-        for b, plan in enumerate(plans):
+        for b, plan in enumerate(trained):
             c = chunk_of[plan.slots[0].index] if self.shard_gradients else 0
             groups.setdefault(c, []).append((b, [slot.index for slot in plan.slots]))
         names = [record.name for record, _ in self.parameters]
@@ -129,7 +140,7 @@ class ShardedParameters:
         self._reducing: deque[Bucket] = deque()
         self.grad_buffer_pool: GradBufferPool | None = None
         if self.shard_gradients:
-            size = max((plan.numel for plan in plans if not plan.late), default=0)
+            size = max((plan.numel for plan in trained if not plan.late), default=0)
             self.grad_buffer_pool = GradBufferPool(size, wide, self.buckets[0].weights.device)
 
     def _kinds(self, plan: BucketPlan) -> list[str]:
@@ -144,6 +155,10 @@ class ShardedParameters:
             {kind: bucket.state[kind][own] for kind in self.rule.kinds(record)},
         )
 
+    def _frozen_shard(self, bucket: Bucket, f: ShardRange) -> StateShard:
+        weight = bucket.shard[f.at - bucket.own.start : f.at - bucket.own.start + f.numel]
+        return StateShard(self.parameters[f.index][0], f.start, weight, weight, bucket.sums, {})
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def weight_tensor(self, bucket: Bucket) -> StateTensor:
@@ -156,7 +171,7 @@ class ShardedParameters:
 
     def owned_tensors(self) -> Iterator[StateTensor]:
         """Return this rank's masters (where they are not the weights) and state; call :meth:`settle_state` before."""
-        for bucket in self.buckets:
+        for bucket in self.trained:
             entries = self._owned[id(bucket)]
             if bucket.masters is not bucket.shard:
                 yield StateTensor("fp32 master", bucket.masters, entries)
@@ -175,7 +190,7 @@ class ShardedParameters:
         """Clear the gradients of a step. ``early``: reduce buckets as they fill up; else all at the end, for which
         stage 2 needs, this once, as much memory as stage 1."""
         self._hold = not early
-        for bucket in self.buckets:
+        for bucket in self.trained:
             access(COMPUTE, "sums are cleared", writes=[bucket.sums])
             bucket.sums.zero_()
             if bucket.gradients is not None:
@@ -304,7 +319,7 @@ class ShardedParameters:
         over the stages that hold a tied copy."""
         ctx = self.ctx
         partial: dict[Factors, list[torch.Tensor]] = {}
-        for bucket in self.buckets:
+        for bucket in self.trained:
             copies = ctx.along(bucket.plan.copies)
             if copies is not None:
                 dist.all_reduce(bucket.sums, group=copies)
@@ -317,7 +332,7 @@ class ShardedParameters:
             group = ctx.along(factors)
             if group is not None:
                 all_reduce_flat(partial[factors], group)
-        for bucket in self.buckets:
+        for bucket in self.trained:
             if bucket.plan.tied and ctx.embedding_group is not None:
                 dist.all_reduce(bucket.sums, group=ctx.embedding_group)
 
@@ -325,7 +340,7 @@ class ShardedParameters:
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
         """Return the summed gradient of each parameter on every rank (for comparisons: moves all). Collective."""
         out: dict[int, torch.Tensor] = {}
-        for bucket in self.buckets:
+        for bucket in self.trained:
             flat = bucket.sums
             if bucket.shards > 1:
                 flat = torch.empty(bucket.plan.numel, dtype=flat.dtype, device=flat.device)
@@ -333,18 +348,18 @@ class ShardedParameters:
             for slot in bucket.plan.slots:
                 shape = self.parameters[slot.index][1].shape
                 out[slot.index] = flat[slot.start : slot.start + slot.numel].view(shape)
-        return [(record, out[i]) for i, (record, _) in enumerate(self.parameters)]
+        return [(record, out[i]) for i, (record, _) in enumerate(self.parameters) if i in out]
 
     def local_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
         """Return this rank's own sums, unsharded; only before ``finish``, and after ``begin(early=False)``."""
-        return [(record, self.gradient_of(p)) for record, p in self.parameters]
+        return [(record, self.gradient_of(p)) for record, p in self.parameters if record.trainable]
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into this rank's weights, unless the update already has."""
-        for bucket in self.buckets:
+        for bucket in self.trained:
             if bucket.masters.dtype != bucket.shard.dtype:
                 bucket.shard.copy_(bucket.masters)
 
@@ -365,7 +380,7 @@ class ShardedParameters:
         if self.unit_gather is not None:
             self.unit_gather.release()
             return
-        for bucket in reversed(self.buckets):
+        for bucket in reversed(self.trained):
             if bucket.shards > 1:
                 own = bucket.weights[bucket.own]
                 work = all_gather_single(bucket.weights, own, group=self.replicas, async_op=True)

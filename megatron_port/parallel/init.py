@@ -7,6 +7,7 @@ Temporaries stay under 256 MB however large the slice is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -60,7 +61,7 @@ def initial_values(
         return torch.zeros(extent, device=device)
     if init.kind == "ones":
         return torch.ones(extent, device=device)
-    if init.kind != "normal":
+    if init.kind not in ("normal", "uniform"):
         raise ValueError(f"{name}: unknown initialisation {init.kind!r}")
     out = torch.empty(extent, device=device)
     flat = out.view(-1)
@@ -68,7 +69,8 @@ def initial_values(
     for start in range(0, flat.numel(), _CHUNK):
         stop = min(start + _CHUNK, flat.numel())
         position = _global_index(start, stop, shape, offset, extent, device)
-        value = normal_from_uniform(uniform(random_bits(position, key, key2)))
+        value = uniform(random_bits(position, key, key2))
+        value = normal_from_uniform(value) if init.kind == "normal" else value.sub_(0.5).mul_(math.sqrt(12.0))
         flat[start:stop] = value.mul_(init.std)
     return out
 

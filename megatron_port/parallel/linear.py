@@ -22,6 +22,7 @@ from torch import nn
 
 from megatron_port.backend.cpu_upcast import widens
 from megatron_port.backend.direct import FirstOrderFunction, first_order
+from megatron_port.parallel.adapter import Adapter
 from megatron_port.parallel.collectives import (
     Group,
     all_gather_first,
@@ -95,7 +96,7 @@ class _Linear(FirstOrderFunction):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         # The weights are also kept as they are: a saved tensor may be unpacked without the parameter's attributes.
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, *weights)
         ctx.weights, ctx.group, ctx.sequence, ctx.kernels = weights, group, sequence, kernels
         full_input = all_gather_first(x, group) if sequence else x
         if len(weights) == 1:
@@ -113,7 +114,8 @@ class _Linear(FirstOrderFunction):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        x = x.detach()  # a deferred wgrad holds it: its graph would keep the chunk's input and that one's gradient
+        if x is not None:
+            x = x.detach()  # a deferred wgrad holds it: its graph would keep the chunk's input and that one's gradient
         kernels, needs = ctx.kernels, ctx.needs_input_grad
         grad_2d = grad.flatten(0, -2)
         parts = [grad_2d] if len(weights) == 1 else [part.contiguous() for part in grad_2d.split(ctx.sizes, dim=1)]
@@ -131,7 +133,7 @@ class _Linear(FirstOrderFunction):
         dx = None
         if partial_dx is not None:
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
-            dx = start(partial_dx.view(*grad.shape[:-1], x.shape[-1]), ctx.group)
+            dx = start(partial_dx.view(*grad.shape[:-1], partial_dx.shape[-1]), ctx.group)
         dw: list[torch.Tensor | None] = [None] * len(weights)
         if wgrads:
             full_input = (x if gathered is None else gathered.take()).reshape(-1, x.shape[-1])
@@ -230,6 +232,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
         self.kernels = kernels
+        self.adapter: Adapter | None = None
         self.bias: nn.Parameter | None = None
         self.shared_weight: nn.Parameter | None = None
         self.shared_bias: nn.Parameter | None = None
@@ -259,6 +262,12 @@ class ColumnParallelLinear(nn.Module):
         bias = self.bias.flatten() if self.bias is not None and not self.skip_bias else None
         if bias is not None and self.shared_bias is not None:
             bias = torch.cat([bias, self.shared_bias])
+        if self.adapter is not None:
+            weights = (self.weight,) if self.shared_weight is None else (self.weight, self.shared_weight)
+            out: torch.Tensor = self.adapter(
+                x, weights, bias, group=self.group, sequence=self.sequence_parallel, kernels=self.kernels
+            )
+            return out
         return linear(
             x, self.weight, bias, shared=self.shared_weight, group=self.group,
             sequence_parallel=self.sequence_parallel, kernels=self.kernels,
@@ -294,6 +303,7 @@ class RowParallelLinear(nn.Module):
             f"{name}.weight", (out_features, in_features), ctx, init=init, decay=True, shards=(Shard(1, ("tp",)),),
         )
         self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
+        self.adapter: Adapter | None = None
         self.bias: nn.Parameter | None = None
         if bias:
             record = make_record(
@@ -303,6 +313,9 @@ class RowParallelLinear(nn.Module):
             self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = linear(x, self.weight, kernels=self.kernels)
+        if self.adapter is not None:
+            y = self.adapter(x, (self.weight,), None, group=None, sequence=False, kernels=self.kernels)
+        else:
+            y = linear(x, self.weight, kernels=self.kernels)
         y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(y, self.group)
         return y if self.bias is None or self.skip_bias else y + self.bias

@@ -23,7 +23,8 @@ from megatron_port.parallel.state import WEIGHT
 
 @dataclass(frozen=True)
 class InitSpec:
-    """How a parameter starts: ``normal`` (mean 0, ``std``), ``zeros`` or ``ones``."""
+    """How a parameter starts: ``normal`` or ``uniform`` (mean 0, ``std``), ``zeros``, ``ones``, or ``row norms``, which
+    are not drawn (``model.adapters``)."""
 
     kind: str
     std: float = 0.0
@@ -73,6 +74,8 @@ class ParameterRecord:
     """Copies with the same key (and name) on several stages are one parameter."""
     tied_primary: bool = True
     """Of tied copies, the one that is counted in norms and saved."""
+    trainable: bool = True
+    """Updates change it. Else it is frozen: it has no gradient, no master and no state, and is not saved."""
     kind: str = WEIGHT
     """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``parallel.buffers``)."""
 

@@ -11,6 +11,8 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
 from megatron_port.model.activation_sites import decided, layer_choices
+from megatron_port.model.adapter_reader import InitialAdapters
+from megatron_port.model.adapters import freeze_all_but_adapters
 from megatron_port.model.build import BuildContext
 from megatron_port.model.flops import unit_costs
 from megatron_port.model.gpt import GPTStage, build_chunks
@@ -20,6 +22,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_reader
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
+from megatron_port.parallel.state import StateReader
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 from megatron_port.registry import LOSSES
@@ -58,8 +61,12 @@ def build_model(
         recompute=config.activations.recompute,
         layer_activations=dict(enumerate(map(decided, layer_choices(config.activations, config.model.num_layers)))),
         position_reset=config.data.position_reset,
+        fine_tuning=config.fine_tuning,
     )
-    return build_chunks(build, layers_by_chunk(config, ctx.topology))
+    chunks = build_chunks(build, layers_by_chunk(config, ctx.topology))
+    if config.fine_tuning.enabled:
+        freeze_all_but_adapters(chunks)
+    return chunks
 
 
 def build_engine(
@@ -94,5 +101,8 @@ def build_engine(
         of_parameters = [record_of(p) for chunk in chunks for p in chunk.parameters()]
         of_buffers = [record for chunk in chunks for record, _ in recorded_buffers(chunk)]
         records = {record.name: record for record in of_parameters + of_buffers}
-        engine.load_weights(initial_reader(records, config.seed, ctx.device))
+        read: StateReader = initial_reader(records, config.seed, ctx.device)
+        if config.fine_tuning.enabled:
+            read = InitialAdapters(config.model, config.fine_tuning, config.seed, read)
+        engine.load_weights(read)
     return engine

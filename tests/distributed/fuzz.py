@@ -22,6 +22,7 @@ from typing import Any, Literal
 from cases import Order, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
+from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
 from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
@@ -60,6 +61,7 @@ NOT_DRAWN = {
     "backend.device": "ranks of the tests have no GPU",
     "backend.quantise": "only under precision.fp8", "backend.scaled_mm": "only under precision.fp8",
     "backend.allow_jit": "forbids or permits, computes nothing", "backend.deterministic": "of GPUs only",
+    "fine_tuning.adapters": "a folder that the session reads (tests/e2e/test_fine_tuning.py)",
     "training": "the loop, not the engine", "checkpoint": "test_resume.py", "numerics": "tests/faults/test_numerics.py",
     "telemetry": "computes nothing", "watch": "computes nothing", "cluster": "a description",
     "hardware": "a description", "calibration": "a description", "launch": "before the run",
@@ -102,7 +104,8 @@ class Draw:
             "micro_batch": c.batch.micro_batch_size, "global_batch": c.batch.global_batch_size,
             "rampup": c.batch.rampup_start, "mask_loss": c.data.mask_eod_loss,
             "own_kernels": c.backend.own_kernels, "offload": c.offload.optimizer, "fraction": c.offload.fraction,
-            "weights": c.offload.weights, "buffers": c.offload.buffers,
+            "weights": c.offload.weights, "buffers": c.offload.buffers, "adapters": c.fine_tuning.method,
+            "rank": c.fine_tuning.rank, "targets": list(c.fine_tuning.targets),
             **{k: getattr(c.model, k) for k in keep},
         }
 
@@ -281,8 +284,22 @@ def draw(seed: int) -> Draw:
     if t.tp > 1 and seed % 2 and dtype in ("fp32", "fp64"):
         config = change(config, layout=change(config.layout, tp_overlap_chunks=chunks))
     config = change(config, checkpoint=change(config.checkpoint, asynchronous=False))  # as state on a disk wants it
+    if seed % 19 in (12, 14, 17) and engine == "native" and dtype in ("fp32", "fp64"):
+        config = _adapted(random.Random(f"adapters-{seed}"), config)
     config = _planned(random.Random(f"activations-{seed}"), config)
     return Draw(seed, _offloaded(random.Random(f"offload-{seed}"), config), t)
+
+
+def _adapted(r: random.Random, config: RunConfig) -> RunConfig:
+    """The run with adapters; no seed of the tests, whose gradients of all weights would be missing."""
+    method = r.choice(("lora", "dora"))
+    targets = [t for t in TARGETS if t != "gate" or config.model.activation == "swiglu"]
+    tuning = FineTuningConfig(
+        method=method, rank=r.choice((1, 3, 8)), alpha=r.choice((4.0, 16.0)), rslora=r.random() < 0.3,  # type: ignore[arg-type]
+        dropout=r.choice((0.0, 0.2)) if method == "lora" else 0.0,
+        targets=tuple(r.sample(targets, r.randrange(1, 5))) if r.random() < 0.5 else (),
+    )
+    return dataclasses.replace(config, fine_tuning=tuning)
 
 
 def _planned(r: random.Random, config: RunConfig) -> RunConfig:

@@ -31,7 +31,10 @@ def test_every_option_is_drawn_or_listed_with_the_reason() -> None:
     for seed in range(400):
         one = draw(seed)
         sizes.add(one.topology.tp)
-        legal = dataclasses.replace(one.config, data=dataclasses.replace(one.config.data, synthetic=True))
+        legal = dataclasses.replace(
+            one.config, data=dataclasses.replace(one.config.data, synthetic=True),
+            checkpoint=dataclasses.replace(one.config.checkpoint, initial_weights="frozen"),
+        )
         assert not problems(legal, world_size=one.topology.world_size), seed
         for name, value in leaves(one.config):
             values.setdefault(name, set()).add(value)

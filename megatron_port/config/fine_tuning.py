@@ -1,0 +1,77 @@
+"""Section ``[fine_tuning]``: low-rank adapters that are trained beside frozen weights, and what stands against them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron_port.config.ranges import Count, Fraction, Positive
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import RunConfig
+
+TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+"""Matrices of a layer that may have an adapter; only swiglu has a gate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuningConfig:
+    """Low-rank adapters: the weights of checkpoint.initial_weights are frozen, and what is trained and saved are two
+    thin matrices beside each of the layers' matrices (engine native; docs/fine-tuning.md)."""
+
+    method: Literal["none", "lora", "dora"] = "none"
+    """none (all weights are trained) | lora (W + s B A; Hu et al., arXiv 2106.09685) | dora (its rows scaled to trained
+    lengths; Liu et al., arXiv 2402.09353)"""
+    rank: Count = 8
+    """Rows of A and columns of B, r."""
+    alpha: Positive = 16.0
+    """The factor s is alpha / r."""
+    rslora: bool = False
+    """The factor s is alpha / sqrt(r) (Kalajdzievski, arXiv 2312.03732)."""
+    dropout: Fraction = 0.0
+    """Probability, on what A reads (lora)."""
+    targets: tuple[str, ...] = ()
+    """Matrices with an adapter: query, key, value, output, gate, up, down; empty: all of them."""
+    adapters: str = ""
+    """PEFT folder that the adapters start from; empty: A is drawn and B is zero, as PEFT begins."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether weights are frozen."""
+        return self.method != "none"
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of B and A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+NO_ADAPTERS = FineTuningConfig()
+
+
+def fine_tuning_problems(config: RunConfig) -> list[str]:
+    """Return what in a configuration contradicts its ``[fine_tuning]``."""
+    f = config.fine_tuning
+    if not f.enabled:
+        return [] if f == NO_ADAPTERS else [
+            'a [fine_tuning] section with fine_tuning.method "none", which trains all weights; set method = "lora" or '
+            '"dora", or leave the section out'
+        ]
+    asked, out = f'fine_tuning.method "{f.method}"', []
+    unknown = [target for target in f.targets if target not in TARGETS]
+    if unknown:
+        out.append(f"fine_tuning.targets {unknown[0]!r} is unknown; use {', '.join(TARGETS)}")
+    if f.targets == ("gate",) and config.model.activation != "swiglu":
+        out.append(f'fine_tuning.targets ["gate"] with model.activation "{config.model.activation}", which has none; '
+                   'use "up"')
+    if f.method == "dora" and f.dropout:
+        out.append(f"{asked} with fine_tuning.dropout {f.dropout}: the whole product would be computed twice, with and "
+                   "without; use dropout = 0, or method lora")
+    if config.engine != "native":
+        out.append(f'{asked} with engine "{config.engine}", which trains and keeps state for every weight; use engine '
+                   '= "native"')
+    if not config.checkpoint.initial_weights:
+        out.append(f"{asked} without checkpoint.initial_weights, whose weights it leaves as they are; name a Hugging "
+                   "Face folder, a run folder or a checkpoint")
+    return out

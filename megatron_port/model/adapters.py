@@ -1,0 +1,78 @@
+"""The adapters of a stage's linears, built from their specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megatron_port.model.adapter_spec import AdapterSpec, Part, parts_of
+from megatron_port.model.spec import ParameterSpec
+from megatron_port.parallel.adapter import Adapter, AdapterPart, Drop
+from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.positions import SequencePartition
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import InitSpec, Shard, attach, make_record, record_of
+
+if TYPE_CHECKING:
+    from megatron_port.model.build import BuildContext
+
+
+def make_adapter(layer: str, spec: AdapterSpec, build: BuildContext) -> Adapter:
+    """Build the adapters of a linear of ``layer``."""
+    linear, tp = spec.linear, build.ctx.size("tp")
+    groups = 1 if linear.groups is None else linear.groups.held(tp) // tp
+    parts = [_part(layer, spec, part, build, groups) for part in parts_of(linear)]
+    row = linear.parallel == "row"
+    return Adapter(
+        parts, groups=groups, scale=build.fine_tuning.scale, norm_group=build.ctx.over("tp") if row else None,
+        drop_for=partial(_drop_for, build.stream, build.partition, build.fine_tuning.dropout,
+                         f"{layer}.{linear.name}.lora", linear.inputs,
+                         build.ctx.index("tp") * (linear.inputs // tp) if row else 0),
+    )
+
+
+def _drop_for(
+    stream: DropoutStream, partition: SequencePartition, p: float, op: str, width: int, offset: int, rows: int
+) -> Drop | None:
+    """Return the dropout of the rows that this rank holds: of their ``width`` features, those from ``offset`` on."""
+    positions = partition.held(partition.seq_length(rows))
+    return stream.repeatable(p, op=op, positions=positions, width=width, offset=offset)
+
+
+def _part(layer: str, spec: AdapterSpec, part: Part, build: BuildContext, groups: int) -> AdapterPart:
+    tp = build.ctx.size("tp")
+    rows = part.rows
+    if spec.linear.parallel == "column":
+        rows = (rows // part.kv_heads * max(part.kv_heads, tp) if part.kv_heads else rows) // tp
+    if part not in spec.adapted:
+        return AdapterPart(part.name, rows // groups)
+    made = [_parameter(layer, p, build) for p in spec.parameters_of(part)]
+    return AdapterPart(part.name, rows // groups, *made)
+
+
+def _parameter(layer: str, spec: ParameterSpec, build: BuildContext) -> nn.Parameter:
+    """Build a parameter of an adapter, split or whole."""
+    if spec.split is None:
+        return build.unsplit(spec, layer)
+    copies = 0 < spec.split.kv_heads < build.ctx.size("tp")
+    record = make_record(
+        f"{layer}.{spec.name}", spec.shape, build.ctx, init=InitSpec(spec.init, spec.std), decay=spec.decay,
+        shards=(Shard(spec.split.dim, ("kv_heads",) if copies else ("tp",)),),
+        partial_over=(*REPLICAS, "kv_copies") if copies else REPLICAS,
+    )
+    return attach(nn.Parameter(torch.empty(record.local_shape, dtype=build.dtype, device=build.ctx.device)), record)
+
+
+def freeze_all_but_adapters(modules: Iterable[nn.Module]) -> None:
+    """Mark every parameter that belongs to no adapter as one that updates leave alone."""
+    for module in modules:
+        trained = {id(p) for m in module.modules() if isinstance(m, Adapter) for p in m.parameters()}
+        for p in module.parameters():
+            if id(p) not in trained:
+                p.record = replace(record_of(p), trainable=False)  # type: ignore[attr-defined]
+                p.requires_grad_(False)

@@ -1,0 +1,187 @@
+"""Low-rank adapters: specs against the modules of every rank, products against matrices written out in torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.config.checks import problems
+from megatron_port.config.fine_tuning import FineTuningConfig
+from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
+from megatron_port.model.adapter_reader import InitialAdapters, MergedWeights
+from megatron_port.model.adapter_spec import adapter_parameters
+from megatron_port.model.adapters import freeze_all_but_adapters
+from megatron_port.model.build import BuildContext
+from megatron_port.model.gpt import GPTStage
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.init import initial_reader
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.state import StateReader
+from megatron_port.parallel.topology import Topology
+
+LLAMA = ModelConfig(
+    num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, head_dim=24, vocab_size=53, seq_length=16,
+    activation="swiglu", normalization="rmsnorm", position_embedding="rope", add_bias=True, ffn_hidden_size=64,
+)
+LORA = FineTuningConfig(method="lora", rank=3, alpha=5.0)
+DORA = replace(LORA, method="dora", rslora=True, targets=("query", "value", "output", "up", "down"))
+
+
+def stage(
+    tuning: FineTuningConfig, ctx: ParallelContext, *, sp: bool = False, model: ModelConfig = LLAMA
+) -> GPTStage:
+    """All layers on a rank in fp64."""
+    build = BuildContext(
+        model=model, layout=LayoutConfig(sequence_parallel=sp, vocab_padding_multiple=1 if ctx.size("tp") == 1 else 8),
+        ctx=ctx, providers=torch_providers(), stream=DropoutStream(0, ctx.device), dtype=torch.float64,
+        fine_tuning=tuning,
+    )
+    made = GPTStage(build, start=0, stop=model.num_layers)
+    freeze_all_but_adapters([made])
+    return made
+
+
+def trained(module: nn.Module) -> list[ParameterRecord]:
+    """Records of what updates change."""
+    return [record_of(p) for p in module.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("tuning", [LORA, DORA], ids=["lora", "dora"])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, True), (4, False)])
+def test_every_rank_holds_what_the_specs_state(tuning: FineTuningConfig, tp: int, sp: bool) -> None:
+    """On four ranks each key and value head is held by two."""
+    topology = Topology(tp=tp, kv_copies=max(tp // 2, 1))
+    specs = adapter_parameters(LLAMA, tuning)
+    for rank in range(tp):
+        ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
+        records = {r.name: r for r in trained(stage(tuning, ctx, sp=sp))}
+        assert list(records) == list(specs)
+        for name, spec in specs.items():
+            r = records[name]
+            assert (r.shape, r.decay, r.init.kind, r.init.std) == (spec.shape, spec.decay, spec.init, spec.std), name
+            assert prod(r.local_shape) == spec.local_numel(tp), name
+            assert ("kv_copies" in r.partial_over) == bool(spec.shared_numel(tp)), name
+            assert ("tp" in r.partial_over) == (spec.split is None and tp > 1), name
+
+
+def filled(tuning: FineTuningConfig) -> tuple[GPTStage, StateReader, StateReader]:
+    """A model whose adapters are far from zero, a reader of its state, and one of the frozen weights."""
+    made = stage(tuning, ParallelContext.single())
+    base = initial_reader({record_of(p).name: record_of(p) for p in made.parameters()}, 7)
+    begin = InitialAdapters(LLAMA, tuning, 7, base)
+    generator = torch.Generator().manual_seed(3)
+    state = {}
+    for p in made.parameters():
+        record = record_of(p)
+        state[record.name] = begin(record.name, "weight", record.offset, record.extent).double() * 5
+        if record.trainable:
+            state[record.name] = state[record.name] + torch.randn(record.shape, generator=generator).double() * 0.1
+        p.data.copy_(state[record.name])
+
+    def read(name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: object = None):  # type: ignore[no-untyped-def]
+        return state[name][tuple(slice(o, o + n) for o, n in zip(offset, shape))]
+
+    return made, read, read
+
+
+def effective(tuning: FineTuningConfig, made: GPTStage, linear: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The weight [out, in] that a layer's linear stands for, written out, and the leaves that it is made of."""
+    module = made.layers[0].get_submodule(linear)
+    weight = module.weight.detach().flatten(0, -2)
+    leaves = {
+        record_of(p).name.removeprefix(f"layers.0.{linear}."): p.detach().clone().requires_grad_()
+        for p in module.adapter.parameters()
+    }
+    d, rows = LLAMA.head_size, {}
+    if linear == "attention.qkv":  # two groups: queries, queries, key, value
+        numbers = torch.arange(weight.shape[0]).view(2, 4, d)
+        rows = {"query.": numbers[:, :2].flatten(), "key.": numbers[:, 2].flatten(), "value.": numbers[:, 3].flatten()}
+    elif linear == "mlp.up":
+        rows = {"gate.": torch.arange(64), "up.": torch.arange(64, 128)}
+    else:
+        rows = {"": torch.arange(weight.shape[0])}
+    out = weight
+    factor = tuning.alpha / (tuning.rank**0.5 if tuning.rslora else tuning.rank)
+    for part, where in rows.items():
+        if f"{part}lora_a" not in leaves:
+            continue
+        block = weight[where] + factor * leaves[f"{part}lora_b"] @ leaves[f"{part}lora_a"]
+        if tuning.method == "dora":
+            block = block * (leaves[f"{part}magnitude"] / block.detach().norm(dim=1))[:, None]
+        out = out.index_copy(0, where, block)
+    return out, leaves
+
+
+@pytest.mark.parametrize("linear", ["attention.qkv", "attention.output", "mlp.up", "mlp.down"])
+@pytest.mark.parametrize("tuning", [LORA, DORA], ids=["lora", "dora"])
+def test_an_adapted_linear_is_the_matrix_written_out(tuning: FineTuningConfig, linear: str) -> None:
+    made, _, _ = filled(tuning)
+    module = made.layers[0].get_submodule(linear)
+    weight, leaves = effective(tuning, made, linear)
+    x = torch.randn(5, 2, weight.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = module(mine)
+    wanted = theirs @ weight.t()
+    if linear in ("attention.qkv", "mlp.up"):  # the others' caller adds it
+        wanted = wanted + module.bias.detach().flatten()
+    assert (y - wanted).abs().max() <= 1e-13 * wanted.abs().max()
+    direction = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    y.backward(direction)
+    wanted.backward(direction)
+    assert mine.grad is not None and theirs.grad is not None
+    assert (mine.grad - theirs.grad).abs().max() <= 1e-13 * theirs.grad.abs().max()
+    for p in module.adapter.parameters():
+        leaf = leaves[record_of(p).name.removeprefix(f"layers.0.{linear}.")].grad
+        assert p.grad is not None and leaf is not None
+        assert (p.grad - leaf).abs().max() <= 1e-12 * leaf.abs().max(), record_of(p).name
+    assert module.weight.grad is None
+
+
+@pytest.mark.parametrize("tuning", [LORA, DORA], ids=["lora", "dora"])
+def test_merged_weights_are_the_matrices_written_out(tuning: FineTuningConfig) -> None:
+    """Whole and in boxes, as a rank reads them."""
+    made, adapters, base = filled(tuning)
+    merged = MergedWeights(LLAMA, tuning, base, adapters)
+    for linear in ("attention.qkv", "attention.output", "mlp.up", "mlp.down"):
+        shape = tuple(made.layers[0].get_submodule(linear).weight.shape)
+        wanted = effective(tuning, made, linear)[0].detach().view(shape)
+        name = f"layers.0.{linear}.weight"
+        assert (merged(name, "weight", (0,) * len(shape), shape) - wanted).abs().max() <= 1e-13
+        offset = (*(0 for _ in shape[:-2]), shape[-2] // 3, shape[-1] // 4)
+        size = (*shape[:-2], shape[-2] // 2, shape[-1] // 2)
+        box = wanted[tuple(slice(o, o + n) for o, n in zip(offset, size))]
+        assert (merged(name, "weight", offset, size) - box).abs().max() <= 1e-13
+    for name in ("layers.0.attention.qkv.bias", "final_norm.weight"):
+        assert torch.equal(merged(name, "weight", (0,), (5,)), base(name, "weight", (0,), (5,)))
+
+
+def test_adapters_begin_as_peft_draws_them() -> None:
+    """A uniform within 1/√in, B zero, lengths those of the frozen rows: the product is the frozen one."""
+    made, _, _ = filled(DORA)
+    records = {record_of(p).name: record_of(p) for p in made.parameters()}
+    base = initial_reader(records, 7)
+    read = InitialAdapters(LLAMA, DORA, 7, base)
+    a = read("layers.1.mlp.down.lora_a", "weight", (0, 0), (3, 64))
+    assert 0.95 / 8 < a.abs().max() <= 1 / 8 and abs(a.var() - 1 / 192) < 5e-4
+    assert torch.equal(read("layers.1.mlp.down.lora_a", "weight", (1, 32), (2, 32)), a[1:, 32:])
+    assert not read("layers.1.mlp.down.lora_b", "weight", (0, 0), (48, 3)).any()
+    up = base("layers.1.mlp.up.weight", "weight", (1, 0, 0), (1, 64, 48))[0]
+    lengths = read("layers.1.mlp.up.up.magnitude", "weight", (8,), (20,))
+    assert torch.allclose(lengths, up[8:28].double().norm(dim=1), rtol=1e-12)
+    assert torch.equal(read("final_norm.weight", "weight", (0,), (48,)), torch.ones(48))
+
+
+@pytest.mark.parametrize(("change", "word"), [
+    ({"targets": ("q_proj",)}, "'q_proj' is unknown"), ({"targets": ("gate",)}, "use \"up\""),
+    ({"method": "dora", "dropout": 0.1}, "use dropout = 0"), ({"method": "none"}, "leave the section out"),
+])
+def test_what_contradicts_adapters_is_refused(change: dict[str, object], word: str) -> None:
+    run = RunConfig(engine="native", fine_tuning=replace(LORA, **change))  # type: ignore[arg-type]
+    assert any(word in problem for problem in problems(run))
+    assert any('engine "deepspeed"' in problem for problem in problems(RunConfig(fine_tuning=LORA)))
