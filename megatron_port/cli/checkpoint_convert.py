@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,17 @@ def add_actions(actions: Any) -> None:
     out = actions.add_parser(
         "export", help="write a checkpoint in another system's format",
         description="Write a checkpoint as torch.distributed.checkpoint (dcp), DeepSpeed Universal (universal) or a "
-        "Hugging Face folder (hf): model.family, or the first family that computes what the model does. The last is "
-        "checked against transformers' logits before it appears.",
+        "Hugging Face folder (hf): model.family, or the first family that computes what the model does. That is "
+        "checked against transformers' logits before it appears. Adapters are written as PEFT's (peft), or merged into "
+        "the weights beside which they were trained (hf).",
     )
     out.add_argument("source", type=Path, metavar="STEP_DIR", help="a checkpoint, e.g. checkpoints/step-00000100")
     out.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    out.add_argument("--to", required=True, choices=("dcp", "universal", "hf"), help="the format")
+    out.add_argument("--to", required=True, choices=("dcp", "universal", "hf", "peft"), help="the format")
+    out.add_argument(
+        "--base", default="", metavar="PATH",
+        help="of a checkpoint of adapters: the weights beside which they were trained, if not where the run had them",
+    )
     out.add_argument(
         "--names", choices=("megatron", "canonical"), default="megatron",
         help="universal: parameters named as Megatron-DeepSpeed's pipeline does (default), or as here",
@@ -82,8 +88,16 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_port.checkpoint.reader import open_checkpoint
     from megatron_port.interop.export_dcp import export_dcp
     from megatron_port.interop.export_universal import export_universal
+    from megatron_port.interop.sidecar import tuning_of
+    from megatron_port.session.merged import MergedCheckpoint
 
     checkpoint = open_checkpoint(args.source)
+    if args.to == "peft":
+        return _export_peft(args, checkpoint)
+    if tuning_of(checkpoint.manifest.state.config, str(args.source)).enabled:
+        if args.to != "hf":
+            raise CheckpointError(f"{args.source} holds adapters, and {args.to} a whole model; use --to peft or hf")
+        checkpoint = MergedCheckpoint(checkpoint, args.base)
     if args.to == "hf":
         return _export_hf(args, checkpoint)
     if args.to == "dcp":
@@ -95,6 +109,15 @@ def _export(args: argparse.Namespace) -> int:
             f"{args.out}: step {checkpoint.step} for DeepSpeed's load_checkpoint({str(args.out)!r}) with "
             '"checkpoint": {"load_universal": true}'
         )
+    return EXIT_OK
+
+
+def _export_peft(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
+    from megatron_port.interop.export_peft import export_peft
+    from megatron_port.session.weights import open_base
+
+    family = export_peft(checkpoint, args.out, cache(lambda: open_base(checkpoint, args.base).read))
+    print(f"{args.out}: step {checkpoint.step} for peft's PeftModel.from_pretrained({family} model, {str(args.out)!r})")
     return EXIT_OK
 
 

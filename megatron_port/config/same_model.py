@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
 from megatron_port.config.schema import ModelConfig
 
 FREE = frozenset({"name", "family", "hidden_dropout", "attention_dropout", "init_std"})
@@ -32,3 +33,18 @@ def model_differences(theirs: ModelConfig, mine: ModelConfig, *, any_length: boo
         for f in fields(ModelConfig)
         if f.name not in free and getattr(theirs, f.name) != getattr(mine, f.name)
     ]
+
+
+def tuning_differences(theirs: FineTuningConfig, mine: FineTuningConfig) -> list[str]:
+    """Return what makes the trained parameters of two runs different ones, or their product another."""
+    if not (theirs.enabled and mine.enabled):
+        return [] if theirs.method == mine.method else [_differs("method", theirs.method, mine.method)]
+    there, here = (
+        {name: getattr(f, name) for name in ("method", "rank", "alpha", "rslora")}
+        | {"targets": [t for t in TARGETS if not f.targets or t in f.targets]} for f in (theirs, mine)
+    )
+    return [_differs(name, there[name], here[name]) for name in here if there[name] != here[name]]
+
+
+def _differs(name: str, there: object, here: object) -> str:
+    return f"fine_tuning.{name} is {there!r} there and {here!r} here"

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_port.checkpoint.disk import write_text
 from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 
@@ -84,3 +85,22 @@ def model_of(config: dict[str, Any], where: str) -> ModelConfig:
         return ModelConfig(**known)
     except TypeError as error:
         raise CheckpointError(f"{where}: damaged model configuration ({error}); give --model FILE.toml") from None
+
+
+def tuning_of(config: Any, where: str) -> FineTuningConfig:
+    """Return the ``fine_tuning`` table of a saved configuration; without one no weights were frozen.
+
+    Raises:
+        CheckpointError: one that this version does not understand.
+    """
+    table = config.get("fine_tuning") if isinstance(config, dict) else None
+    if table is None:
+        return FineTuningConfig()
+    try:
+        values = {**table, "targets": tuple(map(str, table["targets"]))}
+        return FineTuningConfig(
+            method=values["method"], rank=int(values["rank"]), alpha=float(values["alpha"]),
+            rslora=bool(values["rslora"]), dropout=float(values["dropout"]), targets=values["targets"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: damaged fine_tuning configuration ({error})") from None

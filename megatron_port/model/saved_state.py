@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron_port.backend.providers import torch_providers
+from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.schema import LayoutConfig, ModelConfig
+from megatron_port.model.adapters import freeze_all_but_adapters
 from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.buffers import recorded_buffers
@@ -14,12 +16,17 @@ from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 
 
-def state_records(model: ModelConfig) -> dict[str, ParameterRecord]:
-    """Return the records of the unsplit model by canonical name, parameters before buffers. Built on meta tensors."""
+def state_records(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) -> dict[str, ParameterRecord]:
+    """Return the records of what a checkpoint of the unsplit model holds, by canonical name, parameters before buffers:
+    all of it, or the adapters of ``tuning``. Built on meta tensors."""
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single("meta"),
         providers=torch_providers(), stream=DropoutStream(0, torch.device("meta")), dtype=torch.float32,
+        fine_tuning=tuning,
     )
     stage = GPTStage(build, start=0, stop=model.num_layers)
-    records = [record_of(p) for p in stage.parameters()] + [record for record, _ in recorded_buffers(stage)]
+    if tuning.enabled:
+        freeze_all_but_adapters([stage])
+    records = [record_of(p) for p in stage.parameters() if p.requires_grad]
+    records += [record for record, _ in recorded_buffers(stage)]
     return {record.name: record for record in records}

@@ -20,8 +20,8 @@ from megatron_port.parallel.state import BUFFER, WEIGHT
 
 JUMP = 1.5
 """A learning rate that changes at the resume by more than this factor, up or down, is announced as a jump."""
-_SECTIONS = ("model", "batch", "precision", "optimizer", "data")
-_NEUTRAL = {("batch", "micro_batch_size"), ("model", "name")}
+_SECTIONS = ("model", "batch", "precision", "optimizer", "data", "fine_tuning")
+_NEUTRAL = {("batch", "micro_batch_size"), ("model", "name"), ("fine_tuning", "adapters")}
 """Not in ``config_hash``: changing these changes no number of the run."""
 
 

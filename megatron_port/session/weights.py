@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_port.checkpoint.reader import Checkpoint, find_latest, open_checkpoint
+from megatron_port.config.fine_tuning import NO_ADAPTERS
 from megatron_port.config.loader import load
 from megatron_port.config.same_model import model_differences
 from megatron_port.config.schema import ModelConfig, RunConfig
@@ -18,11 +19,15 @@ from megatron_port.errors import CheckpointError, DataError
 from megatron_port.interop.hf_files import HFFolder, is_hf
 from megatron_port.interop.hf_tokenizer import kept_files
 from megatron_port.interop.import_hf import KEPT, copy_companions
+from megatron_port.interop.import_peft import PeftFolder
 from megatron_port.interop.pinned_chat import PinnedChat, end_ids, folder_chat, pinned_chat
 from megatron_port.interop.pinned_tokenizer import FILES, Trained, pinned_file, tokenizer_in, trained_with
-from megatron_port.interop.sidecar import model_of
+from megatron_port.interop.sidecar import model_of, tuning_of
+from megatron_port.model.adapter_reader import InitialAdapters, MergedWeights, over_base
+from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.parallel.state import StateReader
 from megatron_port.runtime.agreement import agreed
+from megatron_port.session.base_weights import check_base, fingerprint
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
 
@@ -84,22 +89,23 @@ class Weights:
         return found
 
 
-def open_weights(path: Path | str) -> Weights:
-    """Detect what is at ``path`` and open it.
+def open_weights(path: Path | str, *, base: str = "") -> Weights:
+    """Detect what is at ``path`` and open it. Of a checkpoint of adapters, the weights that they make of the frozen
+    ones: those of ``base``, or of where the run had them.
 
     Raises:
-        CheckpointError: nothing with weights is there, or it is damaged.
+        CheckpointError: nothing with weights is there, it is damaged, or the frozen weights are others.
     """
     path = Path(path)
     if is_hf(path):
         folder = HFFolder(path)
         return Weights(path, folder.model, folder.read, None, "", path, lambda: None)
     if (path / "manifest.json").is_file():
-        return _of_checkpoint(open_checkpoint(path))
+        return _of_checkpoint(open_checkpoint(path), base)
     for place in (path / "checkpoints", path):
         found = find_latest(place) if place.is_dir() else None
         if found is not None:
-            return _of_checkpoint(open_checkpoint(found))
+            return _of_checkpoint(open_checkpoint(found), base)
     if (path / "config.json").is_file():
         HFFolder(path)  # says what is wrong with it
     raise CheckpointError(
@@ -108,19 +114,69 @@ def open_weights(path: Path | str) -> Weights:
     )
 
 
-def _of_checkpoint(checkpoint: Checkpoint) -> Weights:
+def _of_checkpoint(checkpoint: Checkpoint, base: str) -> Weights:
     state = checkpoint.manifest.state
     saved = state.config if isinstance(state.config, dict) else {}
     run_file = checkpoint.path.parent.parent / "config.toml"
     kept = kept_files(checkpoint)
     data = saved.get("data", {})
     name = checkpoint.extra.get("tokenizer") or (data.get("tokenizer") if isinstance(data, dict) else "")
+    model, tuning = model_of(saved, str(checkpoint.path)), tuning_of(saved, str(checkpoint.path))
+    read: StateReader = checkpoint.read
+    if tuning.enabled:
+        read = MergedWeights(model, tuning, open_base(checkpoint, base).read, read)
     return Weights(
-        checkpoint.path, model_of(saved, str(checkpoint.path)), checkpoint.read,
+        checkpoint.path, model, read,
         run_file if run_file.is_file() else None, name if isinstance(name, str) and name != "auto" else "",
         kept if kept and any((kept / name).is_file() for name, _ in FILES.values()) else None, checkpoint.close,
         trained_with(checkpoint),
     )
+
+
+def open_base(checkpoint: Checkpoint, base: str = "", *, verify: bool = True) -> Weights:
+    """Open the frozen weights of a checkpoint of adapters, at ``base`` or where its run had them.
+
+    Raises:
+        CheckpointError: there are none, or others.
+    """
+    saved = checkpoint.manifest.state.config
+    before = saved.get("checkpoint", {}).get("initial_weights", "")
+    try:
+        weights = open_weights(base or before)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{checkpoint.path} holds adapters, and the weights beside which they were trained are not at "
+            f"{base or before}: {error}"
+        ) from None
+    if verify:
+        model = model_of(saved, str(checkpoint.path))
+        check_base(checkpoint.extra, model, weights.read, adapters=str(checkpoint.path), base=str(weights.path))
+    return weights
+
+
+def resumed_reader(checkpoint: Checkpoint, session: Session) -> tuple[StateReader, Callable[[], None]]:
+    """Return the reader of a whole run's state, and what closes what it opened: under ``fine_tuning`` the frozen
+    weights come from ``checkpoint.initial_weights``, which rank 0 checks.
+
+    Raises:
+        CheckpointError: they are not those that the adapters were trained beside.
+    """
+    config: RunConfig = session.config
+    if not config.fine_tuning.enabled:
+        return checkpoint.read, lambda: None
+    base = open_base(checkpoint, config.checkpoint.initial_weights, verify=session.is_rank_zero)
+    return over_base(base.read, checkpoint.read, adapter_parameters(config.model, config.fine_tuning)), base.close
+
+
+def base_identity(session: Session) -> dict[str, str] | None:
+    """Return which weights are frozen, on rank 0; None: none are, or another rank."""
+    config: RunConfig = session.config
+    if not config.fine_tuning.enabled or not session.is_rank_zero:
+        return None
+    weights = open_weights(config.checkpoint.initial_weights)
+    found = {"fingerprint": fingerprint(config.model, weights.read), "path": config.checkpoint.initial_weights}
+    weights.close()
+    return found
 
 
 def load_initial(engine: Engine, session: Session) -> str:
@@ -142,7 +198,7 @@ def load_initial(engine: Engine, session: Session) -> str:
                 f'checkpoint.initial_weights = "{asked}" holds another model: {"; ".join(different)}. Set [model] to '
                 "what is there (`megatron-port checkpoint import` writes it as model.toml)"
             )
-        engine.load_weights(weights.read)
+        engine.load_weights(_with_adapters(config, weights.read))
         weights.close()
         return weights
 
@@ -166,6 +222,18 @@ def carry_companions(source: Path, session: Session) -> None:
             copy_companions(found, kept)
 
     agreed(carry, where=str(session.ctx.coords))
+
+
+def _with_adapters(config: RunConfig, read: StateReader) -> StateReader:
+    """Return a reader that also has the adapters with which a run begins."""
+    tuning = config.fine_tuning
+    if not tuning.enabled:
+        return read
+    begin = InitialAdapters(config.model, tuning, config.seed, read)
+    if not tuning.adapters:
+        return begin
+    folder = PeftFolder(tuning.adapters, config.model, tuning)
+    return over_base(begin, folder.read, folder.adapters)
 
 
 def inference_config(weights: Weights, overrides: Sequence[str], world_size: int, *, micro_batch: int = 1) -> RunConfig:
@@ -194,4 +262,5 @@ def inference_config(weights: Weights, overrides: Sequence[str], world_size: int
     different = model_differences(weights.model, config.model, any_length=True)
     if different:
         raise CheckpointError(f"{weights.path} holds another model than {weights.run_file}: {'; '.join(different)}")
-    return replace(config, model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0))
+    model = replace(config.model, hidden_dropout=0.0, attention_dropout=0.0)
+    return replace(config, model=model, fine_tuning=NO_ADAPTERS)  # the weights are merged

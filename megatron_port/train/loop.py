@@ -41,7 +41,7 @@ from megatron_port.session.folders import run_folder
 from megatron_port.session.identity import settle
 from megatron_port.session.provenance import record_event, record_start
 from megatron_port.session.session import Session
-from megatron_port.session.weights import carry_companions, load_initial
+from megatron_port.session.weights import base_identity, carry_companions, load_initial
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.activations import ActivationPlanner
 from megatron_port.train.saving import Saving
@@ -119,6 +119,7 @@ class Trainer:
         self.engine: Engine = build_engine(
             self.config, self.ctx, session.providers, initialise=fresh and not initial, progress=session.progress
         )
+        self.base = agreed(lambda: base_identity(session))
         if fresh and initial:
             session.logger.log(load_initial(self.engine, session))
         loaded: Checkpoint | None = None
@@ -429,5 +430,5 @@ class Trainer:
         return Position(
             step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=self.loaders.tokenizer_name,
             numerics=self.numerics.state(), tokenizer_identity=self.loaders.tokenizer,
-            corpora=self.loaders.data_fingerprint,
+            corpora=self.loaders.data_fingerprint, base=self.base,
         )

@@ -16,12 +16,11 @@ from megatron_port.checkpoint.mirror import Mirror
 from megatron_port.checkpoint.peers import peers_of
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError
-from megatron_port.model.saved_state import state_records
 from megatron_port.runtime.agreement import agreed
 from megatron_port.runtime.progress import SAVE
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
-from megatron_port.train.state import Position, save_state, shapes_of, state_of
+from megatron_port.train.state import Position, save_state, saved_records, shapes_of, state_of
 
 _NOTICEABLE = 0.5
 """Seconds of waiting for the previous save that are worth a line."""
@@ -70,7 +69,7 @@ class Saving:
                 self._save_now(at)
             else:
                 config = self._session.config
-                records = state_records(config.model) if self._session.is_rank_zero else None
+                records = saved_records(config) if self._session.is_rank_zero else None
                 self._background.start(
                     state_of(self._engine, config, at, records), self._engine.state_pieces(),
                     expected=shapes_of(records),

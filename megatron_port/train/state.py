@@ -18,13 +18,14 @@ from megatron_port.checkpoint.peers import peers_of
 from megatron_port.checkpoint.reader import Checkpoint, checkpoints_in, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict, config_hash
-from megatron_port.config.same_model import model_differences
+from megatron_port.config.same_model import model_differences, tuning_differences
 from megatron_port.config.schema import RunConfig
 from megatron_port.config.urls import is_remote
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
-from megatron_port.interop.sidecar import model_of
+from megatron_port.interop.sidecar import model_of, tuning_of
+from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.saved_state import state_records
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.rules import mixed_kinds, rule_of, state_kinds
@@ -36,6 +37,7 @@ from megatron_port.session.changes import check_batch, check_rule, check_seed
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.identity import own_checkpoints
 from megatron_port.session.session import Session
+from megatron_port.session.weights import resumed_reader
 
 
 def find_checkpoints(session: Session) -> list[Path]:
@@ -129,6 +131,9 @@ def check_same_model(manifest: Manifest, config: RunConfig, path: Path) -> None:
     different = model_differences(model_of(manifest.state.config, str(path)), config.model)
     if different:
         raise CheckpointError(f"{path} holds another model: " + "; ".join(different))
+    other = tuning_differences(tuning_of(manifest.state.config, str(path)), config.fine_tuning)
+    if other:
+        raise CheckpointError(f"{path} holds the state of other trained parameters: " + "; ".join(other))
 
 
 def _check_describes_itself(checkpoint: Checkpoint) -> None:
@@ -140,7 +145,9 @@ def _check_describes_itself(checkpoint: Checkpoint) -> None:
         if model.num_layers > names:  # before as many are built
             fault = f"{model.num_layers} layers"
         else:
-            fault = shape_fault(checkpoint, parameter_shapes(model))
+            tuning = tuning_of(checkpoint.manifest.state.config, str(checkpoint.path))
+            adapters = {name: spec.shape for name, spec in adapter_parameters(model, tuning).items()}
+            fault = shape_fault(checkpoint, adapters if tuning.enabled else parameter_shapes(model))
     except (PortError, ValueError, TypeError, ArithmeticError, RuntimeError, AssertionError) as error:
         fault = f"no model that can be built ({error})"
     if fault:
@@ -167,7 +174,7 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
 
     An import of weights alone is of step 0; what was trained and has lost its state would resume as another run.
     """
-    records = state_records(config.model)
+    records = saved_records(config)
     parameters = {name: record.shape for name, record in records.items() if record.kind == WEIGHT}
     fault = shape_fault(checkpoint, parameters)
     if fault is None:
@@ -218,7 +225,9 @@ def load_into(engine: Engine, path: Path, session: Session) -> Checkpoint:
         if not has_optimizer_state(checkpoint.kinds()):  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
-            engine.load_state(checkpoint.read, dict(checkpoint.scalars))
+            read, close = resumed_reader(checkpoint, session)
+            engine.load_state(read, dict(checkpoint.scalars))
+            close()
     except PortError as error:
         failure = error
     try:
@@ -281,6 +290,8 @@ class Position:
     """``data.tokenizer.identity`` of the corpora's tokenizer, where it is known."""
     corpora: list[dict[str, Any]] | None = None
     """What the corpora are (``data.fingerprint``)."""
+    base: dict[str, Any] | None = None
+    """Which weights are frozen (``session.base_weights``); None: none are."""
 
 
 def state_of(
@@ -306,7 +317,10 @@ def state_of(
     return SavedState(
         step=at.step, samples=at.samples, tokens=at.samples * config.model.seq_length, layout=config.layout,
         config=as_dict(config), scalars=engine.scalar_state(),
-        extra={"skipped_total": at.skipped, "tokenizer": at.tokenizer, "numerics": at.numerics or {}},
+        extra={
+            "skipped_total": at.skipped, "tokenizer": at.tokenizer, "numerics": at.numerics or {},
+            **({"base": at.base} if at.base else {}),
+        },
         rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
         tokenizer=at.tokenizer_identity or (identity(at.tokenizer) if at.tokenizer in NAMES else {}),
         kinds=mixed_kinds(state_kinds(rule_of(config.optimizer), (records or {}).values())),
@@ -316,13 +330,18 @@ def state_of(
 def save_state(engine: Engine, session: Session, at: Position, committer: Committer | None = None) -> Path:
     """Commit a checkpoint of the whole run, synchronously. Collective."""
     config = session.config
-    records = state_records(config.model) if session.is_rank_zero else None
+    records = saved_records(config) if session.is_rank_zero else None
     return save_checkpoint(
         run_folder(config) / FOLDER, state_of(engine, config, at, records), engine.state_pieces(),
         keep=config.checkpoint.keep, peers=peers_of(session.cpu_group),
         expected=shapes_of(records), note=session.logger.log, verify=config.checkpoint.verify_saves,
         committer=committer,
     )
+
+
+def saved_records(config: RunConfig) -> dict[str, ParameterRecord]:
+    """Return the records of all that a checkpoint of a run holds, by canonical name."""
+    return state_records(config.model, config.fine_tuning)
 
 
 def shapes_of(records: Mapping[str, ParameterRecord] | None) -> dict[str, tuple[int, ...]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -70,8 +71,8 @@ def test_every_rank_holds_what_the_specs_state(tuning: FineTuningConfig, tp: int
             assert ("tp" in r.partial_over) == (spec.split is None and tp > 1), name
 
 
-def filled(tuning: FineTuningConfig) -> tuple[GPTStage, StateReader, StateReader]:
-    """A model whose adapters are far from zero, a reader of its state, and one of the frozen weights."""
+def filled(tuning: FineTuningConfig) -> tuple[GPTStage, StateReader]:
+    """A model whose adapters are far from zero, and a reader of its state."""
     made = stage(tuning, ParallelContext.single())
     base = initial_reader({record_of(p).name: record_of(p) for p in made.parameters()}, 7)
     begin = InitialAdapters(LLAMA, tuning, 7, base)
@@ -84,15 +85,17 @@ def filled(tuning: FineTuningConfig) -> tuple[GPTStage, StateReader, StateReader
             state[record.name] = state[record.name] + torch.randn(record.shape, generator=generator).double() * 0.1
         p.data.copy_(state[record.name])
 
-    def read(name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: object = None):  # type: ignore[no-untyped-def]
+    def read(
+        name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return state[name][tuple(slice(o, o + n) for o, n in zip(offset, shape))]
 
-    return made, read, read
+    return made, read
 
 
 def effective(tuning: FineTuningConfig, made: GPTStage, linear: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weight [out, in] that a layer's linear stands for, written out, and the leaves that it is made of."""
-    module = made.layers[0].get_submodule(linear)
+    module: Any = made.layers[0].get_submodule(linear)
     weight = module.weight.detach().flatten(0, -2)
     leaves = {
         record_of(p).name.removeprefix(f"layers.0.{linear}."): p.detach().clone().requires_grad_()
@@ -121,8 +124,8 @@ def effective(tuning: FineTuningConfig, made: GPTStage, linear: str) -> tuple[to
 @pytest.mark.parametrize("linear", ["attention.qkv", "attention.output", "mlp.up", "mlp.down"])
 @pytest.mark.parametrize("tuning", [LORA, DORA], ids=["lora", "dora"])
 def test_an_adapted_linear_is_the_matrix_written_out(tuning: FineTuningConfig, linear: str) -> None:
-    made, _, _ = filled(tuning)
-    module = made.layers[0].get_submodule(linear)
+    made, _ = filled(tuning)
+    module: Any = made.layers[0].get_submodule(linear)
     weight, leaves = effective(tuning, made, linear)
     x = torch.randn(5, 2, weight.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -146,10 +149,11 @@ def test_an_adapted_linear_is_the_matrix_written_out(tuning: FineTuningConfig, l
 @pytest.mark.parametrize("tuning", [LORA, DORA], ids=["lora", "dora"])
 def test_merged_weights_are_the_matrices_written_out(tuning: FineTuningConfig) -> None:
     """Whole and in boxes, as a rank reads them."""
-    made, adapters, base = filled(tuning)
-    merged = MergedWeights(LLAMA, tuning, base, adapters)
+    made, read = filled(tuning)
+    merged = MergedWeights(LLAMA, tuning, read, read)
     for linear in ("attention.qkv", "attention.output", "mlp.up", "mlp.down"):
-        shape = tuple(made.layers[0].get_submodule(linear).weight.shape)
+        module: Any = made.layers[0].get_submodule(linear)
+        shape = tuple(module.weight.shape)
         wanted = effective(tuning, made, linear)[0].detach().view(shape)
         name = f"layers.0.{linear}.weight"
         assert (merged(name, "weight", (0,) * len(shape), shape) - wanted).abs().max() <= 1e-13
@@ -158,12 +162,12 @@ def test_merged_weights_are_the_matrices_written_out(tuning: FineTuningConfig) -
         box = wanted[tuple(slice(o, o + n) for o, n in zip(offset, size))]
         assert (merged(name, "weight", offset, size) - box).abs().max() <= 1e-13
     for name in ("layers.0.attention.qkv.bias", "final_norm.weight"):
-        assert torch.equal(merged(name, "weight", (0,), (5,)), base(name, "weight", (0,), (5,)))
+        assert torch.equal(merged(name, "weight", (0,), (5,)), read(name, "weight", (0,), (5,)))
 
 
 def test_adapters_begin_as_peft_draws_them() -> None:
     """A uniform within 1/√in, B zero, lengths those of the frozen rows: the product is the frozen one."""
-    made, _, _ = filled(DORA)
+    made, _ = filled(DORA)
     records = {record_of(p).name: record_of(p) for p in made.parameters()}
     base = initial_reader(records, 7)
     read = InitialAdapters(LLAMA, DORA, 7, base)

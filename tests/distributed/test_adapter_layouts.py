@@ -21,8 +21,8 @@ LLAMA = {
     "tie_embeddings": False, "num_query_groups": 2, "ffn_hidden_size": 48, "hidden_dropout": 0.1,
 }
 GPT = {"hidden_dropout": 0.1, "num_layers": 4}
-LORA = {"method": "lora", "rank": 3, "dropout": 0.25}
-DORA = {"method": "dora", "rank": 3, "rslora": True, "targets": ("query", "value", "up", "down")}
+LORA: dict[str, Any] = {"method": "lora", "rank": 3, "dropout": 0.25}
+DORA: dict[str, Any] = {"method": "dora", "rank": 3, "rslora": True, "targets": ("query", "value", "up", "down")}
 
 
 def tuned(tuning: dict[str, Any], model: dict[str, Any], **layout: Any) -> RunConfig:

@@ -1,0 +1,120 @@
+"""A PEFT folder as a reader of our adapters, from which a run may start."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from megatron_port.config.fine_tuning import FineTuningConfig
+from megatron_port.config.schema import ModelConfig
+from megatron_port.errors import CheckpointError
+from megatron_port.interop.hf_config import family_for
+from megatron_port.interop.peft import CONFIG, FILE, PREFIX, PeftModule, alpha_of, peft_modules
+from megatron_port.model.adapter_spec import MAGNITUDE, A, B
+
+_UNKNOWN = ("lora_bias", "layer_replication", "modules_to_save", "trainable_token_indices", "use_qalora", "use_bdlora")
+"""Options whose adapters compute something else than ours."""
+
+
+class PeftFolder:
+    """The adapters of a folder, which must be those that ``tuning`` asks for.
+
+    ``adapters`` has them by canonical name. A fused module's one A is the A of each of the parts that lie in it.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the adapters are of another kind, size or set of modules.
+    """
+
+    def __init__(self, path: Path | str, model: ModelConfig, tuning: FineTuningConfig) -> None:
+        self.path, self._tuning = Path(path), tuning
+        try:
+            self._config: Mapping[str, Any] = json.loads((self.path / CONFIG).read_bytes())
+            self._tensors = load_file(self.path / FILE)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path} is no PEFT folder ({CONFIG}, {FILE}): {error}") from None
+        self._check_kind()
+        self.adapters: dict[str, torch.Tensor] = {}
+        for module in peft_modules(model, tuning, family_for(model)):
+            self._take(module)
+        if self._tensors:
+            raise CheckpointError(
+                f"{self.path / FILE}: {sorted(self._tensors)[0]} belongs to no adapter of this run "
+                f"({len(self._tensors)} such); fine_tuning.targets says which there are"
+            )
+
+    def read(
+        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return a slice of an adapter's matrix; its optimizer state is zero (``parallel.state.StateReader``)."""
+        if kind != "weight":
+            return torch.zeros(shape)
+        return self.adapters[name][tuple(slice(o, o + n) for o, n in zip(offset, shape))]
+
+    def _check_kind(self) -> None:
+        config, tuning = self._config, self._tuning
+        method = "dora" if config.get("use_dora") else "lora"
+        found = [f"{key} {config[key]}" for key in _UNKNOWN if config.get(key)]
+        if config.get("peft_type") != "LORA":
+            found.append(f"peft_type {config.get('peft_type')}")
+        if found:
+            raise CheckpointError(f"{self.path / CONFIG}: {', '.join(found)} cannot be continued here")
+        if method != tuning.method:
+            raise CheckpointError(f'{self.path} holds adapters of method "{method}"; set fine_tuning.method to that')
+
+    def _setting(self, module: PeftModule, pattern: str, otherwise: str) -> float:
+        """Return a module's own rank or alpha, or that of all."""
+        for key, value in (self._config.get(pattern) or {}).items():
+            if re.fullmatch(rf"(.*\.)?({key})", module.name):
+                return float(value)
+        return float(self._config[otherwise])
+
+    def _take(self, module: PeftModule) -> None:
+        tuning, parts = self._tuning, module.parts
+        rank = int(self._setting(module, "rank_pattern", "r"))
+        alpha = self._setting(module, "alpha_pattern", "lora_alpha")
+        apart = len(parts) > 1 and rank == tuning.rank * len(parts)
+        wanted = alpha_of(tuning, len(parts)) if apart else tuning.alpha
+        if (rank != tuning.rank and not apart) or bool(self._config.get("use_rslora")) != tuning.rslora:
+            raise CheckpointError(
+                f"{self.path}: {module.name} has rank {rank} (use_rslora {bool(self._config.get('use_rslora'))}), and "
+                f"fine_tuning.rank is {tuning.rank}, rslora {tuning.rslora}; set them to what is there"
+            )
+        if alpha != wanted:
+            raise CheckpointError(
+                f"{self.path}: {module.name} has alpha {alpha:g}, and fine_tuning.alpha asks for {wanted:g}; set it to "
+                "what is there"
+            )
+        a, b = self._tensor(module, "lora_A.weight"), self._tensor(module, "lora_B.weight")
+        lengths = self._tensor(module, "lora_magnitude_vector") if module.spec.with_magnitude else None
+        for number, part in enumerate(parts):
+            columns = slice(number * tuning.rank, (number + 1) * tuning.rank) if apart else slice(None)
+            ours = {A: a[columns], B: torch.zeros(part.rows, tuning.rank), MAGNITUDE: torch.zeros(part.rows)}
+            for run in module.runs:
+                there, here = slice(run.theirs, run.theirs + run.count), slice(run.ours, run.ours + run.count)
+                if run.part == part:
+                    ours[B][here] = b[there, columns].float()
+                    if lengths is not None:
+                        ours[MAGNITUDE][here] = lengths[there].float()
+                elif apart and bool(b[there, columns].any()):
+                    raise CheckpointError(
+                        f"{self.path}: {module.name} has rank {rank}, and its B is not that of {len(parts)} adapters "
+                        f"of rank {tuning.rank}; it can be continued with fine_tuning.rank = {rank}"
+                    )
+            kinds = (A, B, MAGNITUDE) if lengths is not None else (A, B)
+            self.adapters |= {module.name_of(part, kind): ours[kind] for kind in kinds}
+
+    def _tensor(self, module: PeftModule, name: str) -> torch.Tensor:
+        found = self._tensors.pop(f"{PREFIX}{module.name}.{name}", None)
+        if found is None:
+            raise CheckpointError(
+                f"{self.path / FILE} has no {PREFIX}{module.name}.{name}; fine_tuning.targets asks for it"
+            )
+        return found

@@ -1,0 +1,204 @@
+"""Adapters in PEFT's format: PEFT computes with an export what we do, and gives the same gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hf_models as hf
+import pytest
+import torch
+
+from megatron_port.backend.providers import torch_providers
+from megatron_port.checkpoint.format import SavedState
+from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.checkpoint.writer import save_checkpoint
+from megatron_port.config.dump import as_dict
+from megatron_port.config.fine_tuning import FineTuningConfig
+from megatron_port.config.schema import CheckpointConfig, LayoutConfig, ModelConfig, RunConfig
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.native import NativeEngine
+from megatron_port.errors import CheckpointError
+from megatron_port.interop.commit import whole
+from megatron_port.interop.export_peft import export_peft
+from megatron_port.interop.hf_check import deviation, our_logits
+from megatron_port.interop.hf_files import HFFolder
+from megatron_port.interop.import_peft import PeftFolder
+from megatron_port.model.adapter_reader import InitialAdapters, MergedWeights, over_base
+from megatron_port.model.adapter_spec import MAGNITUDE, adapter_parameters
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.state import StateReader
+from megatron_port.session.assemble import build_engine
+from megatron_port.session.base_weights import fingerprint
+from megatron_port.session.weights import open_weights
+
+LORA = FineTuningConfig(method="lora", rank=3, alpha=5.0)
+CASES = {
+    "llama": ("llama", LORA),
+    "llama dora": ("llama", replace(LORA, method="dora", rslora=True, targets=("query", "value", "gate", "down"))),
+    "gpt2": ("gpt2", replace(LORA, rslora=True)),  # three adapters in one module, matrices transposed
+    "gpt2 dora": ("gpt2", replace(LORA, method="dora", targets=("query", "value", "up"))),
+    "neox": ("gpt_neox", LORA),  # rotated rows in another order
+}
+
+
+def adapters_of(folder: HFFolder, tuning: FineTuningConfig) -> dict[str, torch.Tensor]:
+    """Adapters that change the logits far beyond rounding; lengths near those of the rows."""
+    generator = torch.Generator().manual_seed(11)
+    begin = InitialAdapters(folder.model, tuning, 0, folder.read)
+    out = {}
+    for name, spec in adapter_parameters(folder.model, tuning).items():
+        value = begin(name, "weight", (0,) * len(spec.shape), spec.shape).float()
+        noise = torch.randn(spec.shape, generator=generator)
+        out[name] = value * (1 + 0.2 * noise) if name.endswith(MAGNITUDE) else value + 0.03 * noise
+    return out
+
+
+def committed(
+    path: Path, base: HFFolder, tuning: FineTuningConfig, adapters: dict[str, torch.Tensor]
+) -> Checkpoint:
+    """A checkpoint of adapters, as a run saves it."""
+    run = RunConfig(
+        engine="native", model=base.model, fine_tuning=tuning,
+        checkpoint=CheckpointConfig(initial_weights=str(base.path)),
+    )
+    state = SavedState(
+        step=4, samples=32, tokens=32, layout=LayoutConfig(), config=as_dict(run), scalars={"optimizer_steps": 4},
+        extra={"base": {"fingerprint": fingerprint(base.model, base.read), "path": str(base.path)}},
+    )
+    pieces = [whole(name, "weight", tuple(t.shape), t) for name, t in adapters.items()]
+    return open_checkpoint(save_checkpoint(path, state, pieces))
+
+
+def base_of(family: str, folder: Path) -> HFFolder:
+    """A small model of transformers' with large weights, as a folder."""
+    config = {"llama": hf.llama, "gpt2": hf.gpt2, "gpt_neox": hf.neox}[family](16)
+    return HFFolder(hf.saved(hf.reference(config), folder))
+
+
+def adapted_engine(
+    model: ModelConfig, tuning: FineTuningConfig, read: StateReader, dtype: Any = "fp32"
+) -> NativeEngine:
+    """One process with adapters, whose state is what ``read`` has."""
+    model = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
+    config = RunConfig(engine="native", model=model, fine_tuning=tuning, layout=LayoutConfig(vocab_padding_multiple=1))
+    config = replace(config, precision=replace(config.precision, dtype=dtype))
+    engine = build_engine(config, ParallelContext.single(), torch_providers(), initialise=False)
+    engine.load_weights(read)
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+def reader_of(tensors: dict[str, torch.Tensor]) -> StateReader:
+    def read(name: str, kind: str, offset: Any, shape: Any, /, *, out: Any = None) -> torch.Tensor:
+        return tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, shape))]
+
+    return read
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_is_read_back_and_computes_the_same_merged_and_unmerged(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    family, tuning = CASES[case]
+    base = base_of(family, tmp_path / "base")
+    adapters = adapters_of(base, tuning)
+    checkpoint = committed(tmp_path / "run", base, tuning, adapters)
+    export_peft(checkpoint, tmp_path / "peft", lambda: base.read)
+    back = PeftFolder(tmp_path / "peft", base.model, tuning).adapters
+    assert back.keys() == adapters.keys()
+    assert all(torch.equal(back[name], adapters[name]) for name in adapters)
+    tokens = torch.randint(0, base.model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
+    apart = adapted_engine(base.model, tuning, over_base(base.read, reader_of(adapters), adapters))
+    with torch.no_grad():
+        unmerged = apart.chunks[0].eval()(tokens).transpose(0, 1)
+    merged = our_logits(open_weights(checkpoint.path).read, base.model, tokens)
+    assert deviation(merged, unmerged) <= 1e-6
+    plain = our_logits(base.read, base.model, tokens)
+    assert deviation(merged, plain) > 0.05
+    peft = pytest.importorskip("peft")
+    theirs = peft.PeftModel.from_pretrained(hf.loaded(base.path), str(tmp_path / "peft"))
+    with torch.no_grad():
+        assert deviation(unmerged, theirs(tokens, use_cache=False).logits) <= 1e-6
+
+
+@pytest.mark.parametrize("case", ["llama", "llama dora"])
+def test_gradients_are_pefts(case: str, tmp_path: Path) -> None:
+    """In fp64, where transformers' model computes in it: of A, B and the lengths of each module."""
+    peft = pytest.importorskip("peft")
+    family, tuning = CASES[case]
+    base = base_of(family, tmp_path / "base")
+    adapters = adapters_of(base, tuning)
+    export_peft(committed(tmp_path / "run", base, tuning, adapters), tmp_path / "peft", lambda: base.read)
+    tokens = torch.randint(0, base.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(1))
+    engine = adapted_engine(base.model, tuning, over_base(base.read, reader_of(adapters), adapters), "fp64")
+    found: dict[str, torch.Tensor] = {}
+    engine.on_gradients = lambda grads: found.update({record.name: g.clone() for record, g in grads})
+    batch = MicroBatch((0, 1), tokens=tokens[:, :-1], labels=tokens[:, 1:])
+    engine.train_step([batch], step=0, lr=0.0)
+    plain = hf.loaded(base.path).double()
+    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "peft"), is_trainable=True).double()
+    with hf.in_double(plain):
+        logits = theirs(tokens[:, :-1], use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    rms = torch.cat([g.flatten() for g in found.values()]).square().mean().sqrt()
+    assert len(found) == sum("lora_" in name for name, _ in theirs.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            ours = found[canonical(name)]
+            assert (ours - parameter.grad).abs().max() <= 1e-12 * (ours.square().mean().sqrt() + rms), name
+
+
+def canonical(name: str) -> str:
+    """Our name of a parameter of PEFT's Llama."""
+    parts = {"q_proj": "attention.qkv.query", "k_proj": "attention.qkv.key", "v_proj": "attention.qkv.value",
+             "o_proj": "attention.output", "gate_proj": "mlp.up.gate", "up_proj": "mlp.up.up", "down_proj": "mlp.down"}
+    kinds = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "magnitude"}
+    words = name.split(".")
+    at = words.index("layers")
+    kind = next(kinds[w] for w in words if w in kinds)
+    return f"layers.{words[at + 1]}.{parts[words[at + 3]]}.{kind}"
+
+
+def test_other_frozen_weights_and_other_adapters_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    base = base_of("llama", tmp_path / "base")
+    adapters = adapters_of(base, LORA)
+    checkpoint = committed(tmp_path / "run", base, LORA, adapters)
+    other = hf.saved(hf.reference(hf.llama(16), seed=1), tmp_path / "other")
+    with pytest.raises(CheckpointError, match="adapters of other weights than those of"):
+        open_weights(checkpoint.path, base=str(other))
+    with pytest.raises(CheckpointError, match="the weights beside which they were trained are not at"):
+        open_weights(checkpoint.path, base=str(tmp_path / "nothing"))
+    export_peft(checkpoint, tmp_path / "peft", lambda: base.read)
+    for change, word in (
+        ({"rank": 4}, "rank 3"), ({"alpha": 6.0}, "alpha 5"), ({"targets": ("key",)}, "belongs to no adapter"),
+        ({"method": "dora"}, 'adapters of method "lora"'),
+    ):
+        with pytest.raises(CheckpointError, match=word):
+            PeftFolder(tmp_path / "peft", base.model, replace(LORA, **change))  # type: ignore[arg-type]
+
+
+def test_the_fingerprint_is_of_values_whatever_holds_them(tmp_path: Path) -> None:
+    """Every parameter counts; how they are stored does not."""
+    pytest.importorskip("transformers")
+    base = base_of("gpt2", tmp_path / "base")
+    found = fingerprint(base.model, base.read)
+    assert found == fingerprint(base.model, lambda *box, out=None: base.read(*box).double())  # type: ignore[arg-type,misc]
+    for changed in ("final_norm.bias", "layers.2.mlp.down.weight"):
+        def read(name: str, *box: Any, out: Any = None, changed: str = changed) -> torch.Tensor:
+            return base.read(name, *box) + (name == changed)
+
+        assert fingerprint(base.model, read) != found, changed
+
+
+def test_merged_weights_are_float32_or_wider_whatever_is_frozen() -> None:
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9, seq_length=4)
+    specs = adapter_parameters(model, LORA)
+    ones = {name: torch.ones(spec.shape) for name, spec in specs.items()}
+    merged = MergedWeights(
+        model, LORA, lambda name, kind, offset, shape, out=None: torch.ones(shape, dtype=torch.bfloat16),  # type: ignore[arg-type,misc]
+        reader_of(ones),
+    )
+    weight = merged("layers.0.mlp.down.weight", "weight", (0, 0), (8, 32))
+    assert weight.dtype == torch.float32 and torch.allclose(weight, torch.full((8, 32), 1 + 5.0))
