@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.schema import ModelConfig
+from megatron_port.model.adapter_spec import layer_adapters
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec
 
@@ -36,6 +38,27 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(p.numel for p in ends) + layers
 
 
+def trained_count(model: ModelConfig, tuning: FineTuningConfig) -> int:
+    """Return the parameters that updates change: all, or those of the adapters."""
+    if not tuning.enabled:
+        return parameter_count(model)
+    return sum(
+        count * sum(p.numel for spec in layer_adapters(layer, tuning) for p in spec.parameters)
+        for layer, count in model_spec(model).kinds()
+    )
+
+
+def counted(model: ModelConfig, tuning: FineTuningConfig) -> str:
+    """Return ``1,234 parameters``, and how many are trained where not all of them are, for log lines."""
+    text = f"{parameter_count(model):,} parameters"
+    return f"{text}, frozen, and {trained_count(model, tuning):,} trained ones of adapters" if tuning.enabled else text
+
+
+def adapter_flops(layer: LayerSpec, tuning: FineTuningConfig, seq: int) -> int:
+    """Operations of one sample's forward that a layer's adapters add: the products with A and with B."""
+    return sum(2 * seq * p.numel for s in layer_adapters(layer, tuning) for p in s.parameters if len(p.shape) == 2)
+
+
 def unit_costs(model: ModelConfig) -> list[float]:
     """Forward matmul FLOPs per token of each unit, [embedding, layer 0, …, head], for balancing stages."""
     spec, seq = model_spec(model), model.seq_length
@@ -43,15 +66,25 @@ def unit_costs(model: ModelConfig) -> list[float]:
     return [0.0, *layers, float(spec.head.forward_flops(seq) // seq)]
 
 
-def model_flops(model: ModelConfig) -> int:
-    """Operations that training on one sample needs (forward and backward); the numerator of MFU."""
+def model_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) -> int:
+    """Operations that training on one sample needs (forward and backward); the numerator of MFU.
+
+    Frozen matrices have no gradient of their own: two products, not three.
+    """
     spec, seq = model_spec(model), model.seq_length
     layers = sum(count * layer.forward_flops(seq) for layer, count in spec.kinds())
-    return 3 * (spec.embedding.forward_flops(seq) + layers + spec.head.forward_flops(seq))
+    whole = 3 * (spec.embedding.forward_flops(seq) + layers + spec.head.forward_flops(seq))
+    if not tuning.enabled:
+        return whole
+    added = sum(
+        count * (3 * adapter_flops(layer, tuning, seq) - 2 * seq * layer.matmul_numel) for layer, count in spec.kinds()
+    )
+    return whole + added - spec.head.forward_flops(seq)
 
 
 def hardware_flops(
-    model: ModelConfig, recompute: str = "none", tp: int = 1, dropped: Sequence[Sequence[str]] = ()
+    model: ModelConfig, recompute: str = "none", tp: int = 1, dropped: Sequence[Sequence[str]] = (),
+    tuning: FineTuningConfig = NO_ADAPTERS,
 ) -> int:
     """Operations that are executed for one sample; the numerator of HFU.
 
@@ -64,11 +97,12 @@ def hardware_flops(
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"unknown recompute {recompute!r}; one of {', '.join(RECOMPUTE)}")
-    seq, total = model.seq_length, model_flops(model)
+    seq, total, passes = model.seq_length, model_flops(model, tuning), 2 if tuning.enabled else 3
     for layer, count in model_spec(model).kinds():
         copied = 2 * seq * layer.copied_numel(tp)
-        again = {"none": 0, "selective": layer.attention.core_flops(seq), "full": layer.forward_flops(seq) + copied}
-        total += count * (again[recompute] + 3 * copied)
+        forward = layer.forward_flops(seq) + copied + adapter_flops(layer, tuning, seq)
+        again = {"none": 0, "selective": layer.attention.core_flops(seq), "full": forward}
+        total += count * (again[recompute] + passes * copied)
     return total + sum(
         site_flops(layer, site, seq, tp) for layer, sites in zip(model_spec(model).layers, dropped) for site in sites
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_port.model.spec import AttentionSpec, LatentSpec, LayerSpec
+from megatron_port.plan.adapters import tuned_linear
 from megatron_port.plan.operations import Sizes, drop, leave, linear, normalize, product
 from megatron_port.plan.tape import Block, Tape, Value
 
@@ -17,14 +18,14 @@ def attention(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
         size = padded.size
         values = size * spec.attention.value_size / spec.attention.groups.head_size
         out = t.note(t.block(values), [padded], lambda grad, saved: [t.block(size)])
-    y = linear(t, s, out, spec.attention.output)
+    y = (tuned_linear if s.case.fine_tuning.enabled else linear)(t, s, out, spec.attention.output)
     return leave(t, s, y)
 
 
 def _project(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     """The packed projection, with normed heads where the model has them."""
     assert spec.attention.qkv is not None
-    y = linear(t, s, x, spec.attention.qkv)
+    y = (tuned_linear if s.case.fine_tuning.enabled else linear)(t, s, x, spec.attention.qkv)
     features = spec.attention.normalized_features(s.case.tp)
     if not features:
         return y

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
+from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.layout import topology_sizes
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
@@ -142,6 +143,8 @@ class Case:
     vocab_multiple: int = 128
     bucket: int = 33_554_432
     """Elements that one collective of gradients moves."""
+    fine_tuning: FineTuningConfig = NO_ADAPTERS
+    """Which adapters are trained; without any, all weights are."""
 
     @property
     def world(self) -> int:
@@ -300,6 +303,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
             f"{batch.micro_batch_size} × data_parallel_size {dp} = {unit}; --fractional plans it with "
             f"{math.ceil(batch.global_batch_size / unit)} micro-batches per replica"
         )
+    chunks = 1 if config.fine_tuning.enabled else layout.tp_overlap_chunks  # adapted products have none
     kernels = "torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own"
     engine = ENGINES[config.engine]
     if config.precision.grad_reduce_dtype != "fp32":
@@ -307,7 +311,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     case = Case(
         model=config.model, engine=engine, tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
         cp=layout.context_parallel_size,
-        sequence_parallel=layout.sequence_parallel and tp > 1, tensor_chunks=layout.tp_overlap_chunks if tp > 1 else 1,
+        sequence_parallel=layout.sequence_parallel and tp > 1, tensor_chunks=chunks if tp > 1 else 1,
         zero_stage=layout.zero_stage, shard=layout.shard_size,
         reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,
         offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
@@ -321,6 +325,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         kernels=kernels, on_cpu=config.backend.device == "cpu",
         quantise="torch" if config.backend.quantise == "torch" else kernels,
         split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple, bucket=layout.reduce_bucket_size,
+        fine_tuning=config.fine_tuning,
     )
     if not case.split:
         case = replace(case, split=balanced_split(config.model, pp * layout.virtual_pipeline_size))

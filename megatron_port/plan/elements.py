@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
+from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.schema import ModelConfig
+from megatron_port.model.adapter_spec import layer_adapters
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec, ParameterSpec
 from megatron_port.plan.case import Case
 
 Elements = dict[str, int]
-"""Elements by the kind of bucket that they are in (``optim.buckets``): plain, partial (each tensor-parallel rank has
-its tokens' or its heads' part of the gradient), shared (key/value projections that several ranks hold), tied."""
+"""Trained elements by the kind of bucket that they are in (``optim.buckets``): plain, partial (each tensor-parallel
+rank has its tokens' or its heads' part of the gradient), shared (key/value projections that several ranks hold),
+tied."""
 
 
 def stage_kinds(case: Case, stage: int) -> list[tuple[LayerSpec, int]]:
@@ -32,11 +35,18 @@ def stage_kinds(case: Case, stage: int) -> list[tuple[LayerSpec, int]]:
 
 
 def bucket_elements(case: Case, stage: int) -> Elements:
-    """Elements of a rank's parameters by kind, the padding of buckets left out."""
+    """Elements of a rank's trained parameters by kind, the padding of buckets left out."""
+    return _elements(case, stage, case.fine_tuning)
+
+
+def _elements(case: Case, stage: int, tuning: FineTuningConfig) -> Elements:
+    """Elements of a rank's parameters by kind: of the model's, or of its adapters where there are any."""
     out = {"plain": 0, "partial": 0, "shared": 0, "tied": 0}
     for start, stop in case.of_stage(case.layer_ranges, stage):
-        for kind, count in _layers(case.model, start, stop, case.tp, case.sequence_parallel):
+        for kind, count in _layers(case.model, start, stop, case.tp, case.sequence_parallel, tuning):
             out[kind] += count
+    if tuning.enabled:
+        return out
     for kind, count in _sorted(_ends(case, stage), case.tp, case.sequence_parallel, case.padded_vocab):
         apart = case.grid.last_stage != 0
         out[kind if kind != "tied" or apart else "plain"] += count
@@ -45,16 +55,26 @@ def bucket_elements(case: Case, stage: int) -> Elements:
 
 def stage_elements(case: Case, stage: int) -> int:
     """Elements that a rank of ``stage`` holds, padding and the last stage's copy of a tied embedding included."""
+    frozen = sum(_elements(case, stage, NO_ADAPTERS).values()) if case.fine_tuning.enabled else 0
+    return frozen + trained_elements(case, stage)
+
+
+def trained_elements(case: Case, stage: int) -> int:
+    """Those of a rank's elements that have gradients, masters and state."""
     return sum(bucket_elements(case, stage).values())
 
 
-def unit_elements(case: Case, stage: int) -> tuple[list[list[int]], int]:
-    """Elements of each parameter of a rank, unit by unit (layers, embedding, head), and those of a tied table, which
-    is in no unit."""
-    spec = model_spec(case.model)
-    units = [list(_unit(case.model, i, case.tp)) for start, stop in case.of_stage(case.layer_ranges, stage)
-             for i in range(start, stop)]
+def unit_elements(case: Case, stage: int, *, trained: bool = False) -> tuple[list[list[int]], int]:
+    """Elements of each parameter of a rank, or of each that is ``trained``, unit by unit (layers, embedding, head), and
+    those of a tied table, which is in no unit."""
+    spec, tuning = model_spec(case.model), case.fine_tuning
+    ranges = case.of_stage(case.layer_ranges, stage)
+    units = [
+        list(_unit(case.model, i, case.tp, tuning, trained)) for start, stop in ranges for i in range(start, stop)
+    ]
     table = 0
+    if trained and tuning.enabled:
+        return units, table
     ends = [spec.embedding.parameters] if stage == 0 else []
     ends += [spec.head.parameters] if stage == case.grid.last_stage else []
     for end in ends:
@@ -71,9 +91,8 @@ def gathered_elements(case: Case, stage: int) -> float:
     where passes turn round the last two are, and with two layers or fewer always. Exact for 1F1B and GPipe with one
     chunk a stage; under other schedules nothing is counted as left in the windows.
     """
-    once = stage_elements(case, stage)
     if case.weight_gathers == 1:
-        return once
+        return stage_elements(case, stage) if case.zero_stage == 3 else trained_elements(case, stage)
     units, table = unit_elements(case, stage)
     count, m = case.stage_layers(stage), case.micro_batches
     layers, ends = (sum(map(sum, part)) for part in (units[:count], units[count:]))
@@ -87,9 +106,13 @@ def gathered_elements(case: Case, stage: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _unit(model: ModelConfig, index: int, tp: int) -> tuple[int, ...]:
+def _unit(model: ModelConfig, index: int, tp: int, tuning: FineTuningConfig, trained: bool) -> tuple[int, ...]:
     """Elements of each parameter of a layer on a rank."""
-    return tuple(elements for _, elements in _sorted(model_spec(model).layers[index].parameters, tp, False, 0))
+    layer = model_spec(model).layers[index]
+    parameters = [p for spec in layer_adapters(layer, tuning) for p in spec.parameters]
+    if not (trained and tuning.enabled):
+        parameters += layer.parameters
+    return tuple(elements for _, elements in _sorted(parameters, tp, False, 0))
 
 
 def window_elements(case: Case, stage: int) -> int:
@@ -111,12 +134,18 @@ def _ends(case: Case, stage: int) -> list[ParameterSpec]:
 
 
 @lru_cache(maxsize=4096)
-def _layers(model: ModelConfig, start: int, stop: int, tp: int, sequence_parallel: bool) -> tuple[tuple[str, int], ...]:
-    """(kind, elements) of layers [start, stop) on a rank."""
+def _layers(
+    model: ModelConfig, start: int, stop: int, tp: int, sequence_parallel: bool, tuning: FineTuningConfig
+) -> tuple[tuple[str, int], ...]:
+    """(kind, elements) of layers [start, stop) on a rank, or of their adapters where there are any."""
+    def of(layer: LayerSpec) -> Iterable[ParameterSpec]:
+        adapters = layer_adapters(layer, tuning)
+        return [p for spec in adapters for p in spec.parameters] if tuning.enabled else layer.parameters
+
     return tuple(
         (kind, count * elements)
         for layer, count in model_spec(model).kinds(start, stop)
-        for kind, elements in _sorted(layer.parameters, tp, sequence_parallel, 0)
+        for kind, elements in _sorted(of(layer), tp, sequence_parallel, 0)
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_port.model.activation_sites import REPLICATED, Site, choice
 from megatron_port.model.spec import LayerSpec, LinearSpec
 from megatron_port.plan.activations import site_bytes
+from megatron_port.plan.adapters import adapter_seconds
 from megatron_port.plan.case import Case
 from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds
 from megatron_port.plan.links import Links, Span
@@ -117,6 +118,10 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         casts = sum(r * k + k * c for r, c, k in shapes)
         products += rates.stream(4.0 * casts, 2 * len(shapes))
         inputs += rates.stream(4.0 * sum(r * c for r, c, _ in shapes), len(shapes))
+    if case.fine_tuning.enabled:  # frozen matrices have no gradient
+        weights = accumulate = 0.0
+        added, added_back = adapter_seconds(case, layer, rates, tokens)
+        products, inputs = products + added, inputs + added_back
     core, core_back = attention_seconds(case, layer, rates)
     light, light_back = _elementwise(case, layer, rates)
     forward = products + core + light
@@ -224,14 +229,17 @@ def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     tokens, columns = m.seq_length / case.cp * case.micro_batch, case.padded_vocab / case.tp
     product = rates.product(tokens, columns, m.hidden_size, width=w)
     back = rates.product(tokens, m.hidden_size, columns, width=w)
-    back += rates.product(m.hidden_size, columns, tokens, width=w)
+    frozen = case.fine_tuning.enabled
+    back += 0.0 if frozen else rates.product(m.hidden_size, columns, tokens, width=w)
     # Loss: cast to fp32 (2 + 4), maximum (4), shifted exponential (4 + 4) and sum (4); backward: scaled, cast (14).
     loss, loss_back = rates.stream(tokens * columns * 22, 5), rates.stream(tokens * columns * 14, 3)
     each = _tensor_collective(case, links, group)
     small = 3 * links.collective(tokens * 4, group)
     return Cost(
         forward=product + loss,
-        backward=back + loss_back + rates.stream(m.hidden_size * columns * case.engine.accumulate_traffic),
+        backward=back + loss_back + (
+            0.0 if frozen else rates.stream(m.hidden_size * columns * case.engine.accumulate_traffic)
+        ),
         forward_tensor=small + (each / 2 if case.sequence_parallel else 0.0),
         backward_tensor=each / 2 if case.sequence_parallel and not case.engine.gathers_again else each,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import stage_elements, unit_elements, window_elements
+from megatron_port.plan.elements import stage_elements, trained_elements, unit_elements, window_elements
 from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.plan.ledger import Peak, peak_of
 from megatron_port.plan.offload import share
@@ -70,14 +70,14 @@ class StageMemory:
 def sum_elements(case: Case, stage: int) -> int:
     """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
     one filling up while the other is reduced, and those of a tied table."""
-    units, table = unit_elements(case, stage)
+    units, table = unit_elements(case, stage, trained=True)
     largest = largest_bucket(case, stage)
     return (2 if sum(map(sum, units)) > largest else 1) * largest + table
 
 
 def largest_bucket(case: Case, stage: int) -> int:
     """Elements of the largest bucket of a unit's gradients; a tied table's left out."""
-    return max(min(sum(unit), max(case.bucket, *unit)) for unit in unit_elements(case, stage)[0])
+    return max(min(sum(unit), max(case.bucket, *unit)) for unit in unit_elements(case, stage, trained=True)[0])
 
 
 def narrow_copies(case: Case, stage: int, elements: int) -> tuple[float, float]:
@@ -91,23 +91,24 @@ def narrow_copies(case: Case, stage: int, elements: int) -> tuple[float, float]:
     return 0.0, float(elements * each)
 
 
-def held_bytes(case: Case, elements: int) -> tuple[float, float, float]:
+def held_bytes(case: Case, elements: int, trained: int) -> tuple[float, float, float]:
     """Return the bytes of weights, gradient sums and optimizer (masters and the rule's state) that a rank with so many
-    parameters holds all through a run; 8-bit copies of weights and, under ZeRO-3, gathered weights are left out."""
+    parameters, so many of them ``trained``, holds all through a run; 8-bit copies of weights and, under ZeRO-3,
+    gathered weights are left out."""
     separate = case.width != case.wide  # else the weights are their own masters
     gradient = max(case.engine.gradient_bytes, case.width) if separate else case.wide
     weights = elements * case.width / (case.shards if case.zero_stage == 3 else 1)
-    sums = elements * gradient / (case.shards if case.shards_sums else 1)
+    sums = trained * gradient / (case.shards if case.shards_sums else 1)
     if case.offload_weights:  # on the host; the windows stay
         weights = 0.0
-    here = elements - share(case, elements) * case.shards
+    here = trained - share(case, trained) * case.shards
     return weights, sums, here * (case.state_tensors + separate) * case.wide / case.shards
 
 
 def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = False) -> StageMemory:
     """Bytes of a rank of ``stage`` at its peak. ``quick``: messages between stages are estimated, for a search."""
-    n, w, e = stage_elements(case, stage), case.width, case.engine
-    weights, gradients, optimizer = held_bytes(case, n)
+    n, trained, w, e = stage_elements(case, stage), trained_elements(case, stage), case.width, case.engine
+    weights, gradients, optimizer = held_bytes(case, n, trained)
     if case.zero_stage == 3 and case.shards > 1:
         weights += w * (n if case.reshard == "step" else min(n, window_elements(case, stage)))
     if case.weight_gathers == 1 or case.shards == 1:
@@ -115,9 +116,10 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
     bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
     bucket += sum_elements(case, stage) * case.wide if case.shards_sums and case.shards > 1 else 0.0
     # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
-    update = (n / case.shards - share(case, n)) * max(e.update_copy_bytes, case.wide if case.kernels == "torch" else 0)
+    roots = case.wide if case.kernels == "torch" else 0
+    update = (trained / case.shards - share(case, trained)) * max(e.update_copy_bytes, roots)
     peak = peak_of(case, stage, quick=quick)
-    beside, last = narrow_copies(case, stage, n) if e.name == "native" else (0.0, 0.0)
+    beside, last = narrow_copies(case, stage, trained) if e.name == "native" else (0.0, 0.0)
     bucket += beside
     if last > max(peak.total, update):
         peak = Peak(activations=0.0, logits=0.0, working=last, messages=0.0, in_flight=peak.in_flight,

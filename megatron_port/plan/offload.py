@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import stage_elements
+from megatron_port.plan.elements import stage_elements, trained_elements
 from megatron_port.plan.swap import most_swapped
 
 STATE = 12.0
@@ -36,13 +36,14 @@ def share(case: Case, elements: int) -> float:
 def offloaded(case: Case, machine: Machine) -> Offloaded:
     """Return the bytes and seconds of a case's offload; zeros where it has none."""
     hardware = machine.hardware
-    most = max(stage_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
-    mine, ranks = share(case, most), min(machine.cluster.gpus_per_node, case.world)
+    stages = {0, case.pp // 2, case.pp - 1}
+    most, trained = (max(count(case, stage) for stage in stages) for count in (stage_elements, trained_elements))
+    mine, ranks = share(case, trained), min(machine.cluster.gpus_per_node, case.world)
     if not mine:
         return Offloaded(0.0, 0.0, 0.0)
     on_disk = case.offload == "nvme"
     weights = most / case.shards * case.width if case.offload_weights else 0.0
-    staged = min(case.bucket, most) / case.shards * (GRADIENT * (4 if on_disk else 1) + case.width)
+    staged = min(case.bucket, trained) / case.shards * (GRADIENT * (4 if on_disk else 1) + case.width)
     host = (0.0 if on_disk else STATE * mine) + weights + case.offload_buffers * (staged + PAGE)
     back = weights * case.weight_gathers if case.offload_weights else mine * case.width
     parts = [

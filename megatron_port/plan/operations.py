@@ -88,14 +88,20 @@ def linear(t: Tape, s: Sizes, x: Value, spec: LinearSpec) -> Value:
 def matrix(
     t: Tape, s: Sizes, x: Value, inputs: float, outputs: float, *, bias: float, entry: bool, share: float = 1.0
 ) -> Value:
-    """``share``: of the tokens, those that this rank multiplies."""
+    """A product with a matrix, which has no gradient where only adapters are trained. ``share``: of the tokens, those
+    that this rank multiplies."""
+    frozen = s.case.fine_tuning.enabled
     w, gathers, tokens = s.case.width, entry and s.case.sequence_parallel, s.tokens * share
     size_in, size_out, weight = tokens * inputs * w, tokens * outputs * w, inputs * outputs * w
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
-        full = t.block(size_in) if gathers and s.case.engine.gathers_again else saved[0]
+        full = None
+        if not frozen:
+            full = t.block(size_in) if gathers and s.case.engine.gathers_again else saved[0]
         partial = product(t, s, size_out, weight, size_in)
         dx = t.block(size_in / s.case.tp) if gathers else partial
+        if full is None:
+            return [dx]
         if t.defers:
             t.defer(grad, full)
         else:
@@ -106,7 +112,7 @@ def matrix(
     full = t.block(size_in) if gathers else None
     out = product(t, s, size_in, weight, size_out)
     kept = x.block if full is None or s.case.engine.gathers_again else full
-    return t.note(out, [x], backward, [kept])
+    return t.note(out, [x], backward, [] if frozen else [kept])
 
 
 def leave(t: Tape, s: Sizes, y: Value) -> Value:
@@ -158,7 +164,8 @@ def _torch_rms_norm(t: Tape, s: Sizes, x: Value) -> Value:
     t.meter.need(wide)
     scale = t.note(t.block(0.0), [x], of_squares, [x.block])
     normed = t.note(t.block(wide), [x, scale], of_product, [x.block, scale.block])
-    out = t.note(t.block(wide), [normed], of_weighted, [normed.block])
+    kept = [] if s.case.fine_tuning.enabled else [normed.block]  # for the weight's gradient
+    out = t.note(t.block(wide), [normed], of_weighted, kept)
     return out if s.ratio == 1 else t.note(t.block(size), [out], lambda grad, saved: [t.block(wide)])
 
 

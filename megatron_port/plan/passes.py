@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec
+from megatron_port.plan.adapters import tuned_linear
 from megatron_port.plan.attention_passes import attention
 from megatron_port.plan.operations import Sizes, drop, leave, linear, matrix, normalize
 from megatron_port.plan.tape import Block, Tape, Value
@@ -55,10 +56,11 @@ def _layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
 
 
 def _mlp(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
-    up = linear(t, s, x, spec.mlp.up)
+    product = tuned_linear if s.case.fine_tuning.enabled else linear
+    up = product(t, s, x, spec.mlp.up)
     active = _swiglu(t, s, up) if spec.mlp.activation == "swiglu" else _gelu(t, s, up, bias=spec.mlp.up.bias)
     del up
-    y = linear(t, s, active, spec.mlp.down)
+    y = product(t, s, active, spec.mlp.down)
     return leave(t, s, y)
 
 
@@ -90,7 +92,7 @@ def embedding(t: Tape, s: Sizes) -> Value:
         t.meter.need(table, s.widening * table)  # a CPU widens what it adds to the sums
         return []
 
-    x = t.note(t.block(whole), [], of_table)
+    x = t.note(t.block(whole), [], of_table, trains=not s.case.fine_tuning.enabled)
     if s.case.tp > 1:
         x = t.note(t.block(whole), [x], lambda grad, saved: [t.block(whole)])
         x = leave(t, s, x)

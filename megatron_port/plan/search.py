@@ -17,7 +17,7 @@ from megatron_port.config.checks import problems
 from megatron_port.config.layout import divisors, legal_tensor_sizes, with_values
 from megatron_port.config.schema import RunConfig
 from megatron_port.plan.case import Case, Machine, balanced_split
-from megatron_port.plan.elements import stage_elements
+from megatron_port.plan.elements import stage_elements, trained_elements
 from megatron_port.plan.memory import StageMemory, held_bytes, stage_memory
 from megatron_port.plan.step import StepPlan, plan_step
 
@@ -161,7 +161,10 @@ def fullest(case: Case, machine: Machine) -> StageMemory:
 
 def _state_alone_is_more(case: Case, limit: float) -> bool:
     """Whether weights, gradients and optimizer state are more than ``limit`` bytes; the rest costs more to count."""
-    return any(sum(held_bytes(case, stage_elements(case, stage))) > limit for stage in _ends(case))
+    return any(
+        sum(held_bytes(case, stage_elements(case, stage), trained_elements(case, stage))) > limit
+        for stage in _ends(case)
+    )
 
 
 def search(base: Case, machine: Machine, options: Options, *, keep_unfit: bool = False) -> list[Candidate]:

@@ -10,7 +10,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import gathered_elements, stage_elements
+from megatron_port.plan.elements import gathered_elements, trained_elements
 from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost, partition_costs, site_costs
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.offload import offloaded, share
@@ -160,9 +160,9 @@ def slowest_of(devices: int) -> float:
 def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepPlan:
     """Rates from seconds. Samples are those asked for: what fractional accumulation adds is not counted as work."""
     seconds, peak = split.total, machine.cluster.peak_tflops * (2 if case.dtype == "fp8" else 1)
-    model = model_flops(case.model) * case.global_batch / seconds / case.world / 1e12
+    model = model_flops(case.model, case.fine_tuning) * case.global_batch / seconds / case.world / 1e12
     recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
-    executed = hardware_flops(case.model, recompute, case.tp, case.dropped)
+    executed = hardware_flops(case.model, recompute, case.tp, case.dropped, case.fine_tuning)
     hardware = executed * case.global_batch / seconds / case.world / 1e12
     return StepPlan(
         split=split, seconds=seconds, samples=case.global_batch, model_tflops=model, hardware_tflops=hardware,
@@ -184,7 +184,7 @@ def data_seconds(case: Case, links: Links, forward: list[float], backward: list[
     copies = span(links.machine, case.shard_copies, case.tp * shards)
     worst = 0.0
     for stage in {0, case.pp // 2, case.pp - 1}:
-        n = stage_elements(case, stage)
+        n = trained_elements(case, stage)
         kind = "half" if e.shard_reduces and shards > 1 else "all-reduce"
         reduce = links.collective(n * e.reduce_bytes, group, kind=kind)
         gather = links.collective(n * case.width, group, kind="half") if shards > 1 else 0.0
@@ -204,7 +204,7 @@ def optimizer_seconds(case: Case, rates: Rates) -> float:
 
     The update reads gradient, master and state in full width, writes the last two, and writes the weight.
     """
-    n = max(stage_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
+    n = max(trained_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
     elements = 1 + 2 * (1 + case.state_tensors)
     update = (n / case.shards - share(case, n)) * (elements * case.wide + case.width + case.engine.update_extra_bytes)
     return rates.stream(update + n * 2 * case.engine.gradient_bytes, 20)

@@ -46,15 +46,18 @@ class Block:
 
 
 _KEYS = count()
+_NOBODY = -1
+"""In place of the key of a constant, whose gradient nobody asks for."""
 
 
 class Value:
-    """Tensor of a forward pass; views of it are the same value."""
+    """Tensor of a forward pass; views of it are the same value. ``constant``: it has no gradient, as nothing that is
+    trained lies before it."""
 
-    __slots__ = ("block", "key")
+    __slots__ = ("block", "constant", "key")
 
-    def __init__(self, block: Block) -> None:
-        self.block, self.key = block, next(_KEYS)
+    def __init__(self, block: Block, *, constant: bool = False) -> None:
+        self.block, self.constant, self.key = block, constant, next(_KEYS)
 
     @property
     def size(self) -> float:
@@ -123,13 +126,20 @@ class Tape:
             block.readers += 1
         self.deferred += blocks
 
-    def note(self, out: Block, inputs: Sequence[Value], backward: Backward, saves: Sequence[Block] = ()) -> Value:
-        """Note an operation with its result in ``out`` and return that as a value."""
-        value = Value(out)
+    def note(
+        self, out: Block, inputs: Sequence[Value], backward: Backward, saves: Sequence[Block] = (), *,
+        trains: bool = False,
+    ) -> Value:
+        """Note an operation with its result in ``out`` and return that as a value. Of constants it makes a constant and
+        is not noted, unless it ``trains`` something itself."""
+        value = Value(out, constant=not trains and all(v.constant for v in inputs))
+        if value.constant:
+            return value
         saved = list(saves) if self.keeps else []
         for block in saved:
             block.readers += 1
-        self._operations.append(_Operation(value.key, tuple(v.key for v in inputs), saved, len(saves), backward))
+        keys = tuple(_NOBODY if v.constant else v.key for v in inputs)
+        self._operations.append(_Operation(value.key, keys, saved, len(saves), backward))
         if self._expected >= 0 and saves:
             self._expected -= len(saves)
             if self._expected <= 0:
@@ -138,26 +148,30 @@ class Tape:
 
     def split(self, x: Value, backward: Backward, parts: int) -> list[Value]:
         """Note a split of ``x`` into views, whose gradients ``backward`` puts together."""
-        first, *others = self.note(x.block, [x], backward), *(Value(x.block) for _ in range(parts - 1))
-        self._operations[-1].others = tuple(value.key for value in others)
+        first, *others = (
+            self.note(x.block, [x], backward), *(Value(x.block, constant=x.constant) for _ in range(parts - 1))
+        )
+        if not x.constant:
+            self._operations[-1].others = tuple(value.key for value in others)
         return [first, *others]
 
     def checkpoint(self, program: Program, *inputs: Value) -> Value:
         """Run a program that keeps its inputs alone and is run again in the backward pass, as far as is needed."""
         inner = Tape(self.meter, keeps=False, defers=self.defers)
         inner.deferred = self.deferred
-        starts = [Value(v.block) for v in inputs]
+        starts = [Value(v.block, constant=v.constant) for v in inputs]
         end = program(inner, *starts)
-        out = self.note(end.block, inputs, _unused, [v.block for v in inputs])
+        out = self.note(end.block, inputs, _unused, [v.block for v in inputs], trains=True)
         self._operations[-1].inner = _Inner(inner, program, [v.key for v in starts], end.key)
         return out
 
-    def _again(self, program: Program, inputs: Sequence[Block]) -> None:
-        """Run ``program`` once more, and give what it saves to the operations of the first run."""
+    def _again(self, program: Program, inputs: Sequence[tuple[Block, bool]]) -> None:
+        """Run ``program`` once more, and give what it saves to the operations of the first run. ``inputs``: with
+        whether they are constant."""
         again = Tape(self.meter)
         again._expected = sum(op.saves for op in self._operations)
         with suppress(_AllSaved):
-            program(again, *(Value(block) for block in inputs))
+            program(again, *(Value(block, constant=constant) for block, constant in inputs))
         for op, copy in zip(self._operations, again._operations):
             op.saved = copy.saved
 
@@ -191,7 +205,8 @@ class Tape:
             found = list(op.backward(self._pending.pop(op.output), op.saved))
             del waiting
             return found
-        inner, program, inputs = op.inner.tape, op.inner.program, list(op.saved)
+        inner, program = op.inner.tape, op.inner.program
+        inputs = [(block, key == _NOBODY) for block, key in zip(op.saved, op.inputs)]
         inner._pending[op.inner.end] = self._pending.pop(op.output)
         inner.run(recompute=lambda: inner._again(program, inputs))
         return [inner._pending.pop(key, None) for key in op.inner.starts]
@@ -200,7 +215,7 @@ class Tape:
         """Add a gradient to those of the same value, in place where nobody else reads it."""
         old = self._pending.get(key)
         if new is None or old is None:
-            if new is not None:
+            if new is not None and key != _NOBODY:
                 self._pending[key] = new
             return
         shared = sum(block is old for block in self._pending.values()) > 1

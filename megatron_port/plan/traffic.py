@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_port.plan.case import Case
-from megatron_port.plan.elements import bucket_elements, gathered_elements, stage_elements
+from megatron_port.plan.elements import bucket_elements, gathered_elements, trained_elements
 from megatron_port.plan.layer import ends_at_product
 
 Key = tuple[str, str]
@@ -83,7 +83,7 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
             passes = case.micro_batches if case.shards_sums else 1
             within = "dp" if case.shard_copies == 1 else "dp_shard+cp"
             out.add(within, "reduce-scatter", passes * whole * reduced)
-            gathers = gathered_elements(case, stage) / stage_elements(case, stage)
+            gathers = gathered_elements(case, stage) / trained_elements(case, stage)
             out.add(within, "all-gather", gathers * whole * case.width)
             if case.shard_copies > 1:  # sums of shards, in full width
                 out.add("dp_replicate", "all-reduce", whole // shards * case.wide)

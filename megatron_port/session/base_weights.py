@@ -26,13 +26,13 @@ def fingerprint(model: ModelConfig, read: StateReader) -> str:
     digest = xxhash.xxh3_128()
     for name, shape in parameter_shapes(model).items():
         digest.update(f"{name} {shape}".encode())
-        for offset, size in _boxes(shape):
+        for offset, size in _looked_at(shape):
             digest.update(read(name, WEIGHT, offset, size).to(torch.float32).contiguous().numpy().data)
     return digest.hexdigest()
 
 
-def _boxes(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return (offset, shape) of the boxes of a parameter that are looked at."""
+def _looked_at(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return (offset, shape) of the slices of a parameter that are looked at."""
     width = min(shape[-1], COLUMNS)
     if len(shape) == 1:
         return [((0,), (width,))]

@@ -19,7 +19,8 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import ConfigError
 from megatron_port.model.activation_sites import layer_choices
-from megatron_port.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_port.model.adapter_spec import adapter_parameters
+from megatron_port.model.flops import counted, hardware_flops, model_flops
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext
@@ -61,7 +62,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     covered: Counter[str] = Counter()
     out = []
     for stage in range(topology.pp):
-        largest = 0
+        largest, trained = 0, 0
         for tp in range(topology.tp):
             rank = topology.first_rank(pp=stage, tp=tp)
             ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
@@ -70,9 +71,11 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
                 if record.is_owned(ctx.mesh, rank):
                     covered[record.name] += prod(record.extent)
             largest = max(largest, sum(prod(record.local_shape) for record in records))
+            trained = max(trained, sum(prod(record.local_shape) for record in records if record.trainable))
         layers = sum(split[topology.virtual_stage(stage, chunk)] for chunk in range(topology.vp))
-        out.append(StageSummary(stage, layers, largest, int(sum(held_bytes(case, largest)))))
-    for name, shape in parameter_shapes(config.model).items():
+        out.append(StageSummary(stage, layers, largest, int(sum(held_bytes(case, largest, trained)))))
+    adapters = {name: spec.shape for name, spec in adapter_parameters(config.model, config.fine_tuning).items()}
+    for name, shape in (parameter_shapes(config.model) | adapters).items():
         if covered[name] != prod(shape):
             raise ConfigError(f"{name}: the ranks hold {covered[name]} of its {prod(shape)} elements")
     return out
@@ -127,14 +130,16 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     stages = build_every_rank(config, topology)
     micro = config.batch.global_batch_size // (config.batch.micro_batch_size * dp)
     executed = hardware_flops(
-        config.model, config.activations.recompute, tp, layer_choices(config.activations, config.model.num_layers)
+        config.model, config.activations.recompute, tp, layer_choices(config.activations, config.model.num_layers),
+        config.fine_tuning,
     )
     lines = [
-        f"{config.model.name}: {parameter_count(config.model):,} parameters; tp {tp} x pp {pp} x dp {dp} = "
+        f"{config.model.name}: {counted(config.model, config.fine_tuning)}; tp {tp} x pp {pp} x dp {dp} = "
         f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",
         f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} "
         f"replicas; pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
-        f"a step: {model_flops(config.model) * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
+        f"a step: {model_flops(config.model, config.fine_tuning) * config.batch.global_batch_size / 1e15:.4g} "
+        "model PFLOP, "
         f"{executed * config.batch.global_batch_size / 1e15:.4g} "
         "hardware",
         *group_lines(topology, config.cluster.gpus_per_node),

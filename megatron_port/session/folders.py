@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_port.checkpoint.disk import free_bytes
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EnvironmentFault
-from megatron_port.model.flops import parameter_count
+from megatron_port.model.flops import trained_count
 
 FOLDER = "checkpoints"
 """Name of the folder of checkpoints within a run's."""
@@ -26,7 +26,7 @@ _PROBE = 1 << 16
 
 def checkpoint_bytes(config: RunConfig) -> int:
     """Return the bytes of one checkpoint without headers and manifest: a master and two moments per parameter."""
-    return 3 * (8 if config.precision.dtype == "fp64" else 4) * parameter_count(config.model)
+    return 3 * (8 if config.precision.dtype == "fp64" else 4) * trained_count(config.model, config.fine_tuning)
 
 
 def check_output(config: RunConfig) -> None:

@@ -24,7 +24,7 @@ from megatron_port.health.numerics import NumericsGuard
 from megatron_port.health.replay import check_replay_settings, replay_on_neighbour
 from megatron_port.health.replicas import check_replicas
 from megatron_port.launch.outcome import FINISHED, SAVED, AttemptOutcome, write_outcome
-from megatron_port.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_port.model.flops import counted, hardware_flops, model_flops
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
 from megatron_port.parallel.positions import sequence_partition
@@ -165,7 +165,7 @@ class Trainer:
         c, t, log = self.config, self.ctx.topology, self.session.logger.log
         log(self.session.providers.describe())
         log(
-            f"model {c.model.name}: {parameter_count(c.model):,} parameters; layout tp {t.tp} x pp {t.pp} x dp {t.dp}"
+            f"model {c.model.name}: {counted(c.model, c.fine_tuning)}; layout tp {t.tp} x pp {t.pp} x dp {t.dp}"
             f"{', sequence parallel' if c.layout.sequence_parallel and t.tp > 1 else ''}, ZeRO-{c.layout.zero_stage}, "
             f"recompute {'by plan' if c.activations.choices else c.activations.policy}, "
             f"{c.precision.dtype}, engine {c.engine}; "
@@ -383,8 +383,10 @@ class Trainer:
     def _report(self, telemetry: Telemetry, r: StepResult, *, lr: float, size: int, seconds: float) -> None:
         c, p = self.config, self.progress
         devices = self.ctx.topology.world_size
-        model = model_flops(c.model) * size / seconds / devices / 1e12
-        executed = hardware_flops(c.model, c.activations.recompute, self.ctx.topology.tp, self.activations.choices)
+        model = model_flops(c.model, c.fine_tuning) * size / seconds / devices / 1e12
+        executed = hardware_flops(
+            c.model, c.activations.recompute, self.ctx.topology.tp, self.activations.choices, c.fine_tuning
+        )
         hardware = executed * size / seconds / devices / 1e12
         record = {
             "step": p.step, "loss": r.loss if r.tokens else None, "learning_rate": lr, "loss_scale": r.loss_scale,

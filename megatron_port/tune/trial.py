@@ -128,7 +128,7 @@ def run_trial(
     batch = candidate.case.global_batch
     return Trial(
         **common, status=OK, seconds=median, spread=(max(seconds) - min(seconds)) / median, memory_bytes=memory,
-        model_tflops=model_flops(config.model) * batch / median / world / 1e12,
+        model_tflops=model_flops(config.model, config.fine_tuning) * batch / median / world / 1e12,
         tokens_per_second=batch * config.model.seq_length / median,
     )
 

@@ -148,7 +148,7 @@ def test_an_adapted_linear_is_the_matrix_written_out(tuning: FineTuningConfig, l
 
 @pytest.mark.parametrize("tuning", [LORA, DORA], ids=["lora", "dora"])
 def test_merged_weights_are_the_matrices_written_out(tuning: FineTuningConfig) -> None:
-    """Whole and in boxes, as a rank reads them."""
+    """Whole and in slices, as a rank reads them."""
     made, read = filled(tuning)
     merged = MergedWeights(LLAMA, tuning, read, read)
     for linear in ("attention.qkv", "attention.output", "mlp.up", "mlp.down"):

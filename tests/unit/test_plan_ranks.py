@@ -10,6 +10,7 @@ import torch
 from fake_ranks import fake_rank
 from rank_memory import held_bytes, measure, padding
 
+from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.layout import with_values
 from megatron_port.config.schema import (
     ActivationsConfig,
@@ -26,6 +27,7 @@ from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, 
 from megatron_port.optim.rules import ElementwiseRule
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.plan.case import Machine, case_of
+from megatron_port.plan.elements import window_elements
 from megatron_port.plan.memory import stage_memory
 from megatron_port.registry import OPTIMIZERS
 from megatron_port.session.assemble import topology_of
@@ -116,6 +118,26 @@ def test_memory_of_a_rank(model: str, dtype: str, layout: dict, stage: int) -> N
     found = measure(config, stage * case.dp * case.tp)
     assert planned.static * (planned.elements + found.padding) == found.held * planned.elements
     assert planned.allocated == pytest.approx(found.peak, rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "dtype", "layout", "tuning"), [
+    ("gpt", "fp32", {}, FineTuningConfig(method="lora")),
+    ("llama", "bf16", {**SP, **P2}, FineTuningConfig(method="dora", targets=("query", "value", "down"))),
+    ("llama", "bf16", {**ZERO3, **FULL}, FineTuningConfig(method="lora", rank=16)),
+])
+def test_memory_of_a_rank_with_adapters(model: str, dtype: str, layout: dict, tuning: FineTuningConfig) -> None:
+    """Frozen weights have neither sums nor masters nor moments; what is held, to the padding of the buckets."""
+    torch.set_num_threads(1)
+    config = replace(run_of(model, dtype, layout), fine_tuning=tuning)
+    config = replace(config, checkpoint=replace(config.checkpoint, initial_weights="frozen"))
+    case, _ = case_of(config)
+    planned = stage_memory(case, Machine(cluster=config.cluster, hardware=config.hardware), 0)
+    found = measure(config, 0)
+    assert planned.static == pytest.approx(found.held, rel=0.01)
+    assert planned.optimizer < planned.weights and planned.gradients < planned.weights
+    assert planned.allocated == pytest.approx(found.peak, rel=0.02)
+    windows = 2 * window_elements(case, 0) if case.zero_stage == 3 else 0  # of gathered weights, which come and go
+    assert build_every_rank(config, topology_of(config))[0].static_bytes == int(planned.static) - windows
 
 
 @pytest.mark.parametrize("layout", [{}, HYBRID], ids=["alone", "hybrid"])
