@@ -68,6 +68,9 @@ def fine_tuning_problems(config: RunConfig) -> list[str]:
     if f.method == "dora" and f.dropout:
         out.append(f"{asked} with fine_tuning.dropout {f.dropout}: the whole product would be computed twice, with and "
                    "without; use dropout = 0, or method lora")
+    if config.model.kv_lora_rank:
+        out.append(f"{asked} with model.kv_lora_rank {config.model.kv_lora_rank}: adapters of latent attention are not "
+                   "built; train all weights")
     if config.engine != "native":
         out.append(f'{asked} with engine "{config.engine}", which trains and keeps state for every weight; use engine '
                    '= "native"')

@@ -284,7 +284,8 @@ def draw(seed: int) -> Draw:
     if t.tp > 1 and seed % 2 and dtype in ("fp32", "fp64"):
         config = change(config, layout=change(config.layout, tp_overlap_chunks=chunks))
     config = change(config, checkpoint=change(config.checkpoint, asynchronous=False))  # as state on a disk wants it
-    if seed % 19 in (12, 14, 17) and engine == "native" and dtype in ("fp32", "fp64"):
+    adaptable = engine == "native" and dtype in ("fp32", "fp64") and not config.model.kv_lora_rank
+    if seed % 19 in (12, 14, 17) and adaptable:
         config = _adapted(random.Random(f"adapters-{seed}"), config)
     config = _planned(random.Random(f"activations-{seed}"), config)
     return Draw(seed, _offloaded(random.Random(f"offload-{seed}"), config), t)
