@@ -31,6 +31,7 @@ LLAMA = ModelConfig(
     activation="swiglu", normalization="rmsnorm", position_embedding="rope", add_bias=True, ffn_hidden_size=64,
 )
 LORA = FineTuningConfig(method="lora", rank=3, alpha=5.0)
+DROPPED = replace(LORA, dropout=0.25)
 DORA = replace(LORA, method="dora", rslora=True, targets=("query", "value", "output", "up", "down"))
 
 
@@ -122,15 +123,21 @@ def effective(tuning: FineTuningConfig, made: GPTStage, linear: str) -> tuple[to
 
 
 @pytest.mark.parametrize("linear", ["attention.qkv", "attention.output", "mlp.up", "mlp.down"])
-@pytest.mark.parametrize("tuning", [LORA, DORA], ids=["lora", "dora"])
+@pytest.mark.parametrize("tuning", [LORA, DROPPED, DORA], ids=["lora", "dropout", "dora"])
 def test_an_adapted_linear_is_the_matrix_written_out(tuning: FineTuningConfig, linear: str) -> None:
+    """Dropout acts on what the adapter reads alone, forward and backward."""
     made, _ = filled(tuning)
+    streams(made).set_micro_batch(3, (7, 9))
     module: Any = made.layers[0].get_submodule(linear)
     weight, leaves = effective(tuning, made, linear)
     x = torch.randn(5, 2, weight.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = module(mine)
-    wanted = theirs @ weight.t()
+    drop = module.adapter.drop_for(5)
+    kept = torch.ones_like(x) if drop is None else drop(torch.ones_like(x))
+    assert bool((kept == 0).any()) is bool(tuning.dropout)
+    frozen = module.weight.detach().flatten(0, -2)
+    wanted = theirs @ frozen.t() + (theirs * kept) @ (weight - frozen).t()
     if linear in ("attention.qkv", "mlp.up"):  # the others' caller adds it
         wanted = wanted + module.bias.detach().flatten()
     assert (y - wanted).abs().max() <= 1e-13 * wanted.abs().max()
@@ -163,6 +170,30 @@ def test_merged_weights_are_the_matrices_written_out(tuning: FineTuningConfig) -
         assert (merged(name, "weight", offset, size) - box).abs().max() <= 1e-13
     for name in ("layers.0.attention.qkv.bias", "final_norm.weight"):
         assert torch.equal(merged(name, "weight", (0,), (5,)), read(name, "weight", (0,), (5,)))
+
+
+def streams(made: GPTStage) -> DropoutStream:
+    """The dropout of a stage."""
+    found: DropoutStream = made.layers[0].stream  # type: ignore[assignment]
+    return found
+
+
+def test_each_linear_of_each_layer_drops_other_elements_the_same_ones_wherever_they_lie() -> None:
+    """A mask depends on step, sample, layer, linear and element; a rank's columns have those of the whole."""
+    made = stage(DROPPED, ParallelContext.single())
+    topology = Topology(tp=2)
+    half = stage(DROPPED, ParallelContext(topology, 1, torch.device("cpu"), topology.coordinates(1)))
+    masks = []
+    for step, layer, linear in ((3, 0, "mlp.down"), (3, 1, "mlp.down"), (3, 0, "mlp.up"), (4, 0, "mlp.down")):
+        for one in (made, half):
+            streams(one).set_micro_batch(step, (7, 9))
+        whole, mine = (one.layers[layer].get_submodule(linear).adapter.drop_for(8) for one in (made, half))  # type: ignore[operator,union-attr]
+        width = 64 if linear == "mlp.down" else 48
+        masks.append(whole(torch.ones(8, 2, width))[..., :48] > 0)
+        if linear == "mlp.down":
+            assert torch.equal(whole(torch.ones(8, 2, 64))[..., 32:], mine(torch.ones(8, 2, 32)))
+    assert all(0.6 < m.double().mean() < 0.9 for m in masks)
+    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
 
 
 def test_adapters_begin_as_peft_draws_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import hf_models as hf
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.format import SavedState
@@ -21,9 +23,11 @@ from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import whole
+from megatron_port.interop.export_hf import tensor_slabs
 from megatron_port.interop.export_peft import export_peft
 from megatron_port.interop.hf_check import deviation, our_logits
 from megatron_port.interop.hf_files import HFFolder
+from megatron_port.interop.hf_names import hf_tensors
 from megatron_port.interop.import_peft import PeftFolder
 from megatron_port.model.adapter_reader import InitialAdapters, MergedWeights, over_base
 from megatron_port.model.adapter_spec import MAGNITUDE, adapter_parameters
@@ -31,6 +35,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.state import StateReader
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.base_weights import fingerprint
+from megatron_port.session.merged import MergedCheckpoint
 from megatron_port.session.weights import open_weights
 
 LORA = FineTuningConfig(method="lora", rank=3, alpha=5.0)
@@ -116,10 +121,34 @@ def test_an_export_is_read_back_and_computes_the_same_merged_and_unmerged(case: 
     assert deviation(merged, unmerged) <= 1e-6
     plain = our_logits(base.read, base.model, tokens)
     assert deviation(merged, plain) > 0.05
+    if tuning.method == "lora":
+        files_say(tmp_path / "peft", base, MergedCheckpoint(checkpoint))
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(hf.loaded(base.path), str(tmp_path / "peft"))
     with torch.no_grad():
         assert deviation(unmerged, theirs(tokens, use_cache=False).logits) <= 1e-6
+
+
+def files_say(folder: Path, base: HFFolder, merged: Checkpoint) -> None:
+    """The merged export has, module by module, what PEFT's documentation makes of the files: W + alpha / r · B A."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    found = load_file(folder / "adapter_model.safetensors")
+    modules = {name.rsplit(".", 2)[0] for name in found}
+    ours = {t.name: t for t in hf_tensors(base.model, base.family)}
+    assert modules and all(name.startswith("base_model.model.") for name in modules)
+    for module in modules:
+        inside = next(t for t in config["target_modules"] if module.endswith(f".{t}"))
+        rank = config["rank_pattern"].get(inside, config["r"])
+        alpha = config["alpha_pattern"].get(inside, config["lora_alpha"])
+        a, b = found[f"{module}.lora_A.weight"], found[f"{module}.lora_B.weight"]
+        assert a.shape[0] == b.shape[1] == rank
+        change = alpha / (rank**0.5 if config["use_rslora"] else rank) * b @ a
+        change = change.t() if config["fan_in_fan_out"] else change
+        name = f"{module.removeprefix('base_model.model.')}.weight"
+        weight = base.tensor(name)
+        assert weight is not None
+        now = torch.cat(list(tensor_slabs(merged, ours[name])))
+        assert torch.allclose(now, weight + change, rtol=0, atol=1e-6), name
 
 
 @pytest.mark.parametrize("case", ["llama", "llama dora"])
