@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import ModelConfig, RunConfig
 
 SERVED = {
     "sdpa": frozenset({"window", "documents"}), "flash_attn": frozenset({"window", "softcap", "documents"}),
@@ -51,6 +53,28 @@ class MaskNeeds:
 
 CAUSAL = MaskNeeds()
 """Nothing beyond the causal softmax."""
+
+
+def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return the shortest pattern that, repeated, begins with ``kinds``."""
+    lengths = (n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    return tuple(kinds[: next(lengths, 0)])
+
+
+def windows(kinds: Sequence[str], window: int) -> dict[str, Any]:
+    """Return the fields of a model whose layers have these kinds of attention, in their one shortest form."""
+    pattern = shortest_pattern(kinds) if window else ("full",)
+    if pattern == ("full",):
+        return {"sliding_window": 0, "attention_pattern": ()}
+    return {"sliding_window": window, "attention_pattern": () if pattern == ("window",) else pattern}
+
+
+def windows_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the windows of a model in their shortest form."""
+    if not model.attention_pattern:
+        return {}
+    kinds = ["window" if model.window_of(layer) else "full" for layer in range(min(model.num_layers, 1 << 16))]
+    return windows(kinds, model.sliding_window)
 
 
 def attention_problems(config: RunConfig) -> list[str]:

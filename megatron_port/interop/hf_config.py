@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_port.config.attention import windows, windows_of
 from megatron_port.config.plugins import installed_problems
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
@@ -147,6 +148,7 @@ def _essential(model: ModelConfig) -> dict[str, Any]:
     """Fields that change what a model computes, derived sizes filled in, those without effect at their defaults."""
     values = {k: v for k, v in vars(model).items() if k not in _TRAINING}
     values |= {"num_query_groups": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size}
+    values |= windows_of(model) if model.sliding_window < model.seq_length else windows((), 0)
     unused = set() if model.position_embedding == "rope" else set(_ROPE)
     if model.rope_scaling != "llama3":
         unused |= {"rope_low_freq_factor", "rope_high_freq_factor"}

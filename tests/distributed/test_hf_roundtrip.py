@@ -236,7 +236,7 @@ KEY_NOISE = 32 * 2.0**-24
 were measured here, 12 in transformers."""
 GENERATE = {
     "gpt2": lambda **c: hf.gpt2(256, **c), "neox": lambda **c: hf.neox(256, **c),
-    "llama": lambda **c: hf.llama(256, **c),
+    "llama": lambda **c: hf.llama(256, **c), "qwen2": lambda **c: hf.small("qwen2", 256, sliding_window=20, **c),
 }
 LAYOUTS = [Topology(tp=2), Topology(pp=2), Topology(tp=4), Topology(tp=2, pp=2), Topology(pp=3),
            Topology(pp=2, dp=2), Topology(tp=2, dp=2), Topology(2, 2, 2)]

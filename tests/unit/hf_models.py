@@ -55,7 +55,8 @@ def llama(length: int = 32, **changes: Any) -> Any:
 SIZES = {
     "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
     "intermediate_size": 96, "vocab_size": VOCABULARY, "bos_token_id": 100, "eos_token_id": 100, "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": None,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": None, "sliding_window": 7, "use_sliding_window": True,
+    "max_window_layers": 1,
 }
 
 

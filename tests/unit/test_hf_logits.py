@@ -67,8 +67,10 @@ CASES = {
     "deepseek_v3 yarn, no query latent": lambda: hf.deepseek(
         q_lora_rank=None, v_head_dim=20, rope_parameters={**hf.YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
     ),
-    "mistral": lambda: hf.small("mistral", sliding_window=None),
+    "mistral": lambda: hf.small("mistral"),
     "qwen2": lambda: hf.small("qwen2"),
+    "qwen2 layer types": lambda: hf.small("qwen2", layer_types=["sliding_attention", "full_attention"] * 2,
+                                          num_hidden_layers=4),
     "qwen2 tied, yarn": lambda: hf.small(
         "qwen2", tie_word_embeddings=True, rope_parameters={**hf.YARN, "attention_factor": 1.5, "beta_fast": 4.0}
     ),
@@ -76,13 +78,14 @@ CASES = {
     "granite biases, yarn": lambda: hf.small(
         "granite", attention_bias=True, mlp_bias=True, rope_parameters=dict(hf.YARN), **hf.FACTORS
     ),
-    "phi3": lambda: hf.small("phi3"),
+    "phi3": lambda: hf.small("phi3", sliding_window=None),
     "phi3 half rotary": lambda: hf.small(
-        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+        "phi3", sliding_window=9,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
     ),
-    "starcoder2": lambda: hf.small("starcoder2"),
+    "starcoder2": lambda: hf.small("starcoder2", sliding_window=None),
     "starcoder2 erf, untied": lambda: hf.small("starcoder2", hidden_act="gelu", tie_word_embeddings=False),
-    "qwen3": lambda: hf.small("qwen3"),
+    "qwen3": lambda: hf.small("qwen3", use_sliding_window=False),
     "qwen3 tied, llama3": lambda: hf.small("qwen3", tie_word_embeddings=True, rope_parameters=dict(hf.LLAMA3)),
     "neox": lambda: hf.neox(),
     "neox half rotary, yarn": lambda: hf.neox(rope_parameters={**hf.YARN, "partial_rotary_factor": 0.5}),
@@ -129,6 +132,8 @@ def test_normed_heads_in_fp64(changes: dict[str, Any], tmp_path: Path) -> None:
         ("llama yarn", {"rope_beta_fast": 2.0}),
         ("llama yarn", {"rope_beta_slow": 0.25}),
         ("llama yarn", {"rope_original_length": 32}),
+        ("mistral", {"sliding_window": 8}),
+        ("qwen2 layer types", {"attention_pattern": ("full", "window")}),
         ("granite", {"embedding_multiplier": 3.1}),
         ("granite", {"residual_multiplier": 0.3}),
         ("granite", {"attention_scale": 0.0}),

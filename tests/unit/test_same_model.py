@@ -10,13 +10,13 @@ import pytest
 from megatron_port.config.same_model import FREE, model_differences, with_sizes
 from megatron_port.config.schema import ModelConfig
 
-MODEL = ModelConfig(hidden_size=48, num_attention_heads=4, num_layers=2, position_embedding="rope")
+MODEL = ModelConfig(hidden_size=48, num_attention_heads=4, num_layers=2, position_embedding="rope", sliding_window=4)
 
 
 def other(value: Any) -> Any:
     """Return another value of the same type."""
     if isinstance(value, tuple):
-        return (*value, "full")
+        return ("window", "full")
     return not value if isinstance(value, bool) else value + "x" if isinstance(value, str) else value + 1
 
 
@@ -32,6 +32,13 @@ def test_a_size_given_or_derived_is_the_same() -> None:
     given = replace(MODEL, num_query_groups=4, head_dim=12, ffn_hidden_size=MODEL.ffn_size)
     assert not model_differences(given, MODEL) and not model_differences(MODEL, given)
     assert model_differences(replace(given, head_dim=16), MODEL) == ["head_dim is 16 there and 12 here"]
+
+
+def test_a_pattern_of_windows_has_many_forms() -> None:
+    deep = replace(MODEL, num_layers=4, attention_pattern=("full", "window"))
+    assert not model_differences(replace(deep, attention_pattern=("full", "window") * 2), deep)
+    assert not model_differences(replace(deep, attention_pattern=("window",)), replace(deep, attention_pattern=()))
+    assert model_differences(replace(deep, attention_pattern=("full", "window", "window")), deep)
 
 
 def test_the_length_is_free_for_weights_under_rope_only() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron_port.config.attention import windows
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 
@@ -69,12 +70,34 @@ class Fields:
         if value is not None and value != ours:
             raise self.fault(f"{name} is {value!r:.80}: {what}; only {ours!r} can be imported")
 
-    def whole_window(self, name: str, default: int, length: int) -> None:
-        """Refuse attention over a window shorter than ``length`` tokens. Absent: ``default``; null or 0: no window."""
+    def window(self, name: str, default: int, length: int) -> int:
+        """Return a window of attention; 0 where there is none, or it is no shorter than ``length`` tokens. Absent:
+        ``default``; null or 0: none."""
         self.asked.add(name)
-        window = self.values.get(name, default)
-        if window and not (isinstance(window, int) and window >= length):
-            raise self.fault(f"{name} is {window!r:.80} and the context {length}: attention over a window")
+        found = self.values.get(name, default)
+        if found is not None and (not isinstance(found, int) or found < 0):
+            raise self.fault(f"{name} is {found!r:.80}; expected a number of tokens")
+        return 0 if not found or found >= length else found
+
+    def windows_by_layer(self, layers: int, length: int) -> dict[str, Any]:
+        """Return the windows of Qwen's models: of the layers that ``layer_types`` names, else of those from
+        ``max_window_layers`` on; none unless ``use_sliding_window``."""
+        used, first = self.get("use_sliding_window", False), self.get("max_window_layers", 28)
+        window = self.window("sliding_window", 4096, length)
+        self.asked.add("layer_types")
+        kinds = self.values.get("layer_types")
+        if kinds is None and not used:
+            return {}
+        if kinds is None:
+            kinds = ["sliding_attention" if used and i >= first else "full_attention" for i in range(layers)]
+        ours = {"full_attention": "full", "sliding_attention": "window"}
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ours for kind in kinds):
+            raise self.fault(
+                f"layer_types is {kinds!r:.80}; expected full_attention or sliding_attention for {layers} layers"
+            )
+        if not used and "sliding_attention" in kinds:
+            raise self.fault("layer_types has sliding_attention, but use_sliding_window is false")
+        return windows([ours[kind] for kind in kinds], window)
 
     def activation(self, value: str) -> str:
         """Return our name of an ungated activation."""
@@ -154,6 +177,18 @@ def rope_scaling(model: ModelConfig) -> dict[str, Any]:
         if model.rope_attention_factor:
             table["attention_factor"] = model.rope_attention_factor
     return {"rope_scaling": table}
+
+
+def windows_by_layer_there(model: ModelConfig) -> dict[str, Any]:
+    """Fields of Qwen's models that :meth:`Fields.windows_by_layer` reads."""
+    found = [model.window_of(layer) for layer in range(model.num_layers)]
+    if not any(found):
+        return {"use_sliding_window": False}
+    return {
+        "use_sliding_window": True, "sliding_window": model.sliding_window,
+        "max_window_layers": next(i for i, window in enumerate(found) if window),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in found],
+    }
 
 
 def activation_there(model: ModelConfig) -> str:

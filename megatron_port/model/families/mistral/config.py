@@ -10,12 +10,12 @@ from megatron_port.model.families.llama_like import read_llama_like, write_llama
 
 
 def read(f: Fields) -> dict[str, Any]:
-    """Fields of a model. A window is refused unless it is no shorter than the context."""
+    """Fields of a model."""
     values = read_llama_like(f, ffn=14336, vocab=32000, length=4096 * 32, groups=8)
-    f.whole_window("sliding_window", 4096, values["seq_length"])
-    return values | {"add_bias": False}
+    window = f.window("sliding_window", 4096, values["seq_length"])
+    return values | {"add_bias": False, "sliding_window": window}
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
     """Fields of a config.json."""
-    return write_llama_like(model) | {"sliding_window": None}
+    return write_llama_like(model) | {"sliding_window": model.sliding_window or None}

@@ -13,17 +13,18 @@ HARMLESS = frozenset({"original_max_position_embeddings"})
 
 
 def read(f: Fields) -> dict[str, Any]:
-    """Fields of a model. A window is refused unless it is no shorter than the context."""
+    """Fields of a model."""
     values = read_llama_like(f, hidden=3072, ffn=8192, vocab=32064, length=4096, epsilon=1e-5, partial=True)
-    f.whole_window("sliding_window", 0, values["seq_length"])
+    window = f.window("sliding_window", 0, values["seq_length"])
     dropout = f.get("resid_pdrop", 0.0)
     f.refuse("embd_pdrop", dropout, "another probability after the embedding than after the branches")
-    return values | {"add_bias": False, "hidden_dropout": dropout}
+    return values | {"add_bias": False, "sliding_window": window, "hidden_dropout": dropout}
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
     """Fields of a config.json."""
     return write_llama_like(model) | {
-        "partial_rotary_factor": model.rotary_percent, "sliding_window": None, "resid_pdrop": model.hidden_dropout,
-        "embd_pdrop": model.hidden_dropout, "pad_token_id": None,  # 32000 if absent, whatever the vocabulary
+        "partial_rotary_factor": model.rotary_percent, "sliding_window": model.sliding_window or None,
+        "resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout,
+        "pad_token_id": None,  # 32000 if absent, whatever the vocabulary
     }

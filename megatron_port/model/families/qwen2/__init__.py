@@ -2,8 +2,6 @@
 
 from megatron_port.model.families.family import Family
 from megatron_port.model.families.llama.names import NAMES
-from megatron_port.model.families.qwen2.config import HARMLESS, read, write
+from megatron_port.model.families.qwen2.config import read, write
 
-FAMILY = Family(
-    name="qwen2", architecture="Qwen2ForCausalLM", read=read, write=write, names=NAMES, harmless=HARMLESS
-)
+FAMILY = Family(name="qwen2", architecture="Qwen2ForCausalLM", read=read, write=write, names=NAMES)

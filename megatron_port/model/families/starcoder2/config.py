@@ -9,9 +9,8 @@ from megatron_port.model.families.fields import Fields, activation_there, common
 
 
 def read(f: Fields) -> dict[str, Any]:
-    """Fields of a model. A window is refused unless it is no shorter than the context."""
+    """Fields of a model."""
     length = f.get("max_position_embeddings", 4096)
-    f.whole_window("sliding_window", 0, length)
     f.refuse("norm_type", "layer_norm", "another norm")
     f.refuse("mlp_type", "default", "another MLP")
     f.refuse("use_bias", True, "LayerNorm's biases alone")
@@ -26,6 +25,7 @@ def read(f: Fields) -> dict[str, Any]:
         "norm_epsilon": f.get("norm_epsilon", 1e-5),
         "activation": f.activation(f.get("hidden_act", "gelu_pytorch_tanh")), "add_bias": True,
         "tie_embeddings": f.get("tie_word_embeddings", True), "hidden_dropout": dropout,
+        "sliding_window": f.window("sliding_window", 0, length),
         "attention_dropout": f.get("attention_dropout", 0.0), "init_std": f.get("initializer_range", 0.018042),
         **f.rope("rope_theta", 1.0),
     }
@@ -36,5 +36,6 @@ def write(model: ModelConfig) -> dict[str, Any]:
     return common_sizes(model) | rope_scaling(model) | {
         "rope_theta": model.rope_theta, "num_key_value_heads": model.kv_heads, "head_dim": model.head_size,
         "norm_epsilon": model.norm_epsilon, "hidden_act": activation_there(model), "use_bias": model.add_bias,
-        "residual_dropout": model.hidden_dropout, "embedding_dropout": model.hidden_dropout, "sliding_window": None,
+        "residual_dropout": model.hidden_dropout, "embedding_dropout": model.hidden_dropout,
+        "sliding_window": model.sliding_window or None,
     }
