@@ -299,6 +299,12 @@ struct Scores {
   }
 };
 
+inline void cap(float* row, int64_t live, float softcap) {
+  const float over = 1.0f / softcap;
+#pragma omp simd
+  for (int64_t c = 0; c < live; c++) row[c] = softcap * tanh_float(row[c] * over);
+}
+
 template <typename T>
 void forward_head(
     const mp_attention_shape& s, Space& space, const Seen& seen, const Scores& scores, const HeadMask& mask,
@@ -311,11 +317,7 @@ void forward_head(
     for (int64_t r = 0; r < block.count; r++) {
       const int64_t live = block.live(r), low = live > 0 ? block.low[r] : block.from[r / kDown];
       float *line = space.scores + r * space.long_, *row = line + low;
-      if (scores.softcap > 0.0f) {
-        const float over = 1.0f / scores.softcap;
-#pragma omp simd
-        for (int64_t c = 0; c < live; c++) row[c] = scores.softcap * tanh_float(row[c] * over);
-      }
+      if (scores.softcap > 0.0f) cap(row, live, scores.softcap);
       float top = largest(row, live), sum = 0.0f;
       if (scores.has_sink) {
         top = std::max(top, scores.sink);
