@@ -252,6 +252,10 @@ class AttentionSpec:
         """In the order of the forward pass."""
         return *self.projections, self.output
 
+    def is_masked(self, seq: int) -> bool:
+        """Whether attention over ``seq`` tokens is more than causal."""
+        return 0 < self.window < seq or self.softcap > 0 or self.sinks is not None
+
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """In the order of the modules."""
@@ -271,10 +275,15 @@ class AttentionSpec:
         return self.groups.rows_held(tp)
 
     def core_flops(self, seq: int) -> int:
-        """Operations of QKᵀ and of the weights times V of one sample's forward. The causal half is not taken off, so a
-        window w counts as twice its band, w (2 seq - w) of seq² scores; documents are not known here."""
+        """Operations of QKᵀ and of the weights times V of one sample's forward. The causal half is not taken off, nor
+        is a window's."""
+        return 2 * self.scores_seen(seq) * self.groups.heads * (self.groups.head_size + self.value_size)
+
+    def scores_seen(self, seq: int) -> int:
+        """Twice the scores of one head that a window leaves of ``seq`` tokens: w (2 seq - w) of seq². Documents are not
+        known here."""
         window = min(self.window or seq, seq)
-        return 2 * window * (2 * seq - window) * self.groups.heads * (self.groups.head_size + self.value_size)
+        return window * (2 * seq - window)
 
     def normalized_features(self, tp: int) -> int:
         """Elements per token that the norms of queries and keys read on ``tp`` ranks together, copies included."""

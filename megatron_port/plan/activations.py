@@ -151,9 +151,13 @@ def _core_bytes(case: Case, layer: LayerSpec, scores: bool) -> float:
         return heads.heads * 4  # log-sum-exp of each row, fp32
     if not scores:
         return 0.0
-    torchs, dropped = case.kernels == "torch", 1 if m.attention_dropout > 0 else 0
-    mask = {"own": 0, "torch": w}.get(case.kernels, 1)
+    dropped = 1 if m.attention_dropout > 0 else 0
+    # The own softmax knows no masks: torch's takes its place there.
+    masked = layer.attention.is_masked(m.seq_length) and case.kernels in ("own", "torch")
+    torchs = case.kernels == "torch" or masked
+    mask = w if torchs else {"own": 0}.get(case.kernels, 1)
     wide = case.wide if torchs and w != case.wide else 0  # softmax in fp32
-    each = w + wide + dropped * (mask if torchs else w + mask)
-    scaled = heads.head_size * w if torchs else 0  # queries
+    capped = case.wide if layer.attention.softcap else 0
+    each = w + wide + capped + dropped * (mask if torchs else w + mask)
+    scaled = heads.head_size * w if case.kernels == "torch" else 0  # queries
     return heads.heads * (m.seq_length / case.cp * each + scaled)

@@ -74,6 +74,9 @@ class _Heads:
     scores: float
     grouped: bool
     """Several query heads read one key head."""
+    masked: bool
+    capped: bool
+    """Scores are soft-capped."""
 
 
 def _heads(s: Sizes, spec: LayerSpec) -> _Heads:
@@ -82,7 +85,8 @@ def _heads(s: Sizes, spec: LayerSpec) -> _Heads:
     return _Heads(
         q=tokens * groups.heads * groups.head_size * w, k=tokens * groups.held(tp) * groups.head_size * w,
         scores=groups.heads / tp * s.case.model.seq_length * s.tokens / s.case.cp * w,
-        grouped=groups.heads > groups.held(tp),
+        grouped=groups.heads > groups.held(tp), masked=spec.attention.is_masked(s.case.model.seq_length),
+        capped=spec.attention.softcap > 0,
     )
 
 
@@ -156,7 +160,7 @@ def _scores_core(t: Tape, s: Sizes, h: _Heads, q: Value, k: Value, v: Value) -> 
     )
     probs = _softmax(t, s, h, scores)
     if s.case.model.attention_dropout > 0:
-        probs = _drop_probabilities(t, s, probs)
+        probs = drop(t, s, probs) if h.masked else _drop_probabilities(t, s, probs)
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
         return [product(t, s, h.q, h.k, h.scores), product(t, s, h.scores, h.q, h.k)]
@@ -167,6 +171,8 @@ def _scores_core(t: Tape, s: Sizes, h: _Heads, q: Value, k: Value, v: Value) -> 
 
 def _softmax(t: Tape, s: Sizes, h: _Heads, scores: Value) -> Value:
     size, wide = h.scores, h.scores * s.ratio
+    if h.masked:
+        return _masked_softmax(t, s, h, scores)
     if not s.torch:
         return t.note(t.block(size), [scores], lambda grad, saved: [t.block(size)], [scores.block])
     square = s.case.model.seq_length / s.case.cp * s.case.model.seq_length
@@ -176,6 +182,29 @@ def _softmax(t: Tape, s: Sizes, h: _Heads, scores: Value) -> Value:
         t.meter.need(wide, wide)
     block = t.block(wide)
     probs = t.note(block, [masked], lambda grad, saved: [t.block(wide)], [block])
+    if s.ratio == 1:
+        return probs
+    return t.note(t.block(size), [probs], lambda grad, saved: [t.block(wide)])
+
+
+def _masked_softmax(t: Tape, s: Sizes, h: _Heads, scores: Value) -> Value:
+    """``backend.mask.visible_softmax``, in fp32."""
+    size, wide = h.scores, h.scores * s.ratio
+    values = scores
+    if s.ratio > 1:
+        values = t.note(t.block(wide), [values], lambda grad, saved: [t.block(size)])
+    if h.capped:
+        values = t.note(t.block(wide), [values], lambda grad, saved: [t.block(wide)])
+        bent = t.block(wide)
+        values = t.note(bent, [values], lambda grad, saved: [t.block(wide)], [bent])
+        del bent
+        values = t.note(t.block(wide), [values], lambda grad, saved: [t.block(wide)])
+    hidden = t.block(s.case.model.seq_length / s.case.cp * s.case.model.seq_length)
+    values = t.note(t.block(wide), [values], lambda grad, saved: [t.block(wide)], [hidden])
+    del hidden
+    block = t.block(wide)
+    probs = t.note(block, [values], lambda grad, saved: [t.block(wide)], [block])
+    del block
     if s.ratio == 1:
         return probs
     return t.note(t.block(size), [probs], lambda grad, saved: [t.block(wide)])

@@ -320,8 +320,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,
-        flash=config.backend.attention != "math" and config.model.attention_dropout == 0
-        and config.precision.dtype in ("fp16", "bf16"),
+        flash=_is_fused(config),
         kernels=kernels, on_cpu=config.backend.device == "cpu",
         quantise="torch" if config.backend.quantise == "torch" else kernels,
         split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple, bucket=layout.reduce_bucket_size,
@@ -330,6 +329,15 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     if not case.split:
         case = replace(case, split=balanced_split(config.model, pp * layout.virtual_pipeline_size))
     return case, fraction
+
+
+def _is_fused(config: RunConfig) -> bool:
+    """Whether attention keeps no scores: on a GPU sinks are written out, a soft-cap unless flash-attn is asked for."""
+    model, asked = config.model, config.backend.attention
+    if asked == "math" or model.attention_dropout > 0 or config.precision.dtype not in ("fp16", "bf16"):
+        return False
+    written_out = model.attention_sinks or (model.attention_softcap > 0 and asked != "flash_attn")
+    return config.backend.device == "cpu" or not written_out
 
 
 def state_tensors(config: RunConfig) -> int:

@@ -77,11 +77,14 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
     )
     layers, first, last = _unit_costs(alike, machine)
     spec = model_spec(case.model)
+    sites = {id(layer): _site_costs(alike, machine, layer) for layer in _kinds(case)} if case.dropped else {}
     out = []
     for start, stop in case.layer_ranges:
         kinds = [_of_kind(layers, layer).times(count) for layer, count in spec.kinds(start, stop)]
-        known = _site_costs(alike, machine) if case.dropped else {}
-        again = [known[chosen] for layer in case.dropped[start:stop] for chosen in layer if chosen in known]
+        dropped = zip(spec.layers[start:stop], case.dropped[start:stop])
+        again = [
+            sites[id(layer)][chosen] for layer, choices in dropped for chosen in choices if chosen in sites[id(layer)]
+        ]
         cost = reduce(Cost.__add__, [*kinds, *again], Cost())
         moved = swapped_bytes(case, start, stop)
         link = link_of(machine, cost.forward + cost.forward_tensor, cost.backward + cost.backward_tensor)
@@ -95,11 +98,15 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
 
 
 @lru_cache(maxsize=1024)
-def _site_costs(case: Case, machine: Machine) -> dict[str, Cost]:
+def _site_costs(case: Case, machine: Machine, layer: LayerSpec) -> dict[str, Cost]:
     """What recomputing or partitioning each site of a layer costs."""
-    layer = model_spec(case.model).layers[0]
     known = case, layer, Rates.of(machine), Links.of(machine), span(machine, case.tp, 1)
     return {str(site): cost for site, cost in site_costs(*known).items()} | partition_costs(*known)
+
+
+def _kinds(case: Case) -> list[LayerSpec]:
+    """Each kind of layer once; equal ones are one object."""
+    return list({id(layer): layer for layer in model_spec(case.model).layers}.values())
 
 
 def _of_kind(costs: tuple[tuple[LayerSpec, Cost], ...], layer: LayerSpec) -> Cost:
@@ -111,9 +118,8 @@ def _unit_costs(case: Case, machine: Machine) -> tuple[tuple[tuple[LayerSpec, Co
     """Each kind of layer, the embedding, the head."""
     rates, links = Rates.of(machine), Links.of(machine)
     group = span(machine, case.tp, 1)
-    kinds = [layer for layer, _ in model_spec(case.model).kinds()]
     return (
-        tuple((layer, layer_cost(case, layer, rates, links, group)) for layer in kinds),
+        tuple((layer, layer_cost(case, layer, rates, links, group)) for layer in _kinds(case)),
         embedding_cost(case, rates, links, group), head_cost(case, rates, links, group),
     )
 

@@ -45,8 +45,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **LLAMA, "num_query_groups": 0, "head_dim": 24, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 8,
         "v_head_dim": 16,
     },
+    "llama, masked": {**LLAMA, "sliding_window": 20, "attention_sinks": True, "attention_softcap": 2.0},
 }
 SEQ, BATCH = 64, 2
+STARTS = (torch.arange(SEQ, dtype=torch.int32) // 24 * 24).repeat(BATCH, 1)
+"""Documents of the micro-batch under dropout; another one is in flight when operations run again."""
 
 
 def model_of(family: str, width: int = 64) -> ModelConfig:
@@ -66,7 +69,7 @@ def make_layer(
         backend, choose_device("cpu"), dtype, engine="native", attention_dropout=model.attention_dropout
     )
     stream = DropoutStream(0, torch.device("cpu"))
-    stream.set_micro_batch(1, tuple(range(BATCH)))
+    stream.set_micro_batch(1, tuple(range(BATCH)), document_starts=STARTS if "dropout" in family else None)
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single("cpu"),
         providers=providers, stream=stream, dtype=dtype, layer_activations={0: activations},

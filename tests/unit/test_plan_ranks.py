@@ -38,7 +38,14 @@ LLAMA = {
     **GPT, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
     "tie_embeddings": False, "num_query_groups": 2,
 }
-MODELS = {"gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA}
+MASKED = {
+    **LLAMA, "sliding_window": 40, "attention_pattern": ("window", "full", "full"), "attention_sinks": True,
+    "attention_softcap": 5.0,
+}
+MODELS = {
+    "gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA, "masked": MASKED,
+    "window": {**GPT, "sliding_window": 40, "attention_pattern": ("window", "full"), "attention_dropout": 0.1},
+}
 
 
 P2, P4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
@@ -76,6 +83,7 @@ CASES = [
     ("gpt", "fp32", SWAPPED, 0), ("llama", "bf16", {**P2, **SWAPPED}, 0), ("dropout", "bf16", {**P2, **MIXED}, 1),
     ("gpt", "bf16", {**T2, **PARTITIONED}, 0), ("llama", "bf16", {**T2, **P2, **MIXED}, 0),
     ("gpt", "bf16", {**ZERO3, "reduce_bucket_size": 100_000, "grad_reduce_dtype": "bf16"}, 0),
+    ("masked", "bf16", {}, 0), ("masked", "fp32", {**P2, **SELECTIVE}, 0), ("window", "fp32", T2, 0),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
 ]
 
