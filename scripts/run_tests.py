@@ -97,7 +97,10 @@ def main() -> int:
     started = time.monotonic()
     if own.lint_only:
         return 1 if lint() else 0
-    # Hundreds of processes import the package; where Python may not write bytecode each would compile it, 0.3 s.
+    # Hundreds of processes import the package and the tests' helpers; where Python may not write bytecode each would
+    # compile them, 0.3 s, and every worker would rewrite all assertions, 7 s.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     compileall.compile_dir(ROOT / "megatron_port", quiet=2)
     # Beside the tests, whose workers wait now and then; mypy without its cache takes a minute.
     linters = None if own.no_lint else subprocess.Popen(
