@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.cli.progress import ProgressLine
 from megatron_port.config.checks import check
@@ -16,6 +18,7 @@ from megatron_port.data.conversations import ChatFields
 from megatron_port.data.fetch import fetch
 from megatron_port.data.format import tokenizer_name
 from megatron_port.data.indexed import IndexedDataset, unigram_entropy
+from megatron_port.data.packing import build_indices
 from megatron_port.data.prepare import prepare
 from megatron_port.data.sources import ReadOptions
 from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
@@ -77,6 +80,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
 
     inspect = actions.add_parser("inspect", help="sizes, tokenizer, entropy and the first document of a corpus")
     inspect.add_argument("prefix", type=Path)
+    inspect.add_argument("--seq-length", type=int, default=0, metavar="S", help="also say how many documents a sample "
+                         "of S tokens holds, in order and packed")
     inspect.add_argument("--characters", type=int, default=300, help="of the first document (0: none)")
 
     verify = actions.add_parser("verify", help="read corpora from end to end; name faults by file and byte")
@@ -184,7 +189,7 @@ def _index(args: argparse.Namespace) -> int:
     samples = BatchSchedule(config.batch, 1).samples_before(config.training.steps)
     for line in build_sample_index(config, train_samples=samples):
         print(line)
-    if config.data.order == "megatron":
+    if config.data.order == "megatron" or config.data.packing != "none":
         print(f"in {index_folder(config)}; every rank of this run maps it from there")
     return EXIT_OK
 
@@ -202,6 +207,7 @@ def _inspect(args: argparse.Namespace) -> int:
             rows["damaged"] = f"{meta.left_out} left out, {meta.repaired} repaired"
         if meta.mask_xxh3:
             rows |= {"assistant's tokens": meta.counted, "template hash": meta.chat}
+    rows.update(_documents(corpus, args.seq_length))
     rows["unigram entropy"] = f"{unigram_entropy(corpus):.4f} nats per token"
     for key, value in rows.items():
         print(f"{key:16} {value}")
@@ -214,6 +220,25 @@ def _inspect(args: argparse.Namespace) -> int:
         text = tokenizer.decode(corpus.document(0)[:4 * args.characters].tolist())
         print(f"{'begins':16} {text[:args.characters]!r}")
     return EXIT_OK
+
+
+def _documents(corpus: IndexedDataset, seq_length: int) -> dict[str, str]:
+    """Rows about the lengths of documents; ``seq_length`` 0: nothing about samples."""
+    edges = corpus.document_edges()
+    lengths = np.diff(edges)
+    if not lengths.any():
+        return {}
+    rows = {"document tokens": f"{lengths.min()} to {lengths.max()}, median {np.median(lengths):g}, "
+                               f"mean {lengths.mean():.1f}"}
+    if seq_length < 0:
+        raise ConfigError(f"--seq-length {seq_length}: tokens of a sample, at least 1")
+    if seq_length:
+        inside = np.unique(edges[:-1])
+        inside = inside[inside % seq_length > 0]
+        counts = 1 + np.bincount(inside // seq_length, minlength=-(-corpus.num_tokens // seq_length))
+        rows["in a sample"] = f"{counts.mean():.1f} documents, at most {counts.max()}"
+        rows["packed"] = build_indices(edges, seq_length).describe(seq_length)
+    return rows
 
 
 def _verify(args: argparse.Namespace) -> int:

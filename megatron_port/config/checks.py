@@ -194,8 +194,6 @@ def _data_problems(config: RunConfig) -> list[str]:
             "numerics.on_anomaly rewind leaves samples out, and data.order megatron has exactly as many as the run's "
             "steps; use skip or stop, or data.order stateless"
         )
-    if data.attention_documents == "within":
-        out.append("data.attention_documents 'within': attention does not know documents yet; use 'across'")
     if data.position_reset and data.attention_documents == "across":
         out.append(
             "data.position_reset counts positions from each document's start, and data.attention_documents 'across' "
@@ -206,9 +204,26 @@ def _data_problems(config: RunConfig) -> list[str]:
             "data.position_reset with model.position_embedding 'rope' changes nothing but rounding: attention within a "
             "document sees differences of positions only; leave it out"
         )
+    out += _packing_problems(config)
     if training.eval_interval and not training.eval_batches:
         out.append(f"training.eval_interval is {training.eval_interval}, but eval_batches is 0; e.g. eval_batches = 10")
     return out
+
+
+def _packing_problems(config: RunConfig) -> list[str]:
+    data = config.data
+    if data.packing == "none":
+        return []
+    found = {
+        "data.attention_documents 'across': a document would see those packed beside it; use attention_documents = "
+        "'within'": data.attention_documents == "across",
+        "data.order 'megatron', which cuts documents where a sample ends; use order 'stateless'":
+            data.order == "megatron",
+        "data.synthetic, whose samples are whole; leave one of the two out": data.synthetic,
+        f"data.source {data.source!r}, which brings its own samples; leave packing out":
+            data.source in SOURCES.added,
+    }
+    return [f"data.packing {data.packing!r} with {problem}" for problem, there in found.items() if there]
 
 
 def _schedule_problems(config: RunConfig) -> list[str]:

@@ -83,7 +83,7 @@ _LATER = (
     "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
     "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
 )
-_LATER_DATA = ("source", "attention_documents", "position_reset")
+_LATER_DATA = ("source", "attention_documents", "position_reset", "packing")
 """Fields of the model, and of the data, that came after the first checkpoints; at their defaults they leave the hash as
 it was."""
 

@@ -183,8 +183,8 @@ class DataConfig:
     order: Literal["stateless", "megatron"] = "stateless"
     """stateless (a permutation an epoch) | megatron (Megatron-LM's document order)"""
     index_cache: str = ""
-    """Folder for the sample index of order megatron; empty: output_dir/data_cache. It is built once for each folder
-    that processes share (a node's own disk will do), or ahead of time by `data index`."""
+    """Folder for the sample index of order megatron and of packing; empty: output_dir/data_cache. It is built once for
+    each folder that processes share (a node's own disk will do), or ahead of time by `data index`."""
     remote_cache: str = ""
     """Folder that keeps the index of corpora in a store, and the blocks of tokens that were read; empty: that of
     index_cache. A node's own disk is best."""
@@ -198,6 +198,9 @@ class DataConfig:
     attention_documents: Literal["across", "within"] = "across"
     """across (attention sees all that a sample has before a token, whatever documents these are of) | within (only what
     is of the token's own document)"""
+    packing: Literal["none", "first_fit"] = "none"
+    """none (a sample is the next seq_length tokens) | first_fit (whole documents in each sample, padded at its end: for
+    fine-tuning; with attention_documents = "within")"""
     position_reset: bool = False
     """With attention_documents = "within": count learned positions from each document's start. Rotary ones need none:
     attention sees their differences only."""

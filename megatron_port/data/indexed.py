@@ -123,6 +123,20 @@ class IndexedDataset:
         """Position in the flat stream of document ``index``; ``num_documents`` gives the end."""
         return self.sequence_start(int(self.documents[index])) if self.num_documents else 0
 
+    def document_edges(self, first: int = 0, end: int | None = None) -> np.ndarray:
+        """Return where documents [first, end) start, and where the last ends, int64 [end - first + 1]; None: all.
+
+        Raises:
+            DataError: the index is damaged.
+        """
+        bounds = np.asarray(self.documents[first:(self.num_documents if end is None else end) + 1])
+        edges = np.full(len(bounds), self.num_tokens, dtype=np.int64)
+        inside = bounds < self.num_sequences
+        edges[inside] = np.asarray(self.pointers)[bounds[inside]] // self.dtype.itemsize
+        if len(edges) and (int(np.diff(edges, prepend=0).min()) < 0 or int(edges[-1]) > self.num_tokens):
+            raise DataError(f"{self.prefix}: document boundaries go backwards; `data verify` tells where")
+        return edges
+
     def nearest_document(self, position: int) -> int:
         """Return the document boundary closest to ``position``, as a position."""
         after = bisect_left(range(self.num_documents + 1), position, key=self.document_start)

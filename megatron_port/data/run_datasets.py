@@ -20,6 +20,7 @@ from megatron_port.data.dataset import (
 from megatron_port.data.index_cache import cached_arrays, content_key
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.order import derive
+from megatron_port.data.packing import PackedDataset, document_splits
 from megatron_port.data.remote import RemoteCache
 
 SPLITS = ("train", "valid", "test")
@@ -60,6 +61,8 @@ def corpus_datasets(
     Raises:
         DataError: a corpus that is too small.
     """
+    if run.data.packing == "first_fit":
+        return _packed(run, corpora, check=check)
     if run.data.order == "megatron":
         return _megatron(run, corpora, train_samples, check=check)
     return _stateless(run, corpora)
@@ -81,6 +84,25 @@ def _stateless(run: RunConfig, corpora: Sequence[IndexedDataset]) -> list[TokenD
             parts.append(GPTDataset(corpus, seq_length=s, vocab_size=v, start=start, stop=stop,
                                     documents=within_documents(run)))
             shares.append(weights[i] if weights else float(stop - start))
+        made.append(_joined(parts, shares))
+    return made
+
+
+def _packed(run: RunConfig, corpora: Sequence[IndexedDataset], *, check: bool) -> list[TokenDataset | None]:
+    ranges = [document_splits(c, run.data.split) for c in corpora]
+    made: list[TokenDataset | None] = []
+    for index, split in enumerate(SPLITS):
+        parts: list[PackedDataset] = []
+        shares: list[float] = []
+        for i, corpus in enumerate(corpora):
+            first, end = ranges[i][index]
+            if split != "train" and corpus.document_start(first) == corpus.document_start(end):
+                continue
+            parts.append(PackedDataset(
+                corpus, first=first, end=end, seq_length=run.model.seq_length, vocab_size=run.model.vocab_size,
+                cache=index_folder(run), check=check,
+            ))
+            shares.append(run.data.weights[i] if run.data.weights else float(parts[-1].tokens))
         made.append(_joined(parts, shares))
     return made
 
@@ -127,13 +149,14 @@ def drawn_samples(run: RunConfig, train_samples: int | None) -> int:
 
 
 def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> list[str]:
-    """Build the indices of ``data.order = "megatron"``, or check existing ones; return a line for each part.
+    """Build the indices of ``data.order = "megatron"`` or of packing, or check existing ones; return a line for each
+    part.
 
     Raises:
         DataError: a corpus that is missing, damaged or too small, or the folder cannot be written.
     """
     data = run.data
-    if data.synthetic or data.order != "megatron":
+    if data.synthetic or (data.order != "megatron" and data.packing == "none"):
         return [f'data.order = "{data.order}" keeps no index: sample k is computed from k']
     corpora = open_corpora(run)
     lines = []
@@ -146,4 +169,6 @@ def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> l
                 made = part.indices
                 size = sum(a.nbytes for a in (made.document, made.sample, made.shuffle))
                 lines.append(f"{split:5} {part.data.prefix}: {len(part)} samples, {size} bytes")
+            elif isinstance(part, PackedDataset):
+                lines.append(f"{split:5} {part.data.prefix}: {part.describe()}")
     return lines

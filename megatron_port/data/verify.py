@@ -144,7 +144,7 @@ class _Index:
         if not report.faults:
             report.checked += [
                 f"sizes: {self.sequences} sequences, {self.documents} documents, {self.tokens} tokens",
-                "offsets and document boundaries are consistent"]
+                f"offsets and document boundaries are consistent; {self._document_lengths()}"]
 
     def _add(self, byte: int, what: str, expected: object, found: object) -> None:
         self.report.add(self.path, byte, what, expected, found)
@@ -210,6 +210,21 @@ class _Index:
                     self._add(begin + 8 * (start + int(at) + 1), f"boundary {start + int(at) + 1} goes backwards",
                               f"{part[at]} or more", part[at + 1])
                     reported += 1
+
+    def _document_lengths(self) -> str:
+        """How long documents are, in words; the boundaries are known to be sound."""
+        assert self.dtype is not None and self.tokens is not None
+        pointers = mapped(self.path, "<i8", HEADER_BYTES + 4 * self.sequences, self.sequences)
+        documents = mapped(self.path, "<i8", HEADER_BYTES + 12 * self.sequences, self._boundaries)
+        shortest, longest = self.tokens, 0
+        for start in range(0, self.documents, CHUNK):
+            bounds = np.asarray(documents[start:start + CHUNK + 1])
+            edges = np.full(len(bounds), self.tokens, dtype=np.int64)
+            inside = bounds < self.sequences
+            edges[inside] = pointers[bounds[inside]] // self.dtype.itemsize
+            lengths = np.diff(edges)
+            shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
+        return f"documents have {shortest} to {longest} tokens" if self.documents else "there are no documents"
 
 
 def _check_bin(path: Path, index: _Index, meta: CorpusMeta | None, vocab_size: int | None, report: Report) -> None:
