@@ -197,7 +197,8 @@ def flash_attention(
             return out.reshape(q.shape[0], q.shape[1], -1)
         if varlen is None or mask.documents is None:
             raise ValueError("attention provider flash_attn needs flash_attn_varlen_func and AttentionMask.documents")
-        offsets, longest = mask.documents.offsets, mask.documents.longest
+        documents = mask.documents()
+        offsets, longest = documents.offsets, documents.longest
         out = varlen(
             *(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)), cu_seqlens_q=offsets, cu_seqlens_k=offsets,
             max_seqlen_q=longest, max_seqlen_k=longest, causal=True, **options,

@@ -7,6 +7,7 @@ honours all of a mask or is refused when a run starts (``backend.choose_attentio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +43,8 @@ class AttentionMask:
     end: Tensor | None = None
     """int32 [queries], contiguous: one more than the last key row that each query may see. May exceed the keys, or
     leave none: the query's result is then zeros."""
-    documents: PackedDocuments | None = None
-    """What ``first`` says, for kernels that take documents as sequences of their own."""
+    documents: Callable[[], PackedDocuments] | None = None
+    """Gives what ``first`` says for kernels that take documents as sequences of their own; made at the first call."""
 
     @property
     def ranges(self) -> bool:

@@ -32,6 +32,9 @@ def graph_problems(config: RunConfig) -> list[str]:
         'precision.dtype "fp64", which the own optimizer kernel does not take': config.precision.dtype == "fp64",
         f"batch.rampup_start {config.batch.rampup_start}: the number of micro-batches changes":
             bool(config.batch.rampup_start),
+        f'data.attention_documents "within" and backend.attention "{config.backend.attention}": flash-attn takes the '
+        'lengths of documents from the host; use attention = "sdpa" or "math"':
+            config.data.attention_documents == "within" and config.backend.attention not in ("sdpa", "math"),
         f"numerics.replay_interval {config.numerics.replay_interval}: a replay looks at every micro-batch from the "
         "host; use 0": bool(config.numerics.replay_interval),
     }

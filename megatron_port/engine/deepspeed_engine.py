@@ -179,11 +179,9 @@ class DeepSpeedEngine:
     @contextlib.contextmanager
     def _around_forward(self, index: int) -> Iterator[None]:
         batch = self._batches[index]
-        bounds = batch.document_starts
         self.stream.set_micro_batch(
             self._step, batch.sample_ids, loss_factor=self._loss_factor * self._divisor, global_tokens=self._tokens,
-            document_starts=None if bounds is None else to_device_async(bounds, self.ctx.device),
-            auxiliary=self.auxiliary if self.stream.enabled else None,
+            document_starts=batch.document_starts, auxiliary=self.auxiliary if self.stream.enabled else None,
         )
         with contextlib.nullcontext() if self._probe is None else self._probe.forward(index):
             yield

@@ -145,12 +145,11 @@ class Passes:
     def _announce(self, number: int) -> None:
         """Tell the modules which micro-batch comes; in a recorded step not its samples, which differ in each replay."""
         batch, recorded = self.micro_batches[number], bool(self.keys)
-        bounds = batch.document_starts
         self.stream.set_micro_batch(
             self.step, () if recorded else batch.sample_ids, loss_factor=self.loss_factor,
             global_tokens=self.global_tokens,
-            document_starts=None if bounds is None else to_device_async(bounds, self.ctx.device),
-            auxiliary=self.auxiliary, keys=self.keys[number] if recorded else None,
+            document_starts=batch.document_starts, auxiliary=self.auxiliary,
+            keys=self.keys[number] if recorded else None,
         )
 
     def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

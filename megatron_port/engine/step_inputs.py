@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from megatron_port.data.batch import MicroBatch
-from megatron_port.errors import ConfigError
 
-Shapes = tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...] | None, bool], ...]
-"""Shapes of each micro-batch: samples, shape of the tokens, of the labels, and whether there is a mask."""
+FIELDS = ("tokens", "labels", "loss_mask", "document_starts")
+"""The tensors of a micro-batch."""
+Shapes = tuple[tuple[int, ...] | int | None, ...]
+"""Of each micro-batch: samples, and the shape of each of ``FIELDS``."""
 
 
 def shapes_of(micro_batches: Sequence[MicroBatch]) -> Shapes:
-    """Return what must be alike in two steps for the one's recording to serve the other.
-
-    Raises:
-        ConfigError: a micro-batch has document bounds, whose number differs from step to step.
-    """
-    if any(b.document_starts is not None for b in micro_batches):
-        raise ConfigError(
-            'backend.graphs "step" with samples of several documents: their bounds have another length in every step, '
-            'and a recorded step has fixed shapes; use graphs = "off"'
-        )
-    return tuple(
-        (len(b.sample_ids), None if b.tokens is None else tuple(b.tokens.shape),
-         None if b.labels is None else tuple(b.labels.shape), b.loss_mask is not None) for b in micro_batches
-    )
-
-
-def _integers(batch: MicroBatch) -> Iterator[torch.Tensor]:
-    yield from (t for t in (batch.tokens, batch.labels) if t is not None)
+    """Return what must be alike in two steps for the one's recording to serve the other."""
+    out: list[tuple[int, ...] | int | None] = []
+    for batch in micro_batches:
+        out.append(len(batch.sample_ids))
+        out += [None if t is None else tuple(t.shape) for t in (getattr(batch, name) for name in FIELDS)]
+    return tuple(out)
 
 
 class StepInputs:
@@ -43,31 +32,35 @@ class StepInputs:
 
     def __init__(self, like: Sequence[MicroBatch], device: torch.device) -> None:
         self.shapes = shapes_of(like)
-        samples = sum(len(b.sample_ids) for b in like)
-        whole = sum(t.numel() for b in like for t in _integers(b))
-        masks = sum(b.loss_mask.numel() for b in like if b.loss_mask is not None)
-        self._integers = torch.zeros(whole + samples, dtype=torch.int64, device=device)
-        self._masks = torch.zeros(masks, dtype=torch.float32, device=device)
-        self.keys = list(self._integers[whole:].split([len(b.sample_ids) for b in like]))
-        integers, floats = self._integers, self._masks
+        keys = [torch.empty(len(b.sample_ids), dtype=torch.int64) for b in like]
+        given = [*_tensors(like), *keys]
+        self._memory = {
+            dtype: torch.zeros(sum(t.numel() for t in given if t.dtype == dtype), dtype=dtype, device=device)
+            for dtype in dict.fromkeys(t.dtype for t in given)
+        }
+        free = dict(self._memory)
+
+        def placed(t: torch.Tensor) -> torch.Tensor:
+            here, free[t.dtype] = free[t.dtype][: t.numel()], free[t.dtype][t.numel() :]
+            return here.view(t.shape)
+
         self.batches: list[MicroBatch] = []
         for batch in like:
-            held: dict[str, torch.Tensor | None] = {}
-            for name in ("tokens", "labels"):
-                t = getattr(batch, name)
-                held[name] = None if t is None else integers[: t.numel()].view(t.shape)
-                integers = integers[0 if t is None else t.numel() :]
-            mask = batch.loss_mask
-            held["loss_mask"] = None if mask is None else floats[: mask.numel()].view(mask.shape)
-            floats = floats[0 if mask is None else mask.numel() :]
-            self.batches.append(replace(batch, **held))  # type: ignore[arg-type]  # three tensors by name
+            held = {name: t if t is None else placed(t) for name, t in ((n, getattr(batch, n)) for n in FIELDS)}
+            self.batches.append(replace(batch, **held))  # type: ignore[arg-type]  # tensors by name
+        self.keys = [placed(t) for t in keys]
 
     def load(self, micro_batches: Sequence[MicroBatch], keys: Sequence[Sequence[int]]) -> None:
-        """Copy a step's micro-batches and keys there; the host does not wait for the device."""
+        """Copy a step's micro-batches and keys there, in one copy for each dtype; the host does not wait for the
+        device."""
         numbers = torch.tensor([key for of_batch in keys for key in of_batch], dtype=torch.int64)
-        _copy(self._integers, [*(t for b in micro_batches for t in _integers(b)), numbers])
-        if self._masks.numel():
-            _copy(self._masks, [b.loss_mask for b in micro_batches if b.loss_mask is not None])
+        given = [*_tensors(micro_batches), numbers]
+        for dtype, memory in self._memory.items():
+            _copy(memory, [t for t in given if t.dtype == dtype])
+
+
+def _tensors(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    return [t for b in micro_batches for t in (getattr(b, name) for name in FIELDS) if t is not None]
 
 
 def _copy(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -101,7 +101,8 @@ class SelfAttention(nn.Module):
         first = None if context is None else context.document_starts
         if not window and not spec.softcap and self.sinks is None and first is None:
             return None
-        return AttentionMask(window=window, softcap=spec.softcap, sinks=self.sinks, first=first)
+        packed = None if context is None else context.packed_documents
+        return AttentionMask(window=window, softcap=spec.softcap, sinks=self.sinks, first=first, documents=packed)
 
     def _probability_dropout(self, rows: int) -> ProbabilityDropout | None:
         """Return the dropout of the probabilities of ``rows`` queries in this pass; None where nothing is dropped."""

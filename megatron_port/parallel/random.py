@@ -26,7 +26,8 @@ from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.positions import Positions
-from megatron_port.parallel.step import AuxiliarySums, SampleKey, StepContext
+from megatron_port.parallel.step import AuxiliarySums, SampleKey, StepContext, pack_documents
+from megatron_port.parallel.to_device import to_device_async
 
 
 @cache
@@ -81,12 +82,16 @@ class DropoutStream:
     ) -> None:
         """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
 
-        ``keys``: memory with the samples' keys, of a recorded step.
+        ``document_starts``: on the host, or of a recorded step memory on the device; ``keys``: memory with the samples'
+        keys, of a recorded step.
         """
         samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         self.current = StepContext(
-            samples, loss_factor=loss_factor, global_tokens=global_tokens, document_starts=document_starts,
-            auxiliary=auxiliary,
+            samples, loss_factor=loss_factor, global_tokens=global_tokens, auxiliary=auxiliary,
+            document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
+            packed_documents=None if document_starts is None else cache(
+                partial(pack_documents, document_starts, self.device)
+            ),
         )
 
     @contextmanager

@@ -7,12 +7,13 @@ loss factor and the step's number of tokens, although labels and masks are on th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
+from megatron_port.backend.mask import PackedDocuments
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.to_device import to_device_async
 
@@ -64,6 +65,13 @@ class AuxiliarySums:
         self.values[self._places[name]] += value.detach()
 
 
+def pack_documents(starts: torch.Tensor, device: torch.device) -> PackedDocuments:
+    """Return the documents of ``starts`` (int32 [batch, seq], on the host) as kernels of variable lengths take them."""
+    first = (starts == torch.arange(starts.shape[1])).flatten().nonzero().flatten()
+    offsets = torch.cat((first, first.new_tensor([starts.numel()]))).to(torch.int32)
+    return PackedDocuments(to_device_async(offsets, device), int(offsets.diff().max()))
+
+
 @dataclass(frozen=True)
 class StepContext:
     """One micro-batch of a step, as every stage sees it."""
@@ -76,6 +84,8 @@ class StepContext:
     """Loss tokens of the step over all replicas; 0 where every label is masked."""
     document_starts: torch.Tensor | None = None
     """int32 [batch, seq]: where in its sample the document of each position starts; None: a sample is one document."""
+    packed_documents: Callable[[], PackedDocuments] | None = None
+    """Gives the same for kernels that take documents as sequences of their own; made at the first call."""
     recomputing: bool = False
     """The forward pass runs again, for its backward pass."""
     auxiliary: AuxiliarySums | None = None

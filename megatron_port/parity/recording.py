@@ -56,13 +56,14 @@ def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBat
         parts = [getattr(b, field) for b in batches]
         return None if any(p is None for p in parts) else torch.cat(parts)
 
-    tokens, labels, mask = rows("tokens"), rows("labels"), rows("loss_mask")
+    tokens, labels, mask, starts = (rows(field) for field in ("tokens", "labels", "loss_mask", "document_starts"))
     out = []
     for start in range(0, len(ids), size):
         pick = order[start : start + size]
         out.append(MicroBatch(
             tuple(ids[i] for i in pick), tokens=None if tokens is None else tokens[pick],
             labels=None if labels is None else labels[pick], loss_mask=None if mask is None else mask[pick],
+            document_starts=None if starts is None else starts[pick],
         ))
     return out
 

@@ -67,6 +67,7 @@ def make_config(
     mask_loss: bool = False,
     own_kernels: Any = "off",
     fp8: Any = "none",
+    data: dict[str, Any] | None = None,
 ) -> RunConfig:
     """Return a small run with clipping active, an odd vocabulary and an uneven number of layers.
 
@@ -98,7 +99,9 @@ def make_config(
             optimizer="torch" if engine == "deepspeed" else "auto",
         ),
     )
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, mask_eod_loss=mask_loss))
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, mask_eod_loss=mask_loss, **(data or {}))
+    )
 
 
 def sample_tokens(config: RunConfig, sample_id: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -116,9 +119,23 @@ def sample_tokens(config: RunConfig, sample_id: int) -> tuple[torch.Tensor, torc
     return tokens, mask
 
 
-def make_batches(
-    config: RunConfig, ctx: ParallelContext, reordering: Reordering | None = None
-) -> Callable[[int], list[MicroBatch]]:
+def sample_starts(config: RunConfig, sample_id: int) -> torch.Tensor | None:
+    """Where the documents of a sample start, int32 [seq], a function of its id: drawn, at every token, at the second
+    and the last, none but the first."""
+    if config.data.attention_documents == "across":
+        return None
+    seq, kind = config.model.seq_length, sample_id % 5
+    drawn = torch.randperm(seq, generator=torch.Generator().manual_seed(2000 + sample_id))[: 1 + kind]
+    edges = {1: torch.arange(seq), 2: torch.tensor([1, seq - 1]), 3: torch.tensor([0])}.get(kind, drawn)
+    starts = torch.zeros(seq, dtype=torch.int32)
+    starts[edges] = edges.to(torch.int32)
+    return starts.cummax(0).values
+
+
+Batches = Callable[[int], list[MicroBatch]]
+
+
+def make_batches(config: RunConfig, ctx: ParallelContext, reordering: Reordering | None = None) -> Batches:
     """This replica's micro-batches of a step, by the data law of docs/architecture.md."""
     dp = ctx.size("dp")
     schedule = BatchSchedule(config.batch, dp)
@@ -134,6 +151,7 @@ def make_batches(
             drawn = [sample_tokens(config, i) for i in ids]
             tokens = torch.stack([t for t, _ in drawn])
             masks = [m for _, m in drawn if m is not None]
+            starts = [s for s in (sample_starts(config, i) for i in ids) if s is not None]
             out.append(
                 MicroBatch(
                     ids,
@@ -141,6 +159,7 @@ def make_batches(
                     labels=tokens[:, 1:] if ctx.is_last_stage else None,
                     loss_mask=torch.stack(masks) if masks and ctx.is_last_stage else None,
                     labels_masked=bool(masks),
+                    document_starts=torch.stack(starts) if starts else None,
                 )
             )
         return out
@@ -173,9 +192,10 @@ def release_deepspeed(engine: Any) -> None:
 
 
 def run_case(
-    config: RunConfig, topology: Topology, steps: int, gradient_steps: int = 1, order: Order = None
+    config: RunConfig, topology: Topology, steps: int, gradient_steps: int = 1, order: Order = None,
+    make: Callable[[RunConfig, ParallelContext, Reordering | None], Batches] = make_batches,
 ) -> RankTrace:
-    """Train on this rank and record; the function that ranks are sent."""
+    """Train on this rank and record; the function that ranks are sent. ``make``: the batches."""
     layout = config.layout
     ctx = ParallelContext.create(
         dataclasses.replace(
@@ -190,7 +210,7 @@ def run_case(
             order.emulate_rounding(engine.stage)  # type: ignore[attr-defined]
         elif order is not None:
             apply_reduction_order(engine.stage, order)  # type: ignore[attr-defined]
-        batches = make_batches(config, ctx, order if isinstance(order, Reordering) else None)
+        batches = make(config, ctx, order if isinstance(order, Reordering) else None)
         return record_run(
             engine, ctx, batches, steps=steps, lr=lambda step: LR, evaluate=True,
             # In half precision it would measure how Adam amplifies rounding (docs/parity.md).

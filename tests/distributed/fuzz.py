@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,7 +54,7 @@ NOT_DRAWN = {
     "data.train": "batches are made by cases.make_batches; loaders: tests/unit/test_data_*.py",
     "data.source": "as train", "plugins": "what each registers has proofs of its own (tests/e2e/test_examples.py)",
     "data.weights": "as train", "data.split": "as train", "data.synthetic": "as train", "data.tokenizer": "as train",
-    "data.attention_documents": "attention does not know documents yet", "data.position_reset": "as documents",
+    "data.packing": "as train (tests/unit/test_data_packing.py)",
     "data.order": "as train", "data.index_cache": "as train", "data.pinned": "as train",
     "data.remote_cache": "as train", "data.remote_cache_gb": "as train",
     "backend.graphs": "of GPUs (tests/unit/test_step_graphs.py, tests/distributed/test_recorded_steps.py)",
@@ -103,6 +103,7 @@ class Draw:
             "split": list(c.layout.pipeline_split),
             "micro_batch": c.batch.micro_batch_size, "global_batch": c.batch.global_batch_size,
             "rampup": c.batch.rampup_start, "mask_loss": c.data.mask_eod_loss,
+            "documents": c.data.attention_documents, "position_reset": c.data.position_reset,
             "own_kernels": c.backend.own_kernels, "offload": c.offload.optimizer, "fraction": c.offload.fraction,
             "weights": c.offload.weights, "buffers": c.offload.buffers, "adapters": c.fine_tuning.method,
             "rank": c.fine_tuning.rank, "targets": list(c.fine_tuning.targets),
@@ -288,6 +289,7 @@ def draw(seed: int) -> Draw:
     if seed % 19 in (12, 14, 17) and adaptable:
         config = _adapted(random.Random(f"adapters-{seed}"), config)
     config = _planned(random.Random(f"activations-{seed}"), config)
+    config = _documents(random.Random(f"documents-{seed}"), config)
     return Draw(seed, _offloaded(random.Random(f"offload-{seed}"), config), t)
 
 
@@ -301,6 +303,16 @@ def _adapted(r: random.Random, config: RunConfig) -> RunConfig:
         targets=tuple(r.sample(targets, r.randrange(1, 5))) if r.random() < 0.5 else (),
     )
     return dataclasses.replace(config, fine_tuning=tuning)
+
+
+def _documents(r: random.Random, config: RunConfig) -> RunConfig:
+    """The run with samples of several documents, one in three; of these, half of those that can count positions from
+    each document's start."""
+    if r.random() < 2 / 3:
+        return config
+    reset = config.model.position_embedding == "learned" and r.random() < 0.5
+    data = dataclasses.replace(config.data, attention_documents="within", position_reset=reset)
+    return dataclasses.replace(config, data=data)
 
 
 def _planned(r: random.Random, config: RunConfig) -> RunConfig:
@@ -404,7 +416,10 @@ def _seeds(text: str) -> list[int]:
     return list(range(int(first), int(last or first) + 1))
 
 
-def run_resumable(draws: Sequence[Draw], out: Path, *, batch_size: int, seconds: float) -> int:
+def run_resumable(
+    draws: Sequence[Draw], out: Path, *, batch_size: int, seconds: float,
+    run: Callable[[RankPool, Sequence[Draw]], list[tuple[Draw, list[Deviation]]]] = run_draws,
+) -> int:
     """Run the draws that ``out`` (JSON lines) lacks, a batch at a time; 0 if none failed."""
     done = {json.loads(line)["seed"] for line in out.read_text().splitlines()} if out.exists() else set()
     todo = [one for one in draws if one.seed not in done]
@@ -412,7 +427,7 @@ def run_resumable(draws: Sequence[Draw], out: Path, *, batch_size: int, seconds:
     try:
         while todo and time.monotonic() - started < seconds:
             batch, todo = todo[:batch_size], todo[batch_size:]
-            results = run_draws(ranks, batch)
+            results = run(ranks, batch)
             with out.open("a") as f:
                 for one, deviations in sorted(results, key=lambda x: x[0].seed):
                     row = {**one.describe(), "ok": all(d.ok for d in deviations)}

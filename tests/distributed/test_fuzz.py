@@ -70,6 +70,8 @@ def test_the_draws_cover_what_they_should() -> None:
     assert {d.config.activations.policy for d in draws} == {"none", "selective", "full", "plan"}
     assert {m.tie_embeddings for m in models} == {m.parallel_residual for m in models} == {True, False}
     assert {m.qk_norm for m in models} == {True, False}
+    assert {(d.config.data.attention_documents, d.config.data.position_reset) for d in draws} == {
+        ("across", False), ("within", False), ("within", True)}
     native = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.pp > 1]
     assert {layout.pipeline_schedule for layout in native} == {"gpipe", "1f1b", "zb-h1", "zb-v"}
     assert any(layout.pipeline_schedule == "1f1b" and layout.virtual_pipeline_size > 1 for layout in native)

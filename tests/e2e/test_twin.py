@@ -8,6 +8,7 @@ than once, masked tokens, dropout, clipping in some steps and not in others, eva
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -61,18 +62,20 @@ class Case:
     norm: float
     weights: float
     """Of each tensor of masters and moments: rms of the difference over the rms of what training made of it."""
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings that only this case has."""
 
 
 CASES = {
     "native-fp64-tp2-dp2": Case(
         "native", "fp64", LLAMA,
         {"tensor_parallel_size": 2, "sequence_parallel": True, "zero_stage": 2, "reduce_bucket_size": 16000,
-         "recompute": "full", "vocab_padding_multiple": 8}, 4, 1e-9, 1e-9, 1e-7,
+         "recompute": "full", "vocab_padding_multiple": 8}, 4, 1e-9, 1e-9, 1e-7, {"attention_documents": "within"},
     ),
     "native-fp32-pp2-dp2": Case(
         "native", "fp32", GPT,
         {"pipeline_parallel_size": 2, "pipeline_schedule": "zb-h1", "zero_stage": 1, "recompute": "none",
-         "vocab_padding_multiple": 8}, 2, 1e-5, 1e-4, 1e-3,
+         "vocab_padding_multiple": 8}, 2, 1e-5, 1e-4, 1e-3, {"attention_documents": "within", "position_reset": True},
     ),
     "deepspeed-fp32-tp2-pp2": Case(
         "deepspeed", "fp32", {**GPT, "attention_dropout": 0.1},
@@ -122,7 +125,7 @@ def toml(tables: dict[str, Any]) -> str:
 def tables_of(case: Case, corpora: list[str]) -> dict[str, Any]:
     """The whole run file of a case."""
     tables = copy.deepcopy(TABLES)
-    tables["data"]["train"] = corpora
+    tables["data"] |= {"train": corpora, **case.data}
     replicas = RANKS // math.prod(v for k, v in case.layout.items() if k.endswith("parallel_size"))
     tables["batch"] |= {"micro_batch_size": case.batch_unit // replicas, "rampup_increment": case.batch_unit}
     layout = dict(case.layout)
@@ -218,6 +221,6 @@ def test_the_run_has_what_could_go_wrong(corpora: list[str]) -> None:
     assert twin.train.counts[0] / twin.train.period * drawn > 1.5 * twin.train.parts[0].size, "no corpus is repeated"
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 10, 20]
     assert TABLES["training"]["eval_batches"] * 8 <= twin.valid.size
-    masked = [float((twin.valid.stored(i)[:-1] == 256).mean()) for i in range(24)]
+    masked = [float((twin.valid.stored(i).tokens[:-1] == 256).mean()) for i in range(24)]
     means = [np.mean(masked[i : i + 8]) for i in (0, 8, 16)]
     assert min(masked) == 0 and max(masked) > 0.1 and max(means) - min(means) > 1e-3

@@ -66,18 +66,28 @@ def permuted(x: int, n: int, name: int) -> int:
             return x
 
 
+@dataclass(frozen=True)
+class Row:
+    """A sample: seq + 1 tokens, and of each of the first seq the place in the sample where its document begins."""
+
+    tokens: np.ndarray
+    starts: list[int]
+
+
 class Part:
     """One split of one corpus as samples of seq + 1 tokens that overlap by one."""
 
     def __init__(self, corpus: Corpus, start: int, stop: int, seq: int) -> None:
-        self.tokens, self.seq = corpus.tokens[start:stop], seq
+        self.corpus, self.start, self.seq = corpus, start, seq
         self.size = (stop - start - 1) // seq
 
-    def stored(self, index: int) -> np.ndarray:
+    def stored(self, index: int) -> Row:
         """A sample by its place in the corpus."""
-        return self.tokens[index * self.seq : (index + 1) * self.seq + 1]
+        first = self.start + index * self.seq
+        starts = [max([b for b in self.corpus.boundaries if b <= first + i] + [first]) - first for i in range(self.seq)]
+        return Row(self.corpus.tokens[first : first + self.seq + 1], starts)
 
-    def drawn(self, seed: int, k: int) -> np.ndarray:
+    def drawn(self, seed: int, k: int) -> Row:
         """The k-th sample of a run: each epoch a permutation."""
         epoch, place = divmod(k, self.size)
         return self.stored(permuted(place, self.size, derive(seed, epoch)))
@@ -115,7 +125,7 @@ class Blend:
         d, j = self.pattern[at]
         return d, turn * self.counts[d] + j
 
-    def stored(self, index: int) -> np.ndarray:
+    def stored(self, index: int) -> Row:
         """In stored order (evaluation): mixed until the first part has been used, then what is left, part by part."""
         if index < self.mixed:
             d, k = self._locate(index)
@@ -125,7 +135,7 @@ class Blend:
         d, k = rest[index - self.mixed]
         return self.parts[d].stored(k)
 
-    def drawn(self, seed: int, k: int) -> np.ndarray:
+    def drawn(self, seed: int, k: int) -> Row:
         """In training order: each corpus has a seed of its own."""
         d, j = self._locate(k)
         return self.parts[d].drawn(derive(seed, d), j)

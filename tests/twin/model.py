@@ -132,8 +132,11 @@ def product(x: Tensor, w: Weights, name: str) -> Tensor:
     return y if bias is None else y + bias.flatten()
 
 
-def attention(x: Tensor, w: Weights, layer: str, m: Shape, drop: Drop) -> Tensor:
-    """Causal, grouped-query. Rows of the projection: for each group its queries, its key, its value."""
+def attention(x: Tensor, w: Weights, layer: str, m: Shape, drop: Drop, starts: Tensor | None = None) -> Tensor:
+    """Causal, grouped-query. Rows of the projection: for each group its queries, its key, its value.
+
+    ``starts`` [sample, seq]: the first key that each query sees.
+    """
     samples, seq, _ = x.shape
     per = m.num_attention_heads // m.num_query_groups
     packed = product(x, w, f"{layer}.attention.qkv").view(samples, seq, m.num_query_groups, per + 2, m.head)
@@ -145,9 +148,11 @@ def attention(x: Tensor, w: Weights, layer: str, m: Shape, drop: Drop) -> Tensor
     if m.position_embedding == "rope":
         q, k = rotated(q, m.rope_theta), rotated(k, m.rope_theta)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(m.head)
-    future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    hidden = torch.ones(seq, seq, dtype=torch.bool).triu(1)[None, None]
+    if starts is not None:
+        hidden = hidden | (torch.arange(seq) < starts[:, None, :, None])
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    probs = wide.masked_fill(future, -math.inf).softmax(-1).to(x.dtype)
+    probs = wide.masked_fill(hidden, -math.inf).softmax(-1).to(x.dtype)
     probs = drop(probs, f"{layer}.attention.probs", m.attention_dropout)
     return torch.einsum("bhij,bjhd->bihd", probs, v).reshape(samples, seq, -1)
 
@@ -162,15 +167,19 @@ def activated(x: Tensor, kind: str) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def token_losses(tokens: Tensor, labels: Tensor, w: Weights, m: Shape, drop: Drop) -> Tensor:
-    """Nats of each prediction [sample, seq]."""
+def token_losses(
+    tokens: Tensor, labels: Tensor, w: Weights, m: Shape, drop: Drop, starts: Tensor | None = None, reset: bool = False
+) -> Tensor:
+    """Nats of each prediction [sample, seq]. ``starts`` [sample, seq]: of documents, which attention stays within and
+    from which learned places are counted if ``reset``."""
     x = w["embedding.word.weight"][tokens]
     if m.position_embedding == "learned":
-        x = x + w["embedding.position.weight"][: tokens.shape[1]]
+        place = torch.arange(tokens.shape[1])
+        x = x + w["embedding.position.weight"][place - starts if reset and starts is not None else place]
     x = drop(x, "embedding", m.hidden_dropout)
     for i in range(m.num_layers):
         layer = f"layers.{i}"
-        y = attention(normed(x, w, f"{layer}.norm1", m), w, layer, m, drop)
+        y = attention(normed(x, w, f"{layer}.norm1", m), w, layer, m, drop, starts)
         x = x + drop(product(y, w, f"{layer}.attention.output"), f"{layer}.attention", m.hidden_dropout)
         y = activated(product(normed(x, w, f"{layer}.norm2", m), w, f"{layer}.mlp.up"), m.activation)
         x = x + drop(product(y, w, f"{layer}.mlp.down"), f"{layer}.mlp", m.hidden_dropout)

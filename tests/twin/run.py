@@ -84,12 +84,16 @@ class Twin:
         self.adam = Adam(config["optimizer"])
         self.lines: list[dict[str, float]] = []
 
-    def losses(self, rows: list[np.ndarray], drop: Drop = no_dropout) -> tuple[Tensor, float]:
+    def losses(self, rows: list[data.Row], drop: Drop = no_dropout) -> tuple[Tensor, float]:
         """(sum of the token losses that count, how many count)."""
-        both = np.stack(rows)
+        both = np.stack([row.tokens for row in rows])
+        settings = self.config["data"]
+        within = settings.get("attention_documents") == "within"
         mask = data.loss_mask(both[:, :-1], self.eod)
         tokens, labels = torch.from_numpy(both[:, :-1].copy()), torch.from_numpy(both[:, 1:].copy())
-        losses = token_losses(tokens, labels, self.weights, self.model, drop)
+        starts = torch.tensor([row.starts for row in rows]) if within else None
+        reset = settings.get("position_reset", False)
+        losses = token_losses(tokens, labels, self.weights, self.model, drop, starts, reset)
         return (losses * torch.from_numpy(mask)).sum(), float(mask.sum())
 
     def gradients(self, step: int, samples: list[int]) -> tuple[float, Weights]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from megatron_port.backend import kernels
 from megatron_port.backend.attention import Attention, flash_attention, math_attention, sdpa_attention
 from megatron_port.backend.fused import torch_causal_softmax, torch_split_rotary
-from megatron_port.backend.mask import AttentionMask, PackedDocuments, key_ends
+from megatron_port.backend.mask import AttentionMask, key_ends
 from megatron_port.backend.ops import attention as own
 from megatron_port.backend.packed_math import packed_math_attention
+from megatron_port.parallel.step import pack_documents
 
 SEQ, BATCH, HEADS, GROUPS, SIZE = 13, 2, 4, 2, 6
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 4, 9, 9, 9, 12], [0, 1, 1, 1, 1, 1, 1, 1, 8, 8, 8, 8, 8]],
@@ -164,12 +166,14 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) ->
 
 def test_torchs_and_flash_attn_get_what_they_take() -> None:
     """torch's attention serves windows and documents; flash-attn a soft-cap too."""
-    offsets = torch.tensor([0, 3, 4, 9, 12, 13, 14, 21, 26], dtype=torch.int32)
-    documents = PackedDocuments(offsets, 7)
+    packed = pack_documents(STARTS, STARTS.device)
+    assert packed.offsets.tolist() == [0, 3, 4, 9, 12, 13, 14, 21, 26] and packed.offsets.dtype == torch.int32
+    assert packed.longest == 7
     providers: dict[str, Attention] = {"sdpa": sdpa_attention(), "flash_attn": flash_attention(flash, varlen)}
     for (name, attention), options in itertools.product(providers.items(), MASKS.values()):
         mask = AttentionMask(
-            options.get("window", 0), options.get("softcap", 0.0), None, options.get("starts"), documents=documents
+            options.get("window", 0), options.get("softcap", 0.0), None, options.get("starts"),
+            documents=functools.partial(pack_documents, STARTS, STARTS.device),
         )
         inputs = given()[:3]
         if name == "sdpa" and mask.softcap:

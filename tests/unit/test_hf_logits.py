@@ -28,7 +28,8 @@ BOUND = 1e-6
 
 
 def stage_of(
-    folder: HFFolder, model: ModelConfig | None = None, dtype: torch.dtype = torch.float32
+    folder: HFFolder, model: ModelConfig | None = None, dtype: torch.dtype = torch.float32, *,
+    position_reset: bool = False,
 ) -> GPTStage:
     """Our model of a folder (or another, with its weights), in plain torch."""
     ctx = ParallelContext.single()
@@ -37,7 +38,7 @@ def stage_of(
     stream.enabled = False
     context = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=8), ctx=ctx, providers=torch_providers(), stream=stream,
-        dtype=dtype,
+        dtype=dtype, position_reset=position_reset,
     )
     stage = GPTStage(context, start=0, stop=model.num_layers).eval()
     for record, parameter in recorded_parameters(stage):
@@ -101,6 +102,29 @@ def test_logits(case: str, tmp_path: Path) -> None:
     reference = hf.reference(CASES[case]())
     folder = HFFolder(hf.saved(reference, tmp_path, shard="40KB"))
     assert deviation(stage_of(folder), reference) <= BOUND
+
+
+@pytest.mark.parametrize("case", ["gpt2 tanh", "llama llama3"])
+def test_documents_within_a_sample(case: str, tmp_path: Path) -> None:
+    """transformers gets the mask in full and each document's own positions; ours gets where documents start, and counts
+    learned positions from there. Rotary ones stay: their differences are the same."""
+    reference = hf.reference(CASES[case]())
+    stage = stage_of(HFFolder(hf.saved(reference, tmp_path)), position_reset=case.startswith("gpt2"))
+    tokens = torch.randint(0, hf.VOCABULARY, (3, 32), generator=torch.Generator().manual_seed(1))
+    row = torch.arange(32)
+    starts = torch.stack([
+        torch.where((row[:, None] >= torch.tensor(edges)), torch.tensor(edges), 0).max(1).values
+        for edges in ([0, 1, 2, 31], [0, 7, 20], [0])
+    ])
+    seen = (row >= starts[..., None]) & (row <= row[:, None])
+    bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
+    assert stage.embedding is not None
+    stage.embedding.residual.stream.set_micro_batch(0, (0, 1, 2), document_starts=starts.to(torch.int32))
+    with torch.no_grad():
+        ours = stage(tokens).transpose(0, 1)[..., : hf.VOCABULARY]
+        theirs = reference(tokens, attention_mask=bias, position_ids=row - starts).logits
+        assert hf.relative(ours, theirs) <= BOUND
+        assert hf.relative(ours, reference(tokens).logits) > 1e-2
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1}, {"head_dim": 8, "num_key_value_heads": 4}])

@@ -18,6 +18,7 @@ from megatron_port.config.schema import (
     ActivationsConfig,
     BackendConfig,
     BatchConfig,
+    DataConfig,
     LayoutConfig,
     ModelConfig,
     NumericsConfig,
@@ -28,7 +29,7 @@ from megatron_port.config.schema import (
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.engine.step_graphs import WARM_UP
-from megatron_port.engine.step_inputs import StepInputs, shapes_of
+from megatron_port.engine.step_inputs import FIELDS, StepInputs
 from megatron_port.errors import ConfigError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.session.assemble import DTYPES, build_engine
@@ -58,12 +59,13 @@ def engine_of(dtype: Any) -> NativeEngine:
 
 
 def batches_of(step: int, *, masked: bool = True) -> list[MicroBatch]:
-    """Two micro-batches, whose masks count another number of tokens in each step."""
+    """Two micro-batches, whose masks count another number of tokens in each step, with other documents."""
     tokens = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
     mask = (tokens % (3 + step % 4) > 0).float()[:, 1:]
+    starts = torch.where(tokens[:, :-1] % 5 == 0, torch.arange(16), 0).cummax(1).values.to(torch.int32)
     return [
         MicroBatch((4 * step + i, 4 * step + i + 1), tokens=tokens[i : i + 2, :-1], labels=tokens[i : i + 2, 1:],
-                   loss_mask=mask[i : i + 2] if masked else None)
+                   loss_mask=mask[i : i + 2] if masked else None, document_starts=starts[i : i + 2])
         for i in (0, 2)
     ]
 
@@ -108,21 +110,19 @@ def test_state_that_changed_between_replays_is_found() -> None:
 
 def test_inputs_lie_where_they_lay() -> None:
     inputs = StepInputs(batches_of(0), torch.device("cpu"))
-    where = [t.data_ptr() for b in inputs.batches for t in (b.tokens, b.labels, b.loss_mask) if t is not None]
+
+    def places() -> list[int]:
+        return [getattr(b, name).data_ptr() for b in inputs.batches for name in FIELDS]
+
+    where = places()
     for step in (1, 2):
         batches = batches_of(step)
         inputs.load(batches, [(step, -1), (-step, 1 << 62)])
         for mine, given in zip(inputs.batches, batches):
-            for name in ("tokens", "labels", "loss_mask"):
+            for name in FIELDS:
                 assert torch.equal(getattr(mine, name), getattr(given, name)), name
         assert [k.tolist() for k in inputs.keys] == [[step, -1], [-step, 1 << 62]]
-    assert where == [t.data_ptr() for b in inputs.batches for t in (b.tokens, b.labels, b.loss_mask) if t is not None]
-
-
-def test_documents_are_refused() -> None:
-    batch = dataclasses.replace(batches_of(0)[0], document_starts=torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(ConfigError, match="several documents"):
-        shapes_of([batch])
+    assert where == places()
 
 
 RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", device="cuda"))
@@ -141,6 +141,7 @@ RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", devic
     ({"precision": PrecisionConfig(dtype="fp64")}, "fp64"),
     ({"batch": BatchConfig(rampup_start=2)}, "batch.rampup_start 2"),
     ({"numerics": NumericsConfig(replay_interval=3)}, "numerics.replay_interval 3"),
+    ({"data": DataConfig(attention_documents="within")}, 'data.attention_documents "within" and backend.attention'),
 ])
 def test_what_cannot_be_recorded_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     assert not graph_problems(RECORDED)
