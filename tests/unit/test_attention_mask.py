@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -189,3 +191,59 @@ def test_torchs_and_flash_attn_get_what_they_take() -> None:
         math_attention(*given()[:3], causal=False, mask=AttentionMask(window=2))
     with pytest.raises(ValueError, match="needs flash_attn_varlen_func"):
         flash_attention(flash)(*given()[:3], mask=AttentionMask(first=STARTS))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+def test_sinks_and_caps_are_transformers(family: str) -> None:
+    """Its attention modules, a window included: values and gradients, of the sinks too, in fp64 (own kernel: fp32)."""
+    transformers = pytest.importorskip("transformers")
+    from hf_models import in_double
+    from transformers.masking_utils import create_sliding_window_causal_mask
+
+    kernels.load("cpu")
+    config = transformers.CONFIG_MAPPING[family](
+        hidden_size=HEADS * SIZE, num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=SIZE,
+        sliding_window=5, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=SIZE, attn_logit_softcapping=1.5, attn_implementation="eager",
+    )
+    name = {"gpt_oss": "GptOssAttention", "gemma2": "Gemma2Attention"}[family]
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    theirs = getattr(module, name)(config, layer_idx=0).double()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(parameter.numel()))
+    x = torch.randn(BATCH, SEQ, HEADS * SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    unrotated = torch.ones(BATCH, SEQ, SIZE).double(), torch.zeros(BATCH, SEQ, SIZE).double()
+    if family == "gpt_oss":
+        unrotated = unrotated[0][..., : SIZE // 2], unrotated[1][..., : SIZE // 2]
+    hidden = create_sliding_window_causal_mask(
+        config=config, inputs_embeds=x, attention_mask=None, past_key_values=None,
+        position_ids=torch.arange(SEQ).expand(BATCH, SEQ),
+    )
+    cap, leaves = (1.5 if family == "gemma2" else 0.0), [x, *([theirs.sinks] if family == "gpt_oss" else [])]
+
+    def run(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> Tensors:
+        inputs = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+        out = function(*inputs)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+        return (out.detach(), *torch.autograd.grad(out, inputs, weights))
+
+    def oracle(x: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+        given = {"sinks": sinks[0]} if sinks else {}
+        with in_double(theirs):
+            out: torch.Tensor = torch.func.functional_call(
+                theirs, given, (x,), {"position_embeddings": unrotated, "attention_mask": hidden}
+            )[0]
+        return out
+
+    def ours(x: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+        layer = copy.deepcopy(theirs).to(x.dtype)
+        q, k, v = (
+            p(x).view(BATCH, SEQ, -1, SIZE).transpose(0, 1) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        mask = AttentionMask(5, cap, sinks[0] if sinks else None)
+        out = (own.attention if x.dtype == torch.float32 else math_attention)(q, k, v, mask=mask)
+        return layer.o_proj(out.transpose(0, 1))  # type: ignore[no-any-return]
+
+    wanted = run(oracle, torch.float64)
+    close(run(ours, torch.float64), wanted, 1e-12)
+    close(run(ours, torch.float32), wanted, 1e-5)
