@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_port.config.schema import RunConfig
 
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
-"""Matrices of a layer that may have an adapter; only swiglu has a gate."""
+"""Matrices of a layer that may have an adapter; only gated activations have a gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def fine_tuning_problems(config: RunConfig) -> list[str]:
     unknown = [target for target in f.targets if target not in TARGETS]
     if unknown:
         out.append(f"fine_tuning.targets {unknown[0]!r} is unknown; use {', '.join(TARGETS)}")
-    if f.targets == ("gate",) and config.model.activation != "swiglu":
+    if f.targets == ("gate",) and "glu" not in config.model.activation:
         out.append(f'fine_tuning.targets ["gate"] with model.activation "{config.model.activation}", which has none; '
                    'use "up"')
     if f.method == "dora" and f.dropout:

@@ -9,6 +9,7 @@ from html import escape
 from megatron_port.charts.lines import Axis, Series, line_chart
 from megatron_port.charts.page import columns, page, section
 from megatron_port.config.schema import RunConfig
+from megatron_port.model.flops import counted
 from megatron_port.plan.pictures import heat_map, memory_bars, passes, pipeline_picture, tornado, waterfall
 from megatron_port.plan.search import options_of, search
 from megatron_port.plan.sensitivity import SHARE, choice_bars, machine_bars
@@ -47,7 +48,7 @@ def report_page(config: RunConfig, plan: Plan) -> str:
     found = search(case, machine, options, keep_unfit=True)
     verdict = ("good", "fits") if plan.fits else ("bad", "does not fit")
     head = [
-        f"<h1>{escape(plan.name)}: {plan.parameters:,} parameters on {case.world} "
+        f"<h1>{escape(plan.name)}: {counted(case.model, case.fine_tuning)} on {case.world} "
         f"{escape(machine.cluster.device_label)}s of {escape(machine.cluster.name)}</h1>",
         f'<p><b class="{verdict[0]}">{verdict[1]}</b> · {escape(case.label())} · {plan.step.seconds:.4g} s per step · '
         f"model {plan.step.model_tflops:.4g} TFLOP/s per device (MFU {plan.step.mfu:.1%}), hardware "

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megatron_port.model.flops import model_flops
+from megatron_port.model.flops import counted, model_flops, trained_count
 from megatron_port.plan import arithmetic
 from megatron_port.plan.activation_plan import describe, stage_counts
 from megatron_port.plan.activations import layer_activation_bytes
@@ -23,7 +23,7 @@ def render(plan: Plan) -> str:
 def _head(plan: Plan) -> list[str]:
     case, cluster = plan.case, plan.machine.cluster
     lines = [
-        f"{plan.name}: {plan.parameters:,} parameters on {case.world} {cluster.device_label}s "
+        f"{plan.name}: {counted(case.model, case.fine_tuning)} on {case.world} {cluster.device_label}s "
         f"({plan.nodes:g} node{'' if plan.nodes == 1 else 's'} of {cluster.name})",
         f"layout    {case.label()}; {case.engine.name}, {case.schedule}, ZeRO-{case.zero_stage}, {case.dtype}, "
         f"{'fused' if case.flash else 'unfused'} attention; batch {case.global_batch} = {case.micro_batch} x "
@@ -122,7 +122,7 @@ def explain(plan: Plan) -> str:
     peak = machine.cluster.peak_tflops * 1e12
     link = machine.hardware.node_gb * 1e9
     rough = arithmetic.training_flops(n, tokens)
-    exact = model_flops(model) / model.seq_length * tokens
+    exact = model_flops(model, case.fine_tuning) / model.seq_length * tokens
     whole = arithmetic.simple_memory(
         n, layers=model.num_layers, hidden=model.hidden_size, sequence=model.seq_length,
         batch=case.micro_batch,
@@ -168,7 +168,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     step, case = plan.step, plan.case
     return {
         "name": plan.name, "cluster": plan.machine.cluster.name, "devices": case.world, "nodes": plan.nodes,
-        "parameters": plan.parameters, "layout": _layout(case), "fractional": plan.fractional, "fits": plan.fits,
+        "parameters": plan.parameters, "trained": trained_count(case.model, case.fine_tuning),
+        "layout": _layout(case), "fractional": plan.fractional, "fits": plan.fits,
         "limit_bytes": plan.limit, "over_bytes": max(0.0, plan.fullest.total - plan.limit),
         "recomputed": [stage_counts(case, stage) for stage in range(case.pp)] if case.dropped else [],
         "stages": [
