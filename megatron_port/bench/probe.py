@@ -89,7 +89,7 @@ def shapes_of(kind: str, model: ModelConfig | None, tensor: Sequence[int]) -> li
     for t in tensor if model is not None else ():
         assert model is not None
         h, d, f = model.hidden_size, model.head_size, model.ffn_size
-        first = f * (2 if model.activation == "swiglu" else 1)
+        first = f * (2 if model.gated else 1)
         heads = (model.num_attention_heads + 2 * model.kv_heads) * d
         s = model.seq_length
         layer = [(s, heads // t, h), (s, h, model.num_attention_heads * d // t), (s, first // t, h), (s, h, f // t)]

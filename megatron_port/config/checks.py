@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_port.config.architecture import architecture_problems
 from megatron_port.config.attention import attention_problems
 from megatron_port.config.choices import CHOICES, RANGES, SIZES
 from megatron_port.config.dump import leaves
@@ -110,7 +111,7 @@ def _quoted(value: Any) -> str:
 def _relations(config: RunConfig) -> list[str]:
     """Providers and options that exclude one another."""
     m, backend = config.model, config.backend
-    out = [*rope_problems(m), *attention_problems(config), *latent_problems(config)]
+    out = [*rope_problems(m), *architecture_problems(m), *attention_problems(config), *latent_problems(config)]
     if m.attention_dropout > 0 and backend.attention not in ("auto", "own", "math"):
         out.append(
             f"model.attention_dropout {m.attention_dropout} needs backend.attention auto, own or math, not "

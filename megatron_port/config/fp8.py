@@ -15,7 +15,7 @@ def linear_shapes(config: RunConfig) -> dict[str, tuple[float, float]]:
     """Linear of a layer → (inputs, outputs) on a rank; a fraction where tensor_parallel_size does not divide."""
     m, t = config.model, config.layout.tensor_parallel_size
     heads, d, ffn = m.num_attention_heads, m.head_size, m.ffn_size
-    gates = 2 if m.activation == "swiglu" else 1
+    gates = 2 if m.gated else 1
     return {
         "attention.qkv": (m.hidden_size, (heads + 2 * m.kv_heads_held(t)) * d / t),
         "attention.output": (heads * d / t, m.hidden_size),

@@ -25,7 +25,8 @@ class ModelConfig:
     """A label for logs and checkpoints."""
     family: str = "auto"
     """Hugging Face family that exports are written as: auto (the first that computes this model) | gpt2 | gpt_neox |
-    llama | qwen2 | qwen3 | granite | starcoder2 | mistral | phi3, or one that a plugin registers. Changes no number."""
+    llama | qwen2 | qwen3 | granite | starcoder2 | mistral | phi3 | olmo2 | smollm3 | gptj | falcon | gemma2 |
+    gemma3_text, or one that a plugin registers. Changes no number."""
     num_layers: Size = 2
     """Transformer layers."""
     hidden_size: Size = 128
@@ -37,7 +38,7 @@ class ModelConfig:
     head_dim: SizeOrZero = 0
     """Size of one head; 0: hidden_size / num_attention_heads."""
     ffn_hidden_size: SizeOrZero = 0
-    """Width of the MLP; 0: 4h for gelu, 8h/3 rounded up to a multiple of 256 for swiglu."""
+    """Width of the MLP; 0: 4h for gelu, 8h/3 rounded up to a multiple of 256 for swiglu and geglu_tanh."""
     vocab_size: Size = 50257
     """Entries of the tokenizer, before any padding."""
     seq_length: Size = 1024
@@ -48,6 +49,10 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: Share = 1.0
     """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest knows no position."""
+    window_rope_theta: NonNegative = 0.0
+    """Base of the rotary frequencies of layers with a window, which are not scaled (Gemma 3); 0: as in other layers."""
+    rope_pattern: tuple[Literal["rope", "none"], ...] = ()
+    """Which layers rotate, each "rope" or "none" (SmolLM3: three and one), repeated over the layers; empty: all."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """none | linear (all frequencies divided by rope_factor) | llama3 (Llama 3.1: only the low ones) | yarn (Peng et
     al., arXiv 2309.00071: low ones too, and larger scores)"""
@@ -67,6 +72,10 @@ class ModelConfig:
     """yarn: factor on queries and on keys; 0: the paper's 1 + 0.1 ln(rope_factor)."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization before attention, before the MLP and before the head."""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Norms of attention and MLP: of what they read (pre), of what they add (post: OLMo 2), or both (Gemma 2)."""
+    norm_zero_centered: bool = False
+    """Norms multiply by 1 + weight, and weights start at 0 (Gemma)."""
     parallel_residual: bool = False
     """Attention and MLP both read the layer's input (GPT-J, GPT-NeoX), instead of one after the other."""
     kv_lora_rank: SizeOrZero = 0
@@ -78,16 +87,27 @@ class ModelConfig:
     """Latent attention: elements of a head that rope rotates; those of the keys are one for all heads."""
     v_head_dim: SizeOrZero = 0
     """Latent attention: elements of a value; 0: as many as head_dim."""
+    shared_norm: bool = False
+    """Under parallel_residual, attention and MLP read the same norm (GPT-J, Falcon-7B)."""
     qk_norm: bool = False
-    """RMSNorm of each query and each key head, before rotation (Qwen3); one weight of a head's size for all heads."""
+    """RMSNorm of queries and of keys, before rotation."""
+    qk_norm_over: Literal["head", "projection"] = "head"
+    """qk_norm: each head by itself, with one weight of a head's size (Qwen3); or all heads of a token at once, with a
+    weight for each element (OLMo 2)."""
     norm_epsilon: Positive = 1e-5
     """Added to the variance."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """gelu (erf) | gelu_tanh | swiglu"""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "gelu"
+    """gelu (erf) | gelu_tanh | swiglu (SiLU gate) | geglu_tanh (gelu_tanh gate: Gemma)"""
     add_bias: bool = True
-    """Biases in all linears and (with layernorm) norms."""
+    """Biases in all linears of the layers and (with layernorm) norms."""
     qkv_bias: bool = False
-    """Biases in the projections of queries, keys and values alone (Qwen2); without add_bias."""
+    """Biases in the projections of queries, keys and values (Qwen2); without add_bias."""
+    mlp_bias: bool = False
+    """Biases in the MLP (GPT-J); without add_bias."""
+    norm_bias: bool = False
+    """Biases in LayerNorms (Falcon, GPT-J); without add_bias."""
+    head_bias: bool = False
+    """A bias of each logit (GPT-J)."""
     tie_embeddings: bool = True
     """The head uses the token embedding's matrix."""
     hidden_dropout: Fraction = 0.0
@@ -98,12 +118,16 @@ class ModelConfig:
     """Standard deviation of the initial weights; output layers use init_std / sqrt(2 L)."""
     embedding_multiplier: Positive = 1.0
     """Factor on the embedded tokens (Granite)."""
+    scale_embedding: bool = False
+    """Multiply embedded tokens by the square root of hidden_size, rounded to the weights' dtype (Gemma)."""
     residual_multiplier: Positive = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     attention_scale: NonNegative = 0.0
     """Factor on the products of queries and keys; 0: 1 / sqrt(head size). Needs rope, whose tables carry it."""
     logits_divisor: Positive = 1.0
     """Divisor of the logits."""
+    logits_softcap: NonNegative = 0.0
+    """Bound c of the logits, c · tanh(logit / c) (Gemma 2); 0: none."""
     sliding_window: CountOrZero = 0
     """Keys that a query of a windowed layer sees at most, itself included; 0: no layer has a window."""
     attention_pattern: tuple[Literal["full", "window"], ...] = ()
@@ -143,10 +167,20 @@ class ModelConfig:
         return self.v_head_dim or self.head_size
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies its activation by a second projection."""
+        return self.activation in ("swiglu", "geglu_tanh")
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether layer ``layer`` (from 0) rotates queries and keys."""
+        pattern = self.rope_pattern or ("rope",)
+        return self.position_embedding == "rope" and pattern[layer % len(pattern)] == "rope"
+
+    @property
     def ffn_size(self) -> int:
         """MLP width after the default is applied."""
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
-        if self.activation == "swiglu":
+        if self.gated:
             return -(-(8 * self.hidden_size) // 3 // 256) * 256
         return 4 * self.hidden_size

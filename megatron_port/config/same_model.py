@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 from megatron_port.config.attention import windows_of
 from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
+from megatron_port.config.rope import rotations_of
 from megatron_port.config.schema import ModelConfig
 
 FREE = frozenset({"name", "family", "hidden_dropout", "attention_dropout", "init_std"})
@@ -13,12 +14,12 @@ FREE = frozenset({"name", "family", "hidden_dropout", "attention_dropout", "init
 
 
 def with_sizes(model: ModelConfig) -> ModelConfig:
-    """Return the model with its derived sizes filled in and its pattern of windows in the shortest form; as it is where
-    sizes cannot be derived (no heads)."""
+    """Return the model with its derived sizes filled in and its patterns in the shortest form; as it is where sizes
+    cannot be derived (no heads)."""
     try:
         return replace(
             model, num_query_groups=model.kv_heads, head_dim=model.head_size, ffn_hidden_size=model.ffn_size,
-            **windows_of(model),
+            **windows_of(model), **rotations_of(model),
         )
     except ArithmeticError:
         return model

@@ -148,7 +148,7 @@ def our_logits(
 
 def _norm_weights(model: ModelConfig) -> set[str]:
     """Canonical names of what is not scaled."""
-    return {p.name for p in model_spec(model).parameters() if p.init == "ones"}
+    return {p.name for p in model_spec(model).parameters() if p.init != "normal" and p.name.endswith(".weight")}
 
 
 def their_logits(transformers: Any, folder: Path, tokens: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
@@ -180,6 +180,9 @@ def _real_buffers(network: nn.Module, config: Any) -> None:
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
             if not any(b.is_meta for b in child.buffers(recurse=False)):
+                continue
+            if hasattr(child, "scalar_embed_scale"):  # Gemma's embedding, made of sizes
+                child.register_buffer("embed_scale", torch.tensor(child.scalar_embed_scale), persistent=False)
                 continue
             made = type(child)(config)
             if next(made.parameters(), None) is None:

@@ -90,7 +90,7 @@ def megatron_names(model: ModelConfig) -> dict[str, Foreign]:
 
 
 def _foreign(record: ParameterRecord, model: ModelConfig) -> Foreign:
-    packed = record.name.rpartition(".")[0].endswith("mlp.up") and model.activation == "swiglu"
+    packed = record.name.rpartition(".")[0].endswith("mlp.up") and model.gated
     shape = (prod(record.shape[:2]), *record.shape[2:]) if packed else record.shape
     cat_dim = None if record.split_dim is None else record.split_dim - packed
     vocabulary = record.name in ("embedding.word.weight", "head.weight")
@@ -108,8 +108,8 @@ def _name(ours: str, model: ModelConfig) -> str:
     }
     if ours in fixed:
         return fixed[ours]
-    _, index, rest = ours.split(".", 2)
-    module, _, suffix = rest.rpartition(".")
+    _, index, *rest = ours.split(".", 2)
+    module, _, suffix = rest[0].rpartition(".") if rest else ("", "", "")
     if module not in INSIDE:
         raise CheckpointError(
             f"{ours}: Megatron-DeepSpeed's layers have no such parameter; export to hf, dcp, or universal "

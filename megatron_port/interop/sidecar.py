@@ -72,7 +72,10 @@ def model_of(config: dict[str, Any], where: str) -> ModelConfig:
     table = config.get("model")
     if not isinstance(table, dict):
         raise CheckpointError(f"{where}: no model configuration is saved with it; give --model FILE.toml")
-    known = {key: value for key, value in table.items() if key in ModelConfig.__dataclass_fields__}
+    known: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
+        if key in ModelConfig.__dataclass_fields__
+    }
     try:
         defaults = ModelConfig()
         for key, value in known.items():

@@ -10,7 +10,7 @@ from torch import nn
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.mask import AttentionMask
 from megatron_port.model.build import BuildContext
-from megatron_port.model.norm import Norm
+from megatron_port.model.norm import Norm, ProjectionNorm
 from megatron_port.model.recompute import recompute
 from megatron_port.model.spec import AttentionSpec, Groups
 from megatron_port.parallel.context import ParallelContext
@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
         tp = build.ctx.size("tp")
         self.spec, self.providers, self.stream = spec, build.providers, build.stream
         self.dropout, self.recompute = build.model.attention_dropout, build.recompute == "selective"
-        self.rotary, self.partition = build.rotary, build.partition
+        self.rotary, self.partition = build.rotary(spec.rotation), build.partition
         self.groups = spec.groups.held(tp) // tp
         self.heads_per_group = spec.groups.heads // spec.groups.held(tp)
         self.head_size = spec.groups.head_size
@@ -77,8 +77,10 @@ class SelfAttention(nn.Module):
         """Build what makes queries, keys and values."""
         assert spec.qkv is not None
         self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.groups, build.ctx))
-        self.query_norm = None if spec.query_norm is None else Norm(layer, spec.query_norm, build)
-        self.key_norm = None if spec.key_norm is None else Norm(layer, spec.key_norm, build)
+        self.query_norm, self.key_norm = (
+            None if norm is None else (Norm if norm.split is None else ProjectionNorm)(layer, norm, build)
+            for norm in (spec.query_norm, spec.key_norm)
+        )
 
     def _positions(self, rows: int) -> Positions:
         """Positions of the ``rows`` rows of this rank's queries, keys and values."""

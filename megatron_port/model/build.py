@@ -17,11 +17,11 @@ from megatron_port.model.adapters import make_adapter
 from megatron_port.model.residual import ResidualStream
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.site_parking import ParkingPlaces
-from megatron_port.model.spec import LinearSpec, ParameterSpec
+from megatron_port.model.spec import LinearSpec, ParameterSpec, Rotation
 from megatron_port.parallel.chunked import ChunkedColumnParallelLinear, ChunkedRowParallelLinear
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
-from megatron_port.parallel.embedding import vocab_parameter
+from megatron_port.parallel.embedding import padded_vocab_size, vocab_parameter
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from megatron_port.parallel.linear_kernels import make_linear_kernels
 from megatron_port.parallel.mesh import REPLICAS
@@ -72,7 +72,15 @@ class BuildContext:
             partition, stream, model.hidden_dropout, model.hidden_size, providers.bias_dropout_add,
             providers.bias_dropout_add_norm, model.residual_multiplier,
         )
-        self.rotary = RotaryTables(model) if model.position_embedding == "rope" else None
+        self._rotary: dict[Rotation, RotaryTables | None] = {}
+
+    def rotary(self, rotation: Rotation) -> RotaryTables | None:
+        """Return the tables that all layers of a kind of rotation share; None: they need none."""
+        if rotation not in self._rotary:
+            # The tables carry attention_scale too.
+            needed = rotation != "none" or self.model.attention_scale > 0
+            self._rotary[rotation] = RotaryTables(self.model, rotation) if needed else None
+        return self._rotary[rotation]
 
     def column(
         self, layer: str, spec: LinearSpec, *, rows: tuple[Rows, Rows] | None = None, skip_bias: bool = False
@@ -102,6 +110,18 @@ class BuildContext:
         made.adapter = None if adapters is None else make_adapter(layer, adapters, self)
         return made
 
+    def vector(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
+        """Build a parameter of a norm: whole, or this rank's heads of one that has an element for each of all heads."""
+        if spec.split is None:
+            return self.unsplit(spec, layer)
+        shared = spec.shared_numel(self.ctx.size("tp")) > 0
+        record = make_record(
+            f"{layer}.{spec.name}", spec.shape, self.ctx, init=InitSpec(spec.init, spec.std), decay=spec.decay,
+            shards=(Shard(0, ("kv_heads",) if shared else ("tp",)),),
+            partial_over=(*REPLICAS, "kv_copies") if shared else REPLICAS,
+        )
+        return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
+
     def unsplit(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
         """Build a parameter that every tensor-parallel rank holds in full; ``layer`` is the prefix of its name."""
         partial = spec.is_partial(self.ctx.size("tp"), self.sequence_parallel)
@@ -118,6 +138,15 @@ class BuildContext:
             shards=(Shard(0, ("tp",)),),
         )
         return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
+
+    def vocabulary_bias(self, spec: ParameterSpec) -> nn.Parameter:
+        """Build the bias of the logits: those of this rank's rows of the head's matrix."""
+        padded = padded_vocab_size(spec.numel, tp=self.ctx.size("tp"), multiple=self.padding_multiple)
+        record = make_record(
+            spec.name, spec.shape, self.ctx, init=InitSpec(spec.init), decay=spec.decay, shards=(Shard(0, ("tp",)),),
+            padded=padded,
+        )
+        return attach(nn.Parameter(torch.zeros(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
 
     def table(self, spec: ParameterSpec, *, tied_apart: bool, primary: bool = True) -> nn.Parameter:
         """Build the token table or the head's matrix.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -19,6 +20,7 @@ from megatron_port.model.spec import (
     ModelSpec,
     NormSpec,
     ParameterSpec,
+    Rotation,
     Split,
 )
 
@@ -45,9 +47,13 @@ def _embedding(model: ModelConfig) -> EmbeddingSpec:
 
 
 def _head(model: ModelConfig) -> HeadSpec:
-    """The head has no bias."""
     name = WORD_EMBEDDING if model.tie_embeddings else "head.weight"
-    return HeadSpec(norm=_norm("final_norm", model), weight=_table(name, model))
+    bias = ParameterSpec(
+        name="head.bias", shape=(model.vocab_size,), init="zeros", decay=False, split=Split(0, vocabulary=True)
+    )
+    return HeadSpec(
+        norm=_norm("final_norm", model), weight=_table(name, model), bias=bias if model.head_bias else None
+    )
 
 
 def _table(name: str, model: ModelConfig) -> ParameterSpec:
@@ -58,20 +64,38 @@ def _table(name: str, model: ModelConfig) -> ParameterSpec:
 
 
 def _norm(name: str, model: ModelConfig) -> NormSpec:
-    """A norm of the residual stream."""
+    """A norm of the residual stream, or of what is added to it."""
     kind = model.normalization
-    return NormSpec(name=name, size=model.hidden_size, kind=kind, bias=kind == "layernorm" and model.add_bias)
+    return NormSpec(
+        name=name, size=model.hidden_size, kind=kind, zero_centered=model.norm_zero_centered,
+        bias=kind == "layernorm" and (model.add_bias or model.norm_bias),
+    )
 
 
-def _head_norm(name: str, groups: Groups) -> NormSpec:
-    """A norm of each head. Heads are split over tensor-parallel ranks, so each rank has a part of the gradient."""
-    return NormSpec(name=name, size=groups.head_size, kind="rmsnorm", bias=False, gradient="heads")
+def _qk_norm(part: str, model: ModelConfig, groups: Groups) -> NormSpec | None:
+    """A norm of queries or of keys. Heads are split over tensor-parallel ranks, so each rank has a part of the gradient
+    of a weight that serves all heads, and a part of a weight that has an element for each of theirs."""
+    if not model.qk_norm:
+        return None
+    norm = NormSpec(
+        name=f"attention.{part}_norm", size=groups.head_size, kind="rmsnorm", bias=False, gradient="heads",
+        zero_centered=model.norm_zero_centered,
+    )
+    if model.qk_norm_over == "head":
+        return norm
+    heads, split = groups.heads, Split(0)
+    if part == "key":
+        heads, split = groups.groups, Split(0, kv_heads=groups.groups)
+    return replace(norm, size=heads * groups.head_size, gradient="whole", split=split)
 
 
 def _layer(model: ModelConfig, index: int) -> LayerSpec:
+    before, after = model.norm_placement != "post", model.norm_placement != "pre"
     return LayerSpec(
-        norm1=_norm("norm1", model), attention=_attention(model, index), norm2=_norm("norm2", model), mlp=_mlp(model),
-        parallel_residual=model.parallel_residual,
+        norm1=_norm("norm1", model) if before else None, attention=_attention(model, index),
+        post_norm1=_norm("post_norm1", model) if after else None,
+        norm2=_norm("norm2", model) if before and not model.shared_norm else None, mlp=_mlp(model),
+        post_norm2=_norm("post_norm2", model) if after else None, parallel_residual=model.parallel_residual,
     )
 
 
@@ -88,15 +112,20 @@ def _attention(model: ModelConfig, index: int) -> AttentionSpec:
     )
     return AttentionSpec(
         qkv=None if model.kv_lora_rank else qkv, latent=_latent(model) if model.kv_lora_rank else None,
-        query_norm=_head_norm("attention.query_norm", groups) if model.qk_norm else None,
-        key_norm=_head_norm("attention.key_norm", groups) if model.qk_norm else None,
+        query_norm=_qk_norm("query", model, groups), key_norm=_qk_norm("key", model, groups),
         output=LinearSpec(
             name="attention.output", inputs=groups.heads * model.value_size, outputs=model.hidden_size,
             parallel="row", bias=model.add_bias, std=_residual_std(model),
         ),
-        groups=groups, window=model.window_of(index), softcap=model.attention_softcap,
+        groups=groups, rotation=_rotation(model, index), window=model.window_of(index), softcap=model.attention_softcap,
         sinks=_sinks(groups) if model.attention_sinks else None,
     )
+
+
+def _rotation(model: ModelConfig, index: int) -> Rotation:
+    if not model.rotates(index):
+        return "none"
+    return "window" if model.window_rope_theta and model.window_of(index) else "usual"
 
 
 def _sinks(groups: Groups) -> ParameterSpec:
@@ -131,13 +160,14 @@ def _latent(model: ModelConfig) -> LatentSpec:
 
 
 def _mlp(model: ModelConfig) -> MLPSpec:
+    bias = model.add_bias or model.mlp_bias
     return MLPSpec(
         up=LinearSpec(
-            name="mlp.up", inputs=model.hidden_size, outputs=model.ffn_size, parallel="column", bias=model.add_bias,
-            std=model.init_std, packed=2 if model.activation == "swiglu" else 1,
+            name="mlp.up", inputs=model.hidden_size, outputs=model.ffn_size, parallel="column", bias=bias,
+            std=model.init_std, packed=2 if model.gated else 1,
         ),
         down=LinearSpec(
-            name="mlp.down", inputs=model.ffn_size, outputs=model.hidden_size, parallel="row", bias=model.add_bias,
+            name="mlp.down", inputs=model.ffn_size, outputs=model.hidden_size, parallel="row", bias=bias,
             std=_residual_std(model),
         ),
         activation=model.activation,

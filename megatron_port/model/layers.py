@@ -16,10 +16,13 @@ from megatron_port.model.mlp import MLP
 from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
 from megatron_port.model.site_tape import SiteTape
-from megatron_port.model.spec import EmbeddingSpec, HeadSpec, LayerSpec
+from megatron_port.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, NormSpec
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import VocabParallelEmbedding
-from megatron_port.parallel.linear import linear
+from megatron_port.parallel.linear import RowParallelLinear, linear
+
+Branch = tuple[torch.Tensor, torch.Tensor | None]
+"""Result of attention or MLP, and the bias that is yet to be added to it."""
 
 
 class Embedding(nn.Module):
@@ -34,6 +37,8 @@ class Embedding(nn.Module):
         apart = build.ctx.topology.last_stage != 0  # else the head shares this parameter
         weight = build.table(spec.word, tied_apart=spec.word.tied and apart)
         self.multiplier = build.model.embedding_multiplier
+        if build.model.scale_embedding:  # rounded first, as transformers does
+            self.multiplier *= float(torch.tensor(build.model.hidden_size**0.5, dtype=build.dtype))
         self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
         self.position = None if spec.position is None else build.unsplit(spec.position)
         self.position_reset = build.position_reset
@@ -59,9 +64,10 @@ class Embedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: x + dropout(attention(norm x)), then x + dropout(mlp(norm x)); [seq(/tp), batch, hidden].
+    """x + dropout(attention(norm x)), then x + dropout(mlp(norm x)); [seq(/tp), batch, hidden].
 
-    With ``parallel_residual`` the second also reads the layer's input (Wang & Komatsuzaki's GPT-J).
+    With ``parallel_residual`` the second also reads the layer's input (Wang & Komatsuzaki's GPT-J), or the first one's
+    norm where it has none of its own. ``post_norm1`` and ``post_norm2`` are norms of what the branches add.
     """
 
     def __init__(self, index: int, spec: LayerSpec, build: BuildContext) -> None:
@@ -71,55 +77,93 @@ class TransformerLayer(nn.Module):
         self.residual, self.stream, self.recompute = build.residual, build.stream, build.recompute == "full"
         self.activations = build.layer_activations.get(index, LayerActivations())
         self.parking = build.parking
-        self.norm1 = Norm(name, spec.norm1, build)
+
+        def norm(part: NormSpec | None) -> Norm | None:
+            return None if part is None else Norm(name, part, build)
+
+        self.norm1 = norm(spec.norm1)
         kind = SelfAttention if spec.attention.latent is None else LatentAttention
         self.attention = kind(name, spec.attention, build)
-        self.norm2 = Norm(name, spec.norm2, build)
+        self.post_norm1, self.norm2 = norm(spec.post_norm1), norm(spec.norm2)
         self.mlp = MLP(name, spec.mlp, build)
+        self.post_norm2 = norm(spec.post_norm2)
+
+    def _branch(self, out: torch.Tensor, end: RowParallelLinear, norm: Norm | None) -> Branch:
+        """Return a branch's result and its bias, which is yet to be added, from that of its last linear."""
+        return (out, end.bias) if norm is None else (norm(self.residual.biased(out, end.bias)), None)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        join = self.residual.bias_dropout_add
-        y, x = self.norm1.fork(x)
-        out, bias = self.attention(y), self.attention.output.bias
+        join, attention, mlp = self.residual.bias_dropout_add, self.attention, self.mlp
+        y, x = (x, x) if self.norm1 is None else self.norm1.fork(x)
+        out, bias = self._branch(attention(y), attention.output, self.post_norm1)
         if self.parallel_residual:
-            y, x = self.norm2.fork(x)
-            branch = self.mlp(y)
+            if self.norm2 is not None:
+                y, x = self.norm2.fork(x)
+            branch, branch_bias = self._branch(mlp(y), mlp.down, self.post_norm2)
             x = join(out, bias, x, op=f"{self.name}.attention")
-            return join(branch, self.mlp.down.bias, x, op=f"{self.name}.mlp")
-        y, x = self.residual.bias_dropout_add_norm(out, bias, x, self.norm2, op=f"{self.name}.attention")
-        return join(self.mlp(y), self.mlp.down.bias, x, op=f"{self.name}.mlp")
+        else:
+            y, x = self._join_norm(out, bias, x)
+            branch, branch_bias = self._branch(mlp(y), mlp.down, self.post_norm2)
+        return join(branch, branch_bias, x, op=f"{self.name}.mlp")
+
+    def _join_norm(
+        self, out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add attention's result to the residual stream; return (what the MLP reads, the sum)."""
+        op = f"{self.name}.attention"
+        if self.norm2 is not None:
+            return self.residual.bias_dropout_add_norm(out, bias, x, self.norm2, op=op)
+        x = self.residual.bias_dropout_add(out, bias, x, op=op)
+        return x, x
 
     def _forward_by_site(self, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:
         """Run the same operations, each under the name of what it leaves behind."""
-        join, mlp, attention = self.residual.bias_dropout_add, self.mlp, self.attention
-        bias, op = attention.output.bias, f"{self.name}.attention"
-        y, x = self._fork(tape, "norm1", self.norm1, x)
+        mlp, attention = self.mlp, self.attention
+        y, x = (x, x) if self.norm1 is None else self._fork(tape, "norm1", self.norm1, x)
         core = tape.run("core", attention.attend_to, *tape.run("qkv", attention.core_arguments, y))
-
-        def add(core: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return join(attention.output(core), bias, x, op=op)
-
-        def add_and_norm(core: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.residual.bias_dropout_add_norm(attention.output(core), bias, x, self.norm2, op=op)[::-1]
+        if self.parallel_residual:
+            if self.norm2 is not None:
+                y, x = self._fork(tape, "norm2", self.norm2, x)
+            x = tape.run("residual", self._add_attention, core, x)
+        else:
+            y, x = self._join_norm_by_site(tape, core, x)
 
         def add_branch(wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return join(mlp.down(wide), mlp.down.bias, x, op=f"{self.name}.mlp")
+            out, bias = self._branch(mlp.down(wide), mlp.down, self.post_norm2)
+            return self.residual.bias_dropout_add(out, bias, x, op=f"{self.name}.mlp")
 
-        if self.parallel_residual:
-            y, x = self._fork(tape, "norm2", self.norm2, x)
-            x = tape.run("residual", add, core, x)
-        elif self.norm2.fuses_add:
-            inputs = core, x
-            x, y = tape.run_fused(
-                add_and_norm, inputs,
-                lambda total, y: (("residual", add, inputs), ("norm2", self.norm2, (total,))),
-            )
-        else:
-            x = tape.run("residual", add, core, x)
-            y = tape.run("norm2", self.norm2, x)
         wide = tape.run("activation", mlp.activate, tape.run("hidden", mlp.up, y))
         out: torch.Tensor = tape.run("output", add_branch, wide, x)
         return out
+
+    def _attention_branch(self, core: torch.Tensor) -> Branch:
+        return self._branch(self.attention.output(core), self.attention.output, self.post_norm1)
+
+    def _add_attention(self, core: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        out, bias = self._attention_branch(core)
+        return self.residual.bias_dropout_add(out, bias, x, op=f"{self.name}.attention")
+
+    def _join_norm_by_site(
+        self, tape: SiteTape, core: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm2, apart, inputs = self.norm2, self.post_norm1 is not None, (core, x)
+        if norm2 is None or not norm2.fuses_add:
+            x = tape.run("residual", self._add_attention, core, x)
+            return x if norm2 is None else tape.run("norm2", norm2, x), x
+        if apart:  # so that what its norm saves can be dropped
+            inputs = tape.run("residual", lambda core: self._attention_branch(core)[0], core), x
+
+        def start(out: torch.Tensor) -> Branch:
+            return (out, None) if apart else self._attention_branch(out)
+
+        def add(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.residual.bias_dropout_add(*start(out), x, op=f"{self.name}.attention")
+
+        x, y = tape.run_fused(
+            lambda out, x: self._join_norm(*start(out), x)[::-1], inputs,
+            lambda total, y: (("residual", add, inputs), ("norm2", norm2, (total,))),
+        )
+        return y, x
 
     @staticmethod
     def _fork(tape: SiteTape, site: Site, norm: Norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,16 +199,26 @@ class Head(nn.Module):
         self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel
         self.loss, self.cross_entropy = build.loss, build.providers.cross_entropy
         self.norm, self.divisor = Norm("", spec.norm, build), build.model.logits_divisor
-        tied = spec.weight.tied
+        self.softcap, tied = build.model.logits_softcap, spec.weight.tied
         self.weight = shared if shared is not None else build.table(spec.weight, tied_apart=tied, primary=not tied)
+        self.bias = None if spec.bias is None else build.vocabulary_bias(spec.bias)
 
     def product_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is multiplied by the table: the norm, divided where logits are (they have more elements)."""
+        """Return what is multiplied by the table: the norm, divided where logits are (they have more elements).
+
+        A bias of the logits is not divided; config.checks refuses the two together.
+        """
         y: torch.Tensor = self.norm(x)
         return y if self.divisor == 1.0 else y / self.divisor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(self.product_input(x), self.weight, group=self.group, sequence_parallel=self.sequence_parallel)
+        return self.capped(linear(
+            self.product_input(x), self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel
+        ))
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return ``logits`` within the model's bound, over whose memory the loss may write its gradient."""
+        return logits if self.softcap == 0.0 else torch.tanh(logits / self.softcap) * self.softcap
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of each token [batch, seq] in nats for ``labels`` int64 [batch, seq].

@@ -60,6 +60,10 @@ class ResidualStream:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return x * self.multiplier, None if bias is None else bias * self.multiplier
 
+    def biased(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x + bias: a branch whose norm reads both."""
+        return x if bias is None else x + bias
+
     def bias_dropout_add(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *, op: str
     ) -> torch.Tensor:

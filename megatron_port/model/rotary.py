@@ -13,21 +13,24 @@ import torch
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.site_parking import mark_as_of_all_layers
+from megatron_port.model.spec import Rotation
 from megatron_port.parallel.positions import Positions
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, float32 [rows, head_size / 2]"""
 
 
-def frequencies(model: ModelConfig, device: torch.device | str) -> torch.Tensor:
+def frequencies(model: ModelConfig, device: torch.device | str, rotation: Rotation = "usual") -> torch.Tensor:
     """float32 [head_size / 2]: radians per token of each pair.
 
     In float32 as in transformers, so that imported weights give its logits.
     """
     size, rotated = model.head_size, model.rotary_size
     exponent = torch.arange(0, rotated, 2, dtype=torch.int64, device=device).float() / rotated
-    inverse = 1.0 / model.rope_theta**exponent
-    if model.rope_scaling == "linear":
+    inverse = 1.0 / (model.window_rope_theta if rotation == "window" else model.rope_theta) ** exponent
+    if rotation != "usual":
+        inverse = inverse if rotation == "window" else torch.zeros_like(inverse)
+    elif model.rope_scaling == "linear":
         inverse = inverse / model.rope_factor
     elif model.rope_scaling == "llama3":
         inverse = _llama3(inverse, model)
@@ -67,12 +70,12 @@ def _yarn(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     return inverse / model.rope_factor * divided + inverse * (1 - divided)
 
 
-def table_factors(model: ModelConfig) -> tuple[float, float]:
+def table_factors(model: ModelConfig, rotation: Rotation = "usual") -> tuple[float, float]:
     """Return the factors on cos and sin of the pairs that turn and of those that do not, by which queries and keys are
-    both multiplied: YaRN's, for the first alone, and the square root of what ``attention_scale`` changes in their
-    products."""
+    both multiplied: YaRN's, for the first alone, where it scales the frequencies, and the square root of what
+    ``attention_scale`` changes in their products."""
     yarn, scale = 1.0, 1.0
-    if model.rope_scaling == "yarn":
+    if model.rope_scaling == "yarn" and rotation == "usual":
         yarn = model.rope_attention_factor or 1.0 + 0.1 * math.log(model.rope_factor)
     if model.attention_scale:
         scale = math.sqrt(model.attention_scale * math.sqrt(model.head_size))
@@ -80,10 +83,11 @@ def table_factors(model: ModelConfig) -> tuple[float, float]:
 
 
 class RotaryTables:
-    """cos and sin of a model, made once and shared by all its layers."""
+    """cos and sin of a model, made once and shared by all its layers of a kind of rotation. Those that do not rotate
+    take the tables for their factor alone: all angles are 0."""
 
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
+    def __init__(self, model: ModelConfig, rotation: Rotation = "usual") -> None:
+        self.model, self.rotation = model, rotation
         self._made: dict[torch.device, Tables] = {}
         self._gathered: dict[tuple[torch.device, Positions], Tables] = {}
 
@@ -109,9 +113,11 @@ class RotaryTables:
         found = self._made.get(device)
         if found is None or found[0].shape[0] < length:
             rows = length if found is None else max(length, 2 * found[0].shape[0])
-            angle = torch.outer(torch.arange(rows, device=device).float(), frequencies(self.model, device))
+            angle = torch.outer(
+                torch.arange(rows, device=device).float(), frequencies(self.model, device, self.rotation)
+            )
             cos, sin, turning = angle.cos(), angle.sin(), self.model.rotary_size // 2
-            for pairs, factor in zip((slice(turning), slice(turning, None)), table_factors(self.model)):
+            for pairs, factor in zip((slice(turning), slice(turning, None)), table_factors(self.model, self.rotation)):
                 if factor != 1.0:
                     cos[:, pairs] *= factor
                     sin[:, pairs] *= factor

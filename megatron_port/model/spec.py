@@ -17,6 +17,9 @@ from math import prod
 from typing import Literal
 
 Gradient = Literal["whole", "tokens", "heads"]
+Rotation = Literal["none", "usual", "window"]
+"""Of queries and keys by their positions: not at all, or with the model's frequencies, or with those that layers with a
+window have for themselves."""
 Kind = Literal["plain", "partial", "shared", "tied"]
 
 
@@ -173,12 +176,17 @@ class NormSpec:
     """layernorm | rmsnorm"""
     bias: bool
     gradient: Gradient = "tokens"
+    zero_centered: bool = False
+    """It multiplies by 1 + weight."""
+    split: Split | None = None
+    """The features are those of all heads, of which tensor-parallel ranks have some each."""
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Weight, and bias where it has one."""
         weight = ParameterSpec(
-            name=f"{self.name}.weight", shape=(self.size,), init="ones", decay=False, gradient=self.gradient
+            name=f"{self.name}.weight", shape=(self.size,), init="zeros" if self.zero_centered else "ones", decay=False,
+            gradient=self.gradient, split=self.split,
         )
         bias = replace(weight, name=f"{self.name}.bias", init="zeros")
         return (weight, bias) if self.bias else (weight,)
@@ -223,7 +231,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Causal self-attention: fused projection, optional norms of each query and key head, core, output projection.
+    """Causal self-attention: fused projection, optional norms of queries and of keys, core, output projection.
 
     With ``latent`` that takes the place of the projection, and ``qkv`` is None.
     """
@@ -233,6 +241,7 @@ class AttentionSpec:
     key_norm: NormSpec | None
     output: LinearSpec
     groups: Groups
+    rotation: Rotation
     latent: LatentSpec | None = None
     window: int = 0
     """Keys that a query sees at most; 0: all before it."""
@@ -291,6 +300,11 @@ class AttentionSpec:
         heads += self.groups.held(tp) if self.key_norm is not None else 0
         return heads * self.groups.head_size
 
+    @property
+    def norms_over_ranks(self) -> int:
+        """Norms whose mean is over the heads of all tensor-parallel ranks."""
+        return sum(norm is not None and norm.split is not None for norm in (self.query_norm, self.key_norm))
+
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
@@ -299,7 +313,12 @@ class MLPSpec:
     up: LinearSpec
     down: LinearSpec
     activation: str
-    """gelu | gelu_tanh | swiglu"""
+    """gelu | gelu_tanh | swiglu | geglu_tanh"""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation is multiplied by a second projection."""
+        return self.up.packed > 1
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -314,19 +333,25 @@ class MLPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A transformer layer: norm, attention, residual, norm, feed-forward, residual."""
+    """A transformer layer: norm, attention, norm, residual, norm, feed-forward, norm, residual; some norms absent."""
 
-    norm1: NormSpec
+    norm1: NormSpec | None
     attention: AttentionSpec
-    norm2: NormSpec
+    post_norm1: NormSpec | None
+    """Of what attention adds to the residual stream."""
+    norm2: NormSpec | None
+    """None under ``parallel_residual`` and with a ``norm1``: both branches read that."""
     mlp: MLPSpec
+    post_norm2: NormSpec | None
+    """Of what the feed-forward block adds."""
     parallel_residual: bool
     """Attention and feed-forward both read the layer's input."""
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
-        """Norms of the residual stream."""
-        return self.norm1, self.norm2
+        """Norms as wide as the residual stream, in the order of the forward pass."""
+        found = self.norm1, self.post_norm1, self.norm2, self.post_norm2
+        return tuple(norm for norm in found if norm is not None)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -336,9 +361,8 @@ class LayerSpec:
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """In the order of the modules; names relative to the layer."""
-        return (
-            *self.norm1.parameters, *self.attention.parameters, *self.norm2.parameters, *self.mlp.parameters
-        )
+        parts = self.norm1, self.attention, self.post_norm1, self.norm2, self.mlp, self.post_norm2
+        return tuple(p for part in parts if part is not None for p in part.parameters)
 
     @property
     def matmul_numel(self) -> int:
@@ -381,11 +405,13 @@ class HeadSpec:
 
     norm: NormSpec
     weight: ParameterSpec
+    bias: ParameterSpec | None
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """In the order of the module: its own before those of its parts."""
-        return (self.weight, *self.norm.parameters)
+        own = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return (*own, *self.norm.parameters)
 
     def forward_flops(self, seq: int) -> int:
         """Operations of the logits of one sample."""

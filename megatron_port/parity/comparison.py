@@ -78,6 +78,9 @@ class Distance:
 
 DISTANCE = Distance(loss=0.2, grad_norm=1.25, gradient=12.0, scale=8.0)
 """Largest distance of the process with emulated rounding from the plain one and from fp32."""
+NORMED_BRANCHES = 4.0
+"""Factor on the distance of gradient norms where branches are normed: of fresh weights' small branches, which are a
+little of the residual stream otherwise, all of the rounding then enters it."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,13 @@ def _norm_deviation(a: float | None, b: float | None) -> float:
     return _relative(a, b)
 
 
+def _shifts_all_keys(model: ModelConfig, name: str) -> bool:
+    """Return whether a layer's key biases are the same shift for all keys, and so have no gradient: where keys are
+    neither rotated nor normed. A soft-cap makes of the same shift different ones, and a sink is not shifted."""
+    capped = model.attention_softcap > 0 or model.attention_sinks
+    return not model.rotates(int(name.split(".")[1])) and not model.qk_norm and not capped
+
+
 def gradient_deviation(
     a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], model: ModelConfig
 ) -> tuple[tuple[float, str], tuple[float, str]]:
@@ -185,14 +195,10 @@ def gradient_deviation(
         raise ValueError(f"the runs have different parameters: {sorted(a.keys() ^ b.keys())}")
     rms_all = rms_of(a)
     keys, queries = key_bias_rows(model), _qkv_rows(model, slice(-2))
-    # With rotary embeddings or normed heads a key bias is no longer the same shift for all keys; a soft-cap makes
-    # of the same shift different ones, and a sink is not shifted.
-    capped = model.attention_softcap > 0 or model.attention_sinks
-    no_gradient = model.position_embedding == "learned" and not model.qk_norm and not capped
     found, found_keys = [], []
     for name, ga in a.items():
         gb = b[name]
-        if no_gradient and name.endswith("attention.qkv.bias"):
+        if name.endswith("attention.qkv.bias") and _shifts_all_keys(model, name):
             largest = torch.maximum(ga[keys].abs().max(), gb[keys].abs().max())
             unit = float(ga[queries].square().mean().sqrt()) + 1e-3 * rms_all
             found_keys.append((float(largest) / max(unit, 1e-300), name))
@@ -254,17 +260,18 @@ def distances(reference: Run, other: Run, dtype: str, model: ModelConfig, *, rul
     """
     a, b, u = first_step(reference), first_step(other), ROUNDOFF[dtype] * (1 + model.num_layers / 16) ** 0.5
     rms_all, keys = rms_of(a.gradients[0]), key_bias_rows(model)
+    grad_norm = DISTANCE.grad_norm * (1.0 if model.norm_placement == "pre" else NORMED_BRANCHES)
     moved, scaled = [], []
     for name, ga in a.gradients[0].items():
         gb = b.gradients[0][name]
-        if model.position_embedding == "learned" and not model.qk_norm:
+        if name.endswith("attention.qkv.bias") and _shifts_all_keys(model, name):
             ga, gb = _without_keys(name, ga, keys), _without_keys(name, gb, keys)
         delta, norm = gb - ga, max(float(ga.norm()) + 1e-3 * rms_all * ga.numel() ** 0.5, 1e-300)
         moved.append((float(delta.norm()) / norm, name))
         scaled.append((abs(float((delta * ga).sum())) / norm**2, name))
     found = [
         ("loss moved", (_relative(a.losses[-1], b.losses[-1]), ""), DISTANCE.loss),
-        ("norm moved", (_norm_deviation(a.grad_norms[-1], b.grad_norms[-1]), ""), DISTANCE.grad_norm),
+        ("norm moved", (_norm_deviation(a.grad_norms[-1], b.grad_norms[-1]), ""), grad_norm),
         ("grad moved", _worst(moved), DISTANCE.gradient), ("grad scale", _worst(scaled), DISTANCE.scale),
     ]
     return [

@@ -26,7 +26,7 @@ from megatron_port.backend.cross_entropy import CrossEntropyOps
 from megatron_port.config.schema import RunConfig
 from megatron_port.model.attention import SelfAttention, rank_rows
 from megatron_port.model.layers import Head, TransformerLayer
-from megatron_port.model.norm import Norm
+from megatron_port.model.norm import Norm, ProjectionNorm
 from megatron_port.model.residual import ResidualStream
 from megatron_port.parallel.embedding import padded_vocab_size
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
@@ -78,7 +78,9 @@ class RoundingEmulation:
                 module.kernels = self._kernels(outputs=_equal(module.weight.shape[-2], tp), packed=packed)
             elif isinstance(module, Head):
                 self._cut_head(module)
-            elif isinstance(module, Norm) and (self.sequence_parallel or module.over_heads):
+            elif isinstance(module, Norm) and (
+                module.gradient == "heads" or (self.sequence_parallel and module.gradient == "tokens")
+            ):
                 _cut_norm(module, tp)
             elif isinstance(module, TransformerLayer) and self.sequence_parallel:
                 module.residual = _SplitResidual.of(module.residual, tp)
@@ -102,6 +104,14 @@ class RoundingEmulation:
             return linear(x, linear_.weight, bias, kernels=linear_.kernels)
 
         linear_.forward = forward  # type: ignore[method-assign]
+        if isinstance(attention.key_norm, ProjectionNorm):
+            norm, d, copies = attention.key_norm, heads.head_size, tp // heads.groups
+
+            def weights(features: int) -> Tensor:
+                parts = [_share(norm.weight, i)[i // copies * d : (i // copies + 1) * d] for i in range(tp)]
+                return torch.cat(parts)
+
+            norm.weights = weights  # type: ignore[method-assign]
 
     def _cut_head(self, head: Head) -> None:
         vocab, tp = record_of(head.weight).shape[0], self.tensor_parallel_size
@@ -112,7 +122,7 @@ class RoundingEmulation:
 
         def forward(x: Tensor) -> Tensor:
             weight = head.weight.view_as(head.weight) if self.tied_in_the_dtype else head.weight
-            return linear(head.product_input(x), weight, kernels=kernels)
+            return head.capped(linear(head.product_input(x), weight, head.bias, kernels=kernels))
 
         head.forward = forward  # type: ignore[method-assign]
 
@@ -282,7 +292,7 @@ def _share(parameter: Tensor, place: int) -> Tensor:
 
 def _cut_norm(norm: Norm, ranks: int) -> None:
     """Let a norm run as on ranks that have a part of the tokens, or of the groups of heads, each."""
-    dim = 2 if norm.over_heads else 0  # [seq, batch, groups, heads, d] or [seq, batch, hidden]
+    dim = 2 if norm.gradient == "heads" else 0  # [seq, batch, groups, heads, d] or [seq, batch, hidden]
     kernel = norm.providers.rms_norm if norm.kind == "rmsnorm" else norm.providers.layer_norm
 
     def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -290,7 +300,7 @@ def _cut_norm(norm: Norm, ranks: int) -> None:
         for i, part in enumerate(x.chunk(ranks, dim)):
             rest = None if residual is None else residual.chunk(ranks, dim)[i]
             bias = None if norm.bias is None else _share(norm.bias, i)
-            out.append(kernel(part.contiguous(), rest, _share(norm.weight, i), bias, norm.eps))
+            out.append(kernel(part.contiguous(), rest, norm.gain(_share(norm.weight, i)), bias, norm.eps))
         return torch.cat([y for y, _ in out], dim), torch.cat([total for _, total in out], dim)
 
     norm._run = run  # type: ignore[method-assign]
@@ -310,6 +320,10 @@ class _SplitResidual(ResidualStream):
         )
         # The norm that follows is cut by itself (_cut_norm).
         return cls(**vars(dataclasses.replace(residual, fused_norm=None)), ranks=parts)
+
+    def biased(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        count = len(self.ranks)
+        return x if bias is None else torch.cat([part + _share(bias, i) for i, part in enumerate(x.chunk(count))])
 
     def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, op: str) -> Tensor:
         count, out = len(self.ranks), []

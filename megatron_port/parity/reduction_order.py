@@ -86,7 +86,12 @@ def _column(module: ColumnParallelLinear, reordering: Reordering, place: int) ->
 
 def _head(module: Head, reordering: Reordering, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
     pieces = _pieces(module.weight.shape[0], reordering, place, module.weight.device)
-    return lambda x: _columns(module.product_input(x), module.weight, pieces, PLAIN)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        logits = _columns(module.product_input(x), module.weight, pieces, PLAIN)
+        return module.capped(logits if module.bias is None else logits + module.bias)
+
+    return forward
 
 
 def apply_reduction_order(stage: nn.Module, reordering: Reordering) -> None:

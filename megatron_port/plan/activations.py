@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from megatron_port.model.activation_sites import SITES, Site, decided
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import LayerSpec
+from megatron_port.model.spec import LayerSpec, NormSpec
+from megatron_port.plan.attention_passes import uses_tables
 from megatron_port.plan.case import Case
 
 
@@ -34,19 +35,33 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
     mask = {"own": 0, "torch": w}.get(case.kernels, 1) * (m.hidden_dropout > 0)
     wide = 2 * case.wide - w if torchs else 0  # of an RMSNorm, in place of its input
     inputs = (stream if case.engine.gathers_again else tokens * m.hidden_size) * w  # gathered once and kept, or again
-    norm1, norm2 = (inputs + stream * wide * (norm.kind == "rmsnorm") for norm in layer.norms)
-    silu = layer.mlp.down.inputs if torchs and layer.mlp.activation == "swiglu" else 0
+
+    def copied(norm: NormSpec) -> float:
+        return stream * wide * (norm.kind == "rmsnorm")
+
+    def norm(spec: NormSpec | None) -> float:
+        return 0.0 if spec is None else inputs + copied(spec)
+
+    def post(spec: NormSpec | None) -> float:
+        """Bytes of a branch's result, which its norm keeps."""
+        return 0.0 if spec is None else stream * w + copied(spec)
+
+    # What a linear reads without a norm is the residual stream, or its gathered copy.
+    gathered = inputs if not case.engine.gathers_again and case.sequence_parallel else 0.0
+    torch_gate = layer.mlp.gated and (torchs or layer.mlp.activation != "swiglu")
+    gate = layer.mlp.down.inputs if torch_gate else 0
     return {
         "input": stream * w,
-        "norm1": norm1,
-        "qkv": tokens / t * _qkv_bytes(case, layer, wide),
+        "norm1": norm(layer.norm1),
+        "qkv": tokens / t * _qkv_bytes(case, layer, wide) + (gathered if layer.norm1 is None else 0.0),
         "core": tokens / t * (_mixed_features(layer) * w + _core_bytes(case, layer, scores)),
         # Where the norms read the same tensor, there is no second one.
-        "residual": stream * (mask + (0 if layer.parallel_residual else w)),
-        "norm2": norm2,
-        "hidden": tokens / t * layer.mlp.up.kept_features(t) * w,
-        "activation": tokens / t * (layer.mlp.down.kept_features(t) + silu) * w,
-        "output": stream * mask,
+        "residual": stream * (mask + (0 if layer.parallel_residual else w)) + post(layer.post_norm1),
+        "norm2": norm(layer.norm2),
+        "hidden": tokens / t * layer.mlp.up.kept_features(t) * w
+        + (gathered if layer.norm2 is None and not layer.parallel_residual else 0.0),
+        "activation": tokens / t * (layer.mlp.down.kept_features(t) + gate) * w,
+        "output": stream * mask + post(layer.post_norm2),
     }
 
 
@@ -108,11 +123,14 @@ def copied_sites(case: Case, layer: LayerSpec) -> dict[Site, tuple[Site, float]]
     sizes, stream = site_bytes(case, layer), _stream(case)[1] * case.width
     out: dict[Site, tuple[Site, float]] = {}
     if case.width != case.wide:
-        readers: tuple[tuple[Site, Site], ...] = (("input", "norm1"), ("residual", "norm2"))
-        for (site, reader), norm in zip(readers, layer.norms):
-            if norm.kind == "rmsnorm" and not (site == "residual" and layer.parallel_residual):
+        readers: tuple[tuple[Site, Site, NormSpec | None], ...] = (
+            ("input", "norm1", layer.norm1), ("residual", "norm2", layer.norm2)
+        )
+        for site, reader, norm in readers:
+            rms = norm is not None and norm.kind == "rmsnorm"
+            if rms and not (site == "residual" and layer.parallel_residual):
                 out[site] = reader, stream
-    if layer.mlp.activation != "swiglu" and layer.mlp.up.bias:
+    if not layer.mlp.gated and layer.mlp.up.bias:
         out["hidden"] = "activation", sizes["hidden"]
     return out
 
@@ -131,9 +149,11 @@ def _qkv_bytes(case: Case, layer: LayerSpec, wide: int) -> float:
     if layer.attention.latent is not None:  # each latent, and its norm; what every rank has
         copies = 1 if case.sequence_parallel else t
         out += sum(norm.size for norm in layer.attention.latent.norms) * (2 * w + wide) * copies
-    if case.kernels == "torch" and case.model.position_embedding == "rope":
+    if case.kernels == "torch" and uses_tables(case.model, layer.attention):
         out += heads.head_size * heads.held(t) * w  # rotated keys; v is a view that keeps the whole projection alive
         out += 4 * case.model.rotary_size * w / case.micro_batch * t  # the tables, in the compute dtype
+    if layer.attention.norms_over_ranks and t > 1:  # a function that keeps no wide copies
+        wide = 0
     return out + layer.attention.normalized_features(t) * (w + wide)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_port.config.schema import ModelConfig
 from megatron_port.model.spec import AttentionSpec, LatentSpec, LayerSpec
 from megatron_port.plan.adapters import tuned_linear
 from megatron_port.plan.operations import Sizes, drop, leave, linear, normalize, product
@@ -65,6 +66,11 @@ def _apart(t: Tape, s: Sizes, y: Value, latent: LatentSpec) -> tuple[Value, Valu
     )
 
 
+def uses_tables(model: ModelConfig, spec: AttentionSpec) -> bool:
+    """Return whether queries and keys are rotated, or multiplied by tables that hold attention_scale alone."""
+    return spec.rotation != "none" or model.attention_scale > 0
+
+
 @dataclass(frozen=True)
 class _Heads:
     """Bytes of a rank's queries, keys, scores."""
@@ -93,7 +99,7 @@ def _heads(s: Sizes, spec: LayerSpec) -> _Heads:
 def _core(t: Tape, s: Sizes, spec: LayerSpec, y: Value) -> Value:
     """Attention of the packed projection; queries, keys and values are split from it, and rotated."""
     h, again = _heads(s, spec), s.case.recompute == "selective"
-    rotary = s.case.model.position_embedding == "rope"
+    rotary = uses_tables(s.case.model, spec.attention)
     if s.case.flash or not s.torch:
         if rotary:
             y = t.note(t.block(y.size), [y], lambda grad, saved: [t.block(h.q + 2 * h.k)])

@@ -129,17 +129,18 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     backward = inputs + weights + accumulate + core_back + light_back
     again, tensor_again = 0.0, 0.0
     each = _tensor_collective(case, links, group)
+    means = _head_means(case, layer, links, group)
     if case.recompute == "full":
         # The last collective of a layer is repeated only where something behind it was kept for the backward pass.
         skipped = 0.5 * each if case.sequence_parallel else each
-        again, tensor_again = forward, 2 * each - (skipped if ends_at_product(case) else 0.0)
+        again, tensor_again = forward, 2 * each + means - (skipped if ends_at_product(case) else 0.0)
     elif case.recompute == "selective" and not case.flash:
         again = core
     forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
     hidden_forward, hidden_backward = _hidden(case, each, forward_each, products, weights)
     return Cost(
-        forward=forward, backward=backward + again, forward_tensor=2 * forward_each - hidden_forward,
-        backward_tensor=2 * each - hidden_backward + tensor_again,
+        forward=forward, backward=backward + again, forward_tensor=2 * forward_each - hidden_forward + means,
+        backward_tensor=2 * each - hidden_backward + tensor_again + means,
     )
 
 
@@ -178,7 +179,9 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     projections = sum(product(linear) for linear in layer.attention.projections)
     return {
         "norm1": norm, "norm2": norm,
-        "qkv": Cost(backward=projections + rotated, backward_tensor=entry),
+        "qkv": Cost(
+            backward=projections + rotated, backward_tensor=entry + _head_means(case, layer, links, group)
+        ),
         "core": Cost(backward=attention_seconds(case, layer, rates)[0]),
         "residual": Cost(
             backward=product(output) + rates.stream(stream * (3 * w + mask), 1), backward_tensor=exit_
@@ -200,6 +203,11 @@ def _tensor_collective(case: Case, links: Links, group: Span, chunks: int = 1) -
     if case.sequence_parallel:
         return chunks * 2 * links.collective(size, group, kind="half")
     return chunks * links.collective(size, group)
+
+
+def _head_means(case: Case, layer: LayerSpec, links: Links, group: Span) -> float:
+    """The sums over ranks, one number a token each, of norms over the heads of all of them."""
+    return layer.attention.norms_over_ranks * links.collective(_stream(case)[0] * 4, group) if case.tp > 1 else 0.0
 
 
 def _hidden(case: Case, each: float, forward_each: float, products: float, weights: float) -> tuple[float, float]:

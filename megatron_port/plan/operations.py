@@ -131,7 +131,8 @@ def normalize(t: Tape, s: Sizes, x: Value, norm: NormSpec, residual: Value | Non
     if residual is not None:
         total = t.note(t.block(x.size), [x, residual], lambda grad, saved: [grad, grad])
     rows = x.size / norm.size / s.case.width
-    if norm.kind == "rmsnorm" and s.torch:
+    over_ranks = norm.split is not None and s.case.tp > 1  # a function of its own (parallel.split_norm)
+    if norm.kind == "rmsnorm" and s.torch and not over_ranks:
         return _torch_rms_norm(t, s, total), total
     size = x.size
     statistics = t.block(rows * s.case.wide * (1 if norm.kind == "rmsnorm" else 2))

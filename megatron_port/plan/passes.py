@@ -8,7 +8,7 @@ allocations of real ranks, to 2 % of a rank's peak.
 from __future__ import annotations
 
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import LayerSpec
+from megatron_port.model.spec import LayerSpec, LinearSpec, NormSpec
 from megatron_port.plan.adapters import tuned_linear
 from megatron_port.plan.attention_passes import attention
 from megatron_port.plan.operations import Sizes, drop, leave, linear, matrix, normalize
@@ -41,24 +41,40 @@ def layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
 
 
 def _layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
-    out = attention(t, s, spec, normalize(t, s, x, spec.norm1)[0])
-    biased = spec.attention.output.bias
+    y = x if spec.norm1 is None else normalize(t, s, x, spec.norm1)[0]
+    out, biased = _branch(t, s, attention(t, s, spec, y), spec.attention.output, spec.post_norm1)
     if spec.parallel_residual:
-        branch = _mlp(t, s, spec, normalize(t, s, x, spec.norm2)[0])
+        if spec.norm2 is not None:
+            y = normalize(t, s, x, spec.norm2)[0]
+        branch, branch_biased = _branch(t, s, _mlp(t, s, spec, y), spec.mlp.down, spec.post_norm2)
+        del y
         x = _join(t, s, out, x, bias=biased)
-        return _join(t, s, branch, x, bias=spec.mlp.down.bias)
-    if not biased and s.case.model.hidden_dropout == 0:
+        return _join(t, s, branch, x, bias=branch_biased)
+    if spec.norm2 is not None and not biased and s.case.model.hidden_dropout == 0:
         y, x = normalize(t, s, out, spec.norm2, x)
     else:
         x = _join(t, s, out, x, bias=biased)
-        y = normalize(t, s, x, spec.norm2)[0]
-    return _join(t, s, _mlp(t, s, spec, y), x, bias=spec.mlp.down.bias)
+        y = x if spec.norm2 is None else normalize(t, s, x, spec.norm2)[0]
+    branch, branch_biased = _branch(t, s, _mlp(t, s, spec, y), spec.mlp.down, spec.post_norm2)
+    return _join(t, s, branch, x, bias=branch_biased)
+
+
+def _branch(t: Tape, s: Sizes, out: Value, end: LinearSpec, norm: NormSpec | None) -> tuple[Value, bool]:
+    """``TransformerLayer._branch``: (a branch's result, whether its bias is yet to be added)."""
+    if norm is None:
+        return out, end.bias
+    if end.bias:
+        out = t.note(t.block(out.size), [out], lambda grad, saved: [grad])
+    return normalize(t, s, out, norm)[0], False
 
 
 def _mlp(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     product = tuned_linear if s.case.fine_tuning.enabled else linear
     up = product(t, s, x, spec.mlp.up)
-    active = _swiglu(t, s, up) if spec.mlp.activation == "swiglu" else _gelu(t, s, up, bias=spec.mlp.up.bias)
+    if spec.mlp.gated:
+        active = _gated(t, s, up, torchs=s.torch or spec.mlp.activation != "swiglu")
+    else:
+        active = _gelu(t, s, up, bias=spec.mlp.up.bias)
     del up
     y = product(t, s, active, spec.mlp.down)
     return leave(t, s, y)
@@ -71,9 +87,10 @@ def _gelu(t: Tape, s: Sizes, x: Value, *, bias: bool) -> Value:
     return t.note(t.block(size), [x], lambda grad, saved: [t.block(size)], [x.block])
 
 
-def _swiglu(t: Tape, s: Sizes, x: Value) -> Value:
+def _gated(t: Tape, s: Sizes, x: Value, *, torchs: bool) -> Value:
+    """SwiGLU, or GeGLU, which is torch's ops with any provider."""
     size = x.size / 2
-    if not s.torch:
+    if not torchs:
         return t.note(t.block(size), [x], lambda grad, saved: [t.block(2 * size)], [x.block])
     gate, up = t.split(x, lambda grad, saved: [t.block(2 * size)], 2)
     silu = t.note(t.block(size), [gate], lambda grad, saved: [t.block(size)], [gate.block])
@@ -113,6 +130,16 @@ def embedding(t: Tape, s: Sizes) -> Value:
     return x
 
 
+def _softcap(t: Tape, logits: Value) -> Value:
+    """``Head.capped``: the hyperbolic tangent stays for its backward pass."""
+    size = logits.size
+    divided = t.note(t.block(size), [logits], lambda grad, saved: [t.block(size)])
+    tanh = t.block(size)
+    bent = t.note(tanh, [divided], lambda grad, saved: [t.block(size)], [tanh])
+    del divided
+    return t.note(t.block(size), [bent], lambda grad, saved: [t.block(size)])
+
+
 def head(t: Tape, s: Sizes, x: Value) -> Value:
     """``model.layers.Head`` and the loss of its logits, over which the gradient is written."""
     spec, case = model_spec(s.case.model).head, s.case
@@ -121,6 +148,8 @@ def head(t: Tape, s: Sizes, x: Value) -> Value:
         t, s, normed, case.model.hidden_size, case.padded_vocab / case.tp, bias=0.0, entry=True
     )
     del normed
+    if case.model.logits_softcap > 0:
+        logits = _softcap(t, logits)
     elements = logits.size / case.width
     wide = elements * 4 if case.engine.copies_logits else min(elements, LOSS_CHUNK) * case.wide
     torchs = case.kernels != "own" or case.engine.copies_logits

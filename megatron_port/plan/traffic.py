@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.plan.case import Case
 from megatron_port.plan.elements import bucket_elements, gathered_elements, trained_elements
 from megatron_port.plan.layer import ends_at_product
@@ -56,6 +57,9 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
             out.add("tp", "reduce-scatter", scattered * whole)
         else:
             out.add("tp", "all-reduce", (layers * (4 + again) + first + last) * whole)
+        over_heads = model_spec(m).layers[0].attention.norms_over_ranks
+        passes = 3 if case.recompute == "full" else 2
+        out.add("tp", "all-reduce", layers * over_heads * passes * tokens * case.wide)
         if last:  # maximum, and sum with the target's logit, of each token
             out.add("tp", "all-reduce", 3 * tokens * case.wide)
     between = whole / case.tp if case.sequence_parallel else whole

@@ -26,9 +26,10 @@ import torch
 from cases import Batches, Reordering, make_batches, make_config, run_case
 from pool import RankPool
 
-from megatron_port.config.schema import ActivationsConfig, LayoutConfig, RunConfig
+from megatron_port.config.schema import ActivationsConfig, LayoutConfig, ModelConfig, RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.model import rotary
+from megatron_port.model.spec import Rotation
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import Deviation, Run, Tolerance, compare
@@ -99,7 +100,11 @@ def _documents(batch: MicroBatch) -> Iterator[MicroBatch]:
 def exact_angles() -> Iterator[None]:
     """Rotary angles in float64, of the frequencies that training has."""
     before = rotary.frequencies
-    rotary.frequencies = lambda model, device: before(model, device).double()
+
+    def wider(model: ModelConfig, device: torch.device | str, rotation: Rotation = "usual") -> torch.Tensor:
+        return before(model, device, rotation).double()
+
+    rotary.frequencies = wider
     try:
         yield
     finally:

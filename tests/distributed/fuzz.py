@@ -91,7 +91,9 @@ class Draw:
                 "attention_dropout", "ffn_hidden_size", "parallel_residual", "rope_scaling", "rotary_percent",
                 "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale",
                 "logits_divisor", "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
-                "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")
+                "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
+                "norm_placement", "norm_zero_centered", "shared_norm", "qk_norm_over", "mlp_bias",
+                "norm_bias", "head_bias", "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta")
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
@@ -168,7 +170,8 @@ def _model(r: random.Random, t: Topology) -> dict[str, Any]:
     # Drawn apart: the numbers before it, and so all other fields of a seed, stay what they were.
     model["qk_norm"] = random.Random(repr(model)).random() < 0.3
     model |= _options(random.Random(f"options {model!r}"), model)
-    return model | _mask(random.Random(f"mask {model!r}"), model["seq_length"])
+    model |= _mask(random.Random(f"mask {model!r}"), model["seq_length"])
+    return model | _layer_options(random.Random(f"layers {model!r}"), model)
 
 
 def _mask(r: random.Random, seq: int) -> dict[str, Any]:
@@ -179,6 +182,30 @@ def _mask(r: random.Random, seq: int) -> dict[str, Any]:
     if r.random() < 0.6:
         options |= {"sliding_window": r.choice((1, 2, max(seq // 2, 1), seq)),
                     "attention_pattern": r.choice(((), ("window", "full"), ("full", "window")))}
+    return options
+
+
+def _layer_options(r: random.Random, model: dict[str, Any]) -> dict[str, Any]:
+    """Where norms stand, single biases and the like, in a third of the models."""
+    if r.random() < 2 / 3:
+        return {}
+    placement = r.choice(("pre", "post", "sandwich"))
+    options: dict[str, Any] = {
+        "norm_placement": placement, "norm_zero_centered": r.random() < 0.5, "scale_embedding": r.random() < 0.3,
+        "shared_norm": model["parallel_residual"] and placement != "post" and r.random() < 0.7,
+        "logits_softcap": r.choice((0.0, 2.0)),
+        "head_bias": model.get("logits_divisor", 1.0) == 1.0 and r.random() < 0.5,
+        "qk_norm_over": "projection" if model["qk_norm"] and r.random() < 0.7 else "head",
+    }
+    if not model["add_bias"]:
+        options |= {"mlp_bias": r.random() < 0.5,
+                    "norm_bias": model["normalization"] == "layernorm" and r.random() < 0.5}
+    if model["position_embedding"] == "rope" and r.random() < 0.5:
+        options["rope_pattern"] = r.choice((("rope", "none"), ("none", "rope")))[: r.choice((1, 2))]
+        if model.get("sliding_window"):
+            options["window_rope_theta"] = r.choice((0.0, 50.0))
+    if model["activation"] == "swiglu" and r.random() < 0.5:
+        options["activation"] = "geglu_tanh"
     return options
 
 
@@ -208,7 +235,7 @@ def _latent(r: random.Random, model: dict[str, Any]) -> dict[str, Any]:
         "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False, "qkv_bias": False,
         "qk_norm": False, "num_query_groups": 0, "rotary_percent": 1.0, "head_dim": head,
         "kv_lora_rank": r.choice((6, 16)), "q_lora_rank": r.choice((0, 10)), "qk_rope_head_dim": r.choice((2, 4)),
-        "v_head_dim": r.choice((0, 3, head)),
+        "v_head_dim": r.choice((0, 3, head)), "qk_norm_over": "head", "norm_bias": False,
     }
 
 
@@ -245,6 +272,9 @@ def draw(seed: int) -> Draw:
     engine = r.choice(("native", "native", "deepspeed"))
     dtype = r.choice(("fp64", "fp32", "bf16", "fp16") if engine == "native" else ("fp32", "bf16", "bf16"))
     model, layout = _model(r, t), _layout(r, t, engine)
+    if dtype in ("bf16", "fp16") and model["qk_norm"]:
+        # Of fresh weights, norms of keys then make gradients out of differences that rounding alone decides.
+        model.pop("norm_placement", None)
     stages = t.pp * layout.get("virtual_pipeline_size", 1)
     if dtype in ("fp32", "fp64"):  # nothing emulates how latents that all heads share are rounded
         model = _latent(random.Random(f"latent-{seed}"), model)

@@ -257,7 +257,9 @@ def mlp(b: Bench) -> Parts:
 
 def norm(b: Bench) -> Parts:
     build = b.build()
-    module = Norm("layers.0", model_spec(build.model).layers[0].norm1, build)
+    spec = model_spec(build.model).layers[0].norm1
+    assert spec is not None
+    module = Norm("layers.0", spec, build)
     return b.residual(module, b.fill(module), build.stream)
 
 

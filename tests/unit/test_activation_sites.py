@@ -46,6 +46,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
     },
     "llama, masked": {**LLAMA, "sliding_window": 20, "attention_sinks": True, "attention_softcap": 2.0},
+    "olmo2": {**LLAMA, "norm_placement": "post", "qk_norm": True, "qk_norm_over": "projection", "add_bias": True},
+    "gemma": {**LLAMA, "norm_placement": "sandwich", "norm_zero_centered": True, "activation": "geglu_tanh"},
+    "gpt-j": {"parallel_residual": True, "shared_norm": True, "hidden_dropout": 0.1},
 }
 SEQ, BATCH = 64, 2
 STARTS = (torch.arange(SEQ, dtype=torch.int32) // 24 * 24).repeat(BATCH, 1)
@@ -135,7 +138,8 @@ def test_no_bit_changes_whatever_is_dropped(family: str, own: bool, dtype: torch
         layer = make_layer(family, own, dtype, activations)
         got = gradients(layer, dtype)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), activations
-        assert layer.parking.swap is not None and layer.parking.swap.moved > 0
+        # Without a norm of the input, some of these sets swap nothing of a layer that starts a stage.
+        assert layer.parking.swap is not None and (layer.parking.swap.moved > 0 or layer.norm1 is None)
 
 
 # ---------------------------------------------------------------- bytes

@@ -38,12 +38,17 @@ LLAMA = {
     **GPT, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
     "tie_embeddings": False, "num_query_groups": 2,
 }
+OLMO = {**LLAMA, "norm_placement": "post", "qk_norm": True, "qk_norm_over": "projection"}
+GEMMA = {**LLAMA, "norm_placement": "sandwich", "norm_zero_centered": True, "activation": "geglu_tanh",
+         "logits_softcap": 30.0, "tie_embeddings": True, "rope_pattern": ("rope", "none")}
+GPTJ = {**GPT, "parallel_residual": True, "shared_norm": True, "head_bias": True, "tie_embeddings": False}
 MASKED = {
     **LLAMA, "sliding_window": 40, "attention_pattern": ("window", "full", "full"), "attention_sinks": True,
     "attention_softcap": 5.0,
 }
 MODELS = {
-    "gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA, "masked": MASKED,
+    "gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA, "masked": MASKED, "olmo": OLMO,
+    "gemma": GEMMA, "gptj": GPTJ,
     "window": {**GPT, "sliding_window": 40, "attention_pattern": ("window", "full"), "attention_dropout": 0.1},
 }
 
@@ -84,6 +89,8 @@ CASES = [
     ("gpt", "bf16", {**T2, **PARTITIONED}, 0), ("llama", "bf16", {**T2, **P2, **MIXED}, 0),
     ("gpt", "bf16", {**ZERO3, "reduce_bucket_size": 100_000, "grad_reduce_dtype": "bf16"}, 0),
     ("masked", "bf16", {}, 0), ("masked", "fp32", {**P2, **SELECTIVE}, 0), ("window", "fp32", T2, 0),
+    ("olmo", "bf16", T2, 0), ("olmo", "fp32", {**SP, **EVERY_SITE}, 0), ("gemma", "bf16", P2, 1),
+    ("gptj", "fp32", T2, 0),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
 ]
 

@@ -164,7 +164,7 @@ def test_dropout_and_the_norm_that_follows(part: SequencePartition, providers: C
     x, residual = (torch.randn(SEQ, BATCH, 24, generator=draw) for _ in range(2))
     bias = torch.randn(24, generator=draw)
     whole, mine = build_of(WHOLE_SEQUENCE, providers=providers()), build_of(part, providers=providers())
-    norm = Norm("layer", model_spec(MODEL).layers[0].norm2, whole)
+    norm = Norm("layer", model_spec(MODEL).layers[0].norms[1], whole)
     for i, parameter in enumerate(norm.parameters()):
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
     total = whole.residual.bias_dropout_add(x, bias, residual, op="a")
