@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_port.config.attention import windows, windows_of
 from megatron_port.config.plugins import installed_problems
+from megatron_port.config.rope import rotations_of
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.model.families import AUTO, family_named, family_names
@@ -24,7 +25,9 @@ CONFIG = "config.json"
 _MAX_BYTES = 1 << 24
 _TRAINING = frozenset({"name", "family", "hidden_dropout", "attention_dropout"})
 """Fields of a model that do not change what it computes outside training."""
-_ROPE = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith(("rope_", "rotary_")))
+_ROPE = frozenset(
+    name for name in ModelConfig.__dataclass_fields__ if name.startswith(("rope_", "rotary_", "window_rope_"))
+)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -149,6 +152,7 @@ def _essential(model: ModelConfig) -> dict[str, Any]:
     values = {k: v for k, v in vars(model).items() if k not in _TRAINING}
     values |= {"num_query_groups": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size}
     values |= windows_of(model) if model.sliding_window < model.seq_length else windows((), 0)
+    values |= rotations_of(model)
     unused = set() if model.position_embedding == "rope" else set(_ROPE)
     if model.rope_scaling != "llama3":
         unused |= {"rope_low_freq_factor", "rope_high_freq_factor"}
@@ -168,7 +172,8 @@ def _shown(value: Any) -> str:
 def hf_config(model: ModelConfig, *, dtype: str, eos: int | None) -> dict[str, Any]:
     """A ``config.json`` for :func:`family_for`'s architecture. ``dtype``: e.g. ``float32``. ``eos``: end of text."""
     return _config(model, family_named(family_for(model))) | {
-        "torch_dtype": dtype, "bos_token_id": eos, "eos_token_id": eos, "use_cache": True
+        "torch_dtype": dtype, "bos_token_id": eos, "eos_token_id": eos, "use_cache": True,
+        "pad_token_id": None,  # absent, it is the family's, whatever the vocabulary
     }
 
 

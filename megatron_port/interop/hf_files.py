@@ -148,7 +148,7 @@ class HFFolder:
         head = self._names.head
         if name in (head, MODULE_HEAD):
             return head if head in self._places else MODULE_HEAD
-        return name[self._cut :]
+        return name[self._cut :] if name.startswith(self._names.prefix) else name
 
     def _slice(self, name: str) -> Any:
         return self._file(self._place(name).file).get_slice(self._key(name))

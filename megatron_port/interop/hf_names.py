@@ -6,9 +6,9 @@ there. GPT-2 keeps its matrices as [in, out] (``transposed``): their "rows" are 
 runs that a box of ours meets, exporting those that a range of rows there meets, so no tensor is ever needed whole.
 
 * Query, key and value: ours are by key/value group (its queries, its key, its value); GPT-2 has all queries, all keys,
-  all values; GPT-NeoX has our order; Llama has a matrix for each.
-* Partial rotary: ours pairs element i of a head with i + d/2, GPT-NeoX with i + r/2 for its r rotated elements, which
-  come first (``model.rotary``).
+  all values; GPT-NeoX and Falcon have our order; Llama has a matrix for each.
+* Rotary: ours pairs element i of a head with i + d/2, GPT-NeoX with i + r/2 for its r rotated elements, which come
+  first, and GPT-J 2i with 2i + 1 of them (``model.rotary``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import prod
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.model.families import family_named
-from megatron_port.model.families.family import Names
+from megatron_port.model.families.family import Names, Rotation
 from megatron_port.model.shapes import parameter_shapes
 
 MODULE_HEAD = "lm_head.weight"
@@ -98,9 +98,10 @@ def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
 
 
 def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) -> Mapped:
-    rows, names = _rows(name, shape), family_named(family).names
-    if name == "head.weight":
-        return Mapped(name, shape, (Run(0, names.head, 0, rows),), False)
+    found = family_named(family)
+    rows, names = _rows(name, shape), found.names if found.names_of is None else found.names_of(model)
+    if name.startswith("head."):
+        return Mapped(name, shape, (Run(0, head_tensor(names, name), 0, rows),), False)
     module, _, kind = name.rpartition(".")
     there, prefix = _module_there(module, names)
     if there is None:
@@ -123,6 +124,11 @@ def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) 
     return Mapped(name, shape, runs, tensor.endswith(names.transposed))
 
 
+def head_tensor(names: Names, ours: str) -> str:
+    """Return the name of the head's matrix or bias there, which no prefix stands before."""
+    return f"{names.head.rpartition('.')[0]}.{ours.rpartition('.')[2]}"
+
+
 def _module_there(module: str, names: Names) -> tuple[str | tuple[str, ...] | None, str]:
     """The name of a module of ours there (None: there is none), and what stands before it."""
     if not module.startswith("layers."):
@@ -141,7 +147,7 @@ def _qkv(model: ModelConfig, names: Names, tensors: tuple[str, ...]) -> Iterator
         for part, count, first in ((0, per, group * per), (1, 1, group), (2, 1, group)):
             for head in range(first, first + count):
                 start = _first_head(names, part, head, heads, groups) * d if fused else head * d
-                for ours, theirs, length in _head_rows(d, model.rotary_size, names.rotated_first and part != 2):
+                for ours, theirs, length in _head_rows(d, model.rotary_size, names.rotation if part != 2 else "halves"):
                     yield Run(at + ours, tensors[part], start + theirs, length)
                 at += d
 
@@ -175,15 +181,24 @@ def _rotated_heads(model: ModelConfig, tensor: str, rows: int) -> Iterator[Run]:
 
 def _first_head(names: Names, part: int, head: int, heads: int, groups: int) -> int:
     """Place, in heads, of a query (part 0), key or value head in a fused projection there."""
-    return 3 * head + part if names.qkv_by_head else (0, heads, heads + groups)[part] + head
+    if not names.qkv_by_group:
+        return (0, heads, heads + groups)[part] + head
+    per = heads // groups
+    return head // per * (per + 2) + head % per if part == 0 else head * (per + 2) + per + part - 1
 
 
-def _head_rows(d: int, rotated: int, partial: bool) -> Iterator[tuple[int, int, int]]:
+def _head_rows(d: int, rotated: int, rotation: Rotation) -> Iterator[tuple[int, int, int]]:
     """Yield (first row of ours, of theirs, count) within a head."""
-    if not partial or rotated == d:
+    r, still = rotated // 2, (d - rotated) // 2
+    if rotation == "halves" or (rotation == "first" and rotated == d):
         yield 0, 0, d
         return
-    r, still = rotated // 2, (d - rotated) // 2
+    if rotation == "interleaved":
+        for half in (0, 1):
+            yield from ((half * d // 2 + i, 2 * i + half, 1) for i in range(r))
+            if still:
+                yield half * d // 2 + r, rotated + half * still, still
+        return
     yield 0, 0, r
     yield r, rotated, still
     yield d // 2, r, r

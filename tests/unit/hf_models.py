@@ -21,6 +21,7 @@ FACTORS: dict[str, Any] = {
 }
 """Granite's."""
 LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 2.5}
+GEMMA_ROPE = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 
 
 def gpt2(length: int = 32, **changes: Any) -> Any:
@@ -60,6 +61,14 @@ SIZES = {
 }
 
 
+_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+OWN: dict[str, dict[str, Any]] = {
+    "gptj": {"rotary_dim": 8}, "smollm3": {"no_rope_layers": [0, 1, 1]},
+    "gemma2": {**_WINDOWS, "query_pre_attn_scalar": 20}, "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 24},
+}
+"""Fields whose defaults do not fit so few layers of such a size."""
+
+
 def small(model_type: str, length: int = 32, **changes: Any) -> Any:
     """A small configuration of any family: of the usual fields those that its class has."""
     import transformers
@@ -68,7 +77,7 @@ def small(model_type: str, length: int = 32, **changes: Any) -> Any:
         return deepseek(length, **changes)
     kind = transformers.CONFIG_MAPPING[model_type]
     known = {*kind().to_dict(), *kind.attribute_map}
-    sizes = {"max_position_embeddings": length, **SIZES}
+    sizes = {"max_position_embeddings": length, **SIZES, **OWN.get(model_type, {})}
     return kind(**{**{k: v for k, v in sizes.items() if k in known}, **changes})
 
 
@@ -85,15 +94,16 @@ def deepseek(length: int = 32, **changes: Any) -> Any:
 
 
 def reference(config: Any, *, scale: float = 5.0, seed: int = 0) -> Any:
-    """A model with weights of ``scale`` times the usual 0.02, biases and norms away from 0 and 1."""
+    """A model with weights of ``scale`` times the usual 0.02, biases away from 0 and norms' factors away from 1."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+    usual = 0.0 if config.model_type.startswith("gemma") else 1.0
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
-            p.copy_(1.0 + 0.3 * noise if p.dim() == 1 and "bias" not in name else scale * 0.02 * noise)
+            p.copy_(usual + 0.3 * noise if p.dim() == 1 and "bias" not in name else scale * 0.02 * noise)
     return model.eval()
 
 

@@ -78,7 +78,7 @@ def test_modules_hold_what_the_spec_states(family: str, tmp_path: Path) -> None:
     model = model_from_hf(written(family, tmp_path), "config.json")
     assert {r.name: r for r in stage_records(model, Topology(), 0, sp=False)} == model_records(model)
     for sp in (False, True):
-        built = stage_records(model, Topology(tp=2), 1, sp=sp)
+        built = stage_records(model, Topology(tp=2, kv_copies=2 // min(model.kv_heads, 2)), 1, sp=sp)
         for spec in model_spec(model).parameters():
             assert not differing(spec, [r for r in built if r.name == spec.name], 2, sp, 112), spec.name
 
@@ -88,7 +88,9 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
     source = HFFolder(hf.saved(hf.reference(hf.small(family), scale=1.0), tmp_path / "source"))
     checkpoint = open_checkpoint(import_checkpoint(source.path, tmp_path / "ours", note=lambda _: None))
     found = export_hf(checkpoint, tmp_path / "back", note=lambda _: None)
-    assert found is not None and found.deviation <= 1e-6 and found.scale >= 2.0
+    # Without norms of what attention reads, rounding alone moves the scaled logits too far.
+    least = 1.0 if source.model.norm_placement == "post" else 2.0
+    assert found is not None and found.deviation <= 1e-6 and found.scale >= least
     back = HFFolder(tmp_path / "back")
     assert not model_differences(source.model, back.model)
     for tensor in hf_tensors(source.model, family):
@@ -121,7 +123,7 @@ def another(name: str, value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, tuple):
-        return [("full", "window"), ("window",)]
+        return [("none",), ("rope", "none")] if name == "rope_pattern" else [("full", "window"), ("window",)]
     if isinstance(value, str):
         return [choice for choice in CHOICES.get(f"model.{name}", ()) if choice != value]
     return [value * 2 or 1, value + 1] if isinstance(value, int) else [value / 2 or 0.5, value + 1.5]
@@ -139,7 +141,8 @@ def test_no_field_of_a_model_is_lost(field: str, family: str, tmp_path: Path) ->
             assert f"{family} needs " in str(error)
             continue
         unscaled = model.position_embedding != "rope" or model.rope_scaling == "none"
-        if field.startswith(("rope_", "rotary_")) and unscaled:
+        of_windows = field == "window_rope_theta" and model.position_embedding != "rope"
+        if of_windows or (field.startswith(("rope_", "rotary_")) and unscaled):
             continue  # without effect on this model
         if field not in ("hidden_dropout", "attention_dropout"):
             assert not model_differences(model_from_hf(body, "back"), changed), (field, value)

@@ -86,6 +86,27 @@ CASES = {
     ),
     "starcoder2": lambda: hf.small("starcoder2", sliding_window=None),
     "starcoder2 erf, untied": lambda: hf.small("starcoder2", hidden_act="gelu", tie_word_embeddings=False),
+    "gemma2": lambda: hf.small("gemma2"),
+    "gemma2 untied, no caps": lambda: hf.small(
+        "gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False
+    ),
+    "gemma3": lambda: hf.small("gemma3_text"),
+    "gemma3 scaled, capped": lambda: hf.small(
+        "gemma3_text", final_logit_softcapping=3.0, rope_parameters=hf.GEMMA_ROPE
+    ),
+    "olmo2": lambda: hf.small("olmo2"),
+    "smollm3": lambda: hf.small("smollm3", num_hidden_layers=5, no_rope_layers=None),
+    "smollm3 listed, biases": lambda: hf.small(
+        "smollm3", attention_bias=True, mlp_bias=True, rope_parameters=dict(hf.YARN)
+    ),
+    "gptj": lambda: hf.small("gptj"),
+    "gptj erf, whole rotary": lambda: hf.small("gptj", activation_function="gelu", rotary_dim=16),
+    "falcon": lambda: hf.small("falcon"),
+    "falcon sequential, biases": lambda: hf.small("falcon", parallel_attn=False, bias=True, multi_query=False),
+    "falcon new decoder": lambda: hf.small("falcon", new_decoder_architecture=True, num_kv_heads=2),
+    "falcon new decoder, one norm": lambda: hf.small(
+        "falcon", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, tie_word_embeddings=False
+    ),
     "qwen3": lambda: hf.small("qwen3", use_sliding_window=False),
     "qwen3 tied, llama3": lambda: hf.small("qwen3", tie_word_embeddings=True, rope_parameters=dict(hf.LLAMA3)),
     "neox": lambda: hf.neox(),
@@ -127,13 +148,23 @@ def test_documents_within_a_sample(case: str, tmp_path: Path) -> None:
         assert hf.relative(ours, reference(tokens).logits) > 1e-2
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1}, {"head_dim": 8, "num_key_value_heads": 4}])
-def test_normed_heads_in_fp64(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Sharp scores amplify rounding; in double, where neither rounds to float32, nothing is left of the difference."""
-    reference = hf.reference(hf.small("qwen3", **changes))
+@pytest.mark.parametrize(("family", "changes"), [
+    ("qwen3", {}), ("qwen3", {"num_key_value_heads": 1}), ("qwen3", {"head_dim": 8, "num_key_value_heads": 4}),
+    ("olmo2", {"num_key_value_heads": 1}), ("gemma2", {"query_pre_attn_scalar": 24}), ("gemma3_text", {}),
+    ("gemma3_text", {"rope_parameters": hf.GEMMA_ROPE}),
+])
+def test_normed_heads_and_branches_in_fp64(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Sharp scores amplify rounding; in double, where neither rounds to float32, nothing is left of the difference.
+
+    A scale of the scores is not among them: ours is a factor on the tables of cos and sin, which are in float32.
+    """
+    reference = hf.reference(hf.small(family, **changes))
     folder = HFFolder(hf.saved(reference, tmp_path))
-    frequencies = reference.model.rotary_emb.inv_freq
-    reference.double().model.rotary_emb.inv_freq = frequencies.float()  # these define the model
+    rotary = reference.model.rotary_emb
+    frequencies = {name: buffer.float() for name, buffer in rotary.named_buffers()}  # these define the model
+    reference.double()
+    for name, buffer in frequencies.items():
+        setattr(rotary, name, buffer)
     tokens = torch.arange(96).view(3, 32)
     with torch.no_grad():
         ours = stage_of(folder, dtype=torch.float64)(tokens).transpose(0, 1)[..., : hf.VOCABULARY]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.families.fields import Fields
+
+Rotation = Literal["halves", "first", "interleaved"]
+"""Order of the elements of a head that rope rotates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +27,12 @@ class Names:
     """Before the names of a layer, ``{}`` for its number."""
     inside: Mapping[str, str | tuple[str, ...]]
     """Modules of a layer. Several names: the parts of a fused matrix, in our order (query, key, value; gate, up)."""
-    qkv_by_head: bool = False
-    """A fused projection there has each head's query, key and value together; else all queries, all keys, all
-    values."""
-    rotated_first: bool = False
-    """Under partial rotation the rotated elements of a head come first; ours pair element i with i + d/2."""
+    qkv_by_group: bool = False
+    """A fused projection there has each key/value head's queries, key and value together; else all queries, all keys,
+    all values."""
+    rotation: Rotation = "halves"
+    """halves: element i of a head pairs with i + d/2, as ours; first: of r rotated elements, which come first, i with
+    i + r/2; interleaved: of these 2i with 2i + 1."""
     transposed: tuple[str, ...] = ()
     """Ends of names of matrices that are stored as [in, out]."""
     buffers: tuple[str, ...] = ()
@@ -49,6 +53,8 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     """The family's own fields of a config.json."""
     names: Names
+    names_of: Callable[[ModelConfig], Names] | None = None
+    """Names of a model, where modules of its layers are called by what the model has; else ``names``."""
     harmless: frozenset[str] = frozenset()
     """Fields of the family that change nothing in what a language model computes."""
     twin: bool = False

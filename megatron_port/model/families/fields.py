@@ -6,7 +6,7 @@ computes. null is absent, as it is in transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_port.config.attention import windows
@@ -36,6 +36,7 @@ HARMLESS = frozenset({
     "is_decoder", "tie_encoder_decoder", "cross_attention_hidden_size",
 })
 """Fields of any family that change nothing in what a language model computes."""
+_ATTENTION = {"full_attention": "full", "sliding_attention": "window"}
 _ROPE_TABLES = ("rope_parameters", "rope_scaling")
 
 
@@ -84,20 +85,35 @@ class Fields:
         ``max_window_layers`` on; none unless ``use_sliding_window``."""
         used, first = self.get("use_sliding_window", False), self.get("max_window_layers", 28)
         window = self.window("sliding_window", 4096, length)
-        self.asked.add("layer_types")
-        kinds = self.values.get("layer_types")
+        kinds = self._kinds(layers)
         if kinds is None and not used:
             return {}
         if kinds is None:
-            kinds = ["sliding_attention" if used and i >= first else "full_attention" for i in range(layers)]
-        ours = {"full_attention": "full", "sliding_attention": "window"}
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ours for kind in kinds):
-            raise self.fault(
-                f"layer_types is {kinds!r:.80}; expected full_attention or sliding_attention for {layers} layers"
-            )
-        if not used and "sliding_attention" in kinds:
+            kinds = ["window" if i >= first else "full" for i in range(layers)]
+        if not used and "window" in kinds:
             raise self.fault("layer_types has sliding_attention, but use_sliding_window is false")
-        return windows([ours[kind] for kind in kinds], window)
+        return windows(kinds, window)
+
+    def or_none(self, name: str, default: float) -> float:
+        """Return a number whose null means none, 0. Absent: ``default``."""
+        return 0.0 if name in self.values and self.values[name] is None else self.get(name, default)
+
+    def windows_by_type(self, layers: int, default: Sequence[str], window: int) -> dict[str, Any]:
+        """Return the windows of the layers that ``layer_types`` names, by default ``default`` repeated."""
+        kinds = self._kinds(layers)
+        if kinds is None:
+            kinds = [_ATTENTION[default[i % len(default)]] for i in range(layers)]
+        return windows(kinds, self.get("sliding_window", window))
+
+    def _kinds(self, layers: int) -> list[str] | None:
+        """Return our kinds of attention of the layers by ``layer_types``, or None where that is absent."""
+        self.asked.add("layer_types")
+        kinds = self.values.get("layer_types")
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _ATTENTION for kind in kinds):
+            raise self.fault(f"layer_types is {kinds!r:.80}; expected {' or '.join(_ATTENTION)} for {layers} layers")
+        return [_ATTENTION[kind] for kind in kinds]
 
     def activation(self, value: str) -> str:
         """Return our name of an ungated activation."""
@@ -110,15 +126,16 @@ class Fields:
         if self.get("hidden_act", "silu") != "silu":
             raise self.fault(f"hidden_act {self.values['hidden_act']!r:.80}: only silu (SwiGLU) can be imported")
 
-    def rope(self, base: str, percent: float) -> dict[str, Any]:
+    def rope(self, base: str, percent: float, theta: float = 10000.0) -> dict[str, Any]:
         """Rotary fields of a model from ``rope_parameters`` (transformers 5), or ``rope_scaling`` and the fields
-        beside it (4). ``base``: the older name of ``rope_theta``; ``percent``: share of a head that is rotated."""
+        beside it (4). ``base``: the older name of ``rope_theta``, by default ``theta``; ``percent``: share of a head
+        that is rotated."""
         self.asked.update(_ROPE_TABLES)
         table = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         if not isinstance(table, Mapping):
             raise self.fault(f"rope_parameters is {table!r:.80}")
         rope = Fields({**self.values, **table}, f"{self.where}, rope_parameters", self.asked)
-        out = _rope(rope, base, percent)
+        out = _rope(rope, base, percent, theta)
         rope.refuse_unknown(table, ())
         return out
 
@@ -132,12 +149,12 @@ class Fields:
             )
 
 
-def _rope(rope: Fields, base: str, percent: float) -> dict[str, Any]:
+def _rope(rope: Fields, base: str, percent: float, theta: float) -> dict[str, Any]:
     kind = rope.get("rope_type", "default", "type")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise rope.fault(f"rope_type {kind!r:.80}; only default, linear, llama3 and yarn can be imported")
     out = {
-        "position_embedding": "rope", "rope_theta": rope.get("rope_theta", 10000.0, base),
+        "position_embedding": "rope", "rope_theta": rope.get("rope_theta", theta, base),
         "rotary_percent": rope.get("partial_rotary_factor", percent),
     }
     if kind == "default":
@@ -188,6 +205,15 @@ def windows_by_layer_there(model: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": True, "sliding_window": model.sliding_window,
         "max_window_layers": next(i for i, window in enumerate(found) if window),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in found],
+    }
+
+
+def layer_types(model: ModelConfig) -> dict[str, Any]:
+    """``layer_types`` and ``sliding_window``."""
+    found = [model.window_of(layer) for layer in range(model.num_layers)]
+    return {
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in found],
+        "sliding_window": model.sliding_window or None,
     }
 
 

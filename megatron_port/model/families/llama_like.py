@@ -10,22 +10,23 @@ from megatron_port.model.families.fields import Fields, common_sizes, rope_scali
 
 def read_llama_like(
     f: Fields, *, hidden: int = 4096, ffn: int = 11008, vocab: int = 32000, length: int = 2048, groups: int = 0,
-    head: int = 0, epsilon: float = 1e-6, partial: bool = False,
+    head: int = 0, epsilon: float = 1e-6, partial: bool = False, theta: float = 10000.0, layers: int = 32,
+    heads: int = 32, tied: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of a model, biases left out. The arguments are the family's defaults; ``groups`` 0: as many as
     heads. ``partial``: the family may rotate a part of each head."""
     f.silu()
-    heads = f.get("num_attention_heads", 32)
-    rope = f.rope("rope_theta", 1.0)
+    heads = f.get("num_attention_heads", heads)
+    rope = f.rope("rope_theta", 1.0, theta)
     if not partial and rope["rotary_percent"] != 1.0:
         raise f.fault(f"partial_rotary_factor is {rope['rotary_percent']}; only 1.0 can be imported")
     return {
-        "num_layers": f.get("num_hidden_layers", 32), "hidden_size": f.get("hidden_size", hidden),
+        "num_layers": f.get("num_hidden_layers", layers), "hidden_size": f.get("hidden_size", hidden),
         "num_attention_heads": heads, "num_query_groups": f.get("num_key_value_heads", groups or heads),
         "head_dim": f.get("head_dim", head), "ffn_hidden_size": f.get("intermediate_size", ffn),
         "vocab_size": f.get("vocab_size", vocab), "seq_length": f.get("max_position_embeddings", length),
         "normalization": "rmsnorm", "norm_epsilon": f.get("rms_norm_eps", epsilon), "activation": "swiglu",
-        "tie_embeddings": f.get("tie_word_embeddings", False), "attention_dropout": f.get("attention_dropout", 0.0),
+        "tie_embeddings": f.get("tie_word_embeddings", tied), "attention_dropout": f.get("attention_dropout", 0.0),
         "init_std": f.get("initializer_range", 0.02), **rope,
     }
 

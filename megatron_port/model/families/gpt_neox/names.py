@@ -11,7 +11,7 @@ NAMES = Names(
         "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attention.qkv": "attention.query_key_value",
         "attention.output": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
     },
-    qkv_by_head=True,
-    rotated_first=True,
+    qkv_by_group=True,
+    rotation="first",
     buffers=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
 )

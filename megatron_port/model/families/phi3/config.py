@@ -26,5 +26,4 @@ def write(model: ModelConfig) -> dict[str, Any]:
     return write_llama_like(model) | {
         "partial_rotary_factor": model.rotary_percent, "sliding_window": model.sliding_window or None,
         "resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout,
-        "pad_token_id": None,  # 32000 if absent, whatever the vocabulary
     }

@@ -5,4 +5,4 @@ from dataclasses import replace
 from megatron_port.model.families.llama.names import NAMES as LLAMA
 
 _FUSED = {"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"}
-NAMES = replace(LLAMA, inside={**LLAMA.inside, **_FUSED}, rotated_first=True, buffers=())
+NAMES = replace(LLAMA, inside={**LLAMA.inside, **_FUSED}, rotation="first", buffers=())
