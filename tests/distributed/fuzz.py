@@ -22,6 +22,7 @@ from typing import Any, Literal
 from cases import Order, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
+from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
@@ -484,8 +485,10 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     parser.add_argument("--zero-stage", type=int, help="only draws of this stage")
+    parser.add_argument("--masked", action="store_true", help="only draws whose attention is more than causal")
     args = parser.parse_args()
     draws = [d for d in map(draw, args.seeds) if args.zero_stage in (None, d.config.layout.zero_stage)]
+    draws = [d for d in draws if not args.masked or MaskNeeds.of(d.config).any]
     return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 
 
