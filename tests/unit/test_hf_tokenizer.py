@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interop_cases import GPT2, random_state
+import torch
+from interop_cases import GPT2, LLAMA, random_state
 
 from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli.main import main
 from megatron_port.config.dump import as_dict
-from megatron_port.config.schema import LayoutConfig, RunConfig
+from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
 from megatron_port.data.chat_tokens import chat_recipe
 from megatron_port.data.fingerprint import data_fingerprint
 from megatron_port.data.format import read_meta, tokenizer_name
@@ -50,15 +51,17 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
     return bpe(folder / "a", 0).read_bytes(), bpe(folder / "b", 1).read_bytes()
 
 
-def checkpoint_of(folder: Path, extra: str, tokenizer: dict[str, Any], corpora: list[dict[str, Any]]) -> Checkpoint:
+def checkpoint_of(
+    folder: Path, extra: str, tokenizer: dict[str, Any], corpora: list[dict[str, Any]], model: ModelConfig = MODEL
+) -> Checkpoint:
     """A checkpoint of random weights that records such a tokenizer, as the training loop does."""
     state = SavedState(
-        step=3, samples=6, tokens=96, layout=LayoutConfig(), config=as_dict(RunConfig(model=MODEL)),
+        step=3, samples=6, tokens=96, layout=LayoutConfig(), config=as_dict(RunConfig(model=model)),
         scalars={"optimizer_steps": 3}, extra={"skipped_total": 0, "tokenizer": extra}, tokenizer=tokenizer,
         data={"corpora": corpora},
     )
-    pieces = [whole(n, k, tuple(t.shape), t) for (n, k), t in random_state(MODEL, ("weight",)).items()]
-    return open_checkpoint(save_checkpoint(folder, state, pieces, expected=parameter_shapes(MODEL)))
+    pieces = [whole(n, k, tuple(t.shape), t) for (n, k), t in random_state(model, ("weight",)).items()]
+    return open_checkpoint(save_checkpoint(folder, state, pieces, expected=parameter_shapes(model)))
 
 
 def trained(folder: Path, content: bytes, *, eod: bool = True) -> Checkpoint:
@@ -281,6 +284,54 @@ def test_the_command(tmp_path: Path, two: tuple[bytes, bytes], capsys: pytest.Ca
     assert main([*export, str(tmp_path / "bare"), "--no-tokenizer", "--skip-check"]) == 0
     assert not list((tmp_path / "bare").glob("*token*")) and "left out" in (tmp_path / "bare/README.md").read_text()
     assert main([*export, str(tmp_path / "x"), "--no-tokenizer", "--tokenizer", str(tmp_path)]) == 5
+
+
+def model_of_kind(kind: str, folder: Path) -> tuple[str, ModelConfig]:
+    """A tokenizer's name, and a model with as many entries and room for 200 tokens."""
+    (folder / "in.txt").write_text("the cat and the other cat, the theatre: a, b, c.\n" * 50)
+    if kind == "sentencepiece":
+        sentencepiece = pytest.importorskip("sentencepiece")
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(folder / "in.txt"), model_prefix=str(folder / "sp"), vocab_size=280, model_type="bpe",
+            byte_fallback=True, hard_vocab_limit=False, minloglevel=2)
+        return f"sentencepiece:{folder / 'sp.model'}", replace(LLAMA, vocab_size=280, seq_length=256)
+    name = f"hf:{bpe(folder / 'bpe', 0)}" if kind == "hf" else kind
+    sizes = {"byte": 257, "gpt2": 50257, "hf": 280}
+    return name, replace(GPT2, vocab_size=sizes[kind], seq_length=256)
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "hf", "sentencepiece"])
+def test_a_text_is_continued_as_by_transformers(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a text to 200 greedy tokens, by our checkpoint and its pinned tokenizer, by our reading of the exported
+    folder, and by transformers."""
+    transformers = pytest.importorskip("transformers")
+    try:
+        name, model = model_of_kind(kind, tmp_path)
+        prepare([tmp_path / "in.txt"], tmp_path / "data" / "mine", tokenizer=get_tokenizer(name))
+    except DataError as error:
+        pytest.skip(str(error))
+    meta = read_meta(tmp_path / "data" / "mine")
+    assert meta is not None and meta.vocab_size <= model.vocab_size
+    known = {"name": meta.tokenizer, "vocab_size": meta.vocab_size, "eod_id": meta.eod_id, "hash": meta.tokenizer_hash}
+    corpora = data_fingerprint([IndexedDataset(tmp_path / "data" / "mine")])
+    step = checkpoint_of(tmp_path / "ck", tokenizer_name(tmp_path / "data" / "mine", meta), known, corpora, model).path
+    assert main(["checkpoint", "export", str(step), str(tmp_path / "out"), "--to", "hf"]) == 0
+    capsys.readouterr()
+    prompt = "the other cat and the theatre"
+    ask = ["generate", "--prompt", prompt, "--temperature", "0", "--tokens", "200", "--json"]
+    for source in (step, tmp_path / "out"):
+        assert main([*ask, str(source)]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first == second and len(first["tokens"]) == 200
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"), local_files_only=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), local_files_only=True)
+    ids = torch.tensor([get_tokenizer(name).encode(prompt)])
+    if kind != "sentencepiece":  # whose model transformers converts to something with other ids: the card says so
+        assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == ids[0].tolist()
+    made = theirs.generate(ids, max_new_tokens=200, do_sample=False, pad_token_id=0)
+    assert made[0, ids.shape[1]:].tolist() == first["tokens"]
 
 
 CHAT = ("{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
