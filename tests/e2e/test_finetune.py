@@ -1,0 +1,131 @@
+"""Fine-tuning on conversations, from a Hugging Face folder to an answer, by the commands of docs/fine-tuning.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hf_models as hf
+import pytest
+import torch
+
+from megatron_port.cli.main import main
+from megatron_port.config.loader import load
+from megatron_port.data.loader import build_loaders
+from megatron_port.data.train_bpe import train_bpe
+from megatron_port.session.weights import Weights
+
+if TYPE_CHECKING:
+    from commands import Commands
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 40
+RUN = """
+extends = "{base}/imported/model.toml"
+output_dir = "{base}/runs"
+name = "chat"
+engine = "native"
+[layout]
+tensor_parallel_size = 2
+pipeline_parallel_size = 2
+data_parallel_size = 2
+[batch]
+micro_batch_size = 2
+global_batch_size = 8
+[precision]
+dtype = "fp32"
+[optimizer]
+lr = 1e-2
+decay_steps = 40
+warmup_steps = 3
+[data]
+train = ["{base}/data/chat"]
+[training]
+steps = {steps}
+eval_batches = 0
+[checkpoint]
+initial_weights = "{base}/imported"
+"""
+
+
+def base_model(folder: Path) -> list[int]:
+    """A random Llama with a tokenizer of its own, special pieces for turns, and generation settings; the ids that end a
+    text and a turn."""
+    (folder / "in.txt").write_text((ROOT / "examples/chat/chat.jsonl").read_text())
+    hf.saved(hf.reference(hf.llama(256, vocab_size=400), scale=1.0), folder / "base")
+    train_bpe([folder / "in.txt"], folder / "base" / "tokenizer.json", vocab_size=398)
+    made = tokenizers.Tokenizer.from_file(str(folder / "base" / "tokenizer.json"))
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.save(str(folder / "base" / "tokenizer.json"))
+    (folder / "base" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "model_max_length": 256}')
+    ends = [made.token_to_id(piece) for piece in ("<|endoftext|>", "<|im_end|>")]
+    (folder / "base/generation_config.json").write_text(f'{{"eos_token_id": {ends[0]}, "repetition_penalty": 1.0}}')
+    return ends
+
+
+def their_loss(folder: Path, run_file: Path) -> float:
+    """The loss of the first step by transformers: labels that do not count are left out."""
+    config = load(str(run_file)).config
+    loader = build_loaders(config, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True).train
+    model, total, count = hf.loaded(folder), 0.0, 0
+    for batch in loader.step(0, config.batch.global_batch_size):
+        assert batch.tokens is not None and batch.labels is not None and batch.loss_mask is not None
+        labels = torch.where(batch.loss_mask == 1, batch.labels, -100)
+        with torch.no_grad():
+            logits = model(batch.tokens).logits.flatten(0, 1)
+        total += float(torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum"))
+        count += int((labels >= 0).sum())
+    return total / count
+
+
+def test_from_a_folder_to_an_answer(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Import, prepare, train at tp 2 × pp 2 × dp 2, export, generate: the first loss is transformers' over the answers,
+    the loss falls, and the exported folder answers in transformers, by its own template, with our tokens."""
+    ends = base_model(tmp_path)
+    run_file = tmp_path / "chat.toml"
+    run_file.write_text(RUN.format(base=tmp_path, steps=STEPS))
+
+    def command(*words: Any) -> str:
+        code, said = commands.run(*map(str, words), seconds=300)
+        assert code == 0, said
+        return said
+
+    command("checkpoint", "import", tmp_path / "base", tmp_path / "imported")
+    said = command("data", "prepare", tmp_path / "data/chat", "--chat", "--input", ROOT / "examples/chat/chat.jsonl",
+                   "--tokenizer", f"hf:{tmp_path / 'base'}", "--chat-template", "chatml", "--workers", 1)
+    assert "500 documents" in said and "are the assistant's" in said
+    wanted = their_loss(tmp_path / "base", run_file)
+    command("train", run_file, "--nproc", 8)
+    rows = [json.loads(line) for line in (tmp_path / "runs/chat/metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert losses[1] == pytest.approx(wanted, rel=1e-5)
+    assert losses[STEPS] < 0.5 * losses[1], losses
+    step = tmp_path / f"runs/chat/checkpoints/step-{STEPS:08d}"
+    (tmp_path / "base").rename(tmp_path / "gone")  # everything comes from the run and its corpus
+    command("checkpoint", "export", step, tmp_path / "out", "--to", "hf")
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert settings == {"eos_token_id": ends, "repetition_penalty": 1.0}
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 256
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"), local_files_only=True)
+    question = "What is the capital of France?"
+    ask = ["generate", str(tmp_path / "out"), "--temperature", "0", "--json", "--prompt", question]
+    assert main([*ask, "--chat"]) == 0
+    mine = json.loads(capsys.readouterr().out)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True,
+                                           return_tensors="pt", return_dict=True)["input_ids"]
+    made = theirs.generate(prompt, max_new_tokens=100, do_sample=False, pad_token_id=0)[0, prompt.shape[1]:].tolist()
+    assert mine["stopped"] and made == [*mine["tokens"], ends[1]] and mine["text"] == tokenizer.decode(made[:-1])
+    monkeypatch.setattr(Weights, "stop_ids", lambda *_: ())  # 200 tokens, whatever they are
+    assert main([*ask, "--tokens", "200"]) == 0
+    tokens = json.loads(capsys.readouterr().out)["tokens"]
+    ids = tokenizer(question, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    made = theirs.generate(ids, max_new_tokens=200, min_new_tokens=200, do_sample=False, eos_token_id=None,
+                           pad_token_id=0)
+    assert len(tokens) == 200 and made[0, ids.shape[1]:].tolist() == tokens
