@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_port.data.format import meta_path, tokenizer_name
+from megatron_port.data.format import chat_path, meta_path, tokenizer_name
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.data.tokenizer_files import content_hash, read_file
@@ -23,7 +24,7 @@ def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
         known = {} if meta is None else {
             "tokenizer": meta.tokenizer, "tokenizer_hash": meta.tokenizer_hash, "bin_xxh3": meta.bin_xxh3,
             "source_xxh3": meta.source_xxh3, **({"mask_xxh3": meta.mask_xxh3} if meta.mask_xxh3 else {}),
-            **({"chat": meta.chat} if meta.chat else {})}
+            **({"chat": meta.chat, "chat_file": str(chat_path(corpus.prefix).absolute())} if meta.chat else {})}
         counts = {"tokens": corpus.num_tokens, "documents": corpus.num_documents}
         out.append({"prefix": corpus.name, **counts, **known})
     return out
@@ -43,14 +44,24 @@ def changes(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]
     return out
 
 
+def _check_chat(path: Path, wanted: str) -> None:
+    """Raise DataError here rather than in the export of what was trained."""
+    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
+    if found != wanted:
+        raise DataError(f"{path}: the chat template of these conversations has sha256 {wanted}, found {found}; put the "
+                        "old file back, or prepare the corpus again")
+
+
 def check_tokenizers(corpora: Sequence[IndexedDataset]) -> None:
-    """Check that the tokenizers named in the sidecars are those that made the corpora.
+    """Check that the tokenizers named in the sidecars are those that made the corpora, and so are the chat templates.
 
     Raises:
-        DataError: a tokenizer's files were exchanged since.
+        DataError: a tokenizer's files, or a template, were exchanged since.
     """
     for corpus in corpora:
         meta = corpus.meta
+        if meta is not None and meta.chat:
+            _check_chat(chat_path(corpus.prefix), meta.chat)
         if meta is None or not meta.tokenizer_hash:
             continue
         name = tokenizer_name(corpus.prefix, meta)

@@ -85,7 +85,8 @@ class RemoteCorpus:
                 self._copy(Path(place.partition("#")[0]).name, optional=True)
             if meta and meta.mask_xxh3:  # whole: conversations are few beside texts
                 self._copy(f"{name}.mask", meta.mask_xxh3)
-                self._copy(f"{name}.chat.json", optional=True)
+            if meta and meta.chat:
+                self._copy(f"{name}.chat.json")
         except OSError as error:
             raise DataError(
                 f"{self._folder}: the index of {url} cannot be kept ({error.strerror or error}); make room, or name "

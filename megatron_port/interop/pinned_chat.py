@@ -17,7 +17,6 @@ from typing import Any
 from megatron_port.checkpoint.disk import write_text
 from megatron_port.data.chat_template import ChatTemplate, TemplateRefusal, find_template, settings_of, special_pieces
 from megatron_port.data.chat_tokens import PROBE
-from megatron_port.data.format import chat_path
 from megatron_port.data.tokenizer import Tokenizer
 from megatron_port.errors import DataError, shortened
 from megatron_port.interop.pinned_tokenizer import ADVICE, Trained, read_json
@@ -55,19 +54,18 @@ def pinned_chat(trained: Trained, advice: str = ADVICE) -> PinnedChat | None:
     """
     if not trained.chats:
         return None
-    if len({wanted for _, wanted in trained.chats}) > 1:
+    if len({wanted for wanted, _ in trained.chats}) > 1:
         raise DataError("the checkpoint was trained on conversations of different chat templates: "
-                        + ", ".join(f"{prefix} (hash {wanted[:12]})" for prefix, wanted in trained.chats)
+                        + ", ".join(f"{files[0]} (hash {wanted[:12]})" for wanted, files in trained.chats)
                         + f"; {advice}")
-    found = []
-    for prefix, wanted in trained.chats:
-        path = chat_path(prefix)
-        data = path.read_bytes() if path.is_file() else None
-        if data is not None and hashlib.sha256(data).hexdigest() == wanted:
+    wanted, places = trained.chats[0][0], [path for _, files in trained.chats for path in files]
+    found = {path: path.read_bytes() for path in dict.fromkeys(places) if path.is_file()}
+    for path, data in found.items():
+        if hashlib.sha256(data).hexdigest() == wanted:
             return _read(path, data)
-        found.append(f"{path} is not there" if data is None else f"{path} is another")
-    raise DataError(f"the checkpoint was trained on conversations by the chat template of hash {trained.chats[0][1]}, "
-                    f"and {'; '.join(found)}. Put the old file back, {advice}")
+    where = f"{next(iter(found))} is another" if found else f"{places[0]} is not there"
+    raise DataError(f"the checkpoint was trained on conversations by the chat template of hash {wanted}, and {where}. "
+                    f"Put the old file back, {advice}")
 
 
 def _read(path: Path, data: bytes) -> PinnedChat:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.data.format import chat_path
 from megatron_port.data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from megatron_port.data.tokenizer_files import content_hash, load, read_file
 from megatron_port.errors import DataError
@@ -37,8 +38,8 @@ class Trained:
     eod_id: int = -1
     prefixes: tuple[str, ...] = ()
     """Path prefixes of the corpora."""
-    chats: tuple[tuple[str, str], ...] = ()
-    """Prefix, and hash of the chat template, of each corpus of conversations."""
+    chats: tuple[tuple[str, tuple[Path, ...]], ...] = ()
+    """Hash of the chat template of each corpus of conversations, and where it was."""
 
     @property
     def kind(self) -> str:
@@ -71,11 +72,12 @@ def trained_with(checkpoint: Checkpoint) -> Trained:
     name = checkpoint.extra.get("tokenizer") or known.get("name") or ""
     eod, found = known.get("eod_id"), state.data.get("corpora") if isinstance(state.data, Mapping) else ()
     corpora = [c for c in found if isinstance(c, Mapping)] if isinstance(found, list) else []
-    named = [(c["prefix"], c.get("chat")) for c in corpora if isinstance(c.get("prefix"), str)]
+    prefixes = [c["prefix"] for c in corpora if isinstance(c.get("prefix"), str)]
+    chats = [(c["chat"], (chat_path(c["prefix"]), Path(str(c.get("chat_file", "")))))
+             for c in corpora if isinstance(c.get("prefix"), str) and isinstance(c.get("chat"), str)]
     return Trained(
         name if isinstance(name, str) else "", str(known.get("hash") or ""), eod if isinstance(eod, int) else -1,
-        tuple(prefix for prefix, _ in named),
-        tuple((prefix, chat) for prefix, chat in named if isinstance(chat, str) and chat),
+        tuple(prefixes), tuple(chats),
     )
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations, from a Hugging Face folder to an answer, by the commands of docs/fine-tuning.md."""
+"""Fine-tuning on conversations, from a Hugging Face folder to an answer, by the commands of docs/chat.md."""
 
 from __future__ import annotations
 

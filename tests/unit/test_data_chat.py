@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from megatron_port.cli.main import main
+from megatron_port.config.checks import problems
+from megatron_port.config.loader import load
 from megatron_port.data import prepare as preparing
 from megatron_port.data import sources
 from megatron_port.data.chat_template import BUILT_IN, ChatTemplate, find_template
 from megatron_port.data.chat_tokens import ChatRecipe, chat_recipe
 from megatron_port.data.conversations import ChatFields, ConversationRefusal, messages_of
+from megatron_port.data.fingerprint import check_tokenizers
 from megatron_port.data.format import chat_path, mask_path
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import prepare
@@ -306,6 +309,8 @@ def test_damage_to_a_mask_is_found(tmp_path: Path) -> None:
     path.write_bytes(whole)
     chat_path(tmp_path / "c").write_text("{}")
     assert [f.file.name for f in verify(tmp_path / "c").faults] == ["c.chat.json"]
+    with pytest.raises(DataError, match=r"c\.chat\.json: the chat template .*put the old file back"):
+        check_tokenizers([IndexedDataset(tmp_path / "c")])  # at the start of training
     (tmp_path / "t.jsonl").write_text('{"text": "no conversation"}\n')
     prepare([tmp_path / "t.jsonl"], tmp_path / "c", tokenizer=tokenizer)  # in its place: nothing of the old one stays
     assert not path.exists() and not chat_path(tmp_path / "c").exists() and not verify(tmp_path / "c").faults
@@ -344,3 +349,17 @@ def test_table_without_conversations_names_its_columns(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column of conversations .*it has body, url.*--chat-fields"):
         prepare([tmp_path / "a.parquet"], tmp_path / "c", tokenizer=byte, chat=chat_recipe(byte, "plain"),
                 options=ReadOptions())
+
+
+def test_the_shipped_conversations_are_those_of_their_script() -> None:
+    import runpy
+
+    folder = Path(__file__).resolve().parents[2] / "examples" / "chat"
+    made = runpy.run_path(str(folder / "make_chat.py"))["conversations"]()
+    lines = (folder / "chat.jsonl").read_text().splitlines()
+    assert [json.loads(line)["messages"] for line in lines] == list(made) and len(lines) == 500
+    byte = get_tokenizer("byte")
+    chat = chat_recipe(byte, "plain")
+    assert all(chat.encode(json.loads(line), append_eod=True)[1].any() for line in lines)
+    config = load("runs/quickstart-chat").config
+    assert not problems(config, world_size=8) and config.data.train == ("data/chat",)
