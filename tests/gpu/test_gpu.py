@@ -17,7 +17,9 @@ from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.choose_fp8 import choose_fp8, device_formats
 from megatron_port.backend.device import choose_device
 from megatron_port.backend.fp8 import Fp8, quantise
+from megatron_port.backend.mask import AttentionMask
 from megatron_port.backend.providers import torch_providers
+from megatron_port.config.attention import CAUSAL, MaskNeeds
 from megatron_port.config.schema import (
     BackendConfig,
     BatchConfig,
@@ -31,6 +33,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_values
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec
+from megatron_port.parallel.step import pack_documents
 from megatron_port.session.assemble import build_engine
 
 Recipe = Literal["none", "tensorwise", "rowwise"]
@@ -84,19 +87,35 @@ def test_dropout_masks_are_the_cpus() -> None:
     assert torch.equal(*masks)
 
 
+def _mask(needs: MaskNeeds, heads: int, device: torch.device) -> AttentionMask | None:
+    """A mask that has what is needed, of 2 samples of 256 tokens."""
+    if not needs.any:
+        return None
+    starts = torch.tensor([[0] * 100 + [100] * 156, [0] + [1] * 200 + [201] * 55], dtype=torch.int32)
+    return AttentionMask(
+        window=70 if needs.window else 0, softcap=2.0 if needs.softcap else 0.0,
+        sinks=torch.linspace(-1, 1, heads, device=device) if needs.sinks else None,
+        first=starts.to(device) if needs.documents else None, documents=lambda: pack_documents(starts, device),
+    )
+
+
+@pytest.mark.parametrize("needs", [
+    CAUSAL, MaskNeeds(window=True), MaskNeeds(documents=True), MaskNeeds(window=True, sinks=True, softcap=True)
+], ids=["causal", "window", "documents", "sinks"])
 @pytest.mark.parametrize("heads,groups,size", [(8, 8, 64), (8, 2, 128), (4, 1, 96)])
-def test_chosen_attention_is_as_exact_as_eager(heads: int, groups: int, size: int) -> None:
+def test_chosen_attention_is_as_exact_as_eager(heads: int, groups: int, size: int, needs: MaskNeeds) -> None:
     """Error against fp64 at most twice that of the math provider in the same dtype (three times for gradients)."""
     device = choose_device("auto")
-    chosen = choose_providers(BackendConfig(), device, torch.bfloat16, engine="native").attention
+    chosen = choose_providers(BackendConfig(), device, torch.bfloat16, engine="native", mask=needs).attention
+    mask = _mask(needs, heads, device.torch_device)
     eager = torch_providers().attention
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(256, 2, n, size, generator=generator, dtype=torch.float64) for n in (heads, groups, groups)]
     weight = torch.randn(256, 2, heads * size, generator=generator, dtype=torch.float64)
 
     def run(function: object, dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.to(device.torch_device, dtype).requires_grad_() for x in inputs]
-        out = function(*leaves)  # type: ignore[operator]
+        leaves = [x.detach().to(device.torch_device, dtype).requires_grad_() for x in inputs]
+        out = function(*leaves, mask=mask)  # type: ignore[operator]
         (out * weight.to(out)).sum().backward()
         return [out.detach().double(), *(x.grad.double() for x in leaves)]  # type: ignore[union-attr]
 
