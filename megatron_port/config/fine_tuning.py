@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Literal
 from megatron_port.config.ranges import Count, Fraction, Positive
 
 if TYPE_CHECKING:
-    from megatron_port.config.schema import RunConfig
+    from megatron_port.config.schema import ModelConfig, RunConfig
 
-TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
-"""Matrices of a layer that may have an adapter; only gated activations have a gate."""
+TARGETS = (
+    "query", "key", "value", "query_down", "query_up", "kv_down", "kv_up", "output", "gate", "up", "down",
+)
+"""Matrices of a layer that may have an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class FineTuningConfig:
     dropout: Fraction = 0.0
     """Probability, on what A reads (lora)."""
     targets: tuple[str, ...] = ()
-    """Matrices with an adapter: query, key, value, output, gate, up, down; empty: all of them."""
+    """Matrices with an adapter: query, key, value, output, gate, up, down, of latent attention query_down, query_up,
+    kv_down, kv_up in place of the first three; empty: all that the model has."""
     adapters: str = ""
     """PEFT folder that the adapters start from; empty: A is drawn and B is zero, as PEFT begins."""
 
@@ -50,6 +53,16 @@ class FineTuningConfig:
 NO_ADAPTERS = FineTuningConfig()
 
 
+def targets_of(model: ModelConfig) -> tuple[str, ...]:
+    """Return the matrices that a layer of ``model`` has."""
+    lacking: set[str] = set() if "glu" in model.activation else {"gate"}
+    if not model.kv_lora_rank:
+        lacking |= {"query_down", "query_up", "kv_down", "kv_up"}
+    else:
+        lacking |= {"key", "value", *(("query",) if model.q_lora_rank else ("query_down", "query_up"))}
+    return tuple(target for target in TARGETS if target not in lacking)
+
+
 def fine_tuning_problems(config: RunConfig) -> list[str]:
     """Return what in a configuration contradicts its ``[fine_tuning]``."""
     f = config.fine_tuning
@@ -62,15 +75,12 @@ def fine_tuning_problems(config: RunConfig) -> list[str]:
     unknown = [target for target in f.targets if target not in TARGETS]
     if unknown:
         out.append(f"fine_tuning.targets {unknown[0]!r} is unknown; use {', '.join(TARGETS)}")
-    if f.targets == ("gate",) and "glu" not in config.model.activation:
-        out.append(f'fine_tuning.targets ["gate"] with model.activation "{config.model.activation}", which has none; '
-                   'use "up"')
+    missing = [target for target in f.targets if target not in targets_of(config.model)]
+    if missing and not unknown:
+        out.append(f"fine_tuning.targets {missing[0]!r}: this model has {', '.join(targets_of(config.model))}")
     if f.method == "dora" and f.dropout:
         out.append(f"{asked} with fine_tuning.dropout {f.dropout}: the whole product would be computed twice, with and "
                    "without; use dropout = 0, or method lora")
-    if config.model.kv_lora_rank:
-        out.append(f"{asked} with model.kv_lora_rank {config.model.kv_lora_rank}: adapters of latent attention are not "
-                   "built; train all weights")
     if config.engine != "native":
         out.append(f'{asked} with engine "{config.engine}", which trains and keeps state for every weight; use engine '
                    '= "native"')

@@ -3,7 +3,8 @@
 PEFT gives each of transformers' modules an adapter of its own, so a fused matrix here has one for each matrix that lies
 in it (:func:`parts_of`), whatever family the model is exported as: A [r, in], B [out, r], under DoRA the lengths [out].
 Where the linear's outputs are divided, so are B and the lengths, and A is whole on every rank; where its inputs are, A
-is divided. A rank has its part's share of the gradient of what is whole, with sequence parallelism and without.
+is divided. A rank has its part's share of the gradient of what is whole, with sequence parallelism and without. Beside
+a linear that is not divided everything is whole, and the gradient that of the rank's tokens.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ class AdapterSpec:
     def parameters_of(self, part: Part) -> tuple[ParameterSpec, ...]:
         """A as PEFT draws it (uniform, variance 1 / 3 in), B zero, and the lengths of the rows."""
         column, inputs = self.linear.parallel == "column", self.linear.inputs
+        if self.linear.parallel == "none":
+            return tuple(replace(p, split=None, gradient="tokens") for p in self._parameters(part, True, inputs))
+        return self._parameters(part, column, inputs)
+
+    def _parameters(self, part: Part, column: bool, inputs: int) -> tuple[ParameterSpec, ...]:
         rows = Split(0, kv_heads=part.kv_heads) if column else None
         a = ParameterSpec(
             name=self.name_of(part, A), shape=(self.rank, inputs), init="uniform", std=1 / math.sqrt(3 * inputs),

@@ -7,16 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from megatron_port.model.adapter_spec import AdapterSpec, Part, parts_of
-from megatron_port.model.spec import ParameterSpec
 from megatron_port.parallel.adapter import Adapter, AdapterPart, Drop
-from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.positions import SequencePartition
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import InitSpec, Shard, attach, make_record, record_of
+from megatron_port.parallel.record import record_of
 
 if TYPE_CHECKING:
     from megatron_port.model.build import BuildContext
@@ -32,15 +29,20 @@ def make_adapter(layer: str, spec: AdapterSpec, build: BuildContext) -> Adapter:
         parts, groups=groups, scale=build.fine_tuning.scale, norm_group=build.ctx.over("tp") if row else None,
         drop_for=partial(_drop_for, build.stream, build.partition, build.fine_tuning.dropout,
                          f"{layer}.{linear.name}.lora", linear.inputs,
-                         build.ctx.index("tp") * (linear.inputs // tp) if row else 0),
+                         build.ctx.index("tp") * (linear.inputs // tp) if row else 0, linear.parallel == "none"),
     )
 
 
 def _drop_for(
-    stream: DropoutStream, partition: SequencePartition, p: float, op: str, width: int, offset: int, rows: int
+    stream: DropoutStream, partition: SequencePartition, p: float, op: str, width: int, offset: int, own: bool,
+    rows: int,
 ) -> Drop | None:
-    """Return the dropout of the rows that this rank holds: of their ``width`` features, those from ``offset`` on."""
-    positions = partition.held(partition.seq_length(rows))
+    """Return the dropout of the rows that this rank holds, or of its ``own`` of the residual stream: of their ``width``
+    features, those from ``offset`` on."""
+    if own:
+        positions = partition.residual(partition.seq_length(rows * partition.pieces))
+    else:
+        positions = partition.held(partition.seq_length(rows))
     return stream.repeatable(p, op=op, positions=positions, width=width, offset=offset)
 
 
@@ -51,21 +53,8 @@ def _part(layer: str, spec: AdapterSpec, part: Part, build: BuildContext, groups
         rows = (rows // part.kv_heads * max(part.kv_heads, tp) if part.kv_heads else rows) // tp
     if part not in spec.adapted:
         return AdapterPart(part.name, rows // groups)
-    made = [_parameter(layer, p, build) for p in spec.parameters_of(part)]
+    made = [build.divided(p, layer) for p in spec.parameters_of(part)]
     return AdapterPart(part.name, rows // groups, *made)
-
-
-def _parameter(layer: str, spec: ParameterSpec, build: BuildContext) -> nn.Parameter:
-    """Build a parameter of an adapter, split or whole."""
-    if spec.split is None:
-        return build.unsplit(spec, layer)
-    copies = 0 < spec.split.kv_heads < build.ctx.size("tp")
-    record = make_record(
-        f"{layer}.{spec.name}", spec.shape, build.ctx, init=InitSpec(spec.init, spec.std), decay=spec.decay,
-        shards=(Shard(spec.split.dim, ("kv_heads",) if copies else ("tp",)),),
-        partial_over=(*REPLICAS, "kv_copies") if copies else REPLICAS,
-    )
-    return attach(nn.Parameter(torch.empty(record.local_shape, dtype=build.dtype, device=build.ctx.device)), record)
 
 
 def freeze_all_but_adapters(modules: Iterable[nn.Module]) -> None:

@@ -18,6 +18,7 @@ from megatron_port.model.residual import ResidualStream
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.site_parking import ParkingPlaces
 from megatron_port.model.spec import LinearSpec, ParameterSpec, Rotation
+from megatron_port.parallel.adapter import Adapter
 from megatron_port.parallel.chunked import ChunkedColumnParallelLinear, ChunkedRowParallelLinear
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
@@ -86,41 +87,46 @@ class BuildContext:
         self, layer: str, spec: LinearSpec, *, rows: tuple[Rows, Rows] | None = None, skip_bias: bool = False
     ) -> ColumnParallelLinear:
         """Build the linear layer of a spec with its outputs split over the tensor-parallel ranks."""
-        adapters = adapter_spec(spec, self.fine_tuning)
-        chunked = self.chunks > 1 and adapters is None
+        adapter = self.adapter(layer, spec)
+        chunked = self.chunks > 1 and adapter is None
         make = partial(ChunkedColumnParallelLinear, self.chunks) if chunked else ColumnParallelLinear
         made = make(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
             skip_bias=skip_bias, dtype=self.dtype, kernels=self.kernels,
         )
-        made.adapter = None if adapters is None else make_adapter(layer, adapters, self)
+        made.adapter = adapter
         return made
 
     def row(self, layer: str, spec: LinearSpec) -> RowParallelLinear:
         """Build the linear layer of a spec with inputs split over tensor-parallel ranks; the caller adds its bias."""
-        adapters = adapter_spec(spec, self.fine_tuning)
-        chunked = self.chunks > 1 and adapters is None
+        adapter = self.adapter(layer, spec)
+        chunked = self.chunks > 1 and adapter is None
         make = partial(ChunkedRowParallelLinear, self.chunks) if chunked else RowParallelLinear
         made = make(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), skip_bias=True,
             dtype=self.dtype, kernels=self.kernels,
         )
-        made.adapter = None if adapters is None else make_adapter(layer, adapters, self)
+        made.adapter = adapter
         return made
 
-    def vector(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
-        """Build a parameter of a norm: whole, or this rank's heads of one that has an element for each of all heads."""
+    def divided(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
+        """Build a parameter of a norm or an adapter: whole, or this rank's rows, columns or heads."""
         if spec.split is None:
             return self.unsplit(spec, layer)
         shared = spec.shared_numel(self.ctx.size("tp")) > 0
         record = make_record(
             f"{layer}.{spec.name}", spec.shape, self.ctx, init=InitSpec(spec.init, spec.std), decay=spec.decay,
-            shards=(Shard(0, ("kv_heads",) if shared else ("tp",)),),
+            shards=(Shard(spec.split.dim, ("kv_heads",) if shared else ("tp",)),),
             partial_over=(*REPLICAS, "kv_copies") if shared else REPLICAS,
         )
         return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
+
+    def adapter(self, layer: str, spec: LinearSpec) -> Adapter | None:
+        """Build the adapters of the linear layer of a spec; None: it has none."""
+        found = adapter_spec(spec, self.fine_tuning)
+        return None if found is None else make_adapter(layer, found, self)
 
     def unsplit(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
         """Build a parameter that every tensor-parallel rank holds in full; ``layer`` is the prefix of its name."""

@@ -26,8 +26,12 @@ class Down(nn.Module):
     def __init__(self, layer: str, spec: LinearSpec, build: BuildContext) -> None:
         super().__init__()
         self.weight, self.kernels = build.unsplit(spec.parameters[0], layer), build.kernels
+        self.adapter = build.adapter(layer, spec)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.adapter is not None:
+            out: torch.Tensor = self.adapter(x, (self.weight,), None, group=None, sequence=False, kernels=self.kernels)
+            return out
         return linear(x, self.weight, kernels=self.kernels)
 
 

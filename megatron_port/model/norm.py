@@ -28,7 +28,7 @@ class Norm(nn.Module):
         self.kind, self.eps, self.providers = spec.kind, build.model.norm_epsilon, build.providers
         # torch's norms add first, with the same bits.
         self.fuses_add = self._norm not in (torch_layer_norm, torch_rms_norm)
-        weight, *bias = (build.vector(p, layer) for p in spec.parameters)
+        weight, *bias = (build.divided(p, layer) for p in spec.parameters)
         self.weight: nn.Parameter = weight
         self.bias: nn.Parameter | None = bias[0] if bias else None
 

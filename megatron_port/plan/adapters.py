@@ -20,9 +20,10 @@ def tuned_linear(t: Tape, s: Sizes, x: Value, linear: LinearSpec) -> Value:
     w, (outputs, inputs) = s.case.width, linear.product(s.case.tp)
     spec = adapter_spec(linear, s.case.fine_tuning)
     gathers = linear.parallel == "column" and s.case.sequence_parallel
-    size_in, size_out, weight = s.tokens * inputs * w, s.tokens * outputs * w, inputs * outputs * w
+    tokens = s.tokens / s.case.tp if linear.parallel == "none" and s.case.sequence_parallel else s.tokens
+    size_in, size_out, weight = tokens * inputs * w, tokens * outputs * w, inputs * outputs * w
     rank = 0 if spec is None else rank_of(spec)
-    low, drops = s.tokens * rank * w, s.case.fine_tuning.dropout > 0 and spec is not None
+    low, drops = tokens * rank * w, s.case.fine_tuning.dropout > 0 and spec is not None
     constant = x.constant
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:

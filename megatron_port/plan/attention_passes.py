@@ -40,12 +40,12 @@ def _project(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
 
 def _latent_project(t: Tape, s: Sizes, spec: AttentionSpec, latent: LatentSpec, x: Value) -> Value:
     """``LatentAttention.project``: latents, their norms, heads from them, all put together."""
-    low = x
+    low, multiply = x, tuned_linear if s.case.fine_tuning.enabled else linear
     if latent.query_down is not None and latent.query_norm is not None:
-        low = normalize(t, s, linear(t, s, x, latent.query_down), latent.query_norm)[0]
-    query = linear(t, s, low, latent.query_up)
-    own, shared = _apart(t, s, linear(t, s, x, latent.kv_down), latent)
-    whole = linear(t, s, normalize(t, s, own, latent.kv_norm)[0], latent.kv_up)
+        low = normalize(t, s, multiply(t, s, x, latent.query_down), latent.query_norm)[0]
+    query = multiply(t, s, low, latent.query_up)
+    own, shared = _apart(t, s, multiply(t, s, x, latent.kv_down), latent)
+    whole = multiply(t, s, normalize(t, s, own, latent.kv_norm)[0], latent.kv_up)
     if s.case.sequence_parallel:
         size = shared.size
         shared = t.note(t.block(size * s.case.tp), [shared], lambda grad, saved: [t.block(size)])

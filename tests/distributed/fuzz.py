@@ -23,7 +23,7 @@ from cases import Order, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
 from megatron_port.config.attention import MaskNeeds
-from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
+from megatron_port.config.fine_tuning import FineTuningConfig, targets_of
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
 from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
@@ -316,8 +316,7 @@ def draw(seed: int) -> Draw:
     if t.tp > 1 and seed % 2 and dtype in ("fp32", "fp64"):
         config = change(config, layout=change(config.layout, tp_overlap_chunks=chunks))
     config = change(config, checkpoint=change(config.checkpoint, asynchronous=False))  # as state on a disk wants it
-    adaptable = engine == "native" and dtype in ("fp32", "fp64") and not config.model.kv_lora_rank
-    if seed % 19 in (12, 14, 17) and adaptable:
+    if seed % 19 in (12, 14, 17) and engine == "native" and dtype in ("fp32", "fp64"):
         config = _adapted(random.Random(f"adapters-{seed}"), config)
     config = _planned(random.Random(f"activations-{seed}"), config)
     config = _documents(random.Random(f"documents-{seed}"), config)
@@ -327,7 +326,7 @@ def draw(seed: int) -> Draw:
 def _adapted(r: random.Random, config: RunConfig) -> RunConfig:
     """The run with adapters; no seed of the tests, whose gradients of all weights would be missing."""
     method = r.choice(("lora", "dora"))
-    targets = [t for t in TARGETS if t != "gate" or config.model.activation == "swiglu"]
+    targets = targets_of(config.model)
     tuning = FineTuningConfig(
         method=method, rank=r.choice((1, 3, 8)), alpha=r.choice((4.0, 16.0)), rslora=r.random() < 0.3,  # type: ignore[arg-type]
         dropout=r.choice((0.0, 0.2)) if method == "lora" else 0.0,

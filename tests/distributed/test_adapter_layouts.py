@@ -24,6 +24,10 @@ LLAMA = {
 }
 GPT = {"hidden_dropout": 0.1, "num_layers": 4}
 LORA: dict[str, Any] = {"method": "lora", "rank": 3, "dropout": 0.25}
+LATENT = {
+    **LLAMA, "num_query_groups": 0, "head_dim": 12, "kv_lora_rank": 20, "q_lora_rank": 14, "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
 DORA: dict[str, Any] = {"method": "dora", "rank": 3, "rslora": True, "targets": ("query", "value", "up", "down")}
 
 
@@ -36,6 +40,9 @@ def tuned(tuning: dict[str, Any], model: dict[str, Any], **layout: Any) -> RunCo
 LAYOUTS: dict[int, list[tuple[RunConfig, Topology]]] = {
     2: [
         (tuned(LORA, LLAMA, sequence_parallel=True, recompute="full"), Topology(tp=2)),
+        (tuned({**LORA, "targets": ("query_down", "query_up", "kv_down", "kv_up")}, LATENT, sequence_parallel=True),
+         Topology(tp=2)),
+        (tuned({**DORA, "targets": ()}, LATENT), Topology(tp=2)),
         (tuned(DORA, LLAMA, zero_stage=3), Topology(dp=2)),
         (tuned(LORA, GPT, pipeline_schedule="zb-v", virtual_pipeline_size=2), Topology(pp=2)),
     ],

@@ -31,6 +31,10 @@ LLAMA = ModelConfig(
     activation="swiglu", normalization="rmsnorm", position_embedding="rope", add_bias=True, ffn_hidden_size=64,
 )
 LORA = FineTuningConfig(method="lora", rank=3, alpha=5.0)
+LATENT = replace(
+    LLAMA, add_bias=False, num_query_groups=0, head_dim=12, kv_lora_rank=20, q_lora_rank=14, qk_rope_head_dim=4,
+    v_head_dim=10,
+)
 DROPPED = replace(LORA, dropout=0.25)
 DORA = replace(LORA, method="dora", rslora=True, targets=("query", "value", "output", "up", "down"))
 
@@ -55,21 +59,27 @@ def trained(module: nn.Module) -> list[ParameterRecord]:
 
 
 @pytest.mark.parametrize("tuning", [LORA, DORA], ids=["lora", "dora"])
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, True), (4, False)])
-def test_every_rank_holds_what_the_specs_state(tuning: FineTuningConfig, tp: int, sp: bool) -> None:
+@pytest.mark.parametrize(("model", "tp", "sp"), [
+    (LLAMA, 1, False), (LLAMA, 2, True), (LLAMA, 4, False), (LATENT, 2, True), (LATENT, 2, False)
+])
+def test_every_rank_holds_what_the_specs_state(
+    tuning: FineTuningConfig, model: ModelConfig, tp: int, sp: bool
+) -> None:
     """On four ranks each key and value head is held by two."""
-    topology = Topology(tp=tp, kv_copies=max(tp // 2, 1))
-    specs = adapter_parameters(LLAMA, tuning)
+    topology = Topology(tp=tp, kv_copies=max(tp // 2, 1) if model is LLAMA else 1)
+    tuning = tuning if model is LLAMA else replace(tuning, targets=())
+    specs = adapter_parameters(model, tuning)
     for rank in range(tp):
         ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
-        records = {r.name: r for r in trained(stage(tuning, ctx, sp=sp))}
-        assert list(records) == list(specs)
+        records = {r.name: r for r in trained(stage(tuning, ctx, sp=sp, model=model))}
+        assert records.keys() == specs.keys()
         for name, spec in specs.items():
             r = records[name]
             assert (r.shape, r.decay, r.init.kind, r.init.std) == (spec.shape, spec.decay, spec.init, spec.std), name
             assert prod(r.local_shape) == spec.local_numel(tp), name
             assert ("kv_copies" in r.partial_over) == bool(spec.shared_numel(tp)), name
-            assert ("tp" in r.partial_over) == (spec.split is None and tp > 1), name
+            latents = any(part in name for part in ("query_down", "kv_down"))
+            assert ("tp" in r.partial_over) == (spec.split is None and (sp if latents else tp > 1)), name
 
 
 def filled(tuning: FineTuningConfig) -> tuple[GPTStage, StateReader]:
@@ -213,7 +223,7 @@ def test_adapters_begin_as_peft_draws_them() -> None:
 
 
 @pytest.mark.parametrize(("change", "word"), [
-    ({"targets": ("q_proj",)}, "'q_proj' is unknown"), ({"targets": ("gate",)}, "use \"up\""),
+    ({"targets": ("q_proj",)}, "'q_proj' is unknown"), ({"targets": ("gate",)}, "has query, key, value, output, up"),
     ({"method": "dora", "dropout": 0.1}, "use dropout = 0"), ({"method": "none"}, "leave the section out"),
 ])
 def test_what_contradicts_adapters_is_refused(change: dict[str, object], word: str) -> None:

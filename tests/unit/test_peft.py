@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ CASES = {
     "llama dora": ("llama", replace(LORA, method="dora", rslora=True, targets=("query", "value", "gate", "down"))),
     "gpt2": ("gpt2", replace(LORA, rslora=True)),  # three adapters in one module, matrices transposed
     "gpt2 dora": ("gpt2", replace(LORA, method="dora", targets=("query", "value", "up"))),
+    # PEFT 0.21 takes the MLP of every deepseek_v3 for experts'.
+    "latent": ("deepseek_v3", replace(LORA, targets=("query_down", "query_up", "kv_down", "kv_up", "output"))),
     "neox": ("gpt_neox", LORA),  # rotated rows in another order
 }
 
@@ -78,7 +81,7 @@ def committed(
 
 def base_of(family: str, folder: Path) -> HFFolder:
     """A small model of transformers' with large weights, as a folder."""
-    config = {"llama": hf.llama, "gpt2": hf.gpt2, "gpt_neox": hf.neox}[family](16)
+    config = {"llama": hf.llama, "gpt2": hf.gpt2, "gpt_neox": hf.neox}.get(family, partial(hf.small, family))(length=16)
     return HFFolder(hf.saved(hf.reference(config), folder))
 
 
