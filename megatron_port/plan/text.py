@@ -29,6 +29,11 @@ def _head(plan: Plan) -> list[str]:
         f"{'fused' if case.flash else 'unfused'} attention; batch {case.global_batch} = {case.micro_batch} x "
         f"{case.micro_batches} x dp {case.dp}",
     ]
+    if plan.within_documents:
+        lines.append(
+            "          attention within documents is planned, and its FLOPs counted, as over whole samples: the most "
+            "that it can take"
+        )
     if plan.fractional:
         lines.append(
             f"          fractional accumulation: {case.global_batch} / (micro-batch {case.micro_batch} x dp {case.dp}) "

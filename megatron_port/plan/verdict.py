@@ -49,6 +49,8 @@ class Plan:
     """Only where the run does not fit: changes with which it does, cheapest first."""
     host_problem: str = ""
     """Why offloaded state does not fit the nodes' hosts."""
+    within_documents: bool = False
+    """Attention stays within documents, whose lengths a plan does not know."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -96,6 +98,7 @@ def make_plan(
         nodes=case.world / config.cluster.gpus_per_node, fractional=fraction, memory=memory, step=step,
         budget=_budget(config, case, step, tokens), nearest=nearest, neighbours=near,
         ways=tuple(ways_to_fit(config, case, machine)) if neighbours and not fits else (), host_problem=outside,
+        within_documents=config.data.attention_documents == "within",
     )
 
 

@@ -34,8 +34,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "runs/frontier-175b", "--explain", "--tokens", "300e9")
+    code, out, _ = run(
+        capsys, "runs/frontier-175b", "--explain", "--tokens", "300e9", "--set", "data.attention_documents=within",
+    )
     assert code == 0
+    assert "attention within documents" in out
     for word in ("fits", "MFU", "HFU", "compute", "bubble", "node-hours", "6·N·T", "228,882 steps"):
         assert word in out
 
