@@ -487,9 +487,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     parser.add_argument("--zero-stage", type=int, help="only draws of this stage")
     parser.add_argument("--masked", action="store_true", help="only draws whose attention is more than causal")
+    parser.add_argument("--adapted", action="store_true", help="only draws that train adapters")
     args = parser.parse_args()
     draws = [d for d in map(draw, args.seeds) if args.zero_stage in (None, d.config.layout.zero_stage)]
     draws = [d for d in draws if not args.masked or MaskNeeds.of(d.config).any]
+    draws = [d for d in draws if not args.adapted or d.config.fine_tuning.enabled]
     return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 
 

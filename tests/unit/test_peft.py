@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hf_models as hf
 import pytest
@@ -32,6 +32,7 @@ from megatron_port.interop.hf_names import hf_tensors
 from megatron_port.interop.import_peft import PeftFolder
 from megatron_port.model.adapter_reader import InitialAdapters, MergedWeights, over_base
 from megatron_port.model.adapter_spec import MAGNITUDE, adapter_parameters
+from megatron_port.model.families import family_names
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.state import StateReader
 from megatron_port.session.assemble import build_engine
@@ -130,6 +131,30 @@ def test_an_export_is_read_back_and_computes_the_same_merged_and_unmerged(case: 
     theirs = peft.PeftModel.from_pretrained(hf.loaded(base.path), str(tmp_path / "peft"))
     with torch.no_grad():
         assert deviation(unmerged, theirs(tokens, use_cache=False).logits) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_peft_computes_what_every_family_does(family: str, method: Literal["lora", "dora"], tmp_path: Path) -> None:
+    """Its logits from an export are ours within rounding; in fp64 the merged weights give the same to 1e-12."""
+    peft = pytest.importorskip("peft")
+    tuning = replace(CASES["latent"][1] if family == "deepseek_v3" else LORA, method=method)
+    base = base_of(family, tmp_path / "base")
+    adapters = adapters_of(base, tuning)
+    export_peft(committed(tmp_path / "run", base, tuning, adapters), tmp_path / "peft", lambda: base.read)
+    tokens = torch.randint(0, base.model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
+    theirs = peft.PeftModel.from_pretrained(hf.loaded(base.path), str(tmp_path / "peft"))
+    read, exact = over_base(base.read, reader_of(adapters), adapters), {n: a.double() for n, a in adapters.items()}
+    with torch.no_grad():
+        logits = theirs(tokens, use_cache=False).logits
+        narrow, wide = (
+            adapted_engine(base.model, tuning, read, dtype).chunks[0].eval()(tokens).transpose(0, 1)
+            for dtype in ("fp32", "fp64")
+        )
+    assert deviation(narrow, logits) <= 1e-6
+    merged = MergedWeights(base.model, tuning, lambda *at, out=None: base.read(*at).double(), reader_of(exact))  # type: ignore[arg-type,misc]
+    assert deviation(our_logits(merged, base.model, tokens, dtype=torch.float64), wide) <= 1e-12
 
 
 def files_say(folder: Path, base: HFFolder, merged: Checkpoint) -> None:
