@@ -8,8 +8,9 @@ import pytest
 from pool import RankPool
 
 
-@pytest.mark.parametrize("seeds", [(0, 8, 16, 24), (7, 15), (1, 2, 4, 12)])
+@pytest.mark.parametrize("seeds", [(0, 16), (2, 12, 33), (7,)])
 def test_a_document_beside_others_is_what_it_is_alone(ranks: RankPool, seeds: tuple[int, ...]) -> None:
-    """``documents.py`` has a hundred of these in ``benchmarks/results/documents.jsonl``."""
+    """On one process, on two and on eight, with both kinds of recompute, and positions reset on parts of a sequence.
+    ``documents.py`` has a hundred of these in ``benchmarks/results/documents.jsonl``."""
     results = documents.run_draws(ranks, [documents.draw(seed) for seed in seeds])
     assert len(results) == len(seeds) and not fuzz.failures(results), fuzz.failures(results)

@@ -109,6 +109,22 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> 
 # ---------------------------------------------------------------- two runs through the model
 
 
+@pytest.mark.parametrize("piece", [0, 1])
+def test_positions_from_each_documents_start(piece: int) -> None:
+    """On a rank of two runs whose residual stream is a piece of what it holds."""
+    part = zigzag(1, 2, piece=piece, pieces=2)
+    build = build_of(part, dataclasses.replace(MODEL, position_embedding="learned"))
+    starts = torch.tensor([[0] * 5 + [5] * 6 + [11] + [12] * 9 + [21] * 11, list(range(SEQ))], dtype=torch.int32)
+    build.stream.set_micro_batch(7, (40, 41), document_starts=part.held(SEQ).take(starts, dim=1))
+    embedding = Embedding(model_spec(build.model).embedding, build)
+    embedding.position_reset = True
+    assert embedding.position is not None
+    torch.nn.init.normal_(embedding.position.data)
+    at = part.residual(SEQ).index(CPU)
+    want = torch.stack([embedding.position[at - row[at]] for row in starts.long()], dim=1)
+    assert torch.equal(embedding.own_positions(len(at)), want) and bool((want[:, 1] == embedding.position[0]).all())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_embedding_of_two_runs(rank: int) -> None:
     """Learned positions and the embedding's dropout, and the gradients of both tables."""
