@@ -32,6 +32,7 @@ from megatron_port.plan.case import case_of
 from megatron_port.plan.guard import memory_problem, planned_memory
 from megatron_port.plan.memory import held_bytes
 from megatron_port.session.assemble import build_model, layers_by_chunk, topology_of
+from megatron_port.session.weights import open_initial
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,12 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
 
     ``all_stages``: a line for each, also where many are alike.
 
-    Raises ConfigError or DataError as training would.
+    Raises ConfigError, DataError or CheckpointError as training would.
     """
     started = time.perf_counter()
     check(config, world_size=world_size)
+    if config.checkpoint.initial_weights:
+        open_initial(config).close()
     config = with_activation_plan(resolve(config, world_size), world_size)
     topology = topology_of(config)
     tp, pp, dp = topology.tp, topology.pp, topology.dp

@@ -179,25 +179,37 @@ def base_identity(session: Session) -> dict[str, str] | None:
     return found
 
 
+def open_initial(config: RunConfig) -> Weights:
+    """Open ``checkpoint.initial_weights``.
+
+    Raises:
+        CheckpointError: nothing usable there (of a Hugging Face folder the field that cannot be read is named), or of
+            another model than the run's (the fields and both values).
+    """
+    asked = config.checkpoint.initial_weights
+    weights = open_weights(asked)
+    different = model_differences(weights.model, config.model, any_length=True)
+    if different:
+        weights.close()
+        raise CheckpointError(
+            f'checkpoint.initial_weights = "{asked}" holds another model: {"; ".join(different)}. Set [model] to '
+            "what is there (`megatron-port checkpoint import` writes it as model.toml)"
+        )
+    return weights
+
+
 def load_initial(engine: Engine, session: Session) -> str:
     """Load ``checkpoint.initial_weights`` into a fresh engine; return a line about it. Collective.
 
     Each rank reads its own slices only; moments, counters and the loss scale stay fresh.
 
     Raises:
-        CheckpointError: on every rank: nothing usable there, or of another model (the fields and both values).
+        CheckpointError: on every rank, as :func:`open_initial`.
     """
     config: RunConfig = session.config
-    asked = config.checkpoint.initial_weights
 
     def load_own() -> Weights:
-        weights = open_weights(asked)
-        different = model_differences(weights.model, config.model, any_length=True)
-        if different:
-            raise CheckpointError(
-                f'checkpoint.initial_weights = "{asked}" holds another model: {"; ".join(different)}. Set [model] to '
-                "what is there (`megatron-port checkpoint import` writes it as model.toml)"
-            )
+        weights = open_initial(config)
         engine.load_weights(_with_adapters(config, weights.read))
         weights.close()
         return weights

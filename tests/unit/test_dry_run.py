@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -60,3 +61,14 @@ def test_tensor_ranks_beyond_the_key_value_heads(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "tp 8 x pp 2 x dp 2 = 32 ranks" in text
     assert "8 groups of 4    (hold the same key/value heads); the first: ranks 0-3" in text
+
+
+def test_initial_weights_that_cannot_be_read_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the field of config.json, before anything is built; so are weights that are not there."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon", "alibi": True}))
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    asked = ["train", "runs/quickstart", "--set", "data.synthetic=true", "--set", "cluster.nodes=0", "--set",
+             f"checkpoint.initial_weights={tmp_path}", "--dry-run"]
+    assert main(asked) == 5 and "alibi is True" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_head": 2}))
+    assert main(asked) == 5 and "wpe.weight (1024, 32) is not in its files" in capsys.readouterr().err
