@@ -11,6 +11,7 @@ import argparse
 import collections
 import compileall
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -82,9 +83,10 @@ def folder(nodeid: str) -> str:
 
 
 def spread() -> list[str]:
-    """pytest's arguments for the whole suite. A worker more than cores, for tests that wait, saves 4 % on two cores and
-    makes each test take twice as long."""
-    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    """pytest's arguments for the whole suite: a worker a core, and one more for SLURM's tests, which wait for jobs
+    (tests/conftest.py)."""
+    waits = os.geteuid() == 0 and shutil.which("slurmctld") is not None
+    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) + waits
     return ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"] if workers > 1 else []
 
 

@@ -69,6 +69,8 @@ FIRST = ("slurm", "distributed", "faults", "e2e", "gpu", "kernels", "unit")
 """Folders by how long one of their groups takes: what is long and cannot be cut must not come last."""
 TOGETHER = ("slurm", "kernels")
 """Folders whose files share what is dear to make: a cluster, the emulated libraries."""
+WAITING = "slurm"
+"""Folder whose tests wait for jobs most of their time. Where there is a worker more than cores, it runs them alone."""
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -100,5 +102,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = Path(nodeid.split("::", 1)[0])
             return file.parent.name if file.parent.name in TOGETHER else str(file)
+
+        def _reschedule(self, node: Any) -> None:
+            mine = self.assigned_work.get(node, {})
+            extra = len(self.nodes) > len(os.sched_getaffinity(0)) and WAITING in mine
+            if not extra:
+                super()._reschedule(node)
+            elif self._pending_of(mine) <= 2 and not node.shutting_down:
+                node.shutdown()  # once it has run what it has
 
     return Whole(config, log) if config.getvalue("dist") == "loadscope" else None

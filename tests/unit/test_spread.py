@@ -22,8 +22,8 @@ def test_where(i):
 """
 
 
-def arguments() -> list[str]:
-    """What scripts/run_tests.py adds for the whole suite, for two workers."""
+def arguments(workers: int) -> list[str]:
+    """What scripts/run_tests.py adds for the whole suite, for so many workers."""
     spec = importlib.util.spec_from_file_location("run_tests", ROOT / "scripts" / "run_tests.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -31,23 +31,37 @@ def arguments() -> list[str]:
     spread: list[str] = module.spread()
     if not spread:
         pytest.skip("one core: one worker")
-    return ["-n", "2", *spread[2:]]
+    return ["-n", str(workers), *spread[2:]]
 
 
-def test_a_file_stays_with_one_worker(tmp_path: Path) -> None:
+def ran(tmp_path: Path, workers: int, *files: Path) -> list[set[str]]:
+    """The workers that ran each of these files of four tests."""
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
-    files = [tmp_path / folder / f"test_{name}.py" for folder, name in
-             (("unit", "a"), ("unit", "b"), ("kernels", "c"), ("kernels", "d"))]
     for file in files:
         file.parent.mkdir(exist_ok=True)
         file.write_text(TEST)
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments()], cwd=tmp_path, env=env,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments(workers)], cwd=tmp_path, env=env,
         capture_output=True, text=True, timeout=200, check=False,
     )
-    assert done.returncode == 0 and "16 passed" in done.stdout, done.stdout + done.stderr
-    workers = [set(file.with_suffix(".txt").read_text().split()) for file in files]
+    assert done.returncode == 0 and f"{4 * len(files)} passed" in done.stdout, done.stdout + done.stderr
+    return [set(file.with_suffix(".txt").read_text().split()) for file in files]
+
+
+def test_a_file_stays_with_one_worker(tmp_path: Path) -> None:
+    names = (("unit", "a"), ("unit", "b"), ("kernels", "c"), ("kernels", "d"))
+    workers = ran(tmp_path, 2, *(tmp_path / folder / f"test_{name}.py" for folder, name in names))
     assert [len(w) for w in workers] == [1, 1, 1, 1] and workers[2] == workers[3], workers
     assert len(set.union(*workers)) == 2, "one worker did everything"
+
+
+def test_a_worker_more_than_cores_runs_what_waits_and_nothing_else(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    if cores > 4:
+        pytest.skip("many workers for one question")
+    names = [("slurm", "a"), *(("unit", name) for name in "bcdefgh"[:2 * cores])]
+    slurm, *others = ran(tmp_path, cores + 1, *(tmp_path / folder / f"test_{name}.py" for folder, name in names))
+    used = {worker for ran_by in others for worker in ran_by}
+    assert len(slurm) == 1 and not slurm & used and len(used) == cores, (slurm, others)
