@@ -12,6 +12,7 @@ from megatron_port.config.schema import BatchConfig, DataConfig, ModelConfig, Ru
 from megatron_port.data.dataset import GPTDataset, SyntheticDataset
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
 from megatron_port.data.loader import StepLoader, build_loaders
+from megatron_port.data.packing import PackedDataset
 from megatron_port.errors import DataError
 from megatron_port.parallel.positions import SequencePartition
 
@@ -304,3 +305,9 @@ def test_labels_count_as_the_corpus_says(setup, tmp_path):
     assert loaders(run, tokens=False, labels=False).train.step(0, 8)[0].masked
     half = loaders(run, dp_rank=1, dp_size=2).train.step(8, 8)[0]
     assert torch.equal(half.loss_mask, torch.cat([b.loss_mask for b in made.train.step(8, 8)])[2:4])
+    data = IndexedDataset(tmp_path / "m")
+    packed = PackedDataset(data, first=0, end=60, seq_length=64, vocab_size=257, cache=tmp_path / "packed")
+    samples = [packed.sample(k) for k in range(len(packed))]
+    counted = np.concatenate([s.tokens[1:][s.counted] for s in samples])
+    assert not (counted % 2).any()
+    assert len(counted) == sum(int((data.document(i)[1:] % 2 == 0).sum()) for i in range(60))
