@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cases import make_batches
 from offload_matrix import State, Steps, advance, case, engine_of, state_of
 from pool import RankPool
 from step_tape import TapeRecorder
 
+from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.schema import RunConfig
 from megatron_port.parallel.topology import Topology
 
@@ -15,6 +18,9 @@ CASES = {
     "zero 2, shared table apart": (case("bf16", 2, tied=False), Topology(1, 1, 2)),
     "tensor and sequence": (
         case("fp32", 0, dp=1, tensor_parallel_size=2, sequence_parallel=True), Topology(2, 1, 1)
+    ),
+    "adapters with dropout": (
+        replace(case("bf16", 1), fine_tuning=FineTuningConfig(method="lora", rank=4, dropout=0.2)), Topology(1, 1, 2)
     ),
 }
 
