@@ -57,10 +57,16 @@ class Embedding(nn.Module):
         """Learned embeddings of the positions of this rank's ``rows``: [rows, 1, hidden], or [rows, batch, hidden]
         counted from each document's start."""
         assert self.position is not None
-        positions, starts = self.residual.positions(rows), self.residual.document_starts()
-        if starts is None or not self.position_reset:
-            return positions.take(self.position)[:, None, :]
-        return F.embedding(positions.index(starts.device)[:, None] - starts, self.position)
+        index = self.document_positions(rows)
+        if index is None:
+            return self.residual.positions(rows).take(self.position)[:, None, :]
+        return F.embedding(index, self.position)
+
+    def document_positions(self, rows: int) -> torch.Tensor | None:
+        """Positions of this rank's ``rows`` counted from each document's start, int [rows, batch]; None: they are not
+        reset."""
+        starts = self.residual.document_starts() if self.position_reset else None
+        return None if starts is None else self.residual.positions(rows).index(starts.device)[:, None] - starts
 
 
 class TransformerLayer(nn.Module):

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_port.backend import cpu_upcast
 from megatron_port.backend.cross_entropy import CrossEntropyOps
 from megatron_port.config.schema import RunConfig
 from megatron_port.model.attention import SelfAttention, rank_rows
-from megatron_port.model.layers import Head, TransformerLayer
+from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.norm import Norm, ProjectionNorm
 from megatron_port.model.residual import ResidualStream
 from megatron_port.parallel.embedding import padded_vocab_size
@@ -82,6 +83,8 @@ class RoundingEmulation:
                 module.gradient == "heads" or (self.sequence_parallel and module.gradient == "tokens")
             ):
                 _cut_norm(module, tp)
+            elif isinstance(module, Embedding) and self.sequence_parallel and module.position_reset:
+                _cut_positions(module, tp)
             elif isinstance(module, TransformerLayer) and self.sequence_parallel:
                 module.residual = _SplitResidual.of(module.residual, tp)
 
@@ -304,6 +307,19 @@ def _cut_norm(norm: Norm, ranks: int) -> None:
         return torch.cat([y for y, _ in out], dim), torch.cat([total for _, total in out], dim)
 
     norm._run = run  # type: ignore[method-assign]
+
+
+def _cut_positions(embedding: Embedding, ranks: int) -> None:
+    """Let an embedding look up the positions that documents reset as ranks that have a part of the tokens each: their
+    gradients are sums over tokens."""
+
+    def rows_of(module: Embedding, rows: int) -> Tensor:
+        index, table = module.document_positions(rows), module.position
+        if index is None or table is None:
+            return module.own_positions(rows)
+        return torch.cat([F.embedding(part, _share(table, i)) for i, part in enumerate(index.chunk(ranks))])
+
+    embedding.position_rows = rows_of
 
 
 @dataclass(frozen=True)
