@@ -345,8 +345,6 @@ def _documents(r: random.Random, config: RunConfig) -> RunConfig:
     if r.random() < 2 / 3:
         return config
     reset = config.model.position_embedding == "learned" and r.random() < 0.5
-    # Positions then repeat, and nothing emulates how ranks cut the sum of one's gradient.
-    reset = reset and not (config.layout.sequence_parallel and config.precision.dtype in ("bf16", "fp16"))
     data = dataclasses.replace(config.data, attention_documents="within", position_reset=reset)
     return dataclasses.replace(config, data=data)
 
