@@ -97,7 +97,8 @@ class ModelConfig:
     norm_epsilon: Positive = 1e-5
     """Added to the variance."""
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "gelu"
-    """gelu (erf) | gelu_tanh | swiglu (SiLU gate) | geglu_tanh (gelu_tanh gate: Gemma)"""
+    """gelu (erf) | gelu_tanh | swiglu (SiLU gate) | geglu_tanh (gelu_tanh gate: Gemma; torch's ops with any
+    provider)"""
     add_bias: bool = True
     """Biases in all linears of the layers and (with layernorm) norms."""
     qkv_bias: bool = False

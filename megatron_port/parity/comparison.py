@@ -85,9 +85,6 @@ FEW_UNIT = 0.03
 leaves of such a sum follows its terms, and no other elements average it. Of 192 sinks in 70 draws the largest distance
 is 6.6 u in this unit (35 u by 1e-3, where the sum cancels to 0.005 of the rms), its projection 4.3 u; of 410 head norms
 in 60 draws 6.4 u and 2.3 u (16 u by 1e-3)."""
-NORMED_BRANCHES = 4.0
-"""Factor on the distance of gradient norms where branches are normed: of fresh weights' small branches, which are a
-little of the residual stream otherwise, all of the rounding then enters it."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,6 @@ def distances(reference: Run, other: Run, dtype: str, model: ModelConfig, *, rul
     """
     a, b, u = first_step(reference), first_step(other), ROUNDOFF[dtype] * (1 + model.num_layers / 16) ** 0.5
     rms_all, keys = rms_of(a.gradients[0]), key_bias_rows(model)
-    grad_norm = DISTANCE.grad_norm * (1.0 if model.norm_placement == "pre" else NORMED_BRANCHES)
     moved, scaled = [], []
     for name, ga in a.gradients[0].items():
         gb = b.gradients[0][name]
@@ -279,7 +275,7 @@ def distances(reference: Run, other: Run, dtype: str, model: ModelConfig, *, rul
         scaled.append((abs(float((delta * ga).sum())) / norm**2, name))
     found = [
         ("loss moved", (_relative(a.losses[-1], b.losses[-1]), ""), DISTANCE.loss),
-        ("norm moved", (_norm_deviation(a.grad_norms[-1], b.grad_norms[-1]), ""), grad_norm),
+        ("norm moved", (_norm_deviation(a.grad_norms[-1], b.grad_norms[-1]), ""), DISTANCE.grad_norm),
         ("grad moved", _worst(moved), DISTANCE.gradient), ("grad scale", _worst(scaled), DISTANCE.scale),
     ]
     return [

@@ -273,8 +273,7 @@ def draw(seed: int) -> Draw:
     engine = r.choice(("native", "native", "deepspeed"))
     dtype = r.choice(("fp64", "fp32", "bf16", "fp16") if engine == "native" else ("fp32", "bf16", "bf16"))
     model, layout = _model(r, t), _layout(r, t, engine)
-    if dtype in ("bf16", "fp16") and model["qk_norm"]:
-        # Of fresh weights, norms of keys then make gradients out of differences that rounding alone decides.
+    if dtype in ("bf16", "fp16"):  # the branches of fresh weights, which norms make large, are then rounding alone
         model.pop("norm_placement", None)
     stages = t.pp * layout.get("virtual_pipeline_size", 1)
     if dtype in ("bf16", "fp16") and model.get("sliding_window") == 1:

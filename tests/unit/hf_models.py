@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_port.config.schema import ModelConfig
+from megatron_port.interop.hf_names import MODULE_HEAD, hf_mapping
+from megatron_port.model.families import family_named
+
 VOCABULARY = 101
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -120,6 +124,19 @@ def loaded(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
         str(folder), local_files_only=True, attn_implementation="eager", dtype=torch.float32
     ).eval()
+
+
+def in_our_names(model: ModelConfig, family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers' tensors in our names and order of rows, put together run by run."""
+    tensors = {family_named(family).names.head if name == MODULE_HEAD else name: t for name, t in tensors.items()}
+    out = {}
+    for name, mapped in hf_mapping(model, family).items():
+        parts = []
+        for run in mapped.runs:
+            whole = tensors[run.tensor]
+            parts.append((whole.t() if mapped.transposed else whole)[run.theirs : run.theirs + run.count])
+        out[name] = torch.cat(parts).reshape(mapped.shape).double()
+    return out
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -22,6 +22,7 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parity.comparison import gradient_deviation
 
 pytest.importorskip("transformers")
 BOUND = 1e-6
@@ -148,29 +149,47 @@ def test_documents_within_a_sample(case: str, tmp_path: Path) -> None:
         assert hf.relative(ours, reference(tokens).logits) > 1e-2
 
 
+def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) -> None:
+    """In bf16 the root of 72 is 8.5: every bit is Gemma's own."""
+    reference = hf.reference(hf.small("gemma2", hidden_size=72))
+    stage = stage_of(HFFolder(hf.saved(reference, tmp_path)), dtype=torch.bfloat16)
+    tokens = torch.arange(96).view(3, 32)
+    assert stage.embedding is not None
+    with torch.no_grad():
+        theirs = reference.bfloat16().model.embed_tokens(tokens)
+        assert torch.equal(stage.embedding(tokens).transpose(0, 1), theirs)
+
+
 @pytest.mark.parametrize(("family", "changes"), [
     ("qwen3", {}), ("qwen3", {"num_key_value_heads": 1}), ("qwen3", {"head_dim": 8, "num_key_value_heads": 4}),
-    ("olmo2", {"num_key_value_heads": 1}), ("gemma2", {"query_pre_attn_scalar": 24}), ("gemma3_text", {}),
+    ("olmo2", {"num_key_value_heads": 1}), ("smollm3", {}), ("gptj", {}), ("falcon", {}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("gemma2", {"query_pre_attn_scalar": 24}),
     ("gemma3_text", {"rope_parameters": hf.GEMMA_ROPE}),
 ])
-def test_normed_heads_and_branches_in_fp64(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Sharp scores amplify rounding; in double, where neither rounds to float32, nothing is left of the difference.
+def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """In double, where neither rounds to float32, nothing is left of the difference, however sharp scores are.
 
     A scale of the scores is not among them: ours is a factor on the tables of cos and sin, which are in float32.
     """
     reference = hf.reference(hf.small(family, **changes))
     folder = HFFolder(hf.saved(reference, tmp_path))
-    rotary = reference.model.rotary_emb
-    frequencies = {name: buffer.float() for name, buffer in rotary.named_buffers()}  # these define the model
+    rotary = [m for name, m in reference.named_modules() if name.endswith("rotary_emb")]
+    frequencies = [(m, name, buffer.float()) for m in rotary for name, buffer in m.named_buffers()]
     reference.double()
-    for name, buffer in frequencies.items():
-        setattr(rotary, name, buffer)
-    tokens = torch.arange(96).view(3, 32)
-    with torch.no_grad():
-        ours = stage_of(folder, dtype=torch.float64)(tokens).transpose(0, 1)[..., : hf.VOCABULARY]
-        with hf.in_double(reference):
-            theirs = reference(tokens).logits
-    assert hf.relative(ours, theirs) <= 1e-12
+    for module, name, buffer in frequencies:
+        setattr(module, name, buffer)  # these define the model
+    tokens, stage = torch.arange(96).view(3, 32), stage_of(folder, dtype=torch.float64)
+    labels = tokens.roll(-1, 1)
+    mine = stage(tokens)
+    ours = mine.transpose(0, 1)[..., : hf.VOCABULARY].detach().clone()
+    stage.loss_sum(mine, labels, None).backward()
+    with hf.in_double(reference):
+        theirs = reference(tokens).logits
+        torch.nn.functional.cross_entropy(theirs.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    assert hf.relative(ours, theirs.detach()) <= 1e-12
+    exact = hf.in_our_names(folder.model, family, {n: p.grad for n, p in reference.named_parameters()})
+    found = {r.name: r.local_view(p.grad) for r, p in recorded_parameters(stage) if p.grad is not None}
+    assert gradient_deviation(exact, found, folder.model)[0][0] <= 1e-12
 
 
 @pytest.mark.parametrize(
