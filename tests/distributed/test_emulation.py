@@ -92,7 +92,7 @@ def test_the_first_step_of_a_layout_in_half_precision_is_within_the_bounds_of_fp
             assert max(d.value for d in far if d.quantity == "gradient") > 1e-3
 
 
-_reduce = linear.reduce_from_tp
+_reduce = linear.reduce_from_tp  # type: ignore[attr-defined]
 
 
 class _Scaled(torch.autograd.Function):

@@ -136,13 +136,13 @@ def _failing() -> str:
     def broken(*args: object, **kwargs: object) -> float:
         raise RuntimeError("[enforce fail at gloo] Connection closed by peer [10.0.0.2]:1")
 
-    real, network.both_ways = network.both_ways, broken  # type: ignore[assignment]
+    real, network.both_ways = network.both_ways, broken  # type: ignore[assignment, attr-defined]
     try:
         check_network(place, LIMITS, SIZES)
     except EnvironmentFault as error:
         return str(error)
     finally:
-        network.both_ways = real
+        network.both_ways = real  # type: ignore[attr-defined]
     return "no error"
 
 

@@ -60,7 +60,7 @@ class CheckpointCase:
         self.config = make_config(folder)
         self.ctx = ParallelContext.create(Topology(), "cpu")
         self.engine: Engine = build_engine(self.config, self.ctx, torch_providers(), initialise=True)
-        self.home = state.run_folder(self.config) / state.FOLDER
+        self.home = state.run_folder(self.config) / state.FOLDER  # type: ignore[attr-defined]
         self.truth: dict[int, dict[tuple[str, str, int], torch.Tensor]] = {}
         for step in (GOOD, BAD):
             self._randomise(step)

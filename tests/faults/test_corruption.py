@@ -51,5 +51,5 @@ def test_nothing_to_fall_back_on(tmp_path: Path) -> None:
     assert sum("falling back" in line for line in place.lines) == 1
     for path in (place.good, place.bad):
         (path / "rank-00002.safetensors").unlink()
-    with pytest.raises(state.CheckpointError, match="none of the 2 checkpoints"):
+    with pytest.raises(state.CheckpointError, match="none of the 2 checkpoints"):  # type: ignore[attr-defined]
         state.find_checkpoints(place.session)

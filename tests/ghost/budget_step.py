@@ -59,7 +59,7 @@ def main() -> int:
     # cuDNN cannot be loaded here; flash attention is what a GPU without it takes.
     attention.gpu_kernels = lambda **_: [SDPBackend.FLASH_ATTENTION]  # type: ignore[assignment]
     # The feature test looks at a product's values, of which there are none here; a GPU has the product.
-    linear_kernels.widening_addmm = lambda *_: True  # type: ignore[assignment]
+    linear_kernels.widening_addmm = lambda *_: True  # type: ignore[assignment, attr-defined]
     providers = choose_providers(
         BackendConfig(device="cuda"), device, DTYPES[size.dtype], engine="native",
         heads=(m.num_attention_heads, m.kv_heads, m.head_size),

@@ -64,7 +64,7 @@ def older_version(at: Path, **changes: object) -> None:
 def test_a_clock_that_is_set_back_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three resumes after the clock went back an hour: each begins at the newest commit, which retention keeps."""
     now = [1_800_000_000.0]
-    monkeypatch.setattr(writer.time, "time", lambda: now[0])
+    monkeypatch.setattr(writer.time, "time", lambda: now[0])  # type: ignore[attr-defined]
     save(tmp_path, 10, Committer(Attempt(1)), keep=2)
     now[0] -= 3600
     for epoch, step in ((2, 20), (3, 30), (4, 40)):

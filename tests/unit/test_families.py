@@ -19,7 +19,7 @@ import torch
 from test_model_spec import differing, stage_records
 
 from megatron_port.checkpoint.reader import open_checkpoint
-from megatron_port.config.checks import CHOICES
+from megatron_port.config.checks import CHOICES  # type: ignore[attr-defined]
 from megatron_port.config.dump import config_hash
 from megatron_port.config.loader import load
 from megatron_port.config.same_model import model_differences

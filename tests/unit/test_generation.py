@@ -165,7 +165,7 @@ def test_new_fields_leave_the_hash_of_old_runs(monkeypatch: pytest.MonkeyPatch) 
         hashed.append(body["model"])
         return dumps(body, **options)
 
-    monkeypatch.setattr(dump.json, "dumps", spy)
+    monkeypatch.setattr(dump.json, "dumps", spy)  # type: ignore[attr-defined]
     assert dump.config_hash(RunConfig()) != dump.config_hash(RunConfig(model=ModelConfig(parallel_residual=True)))
     assert not set(hashed[0]) & set(dump._LATER) and "rope_theta" in hashed[0]
     assert set(hashed[1]) & set(dump._LATER) == {"parallel_residual"}

@@ -428,7 +428,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def none(*args: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(leases.os, "link", none)
+    monkeypatch.setattr(leases.os, "link", none)  # type: ignore[attr-defined]
     folder = tmp_path / "run"
     acquire(folder).release()
     lease = acquire(folder)
@@ -441,7 +441,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
         real(a, b)
         raise FileExistsError(errno.EEXIST, "File exists")
 
-    monkeypatch.setattr(leases.os, "link", answer_lost)
+    monkeypatch.setattr(leases.os, "link", answer_lost)  # type: ignore[attr-defined]
     assert leases._claim(folder, Holder(epoch=3))
     assert not leases._claim(folder, Holder(epoch=3))
     assert not [p for p in (folder / leases.FOLDER).iterdir() if p.name.startswith(".")]

@@ -276,7 +276,7 @@ def test_a_disk_that_is_too_small_is_an_error_at_the_start(tmp_path: Path, monke
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(disk_state.os, "posix_fallocate", full)
+    monkeypatch.setattr(disk_state.os, "posix_fallocate", full)  # type: ignore[attr-defined]
     with pytest.raises(EnvironmentFault, match=r"no \d+ bytes for master: No space left.*lower offload.fraction"):
         StateFile(tmp_path, ALIGN, "master")
     assert not list(tmp_path.iterdir())
@@ -289,7 +289,7 @@ def test_a_disk_that_fails_names_what_is_safe(tmp_path: Path, monkeypatch: pytes
         def broken(*arguments: Any) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(disk_state.os, "pwritev", broken)
+        monkeypatch.setattr(disk_state.os, "pwritev", broken)  # type: ignore[attr-defined]
         with pytest.raises(EnvironmentFault, match=r"could not be written.*last checkpoint is whole"):
             engine.train_step(mine, step=1, lr=1e-3)
             list(engine.state_pieces())

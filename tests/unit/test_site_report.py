@@ -14,7 +14,7 @@ import part_runner
 import psutil
 import pytest
 import site_report
-from site_report import overview, site_redact
+from site_report import overview, site_redact  # type: ignore[attr-defined]
 
 from benchmarks.compare.limits import group_of, limits
 from benchmarks.compare.profile import Kernel, gaps_of, slowest_third
@@ -31,13 +31,13 @@ def test_names_addresses_and_secrets_are_removed() -> None:
 
 
 def test_short_names_are_removed_and_ordinary_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site_redact.socket, "gethostname", lambda: "n7.site.org")
-    monkeypatch.setattr(site_redact.socket, "getfqdn", lambda: "n7.site.org")
-    monkeypatch.setattr(site_redact.getpass, "getuser", lambda: "ann")
+    monkeypatch.setattr(site_redact.socket, "gethostname", lambda: "n7.site.org")  # type: ignore[attr-defined]
+    monkeypatch.setattr(site_redact.socket, "getfqdn", lambda: "n7.site.org")  # type: ignore[attr-defined]
+    monkeypatch.setattr(site_redact.getpass, "getuser", lambda: "ann")  # type: ignore[attr-defined]
     monkeypatch.setenv("SCRATCH", "/lustre/proj/abc123/ann")
     made = site_redact.redact("ann at n7: /lustre/proj/abc123/ann/x, annual", site_redact.replacements())
     assert made == "USER at HOST: SCRATCH/x, annual"
-    monkeypatch.setattr(site_redact.getpass, "getuser", lambda: "root")
+    monkeypatch.setattr(site_redact.getpass, "getuser", lambda: "root")  # type: ignore[attr-defined]
     assert "root" not in dict(site_redact.replacements())
 
 
@@ -49,8 +49,8 @@ def test_json_stays_json_and_counts_of_tokens_are_no_secrets(tmp_path: Path) -> 
 
 
 def test_every_node_of_the_job_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site_redact.socket, "gethostname", lambda: "n8.site.org")
-    monkeypatch.setattr(site_redact.socket, "getfqdn", lambda: "n8.site.org")
+    monkeypatch.setattr(site_redact.socket, "gethostname", lambda: "n8.site.org")  # type: ignore[attr-defined]
+    monkeypatch.setattr(site_redact.socket, "getfqdn", lambda: "n8.site.org")  # type: ignore[attr-defined]
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[07-08],n8,gpu-rack3")
     made = site_redact.redact("n07 n08 n8.site.org n8 gpu-rack3 n09", site_redact.replacements())
     assert made == "HOST-2 HOST-3 HOST HOST HOST-4 n09"

@@ -161,7 +161,7 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path, monkeypatch: py
             raise OSError(28, "No space left on device")
         write(self, record)
 
-    monkeypatch.setattr(sinks.MetricsWriter, "write", sometimes)
+    monkeypatch.setattr(sinks.MetricsWriter, "write", sometimes)  # type: ignore[attr-defined]
     warnings: list[str] = []
     telemetry = make(tmp_path, warnings)
     for step in range(1, 5):
