@@ -33,10 +33,10 @@ class MaskNeeds:
     def of(cls, config: RunConfig) -> MaskNeeds:
         """Return the needs of a run's model and of its data."""
         model = config.model
-        windows = {model.window_of(layer) for layer in range(model.num_layers)} - {0}
+        kinds = model.attention_pattern[: model.num_layers] or ("window",)
         return cls(
-            window=any(window < model.seq_length for window in windows), softcap=model.attention_softcap > 0,
-            sinks=model.attention_sinks, documents=config.data.attention_documents == "within",
+            window="window" in kinds and 0 < model.sliding_window < model.seq_length,
+            softcap=model.attention_softcap > 0, sinks=model.attention_sinks, documents=config.data.attention_documents == "within",
         )
 
     @property
@@ -57,8 +57,15 @@ CAUSAL = MaskNeeds()
 
 def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
     """Return the shortest pattern that, repeated, begins with ``kinds``."""
-    lengths = (n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
-    return tuple(kinds[: next(lengths, 0)])
+    # The longest beginning of each part of the list that is also its end (Knuth, Morris and Pratt): linear, whatever a
+    # file brings.
+    ends = [0] * len(kinds)
+    for i in range(1, len(kinds)):
+        length = ends[i - 1]
+        while length and kinds[i] != kinds[length]:
+            length = ends[length - 1]
+        ends[i] = length + (kinds[i] == kinds[length])
+    return tuple(kinds[: len(kinds) - ends[-1]]) if kinds else ()
 
 
 def windows(kinds: Sequence[str], window: int) -> dict[str, Any]:
