@@ -13,6 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -133,12 +137,19 @@ def end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.Error):
             member.kill()
     process.wait()
-    for _ in range(100):  # until memory of a device is free again
-        with contextlib.suppress(psutil.Error):
-            family = [m for m in family if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
-        if not family:
-            break
+    until = time.monotonic() + 10
+    while any(map(_alive, family)) and time.monotonic() < until:  # until memory of a device is free again
         time.sleep(0.1)
+
+
+def _alive(process: psutil.Process) -> bool:
+    """Whether a process still holds anything; one that is gone cannot even be asked."""
+    import psutil
+
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 @contextlib.contextmanager

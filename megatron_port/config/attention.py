@@ -36,7 +36,8 @@ class MaskNeeds:
         kinds = model.attention_pattern[: model.num_layers] or ("window",)
         return cls(
             window="window" in kinds and 0 < model.sliding_window < model.seq_length,
-            softcap=model.attention_softcap > 0, sinks=model.attention_sinks, documents=config.data.attention_documents == "within",
+            softcap=model.attention_softcap > 0, sinks=model.attention_sinks,
+            documents=config.data.attention_documents == "within",
         )
 
     @property
