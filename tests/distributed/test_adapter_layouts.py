@@ -76,7 +76,7 @@ def differing(reference: Run, config: RunConfig, run: Run) -> list[str]:
     return [str(d) for d in found if not d.ok]
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in LAYOUTS if w != 2)])
 def test_adapters_train_as_on_one_process(ranks: RankPool, world: int) -> None:
     """The gradients of three steps: in the first that of A is zero, because B is."""
     cases = [(config, topology, 3, 3) for config, topology in LAYOUTS[world]]

@@ -74,7 +74,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("deepspeed", [False, True], ids=["native", "deepspeed"])
+@pytest.mark.parametrize(
+    "deepspeed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["native", "deepspeed"]
+)
 def test_the_first_step_of_a_layout_in_half_precision_is_within_the_bounds_of_fp32(
     ranks: RankPool, deepspeed: bool
 ) -> None:

@@ -42,7 +42,7 @@ def draws(family: str, world: int) -> list[Draw]:
     return out
 
 
-PECULIAR = ("qwen3", "deepseek_v3", "olmo2", "gemma3_text")
+PECULIAR = ("deepseek_v3", "gemma3_text")
 """Families that run on four ranks too without SLOW=1: the others differ from these by options that the fuzzer draws."""
 
 

@@ -227,6 +227,8 @@ GENERATE = {
 }
 MORE = {family: partial(hf.small, family, 256) for family in ("gemma2", "smollm3", "olmo2", "falcon")}
 """Families whose keys and values are kept as those of the others: only with SLOW=1."""
+QUICK = ("gpt2", "llama", "gemma3_text")
+"""Learned positions; rope; windows, norms of heads and two rope bases: the others run with SLOW=1."""
 LAYOUTS = [Topology(tp=2), Topology(pp=2), Topology(tp=4), Topology(tp=2, pp=2), Topology(pp=3),
            Topology(pp=2, dp=2), Topology(tp=2, dp=2), Topology(2, 2, 2)]
 
@@ -239,7 +241,9 @@ def check_greedy(found: list[Continuation], wanted: list[tuple[list[int], list[f
         assert mine.tokens[:sure] == tokens[: min(sure, len(mine.tokens))], (where, sure)
 
 
-@pytest.mark.parametrize("case", [*GENERATE, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)])
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in (*GENERATE, *MORE)
+])
 def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) -> None:
     """Greedy: 200 tokens equal, of a batch and one by one; 60 of Llama with grouped queries on tp 2 × pp 2, and on
     tp 4, whose ranks share its two key/value heads."""

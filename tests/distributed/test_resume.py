@@ -158,9 +158,9 @@ def config_of(engine: str, dtype: str, num_layers: int = 4, **changes: object) -
 @pytest.mark.parametrize(
     ("engine", "dtype", "topology"),
     [
-        ("native", "bf16", Topology(tp=2, dp=2)),
+        pytest.param("native", "bf16", Topology(tp=2, dp=2), marks=pytest.mark.slow),
         ("native", "fp16", Topology(pp=2, dp=2)),
-        ("deepspeed", "fp32", Topology(pp=2, dp=2)),
+        pytest.param("deepspeed", "fp32", Topology(pp=2, dp=2), marks=pytest.mark.slow),
         ("deepspeed", "bf16", Topology(tp=2, pp=2)),
     ],
     ids=lambda v: v if isinstance(v, str) else f"tp{v.tp}-pp{v.pp}-dp{v.dp}",

@@ -378,7 +378,7 @@ def flip_and_check(config: RunConfig, topology: Topology, victims: list[tuple[in
     return out
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_flipped_bit_names_rank_and_tensor(worlds: RankPool, tmp_path: Path, dtype: str) -> None:
     """dp 3: the odd one out. dp 2 or tp 2: both, as two copies cannot say who is wrong."""
     host = socket.gethostname()

@@ -83,8 +83,9 @@ def send_at(command: Command, run: Run, moment: str, number: signal.Signals, ran
 
 
 USR1, TERM, INT = (signal.SIGUSR1, EXIT_REQUEUE), (signal.SIGTERM, EXIT_OK), (signal.SIGINT, EXIT_INTERRUPTED)
-CASES = [("step", *TERM), ("save", *USR1), ("step", *INT)]
+CASES = [("step", *TERM), ("save", *USR1)]
 LONG = [
+    ("step", *INT),  # tests/e2e/test_train_cli.py presses Ctrl-C
     ("step", *USR1), ("evaluation", *TERM), ("save", *TERM), ("start", *USR1), ("evaluation", *USR1), ("start", *TERM),
 ]
 

@@ -101,7 +101,9 @@ def test_the_picture_replays_what_the_planner_simulates(schedule: str, pp: int, 
         assert sum(i.end - i.start for i in mine) == pytest.approx(line.busy[stage])
 
 
-@pytest.mark.parametrize("run", ["runs/frontier-22b", "runs/frontier-175b", "runs/frontier-1t"])
+@pytest.mark.parametrize("run", [
+    "runs/frontier-22b", "runs/frontier-175b", pytest.param("runs/frontier-1t", marks=pytest.mark.slow),
+])
 def test_the_papers_observations_come_out(run: str) -> None:
     case, machine = base(run)
     found = {
