@@ -1,4 +1,4 @@
-"""What a mask costs and saves in the own CPU attention, forward and backward, in one run on one thread.
+"""Cost and saving of a mask in the own CPU attention, forward and backward, in one run on one thread.
 
     python benchmarks/attention_masks.py [--before LIBRARY] [--repeats 7] [--json FILE]
 

@@ -43,7 +43,7 @@ class AttentionNeeds:
     shape: AttentionShape | None = None
     """On a GPU: what is looked up among the measured times."""
     mask: MaskNeeds = CAUSAL
-    """What attention does beyond the causal softmax."""
+    """Needs of attention beyond the causal softmax."""
 
 
 @dataclass(frozen=True)
@@ -245,5 +245,5 @@ def _sdpa(
 
 
 def _all_scores(needs: AttentionNeeds) -> str:
-    """What a mask costs torch's attention, in words."""
+    """Cost of a mask in torch's attention, in words."""
     return "computes all scores, whatever the mask leaves" if needs.mask.any else ""

@@ -26,7 +26,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What attention does beyond the causal softmax; the default is nothing.
+    """Description of attention beyond the causal softmax; the default is nothing.
 
     Rows are those of the tensors. Where ``end`` is None, queries and keys are the same rows, and row i sees the keys up
     to i.

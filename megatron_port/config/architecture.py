@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_port.config.schema import ModelConfig
 
 ROTATIONS = ("rope", "none")
-"""What model.rope_pattern may say of a layer."""
+"""Kinds of a layer in model.rope_pattern."""
 
 
 def architecture_problems(m: ModelConfig) -> list[str]:

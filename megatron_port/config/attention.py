@@ -1,4 +1,4 @@
-"""What a run's attention does beyond the causal softmax, and which providers can do it."""
+"""Needs of a run's attention beyond the causal softmax, and which providers can meet them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SERVED = {
     "sdpa": frozenset({"window", "documents"}), "flash_attn": frozenset({"window", "softcap", "documents"}),
     "fa3": frozenset[str](), "fa4": frozenset[str](),  # they stand in torch's place, which gives them no window
 }
-"""What of a mask each provider can do (fields of :class:`MaskNeeds`); own and math can do all of it."""
+"""Parts of a mask that each provider can do (fields of :class:`MaskNeeds`); own and math can do all of it."""
 _WORDS = {
     "window": "a window (model.sliding_window)", "softcap": "soft-capped scores (model.attention_softcap)",
     "sinks": "attention sinks (model.attention_sinks)",

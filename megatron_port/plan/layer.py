@@ -206,7 +206,7 @@ def _tensor_collective(case: Case, links: Links, group: Span, chunks: int = 1) -
 
 
 def _head_means(case: Case, layer: LayerSpec, links: Links, group: Span) -> float:
-    """The sums over ranks, one number a token each, of norms over the heads of all of them."""
+    """Seconds of the sums over ranks, one number per token each, of norms over the heads of all of them."""
     return layer.attention.norms_over_ranks * links.collective(_stream(case)[0] * 4, group) if case.tp > 1 else 0.0
 
 
