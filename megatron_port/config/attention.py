@@ -22,7 +22,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class MaskNeeds:
-    """What a run asks of its attention beyond the causal softmax."""
+    """Needs of a run's attention beyond the causal softmax."""
 
     window: bool = False
     softcap: bool = False

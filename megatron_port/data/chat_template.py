@@ -73,7 +73,7 @@ class ChatTemplate:
     source: str = "the template"
     """Where it is from, for messages."""
     now: datetime | None = None
-    """What ``strftime_now`` gives; None: the time of rendering."""
+    """Result of ``strftime_now``; None: the time of rendering."""
 
     @property
     def marked(self) -> bool:

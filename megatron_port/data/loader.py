@@ -110,7 +110,7 @@ class StepLoader:
         return self.need_tokens or self.need_labels
 
     def _held(self, rows: np.ndarray) -> torch.Tensor:
-        """Of [batch, seq], the positions that this rank holds."""
+        """Return the positions of [batch, seq] that this rank holds."""
         return self.positions.take(torch.from_numpy(rows), dim=1).contiguous()
 
     def _starts(self, rows: Iterable[np.ndarray | None]) -> torch.Tensor | None:

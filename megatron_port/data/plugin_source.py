@@ -15,7 +15,7 @@ from megatron_port.registry import SOURCES
 
 
 class PluginDataset(Protocol):
-    """What a plugin's source returns: :class:`~megatron_port.data.dataset.TokenDataset`, or only this much of it.
+    """Result of a plugin's source: :class:`~megatron_port.data.dataset.TokenDataset`, or only this much of it.
 
     A sample is its ``seq_length + 1`` ids, int64, or a :class:`Sample` that also says where its documents start and
     which labels count. A source whose samples may have labels that do not count has ``masked = True``.

@@ -21,7 +21,7 @@ LARGEST_VERIFIED = 16 << 20
 PLAIN_BLOCK = 4 << 20
 """Bytes fetched at a time where there is no such hash."""
 THREADS = 4
-"""Of a rank, which read ahead."""
+"""Number of threads of a rank that read ahead."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron_port.data.batch import MicroBatch
 FIELDS = ("tokens", "labels", "loss_mask", "document_starts")
 """The tensors of a micro-batch."""
 Shapes = tuple[tuple[int, ...] | int | None, ...]
-"""Of each micro-batch: samples, and the shape of each of ``FIELDS``."""
+"""Samples of each micro-batch, and the shape of each of ``FIELDS``."""
 
 
 def shapes_of(micro_batches: Sequence[MicroBatch]) -> Shapes:
