@@ -20,6 +20,7 @@ from megatron_port.config.latent import latent_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.memory import activation_problems
+from megatron_port.config.moe import moe_problems
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.offload import offload_problems
 from megatron_port.config.ranges import Range
@@ -54,7 +55,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     layout = [] if sizes else layout_problems(config, world_size)
     found = [*_unknown_choices(config), *sizes, *_out_of_range(config, RANGES), *layout]
     if not sizes:
-        found += [*_relations(config), *fp8_problems(config)]
+        found += [*_relations(config), *fp8_problems(config), *moe_problems(config)]
     found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
     found += [*_engine_problems(config), *offload_problems(config), *graph_problems(config)]
     found += fine_tuning_problems(config)

@@ -83,7 +83,7 @@ _LATER = (
     "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
     "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
     "norm_placement", "norm_zero_centered", "shared_norm", "qk_norm_over", "mlp_bias", "norm_bias", "head_bias",
-    "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta",
+    "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta", "moe",
 )
 _LATER_DATA = ("source", "attention_documents", "position_reset", "packing")
 """Fields of the model, and of the data, that came after the first checkpoints; at their defaults they leave the hash as
@@ -100,8 +100,9 @@ def config_hash(config: RunConfig) -> str:
     """
     model = as_dict(config.model)
     del model["name"], model["family"]
+    plain = ModelConfig()
     for name in _LATER:
-        if getattr(config.model, name) == getattr(ModelConfig, name):
+        if getattr(config.model, name) == getattr(plain, name):
             del model[name]
     model.update(
         num_query_groups=config.model.kv_heads, head_dim=config.model.head_size, ffn_hidden_size=config.model.ffn_size

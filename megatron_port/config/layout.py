@@ -40,13 +40,13 @@ def either(values: list[int]) -> str:
 def with_values(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """A copy with dotted leaves (``layout.tensor_parallel_size``) replaced."""
     for name, value in changes.items():
-        table, _, key = name.rpartition(".")
-        if table:
-            part = replace(getattr(config, table), **{key: value})
-            config = replace(config, **{table: part})
-        else:
-            config = replace(config, **{key: value})
+        config = _with_leaf(config, name, value)
     return config
+
+
+def _with_leaf(part: Any, name: str, value: Any) -> Any:
+    key, _, rest = name.partition(".")
+    return replace(part, **{key: _with_leaf(getattr(part, key), rest, value) if rest else value})
 
 
 def asked_world(config: RunConfig, world_size: int | None) -> int | None:
@@ -247,15 +247,14 @@ def _replicas(config: RunConfig, world_size: int | None) -> int:
 
 def _axis_problems(config: RunConfig, world_size: int | None) -> list[str]:
     """Hybrid sharding, and the axes that are planned and not built."""
-    layout = config.layout
-    out = [
-        f"layout.{name} is {size}: {what} is not built yet; use 1"
-        for name, size, what in (
-            ("context_parallel_size", layout.context_parallel_size, "context parallelism"),
-            ("expert_parallel_size", layout.expert_parallel_size, "expert parallelism"),
-        ) if size > 1
-    ]
+    layout, out = config.layout, []
+    if layout.context_parallel_size > 1:
+        out.append(
+            f"layout.context_parallel_size is {layout.context_parallel_size}: context parallelism is not built yet; "
+            "use 1"
+        )
     replicas, shard = _replicas(config, world_size), layout.shard_size
+    out += _expert_problems(layout, replicas)
     if shard and replicas % shard:
         near = either(nearest(shard, divisors(replicas)))
         out.append(f"layout.shard_size {shard} does not divide data_parallel_size {replicas}; use {near}, or 0: all")
@@ -267,6 +266,22 @@ def _axis_problems(config: RunConfig, world_size: int | None) -> list[str]:
     if shard and not layout.zero_stage:
         out.append(f"layout.shard_size {shard} with zero_stage 0, which splits nothing; use zero_stage 1, or 0 here")
     return out
+
+
+def _expert_problems(layout: LayoutConfig, replicas: int) -> list[str]:
+    """Whether experts can be divided over the ranks of a stage: each boundary of one division must divide the next of
+    the other (``parallel.mesh``)."""
+    ep, tp, cp = layout.expert_parallel_size, layout.tensor_parallel_size, layout.context_parallel_size
+    shard = layout.shard_size or replicas
+    cuts = [tp, tp * cp, tp * cp * shard, tp * cp * replicas]
+    legal = [e for e in divisors(cuts[-1]) if all(e % cut == 0 or cut % e == 0 for cut in cuts)]
+    if ep in legal:
+        return []
+    return [
+        f"layout.expert_parallel_size {ep} must divide, or be a multiple of, each of {', '.join(map(str, cuts))} (tp, "
+        "tp x cp, with the replicas of a shard, with all of them) and at most the last; use "
+        f"{either(nearest(ep, legal))}"
+    ]
 
 
 def batch_problems(config: RunConfig, world_size: int | None) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from megatron_port.config.moe import MoEConfig
 from megatron_port.config.ranges import (
     CountOrZero,
     Fraction,
@@ -137,11 +138,17 @@ class ModelConfig:
     """A learned score per query head that takes part in the softmax without a value (GPT-OSS)."""
     attention_softcap: NonNegative = 0.0
     """cap · tanh(score / cap) in place of each attention score (Gemma 2); 0: none."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
 
     def window_of(self, layer: int) -> int:
         """Return the window of a layer's attention; 0: its queries see all keys before them."""
         kinds = self.attention_pattern or ("window",)
         return self.sliding_window if kinds[layer % len(kinds)] == "window" else 0
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert after the default is applied."""
+        return self.moe.ffn_hidden_size or self.ffn_size
 
     @property
     def kv_heads(self) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from megatron_port.config.attention import windows_of
+from megatron_port.config.dump import leaves
 from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
 from megatron_port.config.rope import rotations_of
 from megatron_port.config.schema import ModelConfig
 
-FREE = frozenset({"name", "family", "hidden_dropout", "attention_dropout", "init_std"})
+FREE = frozenset({
+    "name", "family", "hidden_dropout", "attention_dropout", "init_std", "moe.jitter", "moe.second_expert",
+    "moe.capacity_factor", "moe.drop_by", "moe.balance_loss", "moe.balance_weight", "moe.z_weight", "moe.bias_rate",
+})
 """Fields of a model that its weights do not depend on."""
 
 
@@ -19,6 +23,7 @@ def with_sizes(model: ModelConfig) -> ModelConfig:
     try:
         return replace(
             model, num_query_groups=model.kv_heads, head_dim=model.head_size, ffn_hidden_size=model.ffn_size,
+            moe=replace(model.moe, ffn_hidden_size=model.expert_size) if model.moe.enabled else model.moe,
             **windows_of(model), **rotations_of(model),
         )
     except ArithmeticError:
@@ -30,12 +35,11 @@ def model_differences(theirs: ModelConfig, mine: ModelConfig, *, any_length: boo
 
     ``any_length``: under rope the length of a sample is no property of the weights.
     """
-    theirs, mine = with_sizes(theirs), with_sizes(mine)
+    there, here = dict(leaves(with_sizes(theirs))), dict(leaves(with_sizes(mine)))
     free = FREE | {"seq_length"} if any_length and mine.position_embedding == "rope" else FREE
     return [
-        f"{f.name} is {getattr(theirs, f.name)!r} there and {getattr(mine, f.name)!r} here"
-        for f in fields(ModelConfig)
-        if f.name not in free and getattr(theirs, f.name) != getattr(mine, f.name)
+        f"{name} is {there[name]!r} there and {value!r} here"
+        for name, value in here.items() if name not in free and there[name] != value
     ]
 
 

@@ -28,6 +28,7 @@ from megatron_port.config.machine import (
 )
 from megatron_port.config.memory import ActivationsConfig
 from megatron_port.config.model import ModelConfig
+from megatron_port.config.moe import MoEConfig, RoutesConfig
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.ranges import (
     Count,
@@ -46,9 +47,9 @@ from megatron_port.config.ranges import (
 
 __all__ = [
     "ActivationsConfig", "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig",
-    "DataConfig", "FineTuningConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig", "ModelConfig",
-    "NumericsConfig", "OptimizerConfig", "PrecisionConfig", "PreflightConfig", "RunConfig", "TelemetryConfig",
-    "TrainingConfig", "WatchConfig",
+    "DataConfig", "FineTuningConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig", "MoEConfig",
+    "ModelConfig", "NumericsConfig", "OptimizerConfig", "PrecisionConfig", "PreflightConfig", "RoutesConfig",
+    "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
 ]
 
 
@@ -70,7 +71,8 @@ class LayoutConfig:
     context_parallel_size: Size = 1
     """Ranks that share the positions of a sequence, c. Not built yet: only 1."""
     expert_parallel_size: Size = 1
-    """Ranks that share the experts of a layer, e. Not built yet: only 1."""
+    """Ranks that share the experts of a layer, e (engine native): a run of neighbours in a stage, over tensor-parallel
+    ranks first and replicas then. Each has whole experts."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
     tp_overlap_chunks: Size = 1
@@ -359,6 +361,7 @@ class RunConfig:
     losses, schedules, data sources, kernels (CONTRIBUTING.md). What they do is done: name only what you trust."""
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    moe: RoutesConfig = field(default_factory=RoutesConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +72,26 @@ def model_of(config: dict[str, Any], where: str) -> ModelConfig:
     table = config.get("model")
     if not isinstance(table, dict):
         raise CheckpointError(f"{where}: no model configuration is saved with it; give --model FILE.toml")
-    known: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
-        if key in ModelConfig.__dataclass_fields__
-    }
     try:
-        defaults = ModelConfig()
-        for key, value in known.items():
-            if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-                known[key] = value = tuple(value)  # JSON and TOML have arrays alone
-            if type(value) is not type(getattr(defaults, key)) and not (
-                isinstance(value, int) and isinstance(getattr(defaults, key), float)
-            ):
-                raise TypeError(f"model.{key} is {value!r}")
-        return ModelConfig(**known)
+        model: ModelConfig = _typed(ModelConfig(), table, "model")
+        return model
     except TypeError as error:
         raise CheckpointError(f"{where}: damaged model configuration ({error}); give --model FILE.toml") from None
+
+
+def _typed(defaults: Any, table: dict[str, Any], name: str) -> Any:
+    """Return ``defaults`` with the fields of a table; others of it are left out. TypeError: a value of another type."""
+    known: dict[str, Any] = {}
+    for key in table.keys() & type(defaults).__dataclass_fields__.keys():
+        value, default = table[key], getattr(defaults, key)
+        if is_dataclass(default) and isinstance(value, dict):
+            value = _typed(default, value, f"{name}.{key}")
+        elif isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            value = tuple(value)  # JSON and TOML have arrays alone
+        if type(value) is not type(default) and not (isinstance(value, int) and isinstance(default, float)):
+            raise TypeError(f"{name}.{key} is {value!r}")
+        known[key] = value
+    return replace(defaults, **known)
 
 
 def tuning_of(config: Any, where: str) -> FineTuningConfig:

@@ -18,6 +18,7 @@ from megatron_port.model.spec import (
     LinearSpec,
     MLPSpec,
     ModelSpec,
+    MoESpec,
     NormSpec,
     ParameterSpec,
     Rotation,
@@ -94,7 +95,8 @@ def _layer(model: ModelConfig, index: int) -> LayerSpec:
     return LayerSpec(
         norm1=_norm("norm1", model) if before else None, attention=_attention(model, index),
         post_norm1=_norm("post_norm1", model) if after else None,
-        norm2=_norm("norm2", model) if before and not model.shared_norm else None, mlp=_mlp(model),
+        norm2=_norm("norm2", model) if before and not model.shared_norm else None,
+        mlp=_moe(model) if model.moe.has_experts(index) else _mlp(model),
         post_norm2=_norm("post_norm2", model) if after else None, parallel_residual=model.parallel_residual,
     )
 
@@ -159,16 +161,37 @@ def _latent(model: ModelConfig) -> LatentSpec:
     )
 
 
-def _mlp(model: ModelConfig) -> MLPSpec:
+def _mlp(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
     bias = model.add_bias or model.mlp_bias
+    width = width or model.ffn_size
     return MLPSpec(
         up=LinearSpec(
-            name="mlp.up", inputs=model.hidden_size, outputs=model.ffn_size, parallel="column", bias=bias,
+            name=f"{name}.up", inputs=model.hidden_size, outputs=width, parallel="column", bias=bias,
             std=model.init_std, packed=2 if model.gated else 1,
         ),
         down=LinearSpec(
-            name="mlp.down", inputs=model.ffn_size, outputs=model.hidden_size, parallel="row", bias=bias,
+            name=f"{name}.down", inputs=width, outputs=model.hidden_size, parallel="row", bias=bias,
             std=_residual_std(model),
         ),
         activation=model.activation,
+    )
+
+
+def _moe(model: ModelConfig) -> MoESpec:
+    moe = model.moe
+
+    def rows(name: str, outputs: int, *, bias: bool = False) -> LinearSpec:
+        return LinearSpec(
+            name=f"mlp.{name}", inputs=model.hidden_size, outputs=outputs, parallel="none", bias=bias,
+            std=model.init_std,
+        )
+
+    balance = ParameterSpec(name="mlp.router.balance_bias", shape=(moe.num_experts,), init="zeros", decay=False)
+    shared = moe.shared_ffn_hidden_size
+    return MoESpec(
+        router=rows("router", moe.num_experts, bias=moe.router_bias),
+        experts=_mlp(model, "mlp.experts", model.expert_size), num_experts=moe.num_experts, top_k=moe.top_k,
+        balance=balance if moe.balance_bias else None,
+        shared=_mlp(model, "mlp.shared", shared) if shared else None,
+        shared_gate=rows("shared_gate", 1) if moe.shared_gate else None,
     )

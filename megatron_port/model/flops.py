@@ -38,6 +38,15 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(p.numel for p in ends) + layers
 
 
+def active_count(model: ModelConfig) -> int:
+    """Parameters that take part in the computation of a token: all but the experts that it is not sent to."""
+    idle = sum(
+        count * (moe.num_experts - moe.top_k) * sum(p.numel for p in moe.experts.parameters)
+        for layer, count in model_spec(model).kinds() if (moe := layer.moe) is not None
+    )
+    return parameter_count(model) - idle
+
+
 def trained_count(model: ModelConfig, tuning: FineTuningConfig) -> int:
     """Return the parameters that updates change: all, or those of the adapters."""
     if not tuning.enabled:
@@ -51,6 +60,8 @@ def trained_count(model: ModelConfig, tuning: FineTuningConfig) -> int:
 def counted(model: ModelConfig, tuning: FineTuningConfig) -> str:
     """Return ``1,234 parameters``, and how many are trained where not all of them are, for log lines."""
     text = f"{parameter_count(model):,} parameters"
+    if model.moe.enabled:
+        text += f" ({active_count(model):,} of them for a token)"
     return f"{text}, frozen, and {trained_count(model, tuning):,} trained ones of adapters" if tuning.enabled else text
 
 
@@ -112,7 +123,7 @@ def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1) -> int:
     """Operations of one sample's forward that make a site of a layer again; 0 for element-wise work."""
     projections = sum(p.weight_numel for p in layer.attention.projections)
     matrices = {
-        "qkv": projections + layer.copied_numel(tp), "hidden": layer.mlp.up.weight_numel,
+        "qkv": projections + layer.copied_numel(tp), "hidden": layer.dense.up.weight_numel,
         "residual": layer.attention.output.weight_numel,
     }
     return layer.attention.core_flops(seq) if site == "core" else 2 * seq * matrices.get(site, 0)

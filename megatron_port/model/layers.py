@@ -91,7 +91,7 @@ class TransformerLayer(nn.Module):
         kind = SelfAttention if spec.attention.latent is None else LatentAttention
         self.attention = kind(name, spec.attention, build)
         self.post_norm1, self.norm2 = norm(spec.post_norm1), norm(spec.norm2)
-        self.mlp = MLP(name, spec.mlp, build)
+        self.mlp = MLP(name, spec.dense, build)
         self.post_norm2 = norm(spec.post_norm2)
 
     def _branch(self, out: torch.Tensor, end: RowParallelLinear, norm: Norm | None) -> Branch:

@@ -15,7 +15,8 @@ def model_records(model: ModelConfig) -> dict[str, ParameterRecord]:
 
 
 def _record(spec: ParameterSpec) -> ParameterRecord:
-    shards = () if spec.split is None else (Shard(spec.split.dim, ("tp",)),)
+    axis = "ep" if spec.split is not None and spec.split.experts else "tp"
+    shards = () if spec.split is None else (Shard(spec.split.dim, (axis,)),)
     return make_record(
         spec.name, spec.shape, ParallelContext.single(), init=InitSpec(spec.init, spec.std), decay=spec.decay,
         shards=shards,

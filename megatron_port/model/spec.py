@@ -16,7 +16,7 @@ from itertools import groupby
 from math import prod
 from typing import Literal
 
-Gradient = Literal["whole", "tokens", "heads"]
+Gradient = Literal["whole", "tokens", "heads", "routed"]
 Rotation = Literal["none", "usual", "window"]
 """Of queries and keys by their positions: not at all, or with the model's frequencies, or with those that layers with a
 window have for themselves."""
@@ -57,6 +57,8 @@ class Split:
     """Divided by key/value group, which ranks share where there are more ranks than groups."""
     kv_heads: int = 0
     """The same of rows that are all of so many key/value heads; 0: others."""
+    experts: bool = False
+    """Divided over expert-parallel ranks in place of tensor-parallel ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,9 @@ class ParameterSpec:
     split: Split | None = None
     """None: every tensor-parallel rank holds all of it."""
     gradient: Gradient = "whole"
-    """What a rank's backward pass gives of an unsplit parameter: ``whole``; the part of its ``tokens`` under sequence
-    parallelism, else the whole; the part of its ``heads``, or of others of the features that ranks divide."""
+    """What a rank's backward pass gives of a parameter that tensor-parallel ranks do not divide: ``whole``; the part of
+    its ``tokens`` under sequence parallelism, else the whole; the part of its ``heads``, or of others of the features
+    that ranks divide; the part of the tokens that it ``routed``, its own share under any layout."""
     tied: bool = False
     """The token table of a model with tied ends: one parameter in two units."""
 
@@ -87,12 +90,14 @@ class ParameterSpec:
 
     def is_partial(self, tp: int, sequence_parallel: bool) -> bool:
         """Whether each of ``tp`` ranks has only a part of the gradient of this unsplit parameter."""
-        return tp > 1 and (self.gradient == "heads" or (self.gradient == "tokens" and sequence_parallel))
+        return tp > 1 and (self.gradient in ("heads", "routed") or (self.gradient == "tokens" and sequence_parallel))
 
-    def local_numel(self, tp: int, padded_vocab: int = 0) -> int:
+    def local_numel(self, tp: int, padded_vocab: int = 0, ep: int = 1) -> int:
         """Elements that a rank holds, padding and copies included."""
         if self.split is None:
             return self.numel
+        if self.split.experts:
+            return self.numel // ep
         rest = self.numel // self.shape[self.split.dim]
         if self.split.groups is not None:
             return self.split.groups.rows_held(tp) // tp * rest
@@ -330,6 +335,56 @@ class MLPSpec:
         """In the order of the modules."""
         return (*self.up.parameters, *self.down.parameters)
 
+    @property
+    def numel_per_token(self) -> int:
+        """Elements of the matrices that one token passes."""
+        return self.up.weight_numel + self.down.weight_numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The feed-forward block of a layer of experts: ``router``, ``experts``, and what every token passes beside them.
+
+    ``experts``: one of them, with the names of their parameters, which have a dimension of experts in front and are
+    divided over expert-parallel ranks along it.
+    """
+
+    router: LinearSpec
+    experts: MLPSpec
+    num_experts: int
+    top_k: int
+    balance: ParameterSpec | None = None
+    """The bias that only chooses: a buffer, which is no parameter."""
+    shared: MLPSpec | None = None
+    shared_gate: LinearSpec | None = None
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products with every token, in the order of the forward pass; not those of the experts."""
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return (self.router, *gate, *(() if self.shared is None else self.shared.linears))
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules."""
+        gate = () if self.shared_gate is None else self.shared_gate.parameters
+        shared = () if self.shared is None else self.shared.parameters
+        routed = (replace(p, gradient="routed") for p in self.router.parameters)
+        return (*routed, *map(self._of_all, self.experts.parameters), *gate, *shared)
+
+    def _of_all(self, one: ParameterSpec) -> ParameterSpec:
+        return replace(
+            one, shape=(self.num_experts, *one.shape), split=Split(0, experts=True), gradient="routed",
+        )
+
+    @property
+    def numel_per_token(self) -> int:
+        """Elements of the matrices that one token passes: those of ``top_k`` experts, of the router, of the rest."""
+        return self.top_k * self.experts.numel_per_token + sum(linear.weight_numel for linear in self.linears)
+
+
+FeedForward = MLPSpec | MoESpec
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
@@ -341,7 +396,7 @@ class LayerSpec:
     """Of what attention adds to the residual stream."""
     norm2: NormSpec | None
     """None under ``parallel_residual`` and with a ``norm1``: both branches read that."""
-    mlp: MLPSpec
+    mlp: FeedForward
     post_norm2: NormSpec | None
     """Of what the feed-forward block adds."""
     parallel_residual: bool
@@ -355,8 +410,20 @@ class LayerSpec:
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """In the order of the forward pass."""
+        """Products with every token, in the order of the forward pass."""
         return (*self.attention.linears, *self.mlp.linears)
+
+    @property
+    def dense(self) -> MLPSpec:
+        """The feed-forward block of a layer without experts. TypeError: it has experts."""
+        if not isinstance(self.mlp, MLPSpec):
+            raise TypeError("the feed-forward block of this layer has experts")
+        return self.mlp
+
+    @property
+    def moe(self) -> MoESpec | None:
+        """The experts; None: the layer is dense."""
+        return self.mlp if isinstance(self.mlp, MoESpec) else None
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -366,8 +433,8 @@ class LayerSpec:
 
     @property
     def matmul_numel(self) -> int:
-        """Elements of the layer's matrices."""
-        return sum(linear.weight_numel for linear in self.linears)
+        """Elements of the layer's matrices that a token passes; a forward takes two operations for each."""
+        return sum(linear.weight_numel for linear in self.attention.linears) + self.mlp.numel_per_token
 
     def copied_numel(self, tp: int) -> int:
         """Return the number of matrix elements that ``tp`` ranks hold in addition to one copy of each."""

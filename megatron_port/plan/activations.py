@@ -48,8 +48,8 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
 
     # What a linear reads without a norm is the residual stream, or its gathered copy.
     gathered = inputs if not case.engine.gathers_again and case.sequence_parallel else 0.0
-    torch_gate = layer.mlp.gated and (torchs or layer.mlp.activation != "swiglu")
-    gate = layer.mlp.down.inputs if torch_gate else 0
+    torch_gate = layer.dense.gated and (torchs or layer.dense.activation != "swiglu")
+    gate = layer.dense.down.inputs if torch_gate else 0
     return {
         "input": stream * w,
         "norm1": norm(layer.norm1),
@@ -58,9 +58,9 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
         # Where the norms read the same tensor, there is no second one.
         "residual": stream * (mask + (0 if layer.parallel_residual else w)) + post(layer.post_norm1),
         "norm2": norm(layer.norm2),
-        "hidden": tokens / t * layer.mlp.up.kept_features(t) * w
+        "hidden": tokens / t * layer.dense.up.kept_features(t) * w
         + (gathered if layer.norm2 is None and not layer.parallel_residual else 0.0),
-        "activation": tokens / t * (layer.mlp.down.kept_features(t) + gate) * w,
+        "activation": tokens / t * (layer.dense.down.kept_features(t) + gate) * w,
         "output": stream * mask + post(layer.post_norm2),
     }
 
@@ -130,7 +130,7 @@ def copied_sites(case: Case, layer: LayerSpec) -> dict[Site, tuple[Site, float]]
             rms = norm is not None and norm.kind == "rmsnorm"
             if rms and not (site == "residual" and layer.parallel_residual):
                 out[site] = reader, stream
-    if not layer.mlp.gated and layer.mlp.up.bias:
+    if not layer.dense.gated and layer.dense.up.bias:
         out["hidden"] = "activation", sizes["hidden"]
     return out
 

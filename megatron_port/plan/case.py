@@ -293,6 +293,8 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     ``allow_fractions``: then every replica runs ceil(batch / (micro_batch × dp))
     micro-batches, which only a plan may do.
     """
+    if config.model.moe.enabled:
+        raise ConfigError("the planner does not know layers of experts yet (model.moe.num_experts)")
     tp, pp, dp = topology_sizes(config, world_size)
     layout, batch = config.layout, config.batch
     unit = batch.micro_batch_size * dp

@@ -81,7 +81,7 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     mask = 1 if m.hidden_dropout > 0 else 0
     tokens, stream = _stream(case)
     split = tokens / t
-    gates, ffn = layer.mlp.up.packed, layer.mlp.down.inputs
+    gates, ffn = layer.dense.up.packed, layer.dense.down.inputs
     heads = layer.attention.packed_features(t)
     fused = case.engine.unfused_ops
     norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
@@ -172,10 +172,10 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     # An entry gathers the sequence and an exit scatters it under sequence parallelism; else the exit sums it.
     each = _tensor_collective(case, links, group)
     entry, exit_ = (each / 2, each / 2) if case.sequence_parallel else (0.0, each)
-    heads, ffn = layer.attention.packed_features(t), layer.mlp.down.inputs
+    heads, ffn = layer.attention.packed_features(t), layer.dense.down.inputs
     normed = layer.attention.normalized_features(t)
     rotated = rates.stream(split * heads * 2 * w + split * (normed + heads if normed else 0) * 2 * w, 1)
-    output, up = layer.attention.output, layer.mlp.up
+    output, up = layer.attention.output, layer.dense.up
     projections = sum(product(linear) for linear in layer.attention.projections)
     return {
         "norm1": norm, "norm2": norm,
@@ -187,7 +187,7 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
             backward=product(output) + rates.stream(stream * (3 * w + mask), 1), backward_tensor=exit_
         ),
         "hidden": Cost(backward=product(up), backward_tensor=entry),
-        "activation": Cost(backward=rates.stream(split * ffn * w * (layer.mlp.up.packed + 1), 1)),
+        "activation": Cost(backward=rates.stream(split * ffn * w * (layer.dense.up.packed + 1), 1)),
     }
 
 

@@ -46,7 +46,7 @@ def _layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     if spec.parallel_residual:
         if spec.norm2 is not None:
             y = normalize(t, s, x, spec.norm2)[0]
-        branch, branch_biased = _branch(t, s, _mlp(t, s, spec, y), spec.mlp.down, spec.post_norm2)
+        branch, branch_biased = _branch(t, s, _mlp(t, s, spec, y), spec.dense.down, spec.post_norm2)
         del y
         x = _join(t, s, out, x, bias=biased)
         return _join(t, s, branch, x, bias=branch_biased)
@@ -55,7 +55,7 @@ def _layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     else:
         x = _join(t, s, out, x, bias=biased)
         y = x if spec.norm2 is None else normalize(t, s, x, spec.norm2)[0]
-    branch, branch_biased = _branch(t, s, _mlp(t, s, spec, y), spec.mlp.down, spec.post_norm2)
+    branch, branch_biased = _branch(t, s, _mlp(t, s, spec, y), spec.dense.down, spec.post_norm2)
     return _join(t, s, branch, x, bias=branch_biased)
 
 
@@ -70,13 +70,13 @@ def _branch(t: Tape, s: Sizes, out: Value, end: LinearSpec, norm: NormSpec | Non
 
 def _mlp(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     product = tuned_linear if s.case.fine_tuning.enabled else linear
-    up = product(t, s, x, spec.mlp.up)
-    if spec.mlp.gated:
-        active = _gated(t, s, up, torchs=s.torch or spec.mlp.activation != "swiglu")
+    up = product(t, s, x, spec.dense.up)
+    if spec.dense.gated:
+        active = _gated(t, s, up, torchs=s.torch or spec.dense.activation != "swiglu")
     else:
-        active = _gelu(t, s, up, bias=spec.mlp.up.bias)
+        active = _gelu(t, s, up, bias=spec.dense.up.bias)
     del up
-    y = product(t, s, active, spec.mlp.down)
+    y = product(t, s, active, spec.dense.down)
     return leave(t, s, y)
 
 

@@ -10,7 +10,7 @@ from megatron_port.checkpoint.format import Manifest, SavedState
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.dump import as_dict, config_hash
 from megatron_port.config.same_model import with_sizes
-from megatron_port.config.schema import BatchConfig, ModelConfig, OptimizerConfig, RunConfig
+from megatron_port.config.schema import BatchConfig, ModelConfig, MoEConfig, OptimizerConfig, RunConfig
 from megatron_port.data.fingerprint import changes
 from megatron_port.data.loader import Loaders
 from megatron_port.data.tokenizer import NAMES, identity
@@ -128,6 +128,8 @@ def _with_sizes(table: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a ``model`` table with defaults for the fields that it lacks and its derived sizes filled in."""
     known = {f.name: table[f.name] for f in fields(ModelConfig) if f.name in table}
     try:
+        if isinstance(known.get("moe"), dict):
+            known["moe"] = MoEConfig(**known["moe"])
         return as_dict(with_sizes(ModelConfig(**known)))
     except TypeError:  # a damaged value; it is named as it is
         return {**as_dict(ModelConfig()), **table}

@@ -182,7 +182,7 @@ def test_sites_cost_what_a_forward_does(sequence_parallel: bool) -> None:
     layer = model_spec(case.model).layers[0]
     costs = site_costs(case, layer, rates, links, group)
     whole = layer_cost(case, layer, rates, links, group)
-    outputs, inputs = layer.mlp.down.product(case.tp)
+    outputs, inputs = layer.dense.down.product(case.tp)
     tokens = case.model.seq_length * case.micro_batch
     stream = tokens * case.model.hidden_size * case.width / (case.tp if sequence_parallel else 1)
     last = rates.product(tokens, outputs, inputs, width=case.width) + rates.stream(3 * stream, 0)

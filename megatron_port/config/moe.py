@@ -1,0 +1,170 @@
+"""Tables ``[model.moe]`` and ``[moe]``: layers of many experts, and what a run does with their routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron_port.config.ranges import Count, CountOrZero, Fraction, NonNegative, Positive, Size, SizeOrZero
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import ModelConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Layers whose feed-forward block is many experts, each token being sent to a few (docs/moe.md). A group, over
+    which capacity and balance are counted, is one sample: so neither depends on the layout."""
+
+    num_experts: SizeOrZero = 0
+    """Experts of a layer, E; 0: all layers are dense."""
+    top_k: Size = 2
+    """Experts that each token is sent to, k."""
+    ffn_hidden_size: SizeOrZero = 0
+    """Width of an expert; 0: that of the dense layers."""
+    shared_ffn_hidden_size: SizeOrZero = 0
+    """Width of a block that every token passes beside its experts (DeepSeek: shared experts x their width); 0: none."""
+    shared_gate: bool = False
+    """Multiply the shared block by the sigmoid of a product of the token with a learned row (Qwen2-MoE)."""
+    first_dense: CountOrZero = 0
+    """Layers at the beginning that have no experts (DeepSeek-V3: 3)."""
+    every: Count = 1
+    """Of the layers after those, every n-th has experts (Switch, GShard: 2)."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Score of an expert from its logit: over all experts together, or of each by itself (DeepSeek-V3). Always float32
+    or wider."""
+    normalize: bool = True
+    """Divide the scores of a token's experts by their sum (Mixtral, Qwen3, DeepSeek-V3; not Switch, OLMoE)."""
+    scale: Positive = 1.0
+    """Factor on what the experts add (DeepSeek-V3: 2.5)."""
+    groups: Size = 1
+    """Runs of experts, on one node each; a token may go to top_groups of them (DeepSeek-V3: 8)."""
+    top_groups: Size = 1
+    """Groups that a token's experts are chosen from (DeepSeek-V3: 4)."""
+    group_score: Literal["max", "top2"] = "top2"
+    """Score of a group: its best expert's (DeepSeek-V2), or the sum of its two best (DeepSeek-V3)."""
+    router_bias: bool = False
+    """A learned bias of each expert's logit (GPT-OSS)."""
+    jitter: Fraction = 0.0
+    """While training, the router reads its input times a number drawn from 1 - jitter to 1 + jitter (Switch: 0.01)."""
+    second_expert: Literal["top", "random"] = "top"
+    """random: the second of two experts is used with twice its weight for probability (GShard)."""
+    capacity_factor: NonNegative = 0.0
+    """An expert takes at most this x k x seq_length / E tokens of a sample, and the others skip it; 0: all of them. Not
+    in generation, which does not know the sample."""
+    drop_by: Literal["position", "probability"] = "position"
+    """Tokens that an expert at its capacity keeps: the first ones (Switch), or those with the highest scores."""
+    balance_loss: Literal["none", "sequence", "previous_step"] = "none"
+    """none | sequence (of each sample by itself; Switch's loss, DeepSeek-V3's sequence-wise one) | previous_step (the
+    shares of experts are those of the last step's global batch)"""
+    balance_weight: NonNegative = 0.01
+    """Factor of the balance loss."""
+    z_weight: NonNegative = 0.0
+    """Factor of the mean square of the logits' log-sum-exp (ST-MoE: 0.001)."""
+    balance_bias: bool = False
+    """A bias that only chooses experts, raised for those below the mean load of a step and lowered for those above
+    (DeepSeek-V3, arXiv 2408.15664)."""
+    bias_rate: NonNegative = 0.001
+    """Change of that bias in a step."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any layer has experts."""
+        return self.num_experts > 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether layer ``layer`` (from 0) has experts."""
+        return self.enabled and layer >= self.first_dense and (layer - self.first_dense + 1) % self.every == 0
+
+    def capacity(self, seq_length: int) -> int:
+        """Return the tokens of a sample that an expert takes; 0: all of them."""
+        if not self.capacity_factor:
+            return 0
+        return max(1, int(self.capacity_factor * self.top_k * seq_length / self.num_experts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutesConfig:
+    """What a run does with the routes of its tokens; changes no number, except that replay fixes them."""
+
+    routes: Literal["none", "log"] = "none"
+    """none | log (write the experts of each token of each layer and step to the run's folder)"""
+    replay: str = ""
+    """Folder of logged routes that the router follows, whatever its logits say; empty: none."""
+
+
+def moe_problems(config: RunConfig) -> list[str]:
+    """Name the options of experts that do not fit together, or that the engine and layout asked for cannot serve."""
+    moe, ep = config.model.moe, config.layout.expert_parallel_size
+    if not moe.enabled:
+        out = [] if ep == 1 else [
+            f"layout.expert_parallel_size {ep} with model.moe.num_experts 0: no layer has experts to divide; use 1"
+        ]
+        asked = [name for name in ("routes", "replay") if getattr(config.moe, name) not in ("none", "")]
+        return out + [f"moe.{name} needs a model with experts (model.moe.num_experts)" for name in asked]
+    return [*_router_problems(config.model), *_run_problems(config)]
+
+
+def _router_problems(model: ModelConfig) -> list[str]:
+    moe, out = model.moe, []
+    experts, k = moe.num_experts, moe.top_k
+    if k > experts:
+        out.append(f"model.moe.top_k {k} is above num_experts {experts}; use at most {experts}")
+    if k == 1 and moe.normalize:
+        out.append(
+            "model.moe.top_k 1 with normalize = true: the only weight would be 1 whatever the router says, and the "
+            "router would learn nothing; use normalize = false"
+        )
+    if experts % moe.groups:
+        out.append(f"model.moe.groups {moe.groups} does not divide num_experts {experts}")
+    elif moe.top_groups > moe.groups:
+        out.append(f"model.moe.top_groups {moe.top_groups} is above groups {moe.groups}")
+    elif k > moe.top_groups * (experts // moe.groups):
+        out.append(
+            f"model.moe.top_k {k} experts do not fit into top_groups {moe.top_groups} of {experts // moe.groups} "
+            f"experts each; use top_groups {-(-k * moe.groups // experts)}"
+        )
+    if moe.groups > 1 and moe.group_score == "top2" and experts // moe.groups < 2:
+        out.append('model.moe.group_score "top2" needs groups of at least 2 experts; use "max"')
+    if moe.second_expert == "random" and (k != 2 or not moe.normalize):
+        out.append(
+            f'model.moe.second_expert "random" needs top_k 2 and normalize = true, not {k} and '
+            f"{str(moe.normalize).lower()}"
+        )
+    if moe.shared_gate and not moe.shared_ffn_hidden_size:
+        out.append("model.moe.shared_gate needs a shared block; set shared_ffn_hidden_size")
+    if model.num_layers < moe.first_dense + moe.every:
+        out.append(
+            f"model.moe: none of num_layers {model.num_layers} has experts with first_dense {moe.first_dense} and "
+            f"every {moe.every}; lower them, or set num_experts = 0"
+        )
+    return out
+
+
+def _run_problems(config: RunConfig) -> list[str]:
+    moe, layout, out = config.model.moe, config.layout, []
+    ep, tp = layout.expert_parallel_size, layout.tensor_parallel_size
+    if moe.num_experts % ep:
+        out.append(f"layout.expert_parallel_size {ep} does not divide model.moe.num_experts {moe.num_experts}")
+    if config.model.seq_length % tp:
+        out.append(
+            f"model.seq_length {config.model.seq_length} does not divide by tensor_parallel_size {tp}: in layers of "
+            "experts each tensor-parallel rank sends its own share of the tokens"
+        )
+    if ep > 1 and config.engine == "deepspeed":
+        out.append(f"engine deepspeed with layout.expert_parallel_size {ep}: it runs experts on every replica; use 1, "
+                   'or engine = "native"')
+    if config.precision.fp8 != "none":
+        out.append(f'precision.fp8 "{config.precision.fp8}" is not built for layers of experts; use fp8 = "none"')
+    if config.backend.graphs != "off":
+        out.append(
+            f'backend.graphs "{config.backend.graphs}" with experts: each layer waits for the numbers of '
+            'tokens that ranks exchange, which a recording cannot; use "off"'
+        )
+    if config.activations.policy in ("plan", "profile"):
+        out.append(
+            f'activations.policy "{config.activations.policy}" knows no layers of experts; use none, selective or full'
+        )
+    if config.fine_tuning.enabled:
+        out.append("fine_tuning of a model with experts is not built: adapters are of dense matrices; use method none")
+    return out
