@@ -319,7 +319,8 @@ class NativeEngine:
             self.state_check.record(self.sharded.owned_tensors())
             if self.graphs is not None and not gathering:
                 self.sharded.wait()
-            here = self.sharded.frozen if gathering else self.sharded.buckets
+            # Experts that no other rank holds are not gathered.
+            here = [b for b in self.sharded.buckets if not gathering or b.plan.frozen or b.shards == 1]
             self.state_check.record(self.sharded.weight_tensor(b) for b in here)
 
     def _verify_state(self) -> None:

@@ -46,9 +46,8 @@ class OffloadedUpdate:
 
     def _by_decay(self, bucket: Bucket) -> list[tuple[float, list[slice]]]:
         """The ranges of this rank's share of a bucket that hold parameters, by weight decay."""
-        size = bucket.own.stop - bucket.own.start
         out: dict[float, list[slice]] = {self.config.weight_decay: [], 0.0: []}
-        for f in shard_ranges(bucket.plan, shard=bucket.own.start // size, shards=bucket.shards):
+        for f in shard_ranges(bucket.plan, shard=bucket.index):
             decays = self.sharded.parameters[f.index][0].decay
             start = f.at - bucket.own.start
             out[self.config.weight_decay if decays else 0.0].append(slice(start, start + f.numel))

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_port.optim.buckets import BucketPlan
 from megatron_port.optim.offload import Offload
+from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord
 
 Recorded = tuple[ParameterRecord, nn.Parameter]
@@ -45,15 +46,19 @@ class Bucket:
     """
 
     def __init__(
-        self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, shard: int, shards: int,
+        self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, ctx: ParallelContext, *,
         lasting: bool, kinds: Sequence[str], window: torch.Tensor | None = None,
         offload: Offload | None = None, number: int = 0,
     ) -> None:
         first = parameters[plan.slots[0].index][1]
-        self.plan, self.shards, self.lasting = plan, shards, lasting
+        self.plan, self.shards, self.lasting = plan, plan.shards, lasting
+        self.group = ctx.along(plan.first)
+        """Ranks of the first sum, among which the bucket is divided if it is; None: this rank alone."""
+        self.index = ctx.mesh.index(ctx.rank, plan.first) if plan.shards > 1 else 0
+        """Number of this rank's part."""
         self.weights = torch.zeros(plan.numel, dtype=first.dtype, device=first.device) if window is None else window
-        size = plan.numel // shards
-        self.own = slice(shard * size, (shard + 1) * size)
+        size = plan.numel // plan.shards
+        self.own = slice(self.index * size, (self.index + 1) * size)
         self.gradients: torch.Tensor | None = None
         if plan.frozen:
             self.sums = torch.empty(0, dtype=wide, device=first.device)

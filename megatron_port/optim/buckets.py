@@ -45,6 +45,10 @@ class BucketPlan:
     numel: int
     unit: int = 0
     """Index of the unit whose parameters it holds; of a shared parameter, the first that uses it."""
+    first: Factors = frozenset()
+    """Factors of the first sum of its gradients."""
+    shards: int = 1
+    """Replicas along them that divide it."""
     copies: Factors = frozenset()
     """Replicas of the shards, over which all of it is still to be summed after the first sums."""
     partial: tuple[PartialRange, ...] = ()
@@ -63,29 +67,32 @@ Listed = tuple[int, ParameterRecord, int]
 
 
 def plan_buckets(
-    units: Sequence[Sequence[Listed]], mesh: Mesh, *, first: Factors, shards: int, capacity: int,
+    units: Sequence[Sequence[Listed]], mesh: Mesh, *, first: Factors, split: bool, capacity: int,
     shared: Collection[int] = (),
 ) -> list[BucketPlan]:
     """Return buckets of at most ``capacity`` elements; a larger parameter has its own.
 
     Args:
         units: the parameters of each unit, in forward order, each parameter once.
-        first: factors of the first sum, which leaves each of ``shards`` replicas its part.
-        shards: replicas that divide a bucket.
+        first: factors of the first sum, of those along which a parameter has copies: experts that ranks divide have
+            fewer, and buckets of their own.
+        split: this sum leaves each replica along them its part.
         shared: indices of parameters that several units use.
     """
     plans: list[BucketPlan] = []
     for number in reversed(range(len(units))):
-        together: dict[tuple[int, ...], list[tuple[list[int], Listed]]] = {}
+        together: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[list[int], Listed]]] = {}
         apart: list[tuple[list[int], Listed]] = []
         for entry in reversed(units[number]):
             index, record, _ = entry
-            beyond = record.reduces_over(mesh) - first
+            summed = record.reduces_over(mesh)
+            mine, beyond = summed & first, summed - first
             copies = beyond & mesh.factors("dp_replicate")
             if record.tied_key is not None or index in shared:
                 apart.append((sorted(beyond), entry))
             else:
-                together.setdefault(tuple(sorted(copies)), []).append((sorted(beyond), entry))
+                key = tuple(sorted(copies)), tuple(sorted(mine))
+                together.setdefault(key, []).append((sorted(beyond), entry))
         # What is partial lies together: at the end, in one range of each bucket for each set of factors.
         groups = [sorted(entries, key=lambda pair: pair[0]) for _, entries in sorted(together.items())]
         for entries in (*groups, *([one] for one in apart)):
@@ -93,15 +100,16 @@ def plan_buckets(
             for slots, end in _filled([entry for _, entry in entries], capacity):
                 _, record, _ = entries[0][1]
                 plans.append(_plan(
-                    slots, end, number, factors, mesh, shards, tied=record.tied_key is not None,
+                    slots, end, number, factors, mesh, record.reduces_over(mesh) & first, split,
+                    tied=record.tied_key is not None,
                     late=record.tied_key is not None or slots[0].index in shared,
                 ))
     return plans
 
 
 def _plan(
-    slots: tuple[BucketEntry, ...], end: int, unit: int, beyond: Mapping[int, Factors], mesh: Mesh, shards: int, *,
-    tied: bool, late: bool,
+    slots: tuple[BucketEntry, ...], end: int, unit: int, beyond: Mapping[int, Factors], mesh: Mesh, first: Factors,
+    split: bool, *, tied: bool, late: bool,
 ) -> BucketPlan:
     """Return the plan of a bucket of so many elements; ``beyond``: factors of further sums by parameter."""
     replicas = mesh.factors("dp_replicate")
@@ -112,8 +120,12 @@ def _plan(
             start = ranges.pop().start
         if factors:
             ranges.append(PartialRange(start, slot.start + slot.numel, factors))
+    shards = mesh.size(first) if split else 1
     numel = -(-end // (ALIGN * shards)) * ALIGN * shards
-    return BucketPlan(slots, numel, unit, beyond[slots[0].index] & replicas, tuple(ranges), tied, late)
+    return BucketPlan(
+        slots, numel, unit, first, shards, copies=beyond[slots[0].index] & replicas, partial=tuple(ranges), tied=tied,
+        late=late,
+    )
 
 
 def _filled(parameters: Sequence[Listed], capacity: int) -> Iterator[tuple[tuple[BucketEntry, ...], int]]:
@@ -141,9 +153,9 @@ class ShardRange:
     at: int
 
 
-def shard_ranges(plan: BucketPlan, *, shard: int, shards: int) -> list[ShardRange]:
-    """Return the parameter ranges of shard ``shard`` of a bucket's ``shards``, in order."""
-    size = plan.numel // shards
+def shard_ranges(plan: BucketPlan, *, shard: int) -> list[ShardRange]:
+    """Return the parameter ranges of shard ``shard`` of a bucket, in order."""
+    size = plan.numel // plan.shards
     first, last = shard * size, (shard + 1) * size
     out = []
     for slot in plan.slots:

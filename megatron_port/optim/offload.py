@@ -60,7 +60,7 @@ class Offload:
     """The offloaded state of one rank.
 
     Args:
-        plans: all buckets of the rank, each split into ``shards``.
+        plans: all buckets of the rank.
         kinds: of the optimizer's state, beside the masters.
         weight: a parameter, whose dtype and device the weights have.
 
@@ -69,12 +69,11 @@ class Offload:
     """
 
     def __init__(
-        self, config: OffloadConfig, plans: Sequence[BucketPlan], *, shards: int, kinds: Sequence[str],
-        weight: torch.Tensor,
+        self, config: OffloadConfig, plans: Sequence[BucketPlan], *, kinds: Sequence[str], weight: torch.Tensor,
     ) -> None:
         self.config, self.device = config, weight.device
         self.kinds = tuple(kinds)
-        sizes = [plan.numel // shards for plan in plans]
+        sizes = [plan.numel // plan.shards for plan in plans]
         self.numbers = offloaded_numbers(sizes, config.fraction)
         self._sizes = {number: sizes[number] for number in self.numbers}
         self._weight_dtype = weight.dtype

@@ -73,7 +73,7 @@ class ShardedParameters:
         self.parameters = [pair for chunk in chunks for unit in chunk for pair in unit]
         self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
         self.replicas = ctx.along(first)
-        shard = mesh.index(ctx.rank, self.spread)
+        """Those of dense layers; the copies of experts are some of them (``Bucket.group``)."""
         units = [
             [(self._index[id(p)], record, p.numel()) for record, p in unit] for chunk in chunks for unit in chunk
         ]
@@ -82,7 +82,7 @@ class ShardedParameters:
         trained, frozen = (
             plan_buckets(
                 [[entry for entry in unit if entry[1].trainable is trainable] for unit in units], mesh, first=first,
-                shards=shards, capacity=capacity, shared=together,
+                split=split_state, capacity=capacity, shared=together,
             )
             for trainable in (True, False)
         )
@@ -90,16 +90,16 @@ class ShardedParameters:
         weight, self.offload = self.parameters[0][1], None
         if offload is not None and offload.optimizer != "none":
             kinds = self.rule.kinds(self.parameters[0][0])
-            self.offload = Offload(offload, trained, shards=shards, kinds=kinds, weight=weight)
+            self.offload = Offload(offload, trained, kinds=kinds, weight=weight)
         self.unit_gather = None
         if sharding is not None and (shards > 1 or sharding.on_host):
             streams = None if self.offload is None else self.offload.ring.streams
-            self.unit_gather = UnitGather(plans, sharding, like=weight, group=self.replicas, streams=streams)
+            self.unit_gather = UnitGather(plans, sharding, like=weight, streams=streams)
         windows = [None] * len(plans) if self.unit_gather is None else self.unit_gather.memory(plans)
         self.buckets = [
             Bucket(
-                plan, self.parameters, wide, shard, shards, lasting=not self.shard_gradients, kinds=self._kinds(plan),
-                window=window, offload=self.offload, number=number,
+                plan, self.parameters, wide, ctx, lasting=not (shard_gradients and plan.shards > 1),
+                kinds=self._kinds(plan), window=window, offload=self.offload, number=number,
             )
             for number, (plan, window) in enumerate(zip(plans, windows))
         ]
@@ -116,7 +116,7 @@ class ShardedParameters:
             for slot in bucket.plan.slots for p in [self.parameters[slot.index][1]]
         }
         """By parameter: where its gradients are added up, if that lasts."""
-        owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=shard, shards=shards)]
+        owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=bucket.index)]
         self.pieces = [self._shard(bucket, f) for bucket, f in owned if not bucket.plan.frozen]
         self.owners = [bucket for bucket, _ in owned if not bucket.plan.frozen]  # of the pieces
         self.frozen_pieces = [self._frozen_shard(bucket, f) for bucket, f in owned if bucket.plan.frozen]
@@ -140,7 +140,7 @@ class ShardedParameters:
         self._reducing: deque[Bucket] = deque()
         self.grad_buffer_pool: GradBufferPool | None = None
         if self.shard_gradients:
-            size = max((plan.numel for plan in trained if not plan.late), default=0)
+            size = max((plan.numel for plan in trained if not plan.late and plan.shards > 1), default=0)
             self.grad_buffer_pool = GradBufferPool(size, wide, self.buckets[0].weights.device)
 
     def _kinds(self, plan: BucketPlan) -> list[str]:
@@ -262,7 +262,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
-        group = self.replicas
+        group = bucket.group
         if group is None or bucket.gradients is None or bucket.reducing is not None:
             return
         if bucket in self._open:
@@ -344,7 +344,7 @@ class ShardedParameters:
             flat = bucket.sums
             if bucket.shards > 1:
                 flat = torch.empty(bucket.plan.numel, dtype=flat.dtype, device=flat.device)
-                all_gather_single(flat, bucket.sums.clone(), group=self.replicas)
+                all_gather_single(flat, bucket.sums.clone(), group=bucket.group)
             for slot in bucket.plan.slots:
                 shape = self.parameters[slot.index][1].shape
                 out[slot.index] = flat[slot.start : slot.start + slot.numel].view(shape)
@@ -383,7 +383,7 @@ class ShardedParameters:
         for bucket in reversed(self.trained):
             if bucket.shards > 1:
                 own = bucket.weights[bucket.own]
-                work = all_gather_single(bucket.weights, own, group=self.replicas, async_op=True)
+                work = all_gather_single(bucket.weights, own, group=bucket.group, async_op=True)
                 bucket.gathering = in_flight(work, "weight gather", reads=[own], writes=[bucket.weights])
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:

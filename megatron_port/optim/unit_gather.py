@@ -54,6 +54,8 @@ class ShardedBucket(Protocol):
     """This rank's part, in memory of its own."""
     own: slice
     """The part's place in ``weights``."""
+    group: dist.ProcessGroup | None
+    """Ranks that hold the parts; None: this one alone."""
 
 
 @contextmanager
@@ -128,20 +130,19 @@ class UnitGather:
     Args:
         plans: all buckets of the rank.
         like: a parameter, whose dtype and device the windows have.
-        group: the ranks that hold the shards; None: this one alone.
         streams: of the device, for copies of shards on the host.
     """
 
     def __init__(
         self, plans: Sequence[BucketPlan], sharding: WeightSharding, *, like: torch.Tensor,
-        group: dist.ProcessGroup | None, streams: Streams | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.streams = Streams() if streams is None else streams
         self.on_host = sharding.on_host
         self._computed = self.streams.event()
         self.copied = 0
         """Bytes of shards copied to the device since the start."""
-        self.keep, self.group = sharding.keep, group
+        self.keep = sharding.keep
         self.groups = _groups(plans, sharding)
         self.windows = list(dict.fromkeys(g.window for g in self.groups))
         self._of_plan = {i: g for g in self.groups for i in g.plans}
@@ -154,13 +155,13 @@ class UnitGather:
         """Units in the order of the step's passes; ``_at``: index of the one that runs."""
         self._at = -1
 
-    def memory(self, plans: Sequence[BucketPlan]) -> list[torch.Tensor]:
-        """Return where the weights of each bucket lie when they are whole."""
+    def memory(self, plans: Sequence[BucketPlan]) -> list[torch.Tensor | None]:
+        """Return where the weights of each bucket lie when they are whole; None: they always are, nobody has a part."""
         out: dict[int, torch.Tensor] = {}
         for group in self.groups:
             sizes = [plans[i].numel for i in group.plans]
             out |= zip(group.plans, group.window.flat[: sum(sizes)].split(sizes))
-        return [out[i] for i in range(len(plans))]
+        return [out.get(i) for i in range(len(plans))]
 
     def attach(self, buckets: Sequence[ShardedBucket]) -> None:
         """Take the buckets of the plans; nothing is gathered from here on until a unit needs it."""
@@ -175,7 +176,7 @@ class UnitGather:
 
         A unit with ``backward_reads_weights = False`` is not gathered for its backward pass.
         """
-        self._needs[id(unit)] = list(dict.fromkeys(self._of_plan[n] for n in numbers))
+        self._needs[id(unit)] = list(dict.fromkeys(self._of_plan[n] for n in numbers if n in self._of_plan))
         backward = getattr(unit, "backward_reads_weights", True)
         key = id(unit)
 
@@ -235,9 +236,10 @@ class UnitGather:
     def make_whole(self, number: int) -> None:
         """Gather bucket ``number``, outside of the passes: its weights are valid until another unit's are gathered.
         Collective over the shard group."""
-        group = self._of_plan[number]
-        self._start([group])
-        group.wait()
+        group = self._of_plan.get(number)
+        if group is not None:
+            self._start([group])
+            group.wait()
 
     def release(self) -> None:
         """Forget what the windows hold, because the shards have changed or the passes have ended."""
@@ -264,7 +266,7 @@ class UnitGather:
                 group.gathering.append(self._gather_host(bucket) if self.on_host else self._gather(bucket))
 
     def _gather(self, bucket: ShardedBucket) -> Gathering:
-        work = all_gather_single(bucket.weights, bucket.shard, group=self.group, async_op=True)
+        work = all_gather_single(bucket.weights, bucket.shard, group=bucket.group, async_op=True)
         return in_flight(work, "weight gather", reads=[bucket.shard], writes=[bucket.weights])
 
     def _gather_host(self, bucket: ShardedBucket) -> Gathering:
@@ -280,20 +282,23 @@ class UnitGather:
         work = None
         with self.streams.on(COPY_IN):  # which is then the stream that the communicator waits for
             own.copy_(bucket.shard, non_blocking=True)
-            if self.group is not None:
-                work = all_gather_single(bucket.weights, own, group=self.group, async_op=True)
+            if bucket.group is not None:
+                work = all_gather_single(bucket.weights, own, group=bucket.group, async_op=True)
         if work is None:
             return _Copy(self.streams)
         return in_flight(work, "weight gather", reads=[own], writes=[bucket.weights], after=COPY_IN)
 
 
 def _groups(plans: Sequence[BucketPlan], sharding: WeightSharding) -> list[GatherGroup]:
-    """Return the buckets grouped by unit, with the windows that they share; a late bucket is a group of its own."""
+    """Return the buckets grouped by unit, with the windows that they share; a late bucket is a group of its own. One
+    that is not divided is in none, unless it lives on the host."""
     shared = Window(), Window(), Window()
     units: dict[int, GatherGroup] = {}
     out: list[GatherGroup] = []
     layers = sorted({plan.unit for plan in plans} - set(sharding.ends))
     for number, plan in enumerate(plans):
+        if plan.shards == 1 and not sharding.on_host:
+            continue
         if plan.late:
             out.append(GatherGroup(Window(), [number]))
             continue

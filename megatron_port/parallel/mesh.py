@@ -26,9 +26,14 @@ Factors = frozenset[int]
 
 DENSE = ("tp", "cp", "dp_shard", "dp_replicate")
 """Axes of a stage for dense layers, fastest first: tensor-parallel ranks are neighbours, so they share a node."""
-JOINED = {"dp": ("dp_shard", "dp_replicate")}
+JOINED: Mapping[str, tuple[str, ...]] = {"dp": ("dp_shard", "dp_replicate")}
 """Axes that are runs of others: with hybrid sharding (Zhao et al., arXiv 2304.11277) optimizer state is split within
 ``dp_shard`` and repeated along ``dp_replicate``."""
+
+BEYOND_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "expert_tp": ("tp",), "expert_shard": ("dp_shard", "cp"), "expert_replicate": ("dp_replicate",),
+}
+"""Axes that are what ep leaves of others: along them ranks hold copies of the same experts."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Mesh:
         """Return the mesh of a layout.
 
         Axes: pp, those of ``order``, dp, ep, edp, and the two parts of tp: ``kv_copies``, neighbours that hold the same
-        key/value heads, and ``kv_heads``, ranks that hold different ones.
+        key/value heads, and ``kv_heads``, ranks that hold different ones; and those of ``BEYOND_EXPERTS``.
 
         Args:
             sizes: of the axes of ``order``; 1 where one is not named.
@@ -91,6 +96,8 @@ class Mesh:
         }
         for name, parts in JOINED.items():
             axes[name] = tuple(sorted(i for part in parts for i in axes.get(part, ())))
+        for name, parts in BEYOND_EXPERTS.items():
+            axes[name] = tuple(sorted(i for part in parts for i in axes.get(part, ()) if i not in axes["ep"]))
         return cls(tuple(high // low for high, low in pairwise(cuts)), axes)
 
     @cached_property
@@ -213,7 +220,7 @@ SHARDED = ("dp_shard", "cp")
 """Of these, the axes over which ZeRO splits optimizer state."""
 SETS = (
     ("tp",), ("dp",), ("pp",), ("cp",), REPLICAS, SHARDED, ("kv_copies",), ("ep",),
-    ("dp_replicate",),
+    ("dp_replicate",), ("expert_shard",), ("expert_replicate",), ("expert_shard", "expert_replicate"), ("expert_tp",),
 )
 """Sets of axes that some code asks for a group over; see ``ParallelContext.over``."""
 EMBEDDING, REVERSE, WORLD = "embedding", "pp_reverse", "world"
