@@ -39,6 +39,8 @@ class StepResult:
     """Scale that this step's backward used."""
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     """Sums over the global batch of what the model's modules added, by name (``parallel.step``)."""
+    tallies: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What they counted in the global batch, by name, in host memory."""
 
 
 @dataclass(frozen=True)

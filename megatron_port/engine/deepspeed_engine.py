@@ -18,8 +18,15 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
 from megatron_port.engine.deepspeed_config import deepspeed_config
-from megatron_port.engine.loss_reduction import device_sums, global_tokens, loss_weight, reduced_auxiliary, shared_sums
-from megatron_port.engine.module import recorded_parameters, zero_moments
+from megatron_port.engine.loss_reduction import (
+    device_sums,
+    global_samples,
+    global_tokens,
+    loss_weight,
+    reduced_auxiliary,
+    shared_sums,
+)
+from megatron_port.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
 from megatron_port.engine.probe import Probe
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
@@ -31,7 +38,7 @@ from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
-from megatron_port.parallel.step import AuxiliarySums
+from megatron_port.parallel.step import AuxiliarySums, Tallies
 from megatron_port.parallel.to_device import to_device_async
 from megatron_port.runtime.progress import REDUCE, ProgressTracker
 
@@ -76,6 +83,9 @@ class DeepSpeedEngine:
         self._step = 0
         self._loss_factor = 1.0
         self.auxiliary = AuxiliarySums(stage.auxiliary_names, ctx.device)
+        self.tallies = Tallies(stage.tally_specs, ctx.device)
+        self.buffers = recorded_buffers(stage)
+        self._samples = 1
         self._auxiliary: dict[str, float] = {}
         self._losses: list[torch.Tensor] = []
         self._limits = NO_LIMITS
@@ -182,6 +192,7 @@ class DeepSpeedEngine:
         self.stream.set_micro_batch(
             self._step, batch.sample_ids, loss_factor=self._loss_factor * self._divisor, global_tokens=self._tokens,
             document_starts=batch.document_starts, auxiliary=self.auxiliary if self.stream.enabled else None,
+            tallies=self.tallies if self.stream.enabled else None, sample_factor=self._divisor / self._samples,
         )
         with contextlib.nullcontext() if self._probe is None else self._probe.forward(index):
             yield
@@ -221,6 +232,8 @@ class DeepSpeedEngine:
         self._batches, self._step, self._losses = micro_batches, step, []
         self._loss_total.zero_()
         self.auxiliary.reset()
+        self.tallies.reset()
+        self._samples = global_samples(micro_batches, self.ctx)
         return iter([(b.tokens, b.labels) for b in micro_batches])
 
     def _may_not_update(self) -> bool:
@@ -257,6 +270,10 @@ class DeepSpeedEngine:
         self._probe = None
         self.record_state()
         overflow = bool(self.engine.optimizer.overflow)
+        totals = self.tallies.totals(self.ctx.world_group) if self.tallies.specs else {}
+        if totals:
+            refused = torch.tensor(float(overflow or self._refused))
+            self.stage.after_update(totals, to_device_async(refused, self.ctx.device))
         norm = math.inf if overflow else float(self.engine.get_global_grad_norm())
         if probe is None:
             self.scaler.account(self._mean_loss, norm, applied=not (overflow or self._refused))
@@ -264,6 +281,7 @@ class DeepSpeedEngine:
         return StepResult(
             loss=self._mean_loss, tokens=round(self._sums[1]), grad_norm=None if overflow else norm,
             skipped=overflow or self._refused, loss_scale=used_scale, auxiliary=self._auxiliary,
+            tallies={name: total.cpu() for name, total in totals.items()},
         )
 
     def record_state(self) -> None:
@@ -305,7 +323,8 @@ class DeepSpeedEngine:
         yield from self.parameters
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """Yield the ranges of masters and moments that ZeRO-1 gave this rank."""
+        """Yield the buffers that this rank owns, and the ranges of masters and moments that ZeRO-1 gave it."""
+        yield from buffer_pieces(self.buffers, self.ctx)
         yield from self._state.state_pieces(self.engine.optimizer, self.ctx)
 
     def scalar_state(self) -> dict[str, float | int]:
@@ -315,6 +334,7 @@ class DeepSpeedEngine:
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
         """Set masters, weights, moments and counters."""
         self._state.load_state(self.engine.optimizer, read, int(scalars.get("optimizer_steps", 0)))
+        load_buffers(self.buffers, read)
         self.scaler.load(scalars)
         self._push_scale()
         self.record_state()

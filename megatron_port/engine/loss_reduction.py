@@ -41,6 +41,11 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
     return float(total)
 
 
+def global_samples(micro_batches: Sequence[MicroBatch], ctx: ParallelContext) -> int:
+    """Samples of a step over all replicas."""
+    return sum(len(b.sample_ids) for b in micro_batches) * ctx.size("dp")
+
+
 def loss_weight(tokens: float) -> float:
     """Return what the sum of token losses is multiplied by to give the mean; ``tokens``: of :func:`global_tokens`.
 

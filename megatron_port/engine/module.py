@@ -9,8 +9,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.state import BUFFER, WEIGHT, StatePiece, StateReader
+from megatron_port.parallel.step import TallySpec
 
 
 @runtime_checkable
@@ -19,12 +21,18 @@ class StageModule(Protocol):
 
     auxiliary_names: tuple[str, ...]
     """Names of the sums that modules of the whole model add to in a step (``parallel.step``), alike on every stage."""
+    tally_specs: Mapping[str, TallySpec]
+    """What they count, likewise."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Tokens, or the boundary's tensors, in; the boundary's tensors (one may stand alone), or logits, out."""
 
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Sum of token losses (last stage)."""
+
+    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
+        """Change state that no gradient changes, by the tallies' sums over all ranks; ``refused`` is a scalar on the
+        device: 1 where the step's update was not applied, and nothing may change."""
 
     def boundary(self, batch: int, seq: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name → (shape, dtype) of what passes between stages, in order; the same on every stage."""
@@ -112,6 +120,21 @@ def logical_pieces(
         )
 
 
+def buffer_pieces(
+    buffers: Sequence[tuple[ParameterRecord, torch.Tensor]], ctx: ParallelContext
+) -> Iterator[StatePiece]:
+    """Yield the buffers of which this rank's copy is the one that is saved."""
+    for record, buffer in buffers:
+        if record.is_owned(ctx.mesh, ctx.rank):
+            yield from logical_pieces(record, BUFFER, buffer.detach().reshape(-1), 0)
+
+
+def load_buffers(buffers: Sequence[tuple[ParameterRecord, torch.Tensor]], read: StateReader) -> None:
+    """Set every buffer."""
+    for record, buffer in buffers:
+        read_local(read, record, BUFFER, buffer)
+
+
 def zero_moments(read: StateReader) -> StateReader:
     """A reader whose optimizer state is zero: weights and buffers from a checkpoint, optimizer fresh."""
 
@@ -128,6 +151,8 @@ def zero_moments(read: StateReader) -> StateReader:
 __all__ = [
     "ScratchBuffer",
     "StageModule",
+    "buffer_pieces",
+    "load_buffers",
     "logical_pieces",
     "read_local",
     "read_range",

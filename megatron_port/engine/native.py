@@ -20,6 +20,7 @@ from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
 from megatron_port.engine.loss_reduction import (
     device_sums,
+    global_samples,
     global_tokens,
     loss_weight,
     reduced_auxiliary,
@@ -28,6 +29,8 @@ from megatron_port.engine.loss_reduction import (
 )
 from megatron_port.engine.module import (
     ScratchBuffer,
+    buffer_pieces,
+    load_buffers,
     logical_pieces,
     read_local,
     read_range,
@@ -56,8 +59,8 @@ from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.mesh import SHARDED
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
-from megatron_port.parallel.state import BUFFER, StatePiece, StateReader
-from megatron_port.parallel.step import AuxiliarySums, sample_keys
+from megatron_port.parallel.state import StatePiece, StateReader
+from megatron_port.parallel.step import AuxiliarySums, Tallies, sample_keys
 from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import forward_only, make_schedule
@@ -118,7 +121,9 @@ class NativeEngine:
         self.values = StepValues(ctx.device)
         self.on_gradients: GradientHook | None = None
         self.auxiliary = AuxiliarySums(self.chunks[0].auxiliary_names, ctx.device)
+        self.tallies = Tallies(self.chunks[0].tally_specs, ctx.device)
         self._losses: list[torch.Tensor] = []
+        self._totals: dict[str, torch.Tensor] = {}
         self.state_check = check_of(config, ctx)
         self._differing = 0
         # Not a bound method: see GradientSink.
@@ -214,6 +219,7 @@ class NativeEngine:
             step=step, loss_factor=values.loss_factor, loss_gradient=self.values.loss_factor,
             global_tokens=values.tokens, keys=keys,
             auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
+            tallies=self.tallies if torch.is_grad_enabled() else None, sample_factor=values.sample_factor,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
             flush_gradients=self.gradients.flush,
         )
@@ -240,6 +246,7 @@ class NativeEngine:
         used_scale, (largest_loss, largest_norm) = self.scaler.scale, limits.largest
         self.values.set(StepNumbers(
             lr=lr, loss_factor=used_scale * loss_weight(tokens), tokens=tokens,
+            sample_factor=used_scale / global_samples(micro_batches, self.ctx),
             replica_tokens=tokens / self.ctx.size("dp"), scale=used_scale, largest_loss=largest_loss,
             largest_norm=largest_norm,
         ))
@@ -271,6 +278,7 @@ class NativeEngine:
         return StepResult(
             loss=loss, tokens=round(count), grad_norm=grad_norm if finite else None, skipped=bool(skipped),
             loss_scale=used_scale, auxiliary=dict(zip(self.auxiliary.names, added)),
+            tallies={name: total.cpu() for name, total in self._totals.items()},
         )
 
     def _reduce_recorded(self, inputs: StepInputs) -> Reduced:
@@ -287,6 +295,7 @@ class NativeEngine:
         # A replay wants to see this rank's own gradients before any sum.
         self.sharded.begin(len(micro_batches), early=probe is None)
         self.auxiliary.reset()
+        self.tallies.reset()
         with nullcontext() if probe is None else probe.watch(self.stage):
             passes = self._run(micro_batches, step, probe=probe, keys=keys)
         if probe is not None:
@@ -307,6 +316,10 @@ class NativeEngine:
     def _apply(self, reduced: Reduced) -> torch.Tensor:
         """Update; return (loss, tokens, norm, whether nothing happened, damaged rows, auxiliary sums …), float64."""
         norm, refused = self.update.step(reduced.square, self.values, veto=reduced.veto)
+        self._totals = self.tallies.totals(self.ctx.world_group) if self.tallies.specs else {}
+        if self._totals:
+            for chunk in self.chunks:
+                chunk.after_update(self._totals, refused)
         return torch.stack([
             *reduced.sums, norm.double(), refused.double(), self.state_check.differing.double(),
             *reduced.auxiliary.double(),
@@ -370,9 +383,7 @@ class NativeEngine:
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """Yield the buffers, and the pieces of masters and optimizer state, that this rank owns."""
-        for record, buffer in self.buffers:
-            if record.is_owned(self.ctx.mesh, self.ctx.rank):
-                yield from logical_pieces(record, BUFFER, buffer.detach().reshape(-1), 0)
+        yield from buffer_pieces(self.buffers, self.ctx)
         self.sharded.settle_state()
         for piece in self.sharded.pieces:
             if not piece.record.is_owned(self.ctx.mesh, self.ctx.rank, spread=self.sharded.spread):
@@ -408,8 +419,7 @@ class NativeEngine:
             for piece in mine:
                 for kind, flat in piece.state.items():
                     read_range(read, record, kind, flat, piece.start, scratch)
-        for record, buffer in self.buffers:
-            read_local(read, record, BUFFER, buffer)
+        load_buffers(self.buffers, read)
         if self.sharded.unit_gather is not None:
             self.sharded.unit_gather.release()
         if self.sharded.offload is not None:

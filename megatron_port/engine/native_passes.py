@@ -14,7 +14,7 @@ from megatron_port.model.site_clock import SiteClock
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import AuxiliarySums
+from megatron_port.parallel.step import AuxiliarySums, Tallies
 from megatron_port.parallel.to_device import to_device_async
 from megatron_port.pipeline.boundary import Payload
 from megatron_port.pipeline.schedules import Action, Kind, most_held
@@ -78,7 +78,8 @@ class Passes:
             over tokens. The modules are told the number, ``loss_factor``.
         global_tokens: loss tokens of the step, for the modules.
         keys: of a recorded step: memory with the dropout keys of each micro-batch's samples.
-        auxiliary: what the modules add to; None: nobody reads it.
+        auxiliary, tallies: what the modules add to; None: nobody reads it.
+        sample_factor: as ``loss_factor``, of terms that are means over samples.
         probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
         after_backward: told the chunk whose backward pass has ended.
         flush_gradients: adds what autograd returned in a backward pass to the sums.
@@ -88,13 +89,15 @@ class Passes:
         self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, progress: ProgressTracker,
         gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int,
         loss_factor: float | torch.Tensor, loss_gradient: torch.Tensor, global_tokens: float | torch.Tensor = 1.0,
-        keys: Sequence[torch.Tensor] = (), auxiliary: AuxiliarySums | None = None,
-        probe: Probe | None = None, sums: Callable[[], list[torch.Tensor]] = list,
+        keys: Sequence[torch.Tensor] = (), auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
+        sample_factor: float | torch.Tensor = 1.0, probe: Probe | None = None,
+        sums: Callable[[], list[torch.Tensor]] = list,
         after_backward: Callable[[int], None] = lambda chunk: None, flush_gradients: Callable[[], None] = lambda: None,
     ) -> None:
         self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
         self.micro_batches, self.step, self.loss_factor, self.keys = micro_batches, step, loss_factor, keys
         self.loss_gradient, self.global_tokens, self.auxiliary = loss_gradient, global_tokens, auxiliary
+        self.tallies, self.sample_factor = tallies, sample_factor
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
         self.flush_gradients = flush_gradients
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
@@ -148,7 +151,8 @@ class Passes:
         self.stream.set_micro_batch(
             self.step, () if recorded else batch.sample_ids, loss_factor=self.loss_factor,
             global_tokens=self.global_tokens,
-            document_starts=batch.document_starts, auxiliary=self.auxiliary,
+            document_starts=batch.document_starts, auxiliary=self.auxiliary, tallies=self.tallies,
+            sample_factor=self.sample_factor,
             keys=self.keys[number] if recorded else None,
         )
 

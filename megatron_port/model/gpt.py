@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,8 @@ from torch import nn
 from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
+from megatron_port.model.moe import MoE
+from megatron_port.model.router import tally_specs
 
 
 class GPTStage(nn.Module):
@@ -34,7 +36,8 @@ class GPTStage(nn.Module):
         self.partition, self.hidden_size, self.dtype = build.partition, build.model.hidden_size, build.dtype
         virtual = build.ctx.index("pp") if virtual is None else virtual
         self.first, self.last = virtual == 0, virtual == build.ctx.topology.virtual_stages - 1
-        spec = model_spec(build.model)
+        spec, moe = model_spec(build.model), build.model.moe
+        self.tally_specs = tally_specs(build.model.num_layers, moe.num_experts) if moe.enabled else {}
         self.embedding = Embedding(spec.embedding, build) if self.first else None
         self.layers = nn.ModuleList(TransformerLayer(i, spec.layers[i], build) for i in range(start, stop))
         self.head: Head | None = None
@@ -63,6 +66,12 @@ class GPTStage(nn.Module):
             raise ValueError("loss_sum on a stage without the head")
         losses = self.head.token_losses(logits, labels)
         return losses.sum() if mask is None else (losses * mask).sum()
+
+    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
+        """Let layers of experts change what balances them (``model.router``), after each step's update."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.after_update(totals, refused)
 
     def boundary(self, batch: int, seq: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the name → (shape, dtype) of each tensor that passes between stages."""

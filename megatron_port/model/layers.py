@@ -13,13 +13,14 @@ from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
 from megatron_port.model.latent_attention import LatentAttention
 from megatron_port.model.mlp import MLP
+from megatron_port.model.moe import MoE
 from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
 from megatron_port.model.site_tape import SiteTape
 from megatron_port.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, NormSpec
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import VocabParallelEmbedding
-from megatron_port.parallel.linear import RowParallelLinear, linear
+from megatron_port.parallel.linear import linear
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
 """Result of attention or MLP, and the bias that is yet to be added to it."""
@@ -91,25 +92,25 @@ class TransformerLayer(nn.Module):
         kind = SelfAttention if spec.attention.latent is None else LatentAttention
         self.attention = kind(name, spec.attention, build)
         self.post_norm1, self.norm2 = norm(spec.post_norm1), norm(spec.norm2)
-        self.mlp = MLP(name, spec.dense, build)
+        self.mlp = MLP(name, spec.dense, build) if spec.moe is None else MoE(index, spec.moe, build)
         self.post_norm2 = norm(spec.post_norm2)
 
-    def _branch(self, out: torch.Tensor, end: RowParallelLinear, norm: Norm | None) -> Branch:
+    def _branch(self, out: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None) -> Branch:
         """Return a branch's result and its bias, which is yet to be added, from that of its last linear."""
-        return (out, end.bias) if norm is None else (norm(self.residual.biased(out, end.bias)), None)
+        return (out, bias) if norm is None else (norm(self.residual.biased(out, bias)), None)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         join, attention, mlp = self.residual.bias_dropout_add, self.attention, self.mlp
         y, x = (x, x) if self.norm1 is None else self.norm1.fork(x)
-        out, bias = self._branch(attention(y), attention.output, self.post_norm1)
+        out, bias = self._branch(attention(y), attention.output.bias, self.post_norm1)
         if self.parallel_residual:
             if self.norm2 is not None:
                 y, x = self.norm2.fork(x)
-            branch, branch_bias = self._branch(mlp(y), mlp.down, self.post_norm2)
+            branch, branch_bias = self._branch(mlp(y), mlp.bias, self.post_norm2)
             x = join(out, bias, x, op=f"{self.name}.attention")
         else:
             y, x = self._join_norm(out, bias, x)
-            branch, branch_bias = self._branch(mlp(y), mlp.down, self.post_norm2)
+            branch, branch_bias = self._branch(mlp(y), mlp.bias, self.post_norm2)
         return join(branch, branch_bias, x, op=f"{self.name}.mlp")
 
     def _join_norm(
@@ -125,6 +126,7 @@ class TransformerLayer(nn.Module):
     def _forward_by_site(self, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:
         """Run the same operations, each under the name of what it leaves behind."""
         mlp, attention = self.mlp, self.attention
+        assert isinstance(mlp, MLP), "config.checks refuses sites of experts"
         y, x = (x, x) if self.norm1 is None else self._fork(tape, "norm1", self.norm1, x)
         core = tape.run("core", attention.attend_to, *tape.run("qkv", attention.core_arguments, y))
         if self.parallel_residual:
@@ -135,7 +137,7 @@ class TransformerLayer(nn.Module):
             y, x = self._join_norm_by_site(tape, core, x)
 
         def add_branch(wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            out, bias = self._branch(mlp.down(wide), mlp.down, self.post_norm2)
+            out, bias = self._branch(mlp.down(wide), mlp.bias, self.post_norm2)
             return self.residual.bias_dropout_add(out, bias, x, op=f"{self.name}.mlp")
 
         wide = tape.run("activation", mlp.activate, tape.run("hidden", mlp.up, y))
@@ -143,7 +145,7 @@ class TransformerLayer(nn.Module):
         return out
 
     def _attention_branch(self, core: torch.Tensor) -> Branch:
-        return self._branch(self.attention.output(core), self.attention.output, self.post_norm1)
+        return self._branch(self.attention.output(core), self.attention.output.bias, self.post_norm1)
 
     def _add_attention(self, core: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         out, bias = self._attention_branch(core)

@@ -6,8 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_port.backend.providers import Providers
 from megatron_port.model.build import BuildContext
 from megatron_port.model.spec import MLPSpec
+
+
+def activate(
+    hidden: torch.Tensor, activation: str, providers: Providers, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the activation [..., ffn] of [..., ffn], or of gate and up side by side [..., 2 * ffn].
+
+    ``bias``: of activations without a gate, [ffn].
+    """
+    if activation == "swiglu":
+        return providers.swiglu(hidden)
+    if activation == "geglu_tanh":
+        gate, up = hidden.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+    return providers.bias_gelu(hidden, bias, approximate=activation == "gelu_tanh")
 
 
 class MLP(nn.Module):
@@ -15,19 +31,19 @@ class MLP(nn.Module):
 
     def __init__(self, layer: str, spec: MLPSpec, build: BuildContext) -> None:
         super().__init__()
-        self.activation, self.providers = spec.activation, build.providers
+        self.activation, self.gated, self.providers = spec.activation, spec.gated, build.providers
         self.up = build.column(layer, spec.up, skip_bias=not spec.gated)
         self.down = build.row(layer, spec.down)
 
+    @property
+    def bias(self) -> torch.nn.Parameter | None:
+        """Bias of ``down``, which the caller adds."""
+        return self.down.bias
+
     def activate(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input [seq, batch, ffn/tp] of ``down`` from the output of ``up``."""
-        if self.activation == "swiglu":
-            return self.providers.swiglu(hidden)
-        if self.activation == "geglu_tanh":
-            gate, up = hidden.chunk(2, dim=-1)
-            return F.gelu(gate, approximate="tanh") * up
         # The bias is added where the activation is computed: one pass over [seq, batch, ffn/tp] less.
-        return self.providers.bias_gelu(hidden, self.up.bias, approximate=self.activation == "gelu_tanh")
+        return activate(hidden, self.activation, self.providers, None if self.gated else self.up.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(self.activate(self.up(x)))

@@ -369,8 +369,17 @@ class MoESpec:
         """In the order of the modules."""
         gate = () if self.shared_gate is None else self.shared_gate.parameters
         shared = () if self.shared is None else self.shared.parameters
-        routed = (replace(p, gradient="routed") for p in self.router.parameters)
-        return (*routed, *map(self._of_all, self.experts.parameters), *gate, *shared)
+        return (*self.router_parameters, *self.expert_parameters, *gate, *shared)
+
+    @property
+    def router_parameters(self) -> tuple[ParameterSpec, ...]:
+        """Weight [E, h], and bias [E] where it has one."""
+        return tuple(replace(p, gradient="routed") for p in self.router.parameters)
+
+    @property
+    def expert_parameters(self) -> tuple[ParameterSpec, ...]:
+        """Those of all experts, [E, ...], in the order of the forward pass."""
+        return tuple(map(self._of_all, self.experts.parameters))
 
     def _of_all(self, one: ParameterSpec) -> ParameterSpec:
         return replace(

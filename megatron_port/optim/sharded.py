@@ -82,7 +82,7 @@ class ShardedParameters:
         trained, frozen = (
             plan_buckets(
                 [[entry for entry in unit if entry[1].trainable is trainable] for unit in units], mesh, first=first,
-                split=split_state, capacity=capacity, shared=together,
+                split=bool(self.spread), capacity=capacity, shared=together,
             )
             for trainable in (True, False)
         )
@@ -98,7 +98,7 @@ class ShardedParameters:
         windows = [None] * len(plans) if self.unit_gather is None else self.unit_gather.memory(plans)
         self.buckets = [
             Bucket(
-                plan, self.parameters, wide, ctx, lasting=not (shard_gradients and plan.shards > 1),
+                plan, self.parameters, wide, ctx, lasting=not (self.shard_gradients and plan.shards > 1),
                 kinds=self._kinds(plan), window=window, offload=self.offload, number=number,
             )
             for number, (plan, window) in enumerate(zip(plans, windows))

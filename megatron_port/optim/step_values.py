@@ -21,6 +21,8 @@ class StepNumbers:
     """Learning rate."""
     loss_factor: float = 1.0
     """Factor of the loss in the backward pass: loss scale over the tokens of the step."""
+    sample_factor: float = 1.0
+    """The same of a term that is a mean over the samples of the step: loss scale over their number."""
     tokens: float = 0.0
     """Loss tokens of the step over all replicas."""
     replica_tokens: float = 0.0
@@ -38,10 +40,10 @@ class StepValues:
 
     def __init__(self, device: torch.device) -> None:
         self.host = StepNumbers()
-        self._all = torch.zeros(8, dtype=torch.float64, device=device)
+        self._all = torch.zeros(9, dtype=torch.float64, device=device)
         (
-            self.lr, self.loss_factor, self.tokens, self.replica_tokens, _, self.largest_loss, self.largest_norm,
-            self.inv_scale,
+            self.lr, self.loss_factor, self.sample_factor, self.tokens, self.replica_tokens, _, self.largest_loss,
+            self.largest_norm, self.inv_scale,
         ) = self._all.unbind()
 
     def set(self, numbers: StepNumbers) -> None:

@@ -16,6 +16,13 @@ the collective of the backward pass.
 | function | forward | backward |
 |---|---|---|
 | enter_region | identity, under sequence parallelism all-gather | all-reduce, under it reduce-scatter |
+
+Between layers of which every rank has all tokens, one may give each rank its share of them.
+
+| function | forward | backward |
+|---|---|---|
+| take_share | own tokens | all-gather |
+| join_shares | all-gather | own tokens |
 """
 
 from __future__ import annotations
@@ -145,3 +152,41 @@ def enter_region(x: torch.Tensor, group: Group, sequence_parallel: bool) -> torc
     """Enter a tensor-parallel region, where every rank uses all of x: [seq(/tp), ...] → [seq, ...]; gradients are
     summed."""
     return x if group is None else _EnterRegion.apply(x, group, sequence_parallel)  # type: ignore[no-untyped-call]
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _own(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather_first(grad, ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return all_gather_first(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _own(grad, ctx.group).contiguous(), None
+
+
+def _own(x: torch.Tensor, group: Group) -> torch.Tensor:
+    rows = x.shape[0] // dist.get_world_size(group)
+    return x.narrow(0, dist.get_rank(group) * rows, rows)
+
+
+def take_share(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return this rank's tokens [seq/tp, ...] of what all ranks hold alike, [seq, ...]; gradients are gathered."""
+    return x if group is None else _Share.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def join_shares(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return all ranks' tokens [seq, ...] from this rank's, [seq/tp, ...]; each takes its own tokens' gradient, since
+    every rank has all of it."""
+    return x if group is None else _Join.apply(x, group)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.positions import Positions
-from megatron_port.parallel.step import AuxiliarySums, SampleKey, StepContext, pack_documents
+from megatron_port.parallel.step import AuxiliarySums, SampleKey, StepContext, Tallies, pack_documents
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -78,7 +78,8 @@ class DropoutStream:
     def set_micro_batch(
         self, step: int, sample_ids: Sequence[int], *, loss_factor: float | torch.Tensor = 1.0,
         global_tokens: float | torch.Tensor = 1.0, document_starts: torch.Tensor | None = None,
-        auxiliary: AuxiliarySums | None = None, keys: torch.Tensor | None = None,
+        auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
+        sample_factor: float | torch.Tensor = 1.0, keys: torch.Tensor | None = None,
     ) -> None:
         """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
 
@@ -87,7 +88,8 @@ class DropoutStream:
         """
         samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         self.current = StepContext(
-            samples, loss_factor=loss_factor, global_tokens=global_tokens, auxiliary=auxiliary,
+            samples, loss_factor=loss_factor, global_tokens=global_tokens, auxiliary=auxiliary, tallies=tallies,
+            sample_factor=sample_factor,
             document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
             packed_documents=None if document_starts is None else cache(
                 partial(pack_documents, document_starts, self.device)

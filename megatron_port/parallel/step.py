@@ -7,11 +7,13 @@ loss factor and the step's number of tokens, although labels and masks are on th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 
 from megatron_port.backend.mask import PackedDocuments
 from megatron_port.parallel.counter import key_of
@@ -65,6 +67,60 @@ class AuxiliarySums:
         self.values[self._places[name]] += value.detach()
 
 
+@dataclass(frozen=True)
+class TallySpec:
+    """Shape and dtype of a tally: int64 where counts must be exact, float64 for sums."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.int64
+
+
+class Tallies:
+    """Named tensors that modules add to during a step: each rank what no other rank adds, its own share of the tokens.
+
+    :meth:`totals` sums them over all ranks, exactly where they are counts.
+
+    ``specs``: of the whole model, the same on every rank.
+    """
+
+    def __init__(self, specs: Mapping[str, TallySpec], device: torch.device) -> None:
+        self.specs = dict(specs)
+        self._flat = {
+            dtype: torch.zeros(
+                sum(math.prod(s.shape) for s in specs.values() if s.dtype == dtype), dtype=dtype, device=device
+            )
+            for dtype in dict.fromkeys(s.dtype for s in specs.values())
+        }
+        self._values = self._views(self._flat)
+
+    def _views(self, flat: Mapping[torch.dtype, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out, ends = {}, dict.fromkeys(flat, 0)
+        for name, spec in self.specs.items():
+            start = ends[spec.dtype]
+            ends[spec.dtype] = start + math.prod(spec.shape)
+            out[name] = flat[spec.dtype][start : ends[spec.dtype]].view(spec.shape)
+        return out
+
+    def reset(self) -> None:
+        """Start a step: everything is 0."""
+        for flat in self._flat.values():
+            flat.zero_()
+
+    def add(self, name: str, row: int, value: torch.Tensor) -> None:
+        """Add to a row of a tally. ValueError: no such name."""
+        if name not in self._values:
+            raise ValueError(f"no tally is named {name!r}; the model has {list(self._values)}")
+        self._values[name][row] += value.detach()
+
+    def totals(self, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+        """Return the sums over all ranks of the group, on every rank, on the device. Collective where there are any."""
+        flat = {dtype: values.clone() for dtype, values in self._flat.items()}
+        if group is not None:
+            for values in flat.values():
+                dist.all_reduce(values, group=group)
+        return self._views(flat)
+
+
 def pack_documents(starts: torch.Tensor, device: torch.device) -> PackedDocuments:
     """Return the documents of ``starts`` (int32 [batch, seq], on the host) as kernels of variable lengths take them."""
     first = (starts == torch.arange(starts.shape[1])).flatten().nonzero().flatten()
@@ -90,6 +146,12 @@ class StepContext:
     """The forward pass runs again, for its backward pass."""
     auxiliary: AuxiliarySums | None = None
     """None: nobody reads them (evaluation)."""
+    tallies: Tallies | None = None
+    """None likewise."""
+    sample_factor: float | torch.Tensor = 1.0
+    """As ``loss_factor``, of a mean over the samples of the step."""
+    kept: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    """What the recomputed pass is to find as it was, by the name of its place (:meth:`keep`)."""
 
     @property
     def sample_ids(self) -> tuple[int, ...]:
@@ -99,6 +161,19 @@ class StepContext:
     def again(self) -> StepContext:
         """Return this context marked as a recomputed forward pass."""
         return replace(self, recomputing=True)
+
+    def keep(self, place: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return ``make()``, or in a recomputed pass what it returned in the first: a decision between alternatives
+        must not fall otherwise because a sum was rounded otherwise. It is kept as long as the pass is."""
+        if self.recomputing and place in self.kept:
+            return self.kept[place]
+        self.kept[place] = value = make()
+        return value
+
+    def add_tally(self, name: str, row: int, value: torch.Tensor) -> None:
+        """Add to a row of a tally, for each micro-batch at its first pass: not while recomputing."""
+        if self.tallies is not None and not self.recomputing:
+            self.tallies.add(name, row, value)
 
     def add_auxiliary(self, name: str, value: torch.Tensor) -> None:
         """Add a scalar to the step's sum of that name, once per micro-batch: not while recomputing.

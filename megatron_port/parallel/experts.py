@@ -1,0 +1,253 @@
+"""Experts divided over ranks: rows of tokens exchanged between them, and products with many matrices.
+
+The experts of a layer are one parameter [E, ...] that the ranks of ``ep`` divide along its first dimension. A rank
+sorts the copies of its tokens by expert, so that what goes to another rank is one run of rows; ranks first tell each
+other how many rows of which expert come (one wait of the host in each layer), then exchange the rows, multiply them by
+their experts' matrices, and send the results back the same way (Lepikhin et al., arXiv 2006.16668; without a capacity
+Gale et al., arXiv 2211.15841).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_port.backend.direct import FirstOrderFunction, first_order
+from megatron_port.parallel.collectives import Group
+from megatron_port.parallel.device_streams import in_flight
+from megatron_port.parallel.linear import WgradAccumulator
+from megatron_port.parallel.linear_kernels import add_product
+from megatron_port.parallel.to_device import to_device_async
+
+# -- the exchange ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows that this rank sends to each rank of the group and receives from it, and the experts that they are for.
+
+    ``counts``: rows of each of this rank's experts after the exchange, on the host. ``order`` int64 [received]: where
+    in what is received the rows of the first expert are, then those of the second, …; ``back`` the inverse. None: they
+    come in this order.
+    """
+
+    group: Group
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    counts: tuple[int, ...]
+    order: torch.Tensor | None = None
+    back: torch.Tensor | None = None
+
+
+def plan_exchange(counts: torch.Tensor, group: Group) -> Exchange:
+    """Return the exchange of rows sorted by expert, ``counts`` int64 [E] of each. Collective; the host waits for it."""
+    if group is None:
+        mine = tuple(counts.tolist())
+        return Exchange(None, (sum(mine),), (sum(mine),), mine)
+    ranks = dist.get_world_size(group)
+    incoming = torch.empty_like(counts)
+    dist.all_to_all_single(incoming, counts, group=group)
+    theirs, ours = torch.stack((incoming, counts)).view(2, ranks, -1).tolist()
+    here = [sum(rank[expert] for rank in theirs) for expert in range(len(theirs[0]))]
+    labels = torch.arange(len(here), device=counts.device).repeat(ranks)
+    expert = torch.repeat_interleave(labels, incoming, output_size=sum(here))
+    order = expert.argsort(stable=True)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return Exchange(
+        group, tuple(map(sum, ours)), tuple(map(sum, theirs)), tuple(here), order, back
+    )
+
+
+class _Transfer:
+    """One exchange of rows under way: from this rank's tokens to experts, or with ``home`` back."""
+
+    def __init__(self, exchange: Exchange, *, home: bool = False) -> None:
+        self.exchange, self.home = exchange, home
+        self._work: dist.Work | None = None
+        self._rows = self._target = torch.empty(0)
+
+    def start(self, rows: torch.Tensor, *, forward: bool) -> torch.Tensor:
+        """Start to exchange ``rows``; return the memory for those that come, undefined until :meth:`wait`."""
+        out, into = self.exchange.sent, self.exchange.received
+        if forward == self.home:
+            out, into = into, out
+        self._rows = rows.contiguous()  # lives until it has been read
+        self._target = rows.new_empty((sum(into), rows.shape[1]))
+        work = dist.all_to_all_single(
+            self._target, self._rows, list(into), list(out), group=self.exchange.group, async_op=True
+        )
+        self._work = in_flight(
+            work, "exchange of rows", reads=[self._rows], writes=[self._target], queue="experts"
+        )
+        return self._target
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the rows (on a GPU the stream does) and return them."""
+        assert self._work is not None
+        self._work.wait()
+        out, self._work = self._target, None
+        self._rows = self._target = torch.empty(0)
+        return out
+
+
+class _Sending(FirstOrderFunction):
+    """Starts the exchange of rows, which :class:`_Arrived` ends. What is computed in between overlaps with it, and its
+    backward pass with the way back: the gradient that ``_Arrived`` returns is on its way until this backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer.start(rows, forward=True)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.transfer.wait(), None
+
+
+class _Arrived(FirstOrderFunction):
+    @staticmethod
+    def forward(ctx: Any, sent: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        return transfer.wait()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.transfer.start(grad, forward=False), None
+
+
+class Dispatched:
+    """Rows on their way to the ranks of their experts."""
+
+    def __init__(self, rows: torch.Tensor, exchange: Exchange) -> None:
+        self.exchange, self._transfer, self._rows = exchange, None, rows
+        if exchange.group is not None:
+            self._transfer = _Transfer(exchange)
+            self._rows = _Sending.apply(rows, self._transfer)
+
+    def arrive(self) -> torch.Tensor:
+        """Return the rows that this rank's experts compute with, sorted by expert."""
+        exchange = self.exchange
+        if self._transfer is None:
+            return self._rows
+        rows = _Arrived.apply(self._rows, self._transfer)
+        assert exchange.order is not None and exchange.back is not None
+        return _reordered(rows, exchange.order, exchange.back)
+
+
+def send_home(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Return the results of the experts, sorted by expert as they were computed, to the ranks of their tokens."""
+    if exchange.group is None:
+        return rows
+    assert exchange.order is not None and exchange.back is not None
+    transfer = _Transfer(exchange, home=True)
+    out: torch.Tensor = _Arrived.apply(
+        _Sending.apply(_reordered(rows, exchange.back, exchange.order), transfer), transfer
+    )
+    return out
+
+
+class _Reordered(FirstOrderFunction):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (back,) = ctx.saved_tensors
+        return grad.index_select(0, back), None, None
+
+
+def _reordered(rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _Reordered.apply(rows, order, back)
+    return out
+
+
+# -- products with many matrices ---------------------------------------------------------------------------------------
+
+
+def _runs(rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    out: tuple[torch.Tensor, ...] = rows.split(list(counts))
+    return out
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int32 [E]: where each expert's rows end."""
+    return to_device_async(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+
+
+def _grouped(rows: torch.Tensor, matrices: torch.Tensor, counts: Sequence[int], ends: torch.Tensor) -> torch.Tensor:
+    """Return the rows [n, k] of each expert times its matrix of [E, k, m]: [n, m]."""
+    aligned = rows.shape[1] * rows.itemsize % 16 == 0 and matrices.shape[2] * rows.itemsize % 16 == 0
+    if rows.dtype == torch.float64 or not aligned:  # which grouped_mm does not take
+        return torch.cat([part @ matrix for part, matrix in zip(_runs(rows, counts), matrices)])
+    out: torch.Tensor = F.grouped_mm(rows, matrices, offs=ends)
+    return out
+
+
+def _add_grouped(
+    main_grad: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[int], experts: int
+) -> None:
+    """Add each expert's gradient, gradᵀ rows of its rows, to its part of ``main_grad`` [E * out, in]."""
+    sums = main_grad.view(experts, -1, main_grad.shape[1])
+    for total, g, x, count in zip(sums, _runs(grad, counts), _runs(rows, counts), counts):
+        if count:
+            add_product(total, g, x)
+
+
+class _GroupedLinear(FirstOrderFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counts: tuple[int, ...]
+    ) -> torch.Tensor:
+        ends = _ends(counts, rows.device)
+        ctx.save_for_backward(rows, weight, ends)
+        ctx.weight, ctx.counts = weight, counts
+        out = _grouped(rows, weight.flatten(1, -2).transpose(1, 2), counts, ends)
+        if bias is None:
+            return out
+        of_row = torch.repeat_interleave(to_device_async(torch.tensor(counts), rows.device), output_size=len(rows))
+        return out.add_(bias.flatten(1).index_select(0, of_row))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows, weight, ends = ctx.saved_tensors
+        grad, counts, needs = grad.contiguous(), ctx.counts, ctx.needs_input_grad
+        dx = _grouped(grad, weight.flatten(1, -2), counts, ends) if needs[0] else None
+        dw = None
+        if needs[1]:
+            accumulator: WgradAccumulator | None = getattr(ctx.weight, "wgrad_accumulator", None)
+            operands = grad, rows.detach(), counts, weight.shape[0]
+            if accumulator is None:
+                dw = torch.zeros_like(weight)
+                _add_grouped(dw.flatten(0, -2), *operands)
+            else:
+                accumulator.add(ctx.weight, _add_grouped, *operands)
+        db = None
+        if needs[2]:
+            db = torch.stack([part.sum(0) for part in _runs(grad, counts)]).view(weight.shape[:-1])
+        return dx, dw, db, None
+
+
+def grouped_linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counts: tuple[int, ...]
+) -> torch.Tensor:
+    """Return x Wᵀ + b with each row's expert's matrix: rows [n, in] sorted by expert, weight [E, ..., in] whose middle
+    dimensions are the outputs, bias [E, ...] → [n, out].
+
+    ``counts``: rows of each expert, on the host. Gradients of the weight go to its ``wgrad_accumulator`` where it has
+    one (``parallel.linear``), each expert's in the dtype of the sum.
+    """
+    out: torch.Tensor = _GroupedLinear.apply(rows, weight, bias, counts)
+    return out
