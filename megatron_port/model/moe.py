@@ -111,6 +111,6 @@ class MoE(nn.Module):
         return out
 
     def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
-        """See :meth:`Router.after_update`."""
+        """Change what balances the experts; see :meth:`Router.after_update`."""
         self.router.after_update(totals, refused)
 
