@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from megatron_port.backend.expert_rows import combined, copies
+from megatron_port.backend.experts import torch_experts
 from megatron_port.model.build import BuildContext
 from megatron_port.model.mlp import MLP, activate
 from megatron_port.model.router import Route, Router
 from megatron_port.model.spec import MoESpec
 from megatron_port.parallel.collectives import join_shares, take_share
+from megatron_port.parallel.expert_rows import combined, copies
 from megatron_port.parallel.experts import Dispatched, Exchange, grouped_linear, plan_exchange, send_home
 from megatron_port.parallel.linear import linear
 from megatron_port.parallel.positions import sequence_partition
@@ -63,7 +64,7 @@ class MoE(nn.Module):
         layer, ctx = f"layers.{index}", build.ctx
         self.group, self.sequence_parallel = ctx.over("tp"), build.sequence_parallel
         self.expert_group, self.num_experts = ctx.over("ep"), spec.num_experts
-        self.pieces = ctx.size("tp")
+        self.pieces, self.ops = ctx.size("tp"), torch_experts
         share = sequence_partition(ctx.mesh, ctx.rank, sequence_parallel=self.pieces > 1)
         self.router = Router(index, spec, build, share)
         self.experts = Experts(layer, spec, build)
@@ -79,7 +80,7 @@ class MoE(nn.Module):
         exchange, rows, place = self._dispatched(tokens.flatten(0, 1), route)
         beside = self._beside(x)  # while the rows travel
         results = send_home(self.experts(rows.arrive(), exchange.counts), exchange)
-        out = combined(results, place, route.weights).view_as(tokens)
+        out = combined(results, place, route.weights, self.ops).view_as(tokens)
         if not self.sequence_parallel:
             out = join_shares(out, self.group)
         return out if beside is None else out + beside
@@ -97,7 +98,7 @@ class MoE(nn.Module):
         place = torch.full_like(experts, -1)
         place[order] = torch.arange(len(order), device=order.device)
         place = place.view(-1, k)
-        return exchange, Dispatched(copies(tokens, order // k, place), exchange), place
+        return exchange, Dispatched(copies(tokens, order // k, place, self.ops), exchange), place
 
     def _beside(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return what every token passes beside its experts."""

@@ -1,0 +1,54 @@
+"""Rows of tokens at the places of their experts: copied there, summed back, and the gradients of the sum.
+
+fp32, fp16 and bf16 rows, arithmetic in fp32. No gradients of their own: the gradient of a copy is a sum and the other
+way round (``backend.experts``). Bytes: a copy reads and writes each row once; a sum of k rows reads k and writes one;
+its gradients read grad and k rows and write k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gather_rows(x: Tensor, source: Tensor) -> Tensor:
+    """Return [rows, h] with row r = x[source[r]], of contiguous x [tokens, h] and source int64 [rows]."""
+    out: Tensor = torch.ops.megatron_port.gather_rows.default(x, source)
+    return out
+
+
+def sum_rows(y: Tensor, place: Tensor, weight: Tensor | None) -> Tensor:
+    """Return [tokens, h], of each token the sum of weight[t, j] · y[place[t, j]] in the order of j, rounded once.
+
+    Contiguous y [rows, h]; place int64 [tokens, k], -1: left out; weight float32 [tokens, k], None: 1.
+    """
+    out: Tensor = torch.ops.megatron_port.sum_rows.default(y, place, weight)
+    return out
+
+
+def sum_rows_backward(grad: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (dy [rows, h], dweight float32 [tokens, k]) of the sum's gradient [tokens, h].
+
+    ``place`` must name each row once; on a CPU that is checked.
+    """
+    out: tuple[Tensor, Tensor] = torch.ops.megatron_port.sum_rows_backward.default(grad, y, place, weight)
+    return out
+
+
+def _gather_shape(x: Tensor, source: Tensor) -> Tensor:
+    return x.new_empty((source.shape[0], x.shape[1]))
+
+
+def _sum_shape(y: Tensor, place: Tensor, weight: Tensor | None) -> Tensor:
+    return y.new_empty((place.shape[0], y.shape[1]))
+
+
+def _backward_shapes(grad: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), y.new_empty(place.shape, dtype=torch.float32)
+
+
+def register() -> None:
+    """Shapes of the ops, in torch's registry."""
+    torch.library.register_fake("megatron_port::gather_rows", _gather_shape)
+    torch.library.register_fake("megatron_port::sum_rows", _sum_shape)
+    torch.library.register_fake("megatron_port::sum_rows_backward", _backward_shapes)
