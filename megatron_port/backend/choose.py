@@ -26,10 +26,12 @@ from megatron_port.backend.choose_attention import (
 from megatron_port.backend.choose_fp8 import choose_fp8
 from megatron_port.backend.cross_entropy import torch_cross_entropy
 from megatron_port.backend.device import DeviceInfo
+from megatron_port.backend.experts import ExpertOps, own_experts, own_limit, torch_experts
 from megatron_port.backend.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
 from megatron_port.backend.packed_math import packed_math_attention
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
 from megatron_port.config.attention import CAUSAL, MaskNeeds
+from megatron_port.config.moe import MoEConfig
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.registry import OPTIMIZERS, PROVIDERS
@@ -159,6 +161,12 @@ class Chooser:
         return self.pick("quantise", [
             self.own(lambda: own_quantiser), Candidate("torch", "", lambda: torch_quantiser)
         ])
+
+    def experts(self, moe: MoEConfig) -> tuple[ExpertOps, ProviderRow]:
+        """Choose the router and the moving of rows of layers of experts."""
+        own = self.own(lambda: own_experts)
+        own = dataclasses.replace(own, problem=own.problem or own_limit(moe.num_experts, moe.top_k, moe.groups))
+        return self.pick("experts", [own, Candidate("torch", "", lambda: torch_experts)])
 
     def optimizer(self) -> tuple[str, ProviderRow]:
         """Return the name of the provider of AdamW's update; a plugin's rule has its own."""
@@ -329,6 +337,7 @@ def choose_providers(
     rule: str = "adamw",
     shape: tuple[int, int] | None = None,
     mask: MaskNeeds = CAUSAL,
+    moe: MoEConfig | None = None,
 ) -> Providers:
     """Choose the provider of every op for this device, dtype, engine and configuration.
 
@@ -340,6 +349,7 @@ def choose_providers(
         rule: optimizer.name.
         shape: (head size, sequence length): on a GPU attention is chosen by the times measured for them.
         mask: what attention does beyond the causal softmax; a provider serves all of it.
+        moe: the model's experts; None, or none of them: nothing is chosen for them.
 
     Raises:
         EnvironmentFault: a provider that was asked for cannot serve; the message says why.
@@ -360,6 +370,10 @@ def choose_providers(
     rows = [attention_row, norm_row, activation_row, rotary_row, dropout_row, loss_row, optimizer_row]
     if attention_row.provider == "math":
         rows.insert(1, softmax_row)
+    experts = torch_experts
+    if moe is not None and moe.enabled:
+        experts, row = chooser.experts(moe)
+        rows.append(row)
     products: Fp8 | None = None
     if fp8 != "none":
         products, row = choose_fp8(config, fp8, device)
@@ -371,5 +385,5 @@ def choose_providers(
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,
         optimizer=optimizer, table=tuple(rows), fp8=products,
         packed_attention=_packed_attention(attention_row.provider, device, softmax, split_rotary),
-        bias_dropout_add_norm=_own_dropout_norm() if together else None,
+        bias_dropout_add_norm=_own_dropout_norm() if together else None, experts=experts,
     )

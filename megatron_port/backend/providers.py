@@ -9,6 +9,7 @@ from typing import Any
 from megatron_port.backend import attention as attn
 from megatron_port.backend import fused
 from megatron_port.backend.cross_entropy import CrossEntropyOps, torch_cross_entropy
+from megatron_port.backend.experts import ExpertOps, torch_experts
 from megatron_port.backend.fp8 import Fp8
 
 
@@ -43,6 +44,8 @@ class Providers:
     """``bias_dropout_add`` with the norm that follows, where one provider has both; None: one after the other."""
     fp8: Fp8 | None = None
     """Kernels of the layers' linears in 8 bits; None: in the compute dtype."""
+    experts: ExpertOps = torch_experts
+    """Router and moving of rows of layers of experts."""
 
     def describe(self) -> str:
         """Return the table as text."""

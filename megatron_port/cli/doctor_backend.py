@@ -158,6 +158,8 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
         "cross_entropy": lambda: chooser.cross_entropy()[1],
         "optimizer": lambda: chooser.optimizer()[1],
     }
+    if model.moe.enabled:
+        picks["experts"] = lambda: chooser.experts(model.moe)[1]
     if config.precision.fp8 != "none" and visible:
         picks["quantise"] = lambda: chooser.quantise()[1]
         picks["scaled_mm"] = lambda: choose_fp8(config.backend, config.precision.fp8, device)[1]

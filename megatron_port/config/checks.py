@@ -127,7 +127,7 @@ def _relations(config: RunConfig) -> list[str]:
             value = getattr(backend, name)
             if value in choices:
                 out.append(f"backend.{name} {value} needs a GPU, but backend.device is 'cpu'; use auto")
-    ops = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy", "optimizer")
+    ops = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy", "experts", "optimizer")
     asked = [op for op in ops if getattr(backend, op) == "own"]
     if asked and dtype == "fp64":
         out.append(f"backend.{asked[0]} own takes fp32, fp16 and bf16, not precision.dtype 'fp64'; use auto")

@@ -283,6 +283,8 @@ class BackendConfig:
     """auto | own | torch: the causal softmax of ``math`` attention"""
     cross_entropy: str = "auto"
     """auto | own | torch"""
+    experts: Literal["auto", "own", "torch"] = "auto"
+    """auto | own | torch: router and moving of rows under model.moe; rows have the same bits from both"""
     quantise: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: casts to 8 bits under precision.fp8; both give the same bits"""
     scaled_mm: Literal["auto", "torch", "reference"] = "auto"

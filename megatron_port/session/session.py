@@ -208,6 +208,7 @@ def _assemble(
         config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
         attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
         shape=(config.model.head_size, config.model.seq_length), mask=MaskNeeds.of(config),
+        moe=config.model.moe,
     ), where=str(ctx.coords))
     agreed(lambda: install_guard(config.backend.allow_jit), where=str(ctx.coords))
     if config.backend.allow_jit:

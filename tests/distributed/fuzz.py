@@ -62,6 +62,7 @@ NOT_DRAWN = {
     "data.remote_cache": "as train", "data.remote_cache_gb": "as train",
     "backend.graphs": "of GPUs (tests/unit/test_step_graphs.py, tests/distributed/test_recorded_steps.py)",
     "backend.device": "ranks of the tests have no GPU",
+    "backend.experts": "with model.moe (tests/distributed/experts.py)",
     "backend.quantise": "only under precision.fp8", "backend.scaled_mm": "only under precision.fp8",
     "backend.allow_jit": "forbids or permits, computes nothing", "backend.deterministic": "of GPUs only",
     "fine_tuning.adapters": "a folder that the session reads (tests/e2e/test_fine_tuning.py)",

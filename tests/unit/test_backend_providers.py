@@ -17,9 +17,11 @@ from megatron_port.backend import kernels
 from megatron_port.backend.attention import flash_attention, fold_batch, gpu_kernels, math_attention, sdpa_attention
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
+from megatron_port.backend.experts import own_experts, torch_experts
 from megatron_port.backend.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.attention import CAUSAL, MaskNeeds
+from megatron_port.config.moe import MoEConfig
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
 
@@ -197,9 +199,9 @@ def test_an_absent_device_is_refused_with_the_reason(asked: str, have: Accelerat
 
 
 def choose(device: DeviceInfo = CPU, dtype: torch.dtype = torch.float32, *, dropout: float = 0.0,
-           engine: str = "native", mask: MaskNeeds = CAUSAL, **config: Any):
+           engine: str = "native", mask: MaskNeeds = CAUSAL, moe: MoEConfig | None = None, **config: Any):
     return choose_providers(
-        BackendConfig(**config), device, dtype, engine=engine, attention_dropout=dropout, mask=mask
+        BackendConfig(**config), device, dtype, engine=engine, attention_dropout=dropout, mask=mask, moe=moe
     )
 
 
@@ -261,6 +263,22 @@ def test_own_kernels_go_first_where_they_are_built_and_serve() -> None:
         choose(dtype=torch.float64, own_kernels="on")
     with pytest.raises(EnvironmentFault, match="own AdamW is for engine native"):
         choose(engine="deepspeed", optimizer="own")
+
+
+def test_experts_are_chosen_where_a_model_has_some() -> None:
+    moe = MoEConfig(num_experts=8)
+    assert choose(moe=MoEConfig()).table == choose().table and choose().experts is torch_experts
+    assert choose(moe=moe, own_kernels="off").experts is torch_experts
+    assert row(choose(moe=moe, dtype=torch.float64), "experts").provider == "torch"
+    if not kernels.kernels_status("cpu")[1]:
+        assert choose(moe=moe).experts is own_experts and row(choose(moe=moe), "experts").provider == "own"
+        assert choose(moe=moe, experts="torch").experts is torch_experts
+        large = choose(moe=MoEConfig(num_experts=1024))
+        assert large.experts is torch_experts and "at most 512 experts" in row(large, "experts").why
+        with pytest.raises(EnvironmentFault, match=r"experts = \"own\" cannot serve: the own router takes at most 512"):
+            choose(moe=MoEConfig(num_experts=1024), experts="own")
+    with pytest.raises(EnvironmentFault, match="fp32, fp16 and bf16, not float64"):
+        choose(moe=moe, dtype=torch.float64, experts="own")
 
 
 def test_dropout_on_probabilities_needs_counters() -> None:
