@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from megatron_port.backend.experts import torch_experts
 from megatron_port.model.build import BuildContext
 from megatron_port.model.mlp import MLP, activate
 from megatron_port.model.router import Route, Router
@@ -64,7 +63,7 @@ class MoE(nn.Module):
         layer, ctx = f"layers.{index}", build.ctx
         self.group, self.sequence_parallel = ctx.over("tp"), build.sequence_parallel
         self.expert_group, self.num_experts = ctx.over("ep"), spec.num_experts
-        self.pieces, self.ops = ctx.size("tp"), torch_experts
+        self.pieces, self.ops = ctx.size("tp"), build.providers.experts
         share = sequence_partition(ctx.mesh, ctx.rank, sequence_parallel=self.pieces > 1)
         self.router = Router(index, spec, build, share)
         self.experts = Experts(layer, spec, build)

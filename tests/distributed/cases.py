@@ -172,6 +172,7 @@ def providers_of(config: RunConfig) -> Providers:
     return choose_providers(
         config.backend, choose_device("cpu"), DTYPES[config.precision.dtype], engine=config.engine,
         attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, mask=MaskNeeds.of(config),
+        moe=config.model.moe,
     )
 
 
