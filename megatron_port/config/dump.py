@@ -78,7 +78,8 @@ def to_toml(config: Any, comments: Mapping[str, str] | None = None) -> str:
 
 _LATER = (
     "rotary_percent", "rope_scaling", "rope_factor", "rope_original_length", "rope_low_freq_factor",
-    "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "parallel_residual",
+    "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_truncate",
+    "parallel_residual",
     "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale", "logits_divisor",
     "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
     "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",

@@ -39,7 +39,7 @@ class ModelConfig:
     head_dim: SizeOrZero = 0
     """Size of one head; 0: hidden_size / num_attention_heads."""
     ffn_hidden_size: SizeOrZero = 0
-    """Width of the MLP; 0: 4h for gelu, 8h/3 rounded up to a multiple of 256 for swiglu and geglu_tanh."""
+    """Width of the MLP; 0: 4h for gelu, 8h/3 rounded up to a multiple of 256 with a gate."""
     vocab_size: Size = 50257
     """Entries of the tokenizer, before any padding."""
     seq_length: Size = 1024
@@ -71,6 +71,8 @@ class ModelConfig:
     """yarn: those with fewer turns than this are divided; between the two they blend."""
     rope_attention_factor: NonNegative = 0.0
     """yarn: factor on queries and on keys; 0: the paper's 1 + 0.1 ln(rope_factor)."""
+    rope_truncate: bool = True
+    """yarn: the blend begins and ends at a whole pair (not with GPT-OSS)."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization before attention, before the MLP and before the head."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
@@ -97,9 +99,9 @@ class ModelConfig:
     weight for each element (OLMo 2)."""
     norm_epsilon: Positive = 1e-5
     """Added to the variance."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "gelu"
-    """gelu (erf) | gelu_tanh | swiglu (SiLU gate) | geglu_tanh (gelu_tanh gate: Gemma; torch's ops with any
-    provider)"""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh", "swiglu_clamped"] = "gelu"
+    """gelu (erf) | gelu_tanh | swiglu (SiLU gate) | geglu_tanh (gelu_tanh gate: Gemma) | swiglu_clamped (g · sigmoid(
+    1.702 g) · (u + 1) with g at most 7 and u within ±7: GPT-OSS); the last two are torch's ops with any provider"""
     add_bias: bool = True
     """Biases in all linears of the layers and (with layernorm) norms."""
     qkv_bias: bool = False
@@ -177,7 +179,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP multiplies its activation by a second projection."""
-        return self.activation in ("swiglu", "geglu_tanh")
+        return self.activation in ("swiglu", "geglu_tanh", "swiglu_clamped")
 
     def rotates(self, layer: int) -> bool:
         """Return whether layer ``layer`` (from 0) rotates queries and keys."""

@@ -157,7 +157,7 @@ def _essential(model: ModelConfig) -> dict[str, Any]:
     if model.rope_scaling != "llama3":
         unused |= {"rope_low_freq_factor", "rope_high_freq_factor"}
     if model.rope_scaling != "yarn":
-        unused |= {"rope_beta_fast", "rope_beta_slow", "rope_attention_factor"}
+        unused |= {"rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_truncate"}
     if model.rope_scaling not in ("llama3", "yarn"):
         unused.add("rope_original_length")
     if model.rope_scaling == "none":

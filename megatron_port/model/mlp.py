@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,6 +11,31 @@ from torch import nn
 from megatron_port.backend.providers import Providers
 from megatron_port.model.build import BuildContext
 from megatron_port.model.spec import MLPSpec
+
+
+LIMIT, SHARPNESS = 7.0, 1.702
+"""GPT-OSS's bound of gate and input, and its factor in the sigmoid."""
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """g · sigmoid(1.702 g) · (u + 1) of halves g ≤ 7 and -7 ≤ u ≤ 7; its input alone is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(SHARPNESS * gate))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        free, inside = gate <= LIMIT, up.abs() <= LIMIT
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        share = torch.sigmoid(SHARPNESS * gate)
+        slope = share * (1 + SHARPNESS * gate * (1 - share))
+        return torch.cat((grad * (up + 1) * slope * free, grad * gate * share * inside), dim=-1)
 
 
 def activate(
@@ -20,6 +47,9 @@ def activate(
     """
     if activation == "swiglu":
         return providers.swiglu(hidden)
+    if activation == "swiglu_clamped":
+        found: torch.Tensor = _ClampedSwiGLU.apply(hidden)  # type: ignore[no-untyped-call]
+        return found
     if activation == "geglu_tanh":
         gate, up = hidden.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up

@@ -55,7 +55,8 @@ def _llama3(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 def _yarn(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     """YaRN's rule: pairs that turn ``rope_beta_fast`` times or more in the original context stay, those that turn
-    ``rope_beta_slow`` times or fewer are divided by the factor, with a ramp over the pairs between."""
+    ``rope_beta_slow`` times or fewer are divided by the factor, with a ramp over the pairs between. Its ends are whole
+    pairs or, without ``rope_truncate``, where these turns lie."""
     last = model.rotary_size - 1
 
     def pair(turns: float) -> float:
@@ -63,8 +64,10 @@ def _yarn(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
         wave = model.rope_original_length / (2 * math.pi * turns)
         return model.rotary_size * math.log(wave) / (2 * math.log(model.rope_theta))
 
-    first = max(math.floor(pair(model.rope_beta_fast)), 0)
-    stop = min(math.ceil(pair(model.rope_beta_slow)), last)
+    fast, slow = pair(model.rope_beta_fast), pair(model.rope_beta_slow)
+    if model.rope_truncate:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    first, stop = max(fast, 0), min(slow, last)
     pairs = torch.arange(len(inverse), device=inverse.device).float()
     divided = ((pairs - first) / max(stop - first, 1e-3)).clamp(0, 1)
     return inverse / model.rope_factor * divided + inverse * (1 - divided)

@@ -148,12 +148,16 @@ class MLPSpec:
     up: LinearSpec
     down: LinearSpec
     activation: str
-    """gelu | gelu_tanh | swiglu | geglu_tanh"""
+    """gelu | gelu_tanh | swiglu | geglu_tanh | swiglu_clamped"""
 
     @property
     def gated(self) -> bool:
         """Whether the activation is multiplied by a second projection."""
         return self.up.packed > 1
+
+    def keeps_gate(self, torchs: bool) -> bool:
+        """Whether a forward keeps the gate's activation beside its input; ``torchs``: ops are torch's own."""
+        return self.gated and (self.activation == "geglu_tanh" or (self.activation == "swiglu" and torchs))
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

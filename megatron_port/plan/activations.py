@@ -48,8 +48,7 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
 
     # What a linear reads without a norm is the residual stream, or its gathered copy.
     gathered = inputs if not case.engine.gathers_again and case.sequence_parallel else 0.0
-    torch_gate = layer.dense.gated and (torchs or layer.dense.activation != "swiglu")
-    gate = layer.dense.down.inputs if torch_gate else 0
+    gate = layer.dense.down.inputs if layer.dense.keeps_gate(torchs) else 0
     return {
         "input": stream * w,
         "norm1": norm(layer.norm1),

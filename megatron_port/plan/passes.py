@@ -8,7 +8,7 @@ allocations of real ranks, to 2 % of a rank's peak.
 from __future__ import annotations
 
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import LayerSpec, LinearSpec, NormSpec
+from megatron_port.model.spec import LayerSpec, LinearSpec, MLPSpec, NormSpec
 from megatron_port.plan.adapters import tuned_linear
 from megatron_port.plan.attention_passes import attention
 from megatron_port.plan.operations import Sizes, drop, leave, linear, matrix, normalize
@@ -72,7 +72,7 @@ def _mlp(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     product = tuned_linear if s.case.fine_tuning.enabled else linear
     up = product(t, s, x, spec.dense.up)
     if spec.dense.gated:
-        active = _gated(t, s, up, torchs=s.torch or spec.dense.activation != "swiglu")
+        active = _gated(t, s, up, spec.dense)
     else:
         active = _gelu(t, s, up, bias=spec.dense.up.bias)
     del up
@@ -87,11 +87,17 @@ def _gelu(t: Tape, s: Sizes, x: Value, *, bias: bool) -> Value:
     return t.note(t.block(size), [x], lambda grad, saved: [t.block(size)], [x.block])
 
 
-def _gated(t: Tape, s: Sizes, x: Value, *, torchs: bool) -> Value:
-    """SwiGLU, or GeGLU, which is torch's ops with any provider."""
+def _gated(t: Tape, s: Sizes, x: Value, mlp: MLPSpec) -> Value:
+    """A gated activation: one op, or two of torch's; GPT-OSS's makes parts and masks beside its gradient."""
     size = x.size / 2
-    if not torchs:
-        return t.note(t.block(size), [x], lambda grad, saved: [t.block(2 * size)], [x.block])
+    beside = (6 + 2 / s.case.width) * size if mlp.activation == "swiglu_clamped" else 0.0
+
+    def of_both(grad: Block, saved: list[Block]) -> list[Block | None]:
+        t.meter.need(2 * size, beside)
+        return [t.block(2 * size)]
+
+    if not mlp.keeps_gate(s.torch):
+        return t.note(t.block(size), [x], of_both, [x.block])
     gate, up = t.split(x, lambda grad, saved: [t.block(2 * size)], 2)
     silu = t.note(t.block(size), [gate], lambda grad, saved: [t.block(size)], [gate.block])
     return t.note(

@@ -45,7 +45,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **LLAMA, "num_query_groups": 0, "head_dim": 24, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 8,
         "v_head_dim": 16,
     },
-    "llama, masked": {**LLAMA, "sliding_window": 20, "attention_sinks": True, "attention_softcap": 2.0},
+    "llama, masked": {
+        **LLAMA, "sliding_window": 20, "attention_sinks": True, "attention_softcap": 2.0,
+        "activation": "swiglu_clamped",
+    },
     "olmo2": {**LLAMA, "norm_placement": "post", "qk_norm": True, "qk_norm_over": "projection", "add_bias": True},
     "gemma": {**LLAMA, "norm_placement": "sandwich", "norm_zero_centered": True, "activation": "geglu_tanh"},
     "gpt-j": {"parallel_residual": True, "shared_norm": True, "hidden_dropout": 0.1},

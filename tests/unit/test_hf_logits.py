@@ -206,6 +206,7 @@ def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_
         ("llama yarn", {"rope_beta_fast": 2.0}),
         ("llama yarn", {"rope_beta_slow": 0.25}),
         ("llama yarn", {"rope_original_length": 32}),
+        ("llama yarn", {"rope_truncate": False}),
         ("mistral", {"sliding_window": 8}),
         ("qwen2 layer types", {"attention_pattern": ("full", "window")}),
         ("granite", {"embedding_multiplier": 3.1}),

@@ -44,7 +44,7 @@ GEMMA = {**LLAMA, "norm_placement": "sandwich", "norm_zero_centered": True, "act
 GPTJ = {**GPT, "parallel_residual": True, "shared_norm": True, "head_bias": True, "tie_embeddings": False}
 MASKED = {
     **LLAMA, "sliding_window": 40, "attention_pattern": ("window", "full", "full"), "attention_sinks": True,
-    "attention_softcap": 5.0,
+    "attention_softcap": 5.0, "activation": "swiglu_clamped",
 }
 MODELS = {
     "gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA, "masked": MASKED, "olmo": OLMO,

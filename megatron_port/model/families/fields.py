@@ -170,12 +170,11 @@ def _rope(rope: Fields, base: str, percent: float, theta: float) -> dict[str, An
             "rope_high_freq_factor": rope.get("high_freq_factor", 4.0),
         }
     if kind == "yarn":
-        rope.refuse("truncate", True, "a ramp between parts of a pair")
         for name in ("mscale", "mscale_all_dim"):
             rope.refuse(name, None, "another factor on the scores")
         out |= {
             "rope_beta_fast": rope.get("beta_fast", 32.0), "rope_beta_slow": rope.get("beta_slow", 1.0),
-            "rope_attention_factor": rope.get("attention_factor", 0.0),
+            "rope_attention_factor": rope.get("attention_factor", 0.0), "rope_truncate": rope.get("truncate", True),
         }
     return out
 
@@ -193,6 +192,8 @@ def rope_scaling(model: ModelConfig) -> dict[str, Any]:
         table |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
         if model.rope_attention_factor:
             table["attention_factor"] = model.rope_attention_factor
+        if not model.rope_truncate:
+            table["truncate"] = False
     return {"rope_scaling": table}
 
 
