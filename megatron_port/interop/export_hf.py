@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from megatron_port.interop.folder import building
 from megatron_port.interop.hf_check import Agreement, check_export
 from megatron_port.interop.hf_config import family_for, hf_config
 from megatron_port.interop.hf_files import DTYPES, INDEX, SINGLE
-from megatron_port.interop.hf_names import Run, Tensor, hf_tensors
+from megatron_port.interop.hf_names import Tensor, hf_tensors
+from megatron_port.interop.hf_runs import Run
 from megatron_port.interop.hf_tokenizer import check_written, end_of_text, kept_files, write_tokenizer
 from megatron_port.interop.import_hf import SLAB_BYTES
 from megatron_port.interop.pinned_chat import PinnedChat, pinned_chat, write_chat, write_generation
@@ -160,6 +162,9 @@ def tensor_slabs(
 ) -> Iterator[torch.Tensor]:
     """The rows of a tensor there, in order, in slabs of about ``slab_bytes``, in the dtype of the checkpoint."""
     mapped = tensor.mapped
+    if tensor.runs[0].expert is not None:
+        yield from _experts(checkpoint, tensor)
+        return
     if mapped.columns is None:
         yield torch.cat([_box(checkpoint, tensor, run, 0, run.count, (0, 0)) for run in tensor.runs])
         return
@@ -176,6 +181,15 @@ def tensor_slabs(
             yield _box(checkpoint, tensor, run, start, min(step, run.count - start), (0, mapped.columns))
 
 
+def _experts(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[torch.Tensor]:
+    """A tensor of all experts there, one of them at a time, [1, ...]: the rows of its matrices alternate."""
+    columns = tensor.mapped.columns
+    for _, runs in groupby(tensor.runs, key=lambda run: run.expert):
+        parts = [_box(checkpoint, tensor, run, 0, run.count, (0, columns or 0)) for run in runs]
+        rows = torch.stack(parts, dim=1).flatten(0, 1)
+        yield (rows.t() if tensor.mapped.transposed else rows)[None]
+
+
 def _box(
     checkpoint: Checkpoint, tensor: Tensor, run: Run, start: int, count: int, columns: tuple[int, int]
 ) -> torch.Tensor:
@@ -184,10 +198,12 @@ def _box(
     first = run.ours + start
     tail = () if tensor.mapped.columns is None else (columns,)
     offset, size = tuple(c[0] for c in tail), tuple(c[1] for c in tail)
-    if len(shape) == 1 + len(tail):
-        return checkpoint.read(name, "weight", (first, *offset), (count, *size))
-    part, row = divmod(first, shape[1])  # SwiGLU: a run never leaves its half
-    return checkpoint.read(name, "weight", (part, row, *offset), (1, count, *size))[0]
+    at: list[int] = []
+    for length in reversed(shape[1 : len(shape) - len(tail)]):
+        first, row = divmod(first, length)  # a run never leaves its half, nor its expert
+        at.insert(0, row)
+    lead = (1,) * len(at)
+    return checkpoint.read(name, "weight", (first, *at, *offset), (*lead, count, *size)).view(count, *size)
 
 
 def _write_json(path: Path, body: dict[str, Any]) -> None:

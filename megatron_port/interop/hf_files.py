@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.interop.hf_config import CONFIG, family_of, model_from_hf, read_hf_config
-from megatron_port.interop.hf_names import MODULE_HEAD, Mapped, Run, hf_mapping, hf_tensors
+from megatron_port.interop.hf_names import MODULE_HEAD, Mapped, hf_mapping, hf_tensors
+from megatron_port.interop.hf_runs import Run, overlaps
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -129,14 +130,15 @@ class HFFolder:
         self, mapped: Mapped, run: Run, start: int, count: int, columns: tuple[int, int] | None
     ) -> torch.Tensor:
         """Return ``count`` rows from ``start`` (of ours, within ``run``), some columns of them."""
-        first = run.theirs + start - run.ours
-        rows = slice(first, first + count)
-        try:
-            data = self._slice(run.tensor)
-            if columns is None:
-                return data[rows]  # type: ignore[no-any-return]
+        box: tuple[slice | int, ...] = (run.rows(start, count),)
+        if columns is not None:
             some = slice(columns[0], columns[0] + columns[1])
-            return data[some, rows].t() if mapped.transposed else data[rows, some]  # type: ignore[no-any-return]
+            box = (some, *box) if mapped.transposed else (*box, some)
+        if run.expert is not None:
+            box = (run.expert, *box)
+        try:
+            found: torch.Tensor = self._slice(run.tensor)[box]
+            return found.t() if mapped.transposed else found
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpoint(f"{self.path / self._place(run.tensor).file}: {run.tensor}: {error}") from None
 
@@ -247,13 +249,3 @@ def _row_ranges(mapped: Mapped, offset: tuple[int, ...], shape: tuple[int, ...])
         ranges = [((offset[d] + i) * inner + first, count) for i in range(shape[d]) for first, count in ranges]
         inner *= mapped.shape[d]
     return ranges
-
-
-def overlaps(runs: tuple[Run, ...], first: int, count: int) -> list[tuple[Run, int, int]]:
-    """Return (run, first row, rows) of the rows [first, first + count) of ours, in order."""
-    out = []
-    for run in runs:
-        start, stop = max(first, run.ours), min(first + count, run.ours + run.count)
-        if start < stop:
-            out.append((run, start, stop - start))
-    return out

@@ -7,6 +7,8 @@ runs that a box of ours meets, exporting those that a range of rows there meets,
 
 * Query, key and value: ours are by key/value group (its queries, its key, its value); GPT-2 has all queries, all keys,
   all values; GPT-NeoX and Falcon have our order; Llama has a matrix for each.
+* Experts: ours are one parameter; there they are a matrix each, or one [experts, in, out] whose columns alternate
+  between gate and up (GPT-OSS).
 * Rotary: ours pairs element i of a head with i + d/2, GPT-NeoX with i + r/2 for its r rotated elements, which come
   first, and GPT-J 2i with 2i + 1 of them (``model.rotary``).
 """
@@ -19,22 +21,13 @@ from math import prod
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
+from megatron_port.interop.hf_runs import Run, expert_runs
 from megatron_port.model.families import family_named
 from megatron_port.model.families.family import Names, Rotation
-from megatron_port.model.shapes import parameter_shapes
+from megatron_port.model.shapes import buffer_shapes, parameter_shapes
 
 MODULE_HEAD = "lm_head.weight"
 """The head in transformers 5's modules, whatever the files call it."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """``count`` rows of a parameter of ours from ``ours`` on are the rows of ``tensor`` from ``theirs`` on."""
-
-    ours: int
-    tensor: str
-    theirs: int
-    count: int
 
 
 def _is_vector(name: str, shape: tuple[int, ...]) -> bool:
@@ -42,8 +35,8 @@ def _is_vector(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 1 or name.endswith(".bias")
 
 
-def _rows(name: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) if _is_vector(name, shape) else prod(shape[:-1])
+def _row_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if _is_vector(name, shape) else shape[:-1]
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class Mapped:
     @property
     def rows(self) -> int:
         """Rows of our parameter, its leading dimensions flattened."""
-        return _rows(self.name, self.shape)
+        return prod(_row_shape(self.name, self.shape))
 
     @property
     def columns(self) -> int | None:
@@ -76,12 +69,13 @@ class Tensor:
     shape: tuple[int, ...]
     mapped: Mapped
     runs: tuple[Run, ...]
-    """By rising ``theirs``; they tile its rows (its columns where ``mapped.transposed``)."""
+    """By rising ``expert`` and ``theirs``; they tile its rows (its columns where ``mapped.transposed``)."""
 
 
 def hf_mapping(model: ModelConfig, family: str) -> dict[str, Mapped]:
-    """Canonical name → :class:`Mapped`, for every parameter of ``model``, in our order."""
-    return {name: _mapped(name, shape, model, family) for name, shape in parameter_shapes(model).items()}
+    """Canonical name → :class:`Mapped`, for every parameter and buffer of ``model``, in our order."""
+    shapes = parameter_shapes(model) | buffer_shapes(model)
+    return {name: _mapped(name, shape, model, family) for name, shape in shapes.items()}
 
 
 def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
@@ -91,21 +85,28 @@ def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
         for run in mapped.runs:
             by_name.setdefault(run.tensor, []).append(run)
         for name, runs in by_name.items():
-            rows = sum(r.count for r in runs)
+            ordered = tuple(sorted(runs, key=lambda r: (r.expert or 0, r.theirs)))
+            lead = () if ordered[-1].expert is None else (ordered[-1].expert + 1,)
+            rows = sum(r.count for r in runs) // prod(lead)
             shape = (rows,) if mapped.columns is None else (rows, mapped.columns)
-            ordered = tuple(sorted(runs, key=lambda r: r.theirs))
-            yield Tensor(name, shape[::-1] if mapped.transposed else shape, mapped, ordered)
+            yield Tensor(name, lead + (shape[::-1] if mapped.transposed else shape), mapped, ordered)
 
 
 def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) -> Mapped:
     found = family_named(family)
-    rows, names = _rows(name, shape), found.names if found.names_of is None else found.names_of(model)
+    names = found.names if found.names_of is None else found.names_of(model)
+    row_shape = _row_shape(name, shape)
+    rows = prod(row_shape)
     if name.startswith("head."):
         return Mapped(name, shape, (Run(0, head_tensor(names, name), 0, rows),), False)
     module, _, kind = name.rpartition(".")
     there, prefix = _module_there(module, names)
     if there is None:
         raise CheckpointError(f"{name}: a {family} model has no such parameter; its names are those of another family")
+    kind = names.kinds.get(kind, kind)
+    if ".experts." in module:
+        runs = tuple(expert_runs(row_shape, there, prefix, kind))
+        return Mapped(name, shape, runs, runs[0].expert is not None and kind == "weight")
     if module.endswith("attention.qkv"):
         parts = (there,) * 3 if isinstance(there, str) else there
         tensors = tuple(f"{prefix}{part}.{kind}" for part in parts)

@@ -14,7 +14,8 @@ from typing import Any
 
 from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.schema import ModelConfig
-from megatron_port.interop.hf_names import Mapped, Run, hf_mapping
+from megatron_port.interop.hf_names import Mapped, hf_mapping
+from megatron_port.interop.hf_runs import Run
 from megatron_port.model.adapter_reader import adapters_by_weight
 from megatron_port.model.adapter_spec import AdapterSpec, Part, parts_of, rows_of
 from megatron_port.model.families import family_named

@@ -26,3 +26,10 @@ def _record(spec: ParameterSpec) -> ParameterRecord:
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the logical global shapes of all parameters by canonical name."""
     return {spec.name: spec.shape for spec in model_spec(model).parameters()}
+
+
+def buffer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what a model has beside its parameters: biases that only choose experts."""
+    layers = ((i, layer.moe) for i, layer in enumerate(model_spec(model).layers))
+    biases = ((i, moe.balance) for i, moe in layers if moe is not None and moe.balance is not None)
+    return {f"layers.{i}.{bias.name}": bias.shape for i, bias in biases}

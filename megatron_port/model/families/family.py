@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_port.config.schema import ModelConfig
@@ -26,7 +26,13 @@ class Names:
     layer: str
     """Before the names of a layer, ``{}`` for its number."""
     inside: Mapping[str, str | tuple[str, ...]]
-    """Modules of a layer. Several names: the parts of a fused matrix, in our order (query, key, value; gate, up)."""
+    """Modules of a layer. Several names: the parts of a fused matrix, in our order (query, key, value; gate, up).
+    Experts have ``{}`` for their number; a name without it is of one tensor [experts, in, out] that has no ``.weight``
+    behind it, nor ``.bias`` but ``_bias``, and in which gate and up alternate."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Last parts of names that are neither ``weight`` nor ``bias``."""
+    loaded: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names that transformers changes when it reads files."""
     qkv_by_group: bool = False
     """A fused projection there has each key/value head's queries, key and value together; else all queries, all keys,
     all values."""
