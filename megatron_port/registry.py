@@ -134,7 +134,8 @@ FAMILIES = Registry("model family", "model.family", {
     "gpt2": "megatron_port.model.families.gpt2:FAMILY", "gpt_neox": "megatron_port.model.families.gpt_neox:FAMILY",
     **{name: f"megatron_port.model.families.{name}:FAMILY"
        for name in ("llama", "qwen2", "qwen3", "granite", "starcoder2", "mistral", "phi3", "deepseek_v3", "olmo2",
-                    "smollm3", "gptj", "falcon", "gemma2", "gemma3_text")},
+                    "smollm3", "gptj", "falcon", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
+                    "deepseek_v2", "gpt_oss")},
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 PROVIDERS = {

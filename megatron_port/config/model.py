@@ -17,6 +17,9 @@ from megatron_port.config.ranges import (
     at_least,
 )
 
+CLAMP, SHARPNESS = 7.0, 1.702
+"""swiglu_clamped: bound of gate and input, and the gate's factor in the sigmoid."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -27,7 +30,8 @@ class ModelConfig:
     family: str = "auto"
     """Hugging Face family that exports are written as: auto (the first that computes this model) | gpt2 | gpt_neox |
     llama | qwen2 | qwen3 | granite | starcoder2 | mistral | phi3 | olmo2 | smollm3 | gptj | falcon | gemma2 |
-    gemma3_text, or one that a plugin registers. Changes no number."""
+    gemma3_text | deepseek_v3 | mixtral | qwen2_moe | qwen3_moe | olmoe | deepseek_v2 | gpt_oss, or one that a plugin
+    registers. Changes no number."""
     num_layers: Size = 2
     """Transformer layers."""
     hidden_size: Size = 128

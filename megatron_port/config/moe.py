@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_port.config.ranges import Count, CountOrZero, Fraction, NonNegative, Positive, Size, SizeOrZero
 
@@ -81,6 +81,17 @@ class MoEConfig:
         if not self.capacity_factor:
             return 0
         return max(1, int(self.capacity_factor * self.top_k * seq_length / self.num_experts))
+
+
+def experts_of(model: ModelConfig) -> dict[str, Any]:
+    """Return ``moe`` and ``ffn_hidden_size`` with sizes filled in, and fields without effect at their defaults."""
+    moe, plain = model.moe, MoEConfig()
+    if not moe.enabled:
+        return {"moe": plain, "ffn_hidden_size": model.ffn_size}
+    unused = ("top_groups", "group_score") if moe.groups == 1 else ()
+    moe = replace(moe, ffn_hidden_size=model.expert_size, **{name: getattr(plain, name) for name in unused})
+    dense = not all(moe.has_experts(layer) for layer in range(model.num_layers))
+    return {"moe": moe, "ffn_hidden_size": model.ffn_size if dense else model.expert_size}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron_port.config.attention import windows_of
 from megatron_port.config.dump import leaves
 from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
+from megatron_port.config.moe import experts_of
 from megatron_port.config.rope import rotations_of
 from megatron_port.config.schema import ModelConfig
 
@@ -22,8 +23,7 @@ def with_sizes(model: ModelConfig) -> ModelConfig:
     cannot be derived (no heads)."""
     try:
         return replace(
-            model, num_query_groups=model.kv_heads, head_dim=model.head_size, ffn_hidden_size=model.ffn_size,
-            moe=replace(model.moe, ffn_hidden_size=model.expert_size) if model.moe.enabled else model.moe,
+            model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model),
             **windows_of(model), **rotations_of(model),
         )
     except ArithmeticError:

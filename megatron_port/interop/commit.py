@@ -14,9 +14,9 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron_port.errors import CheckpointError, ConfigError
-from megatron_port.model.shapes import model_records
+from megatron_port.model.shapes import buffer_shapes, model_records
 from megatron_port.optim.rules import OptimizerRule, mixed_kinds, rule_of
-from megatron_port.parallel.state import WEIGHT, StatePiece
+from megatron_port.parallel.state import BUFFER, WEIGHT, StatePiece
 
 Note = Callable[[str], None]
 
@@ -51,7 +51,8 @@ def commit_import(
         CheckpointError: the pieces do not make up the model, the step is there already, or the disk refuses.
     """
     records = model_records(found.model)
-    expected = {name: record.shape for name, record in records.items()}
+    buffers = buffer_shapes(found.model)
+    expected = {name: record.shape for name, record in records.items()} | buffers
     wanted: list[tuple[str, str]] = []
     if not weights_only:
         rule = saved_rule(found.config)
@@ -59,7 +60,8 @@ def commit_import(
     groups: dict[tuple[str, str], list[StatePiece]] = {}
     for piece in found.pieces:
         groups.setdefault((piece.name, piece.kind), []).append(piece)
-    _check_weights(groups, expected, source)
+    own = {name: BUFFER if name in buffers else WEIGHT for name in expected}
+    _check_weights(groups, expected, own, source)
     lacking = [(n, k) for n, k in wanted if _fault(groups.get((n, k), []), expected[n])]
     if lacking:
         if len(lacking) < len(wanted):
@@ -82,7 +84,7 @@ def commit_import(
         scalars={"optimizer_steps": steps} if found.scalars is None else found.scalars,
         extra={"imported_from": str(source), **found.extra},
     )
-    kept = dict.fromkeys([*((name, WEIGHT) for name in expected), *wanted])
+    kept = dict.fromkeys([*own.items(), *wanted])
     kinds: dict[str, list[str]] = {}
     for name, kind in kept:
         kinds.setdefault(name, []).append(kind)
@@ -106,16 +108,19 @@ def saved_rule(config: dict[str, Any] | None) -> OptimizerRule:
 
 
 def _check_weights(
-    groups: dict[tuple[str, str], list[StatePiece]], expected: dict[str, tuple[int, ...]], source: Path
+    groups: dict[tuple[str, str], list[StatePiece]], expected: dict[str, tuple[int, ...]], own: dict[str, str],
+    source: Path,
 ) -> None:
-    """Every parameter of the model and no other, whole. Raises CheckpointError."""
+    """Every parameter and buffer of the model and no other, whole; ``own``: their kinds. Raises CheckpointError."""
     unknown = sorted({name for name, _ in groups} - set(expected))
     if unknown:
         raise CheckpointError(f"{source}: {unknown[0]} is not a parameter of the model; give its --model FILE.toml")
     for name, shape in expected.items():
-        fault = _fault(groups.get((name, "weight"), []), shape)
+        fault = _fault(groups.get((name, own[name]), []), shape)
         if fault:
-            raise CheckpointError(f"{source}: weight of {name}, {shape} in the model: {fault}; check --model FILE.toml")
+            raise CheckpointError(
+                f"{source}: {own[name]} of {name}, {shape} in the model: {fault}; check --model FILE.toml"
+            )
 
 
 def _fault(pieces: list[StatePiece], shape: tuple[int, ...]) -> str | None:

@@ -32,6 +32,7 @@ from megatron_port.interop.pinned_chat import PinnedChat, pinned_chat, write_cha
 from megatron_port.interop.pinned_tokenizer import Trained, trained_with
 from megatron_port.interop.sidecar import model_of
 from megatron_port.model.flops import parameter_count
+from megatron_port.parallel.state import BUFFER
 
 SHARD_BYTES = 5_000_000_000
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -66,8 +67,8 @@ def export_hf(
     family = family_for(model)
     kind = _dtype(checkpoint, dtype)
     tensors = list(hf_tensors(model, family))
-    total = sum(prod(t.shape) for t in tensors) * kind.itemsize
-    shards = _shards(tensors, kind.itemsize, shard_bytes)
+    total = sum(_bytes(t, kind) for t in tensors)
+    shards = _shards(tensors, kind, shard_bytes)
     kept = kept_files(checkpoint)
     chat: PinnedChat | None = None
     with building(out, total) as part:
@@ -117,12 +118,20 @@ def _dtype(checkpoint: Checkpoint, asked: str) -> torch.dtype:
     return checkpoint.dtype(next(iter(checkpoint.names())))
 
 
-def _shards(tensors: list[Tensor], width: int, limit: int) -> list[_Shard]:
+def _stored(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if tensor.mapped.kind == BUFFER else dtype
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> int:
+    return prod(tensor.shape) * _stored(tensor, dtype).itemsize
+
+
+def _shards(tensors: list[Tensor], dtype: torch.dtype, limit: int) -> list[_Shard]:
     """Files of at most ``limit`` bytes (or one tensor), in order."""
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
-        need = prod(tensor.shape) * width
+        need = _bytes(tensor, dtype)
         if groups[-1] and size + need > limit:
             groups.append([])
             size = 0
@@ -138,9 +147,9 @@ def _write_shard(path: Path, shard: _Shard, checkpoint: Checkpoint, dtype: torch
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in shard.tensors:
-        end = position + prod(tensor.shape) * dtype.itemsize
+        end = position + _bytes(tensor, dtype)
         header[tensor.name] = {
-            "dtype": CODES[dtype], "shape": list(tensor.shape), "data_offsets": [position, end],
+            "dtype": CODES[_stored(tensor, dtype)], "shape": list(tensor.shape), "data_offsets": [position, end],
         }
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -151,7 +160,7 @@ def _write_shard(path: Path, shard: _Shard, checkpoint: Checkpoint, dtype: torch
         yield head
         for tensor in shard.tensors:
             for slab in tensor_slabs(checkpoint, tensor):
-                data = slab.to(dtype).contiguous()
+                data = slab.to(_stored(tensor, dtype)).contiguous()
                 yield data.view(-1).view(torch.uint8).numpy().data
 
     write_chunks(path, len(head) + position, chunks())
@@ -203,7 +212,8 @@ def _box(
         first, row = divmod(first, length)  # a run never leaves its half, nor its expert
         at.insert(0, row)
     lead = (1,) * len(at)
-    return checkpoint.read(name, "weight", (first, *at, *offset), (*lead, count, *size)).view(count, *size)
+    kind = tensor.mapped.kind
+    return checkpoint.read(name, kind, (first, *at, *offset), (*lead, count, *size)).view(count, *size)
 
 
 def _write_json(path: Path, body: dict[str, Any]) -> None:

@@ -21,14 +21,16 @@ from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.engine.module import read_local
 from megatron_port.errors import CheckpointError, EnvironmentFault
-from megatron_port.interop.hf_files import HFFolder
+from megatron_port.interop.hf_theirs import norm_weights, their_logits
 from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
+from megatron_port.model.shapes import LAST_STEP
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
-from megatron_port.parallel.state import StateReader
+from megatron_port.parallel.state import BUFFER, StateReader
 
 TOLERANCE = 1e-6
 SCALES = (5.0, 2.0, 1.0)
@@ -85,7 +87,7 @@ def check_export(checkpoint: Checkpoint, model: ModelConfig, folder: Path, *, dt
     def rounded(
         name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return checkpoint.read(name, kind, offset, shape).to(dtype)
+        return checkpoint.read(name, kind, offset, shape).to(torch.float32 if kind == BUFFER else dtype)
 
     for scale in SCALES:
         ours = our_logits(rounded, model, tokens, scale=scale)
@@ -128,7 +130,7 @@ def our_logits(
         dtype=dtype,
     )
 
-    spec, norms = model_spec(model), _norm_weights(model)
+    spec, norms = model_spec(model), norm_weights(model)
 
     def filled(unit: nn.Module) -> nn.Module:
         for parameter in unit.parameters():
@@ -136,6 +138,9 @@ def our_logits(
             read_local(read, record, "weight", parameter)
             if record.name not in norms:
                 parameter.data.mul_(scale)
+        for record, buffer in recorded_buffers(unit):
+            if not record.name.endswith(LAST_STEP):
+                read_local(read, record, BUFFER, buffer)
         return unit.eval()
 
     with torch.no_grad():
@@ -144,69 +149,3 @@ def our_logits(
             x = filled(TransformerLayer(index, layer, build))(x)
         out: torch.Tensor = filled(Head(spec.head, build))(x)
     return out.transpose(0, 1)[..., : model.vocab_size]
-
-
-def _norm_weights(model: ModelConfig) -> set[str]:
-    """Canonical names of what is not scaled."""
-    return {p.name for p in model_spec(model).parameters() if p.init != "normal" and p.name.endswith(".weight")}
-
-
-def their_logits(transformers: Any, folder: Path, tokens: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-    """Logits [batch, seq, vocab] of transformers' model of a folder in fp32, one module's weights at a time."""
-    source = HFFolder(folder)
-    config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    with torch.device("meta"):
-        network = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
-        )
-    network.eval()
-    _real_buffers(network, config)
-    norms = {run.tensor for name in _norm_weights(source.model) for run in source.mapping[name].runs}
-    names: dict[int, str] = {}
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        if source.tensor_known(name):
-            names.setdefault(id(parameter), name)
-    for module in network.modules():
-        own = dict(module.named_parameters(recurse=False))
-        if own:
-            _stream(module, {key: names.get(id(p), str(key)) for key, p in own.items()}, source, norms, scale)
-    with torch.no_grad():
-        out: torch.Tensor = network(tokens, use_cache=False).logits
-    return out
-
-
-def _real_buffers(network: nn.Module, config: Any) -> None:
-    """Compute the buffers that no file has (rotary frequencies, causal masks) by their module's constructor."""
-    for parent in list(network.modules()):
-        for name, child in list(parent.named_children()):
-            if not any(b.is_meta for b in child.buffers(recurse=False)):
-                continue
-            if hasattr(child, "scalar_embed_scale"):  # Gemma's embedding, made of sizes
-                child.register_buffer("embed_scale", torch.tensor(child.scalar_embed_scale), persistent=False)
-                continue
-            made = type(child)(config)
-            if next(made.parameters(), None) is None:
-                setattr(parent, name, made)
-            else:  # its parameters stay, which may be tied to another module's
-                for key, buffer in made.named_buffers(recurse=False):
-                    child.register_buffer(key, buffer, persistent=False)
-
-
-def _stream(module: nn.Module, own: dict[str, str], source: HFFolder, norms: set[str], scale: float) -> None:
-    """Give ``module`` its parameters before it runs and take them away afterwards."""
-    empty = dict(module.named_parameters(recurse=False))
-
-    def load(*_: Any) -> None:
-        for key, name in own.items():
-            tensor = source.tensor(name)
-            if tensor is None:
-                raise CheckpointError(f"{source.path}: transformers' model has a parameter {name}, the export has none")
-            value = tensor.float() * (1.0 if name in norms else scale)
-            module.register_parameter(key, nn.Parameter(value, requires_grad=False))
-
-    def drop(*_: Any) -> None:
-        for key in own:
-            module.register_parameter(key, empty[key])
-
-    module.register_forward_pre_hook(load)
-    module.register_forward_hook(drop)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_port.config.attention import windows, windows_of
+from megatron_port.config.dump import leaves
+from megatron_port.config.moe import experts_of
 from megatron_port.config.plugins import installed_problems
 from megatron_port.config.rope import rotations_of
+from megatron_port.config.same_model import FREE
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.model.families import AUTO, family_named, family_names
@@ -23,7 +27,7 @@ from megatron_port.registry import FAMILIES
 
 CONFIG = "config.json"
 _MAX_BYTES = 1 << 24
-_TRAINING = frozenset({"name", "family", "hidden_dropout", "attention_dropout"})
+_TRAINING = FREE - {"init_std"}
 """Fields of a model that do not change what it computes outside training."""
 _ROPE = frozenset(
     name for name in ModelConfig.__dataclass_fields__ if name.startswith(("rope_", "rotary_", "window_rope_"))
@@ -83,6 +87,7 @@ def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     family = family_of(config, where)
     fields = Fields(config, where)
     fields.refuse("is_encoder_decoder", False, "an encoder and a decoder")
+    _refuse_quantized(fields)
     values = family.read(fields)
     fields.refuse_unknown(config, HARMLESS | family.harmless)
     name = config.get("_name_or_path") or family.name
@@ -105,6 +110,17 @@ def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
         **vars(model), "num_query_groups": model.kv_heads, "head_dim": model.head_size,
         "ffn_hidden_size": model.ffn_size,
     })
+
+
+def _refuse_quantized(fields: Fields) -> None:
+    """Raise CheckpointError where weights are stored in another form than numbers of a width."""
+    table = fields.values.get("quantization_config")
+    if table is not None:
+        method = table.get("quant_method") if isinstance(table, Mapping) else table
+        raise fields.fault(
+            f"quantization_config: weights are stored as {method!r:.40}; write them as bfloat16 first (in transformers "
+            "load the model dequantized, then save_pretrained)"
+        )
 
 
 def family_for(model: ModelConfig) -> str:
@@ -149,8 +165,8 @@ def _lacking(model: ModelConfig, family: Family) -> list[str]:
 
 def _essential(model: ModelConfig) -> dict[str, Any]:
     """Fields that change what a model computes, derived sizes filled in, those without effect at their defaults."""
-    values = {k: v for k, v in vars(model).items() if k not in _TRAINING}
-    values |= {"num_query_groups": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size}
+    model = replace(model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model))
+    values = {name: value for name, value in leaves(model) if name not in _TRAINING}
     values |= windows_of(model) if model.sliding_window < model.seq_length else windows((), 0)
     values |= rotations_of(model)
     unused = set() if model.position_embedding == "rope" else set(_ROPE)

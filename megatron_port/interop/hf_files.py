@@ -20,6 +20,7 @@ from megatron_port.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.interop.hf_config import CONFIG, family_of, model_from_hf, read_hf_config
 from megatron_port.interop.hf_names import MODULE_HEAD, Mapped, hf_mapping, hf_tensors
 from megatron_port.interop.hf_runs import Run, overlaps
+from megatron_port.parallel.state import BUFFER
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -76,7 +77,9 @@ class HFFolder:
         return list(self.mapping)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of one of our parameters: the widest of its tensors in the folder."""
+        """Return the dtype of one of our parameters: the widest of its tensors in the folder; of a buffer, float32."""
+        if self.mapping[name].kind == BUFFER:
+            return torch.float32
         found = [self._place(run.tensor).dtype for run in self.mapping[name].runs]
         out = found[0]
         for other in found[1:]:
@@ -94,7 +97,7 @@ class HFFolder:
             DamagedCheckpoint: a file cannot be read.
         """
         mapped = self.mapping.get(name)
-        if mapped is None or kind != "weight":
+        if mapped is None or kind != mapped.kind:
             raise CheckpointError(f"{self.path}: no {kind} of {name}: a Hugging Face folder has its model's weights")
         if len(offset) != len(mapped.shape) or any(
             min(o, n) < 0 or o + n > whole for o, n, whole in zip(offset, shape, mapped.shape)

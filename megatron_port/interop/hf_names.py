@@ -16,7 +16,7 @@ runs that a box of ours meets, exporting those that a range of rows there meets,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megatron_port.config.schema import ModelConfig
@@ -24,7 +24,8 @@ from megatron_port.errors import CheckpointError
 from megatron_port.interop.hf_runs import Run, expert_runs
 from megatron_port.model.families import family_named
 from megatron_port.model.families.family import Names, Rotation
-from megatron_port.model.shapes import buffer_shapes, parameter_shapes
+from megatron_port.model.shapes import LAST_STEP, buffer_shapes, parameter_shapes
+from megatron_port.parallel.state import BUFFER, WEIGHT
 
 MODULE_HEAD = "lm_head.weight"
 """The head in transformers 5's modules, whatever the files call it."""
@@ -49,6 +50,8 @@ class Mapped:
     runs: tuple[Run, ...]
     """By rising ``ours``; they tile its rows."""
     transposed: bool
+    kind: str = WEIGHT
+    """WEIGHT | BUFFER, which is float32 wherever it lies"""
 
     @property
     def rows(self) -> int:
@@ -73,9 +76,12 @@ class Tensor:
 
 
 def hf_mapping(model: ModelConfig, family: str) -> dict[str, Mapped]:
-    """Canonical name → :class:`Mapped`, for every parameter and buffer of ``model``, in our order."""
-    shapes = parameter_shapes(model) | buffer_shapes(model)
-    return {name: _mapped(name, shape, model, family) for name, shape in shapes.items()}
+    """Canonical name → :class:`Mapped`, for every parameter of ``model`` in our order, then for its buffers."""
+    found = {name: _mapped(name, shape, model, family) for name, shape in parameter_shapes(model).items()}
+    buffers = {name: shape for name, shape in buffer_shapes(model).items() if not name.endswith(LAST_STEP)}
+    return found | {
+        name: replace(_mapped(name, shape, model, family), kind=BUFFER) for name, shape in buffers.items()
+    }
 
 
 def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:

@@ -29,9 +29,9 @@ _MAX_COMPANION = 1 << 28
 def read_hf(folder: HFFolder, stage: Stage, *, slab_bytes: int = SLAB_BYTES) -> Imported:
     """All weights, a slab at a time through ``stage``. Raises CheckpointError."""
     for name in folder.names():
-        shape, width = folder.mapping[name].shape, folder.dtype(name).itemsize
-        for offset, size in slabs(shape, max(1, slab_bytes // width)):
-            stage.put(name, "weight", shape, offset, folder.read(name, "weight", offset, size))
+        mapped, width = folder.mapping[name], folder.dtype(name).itemsize
+        for offset, size in slabs(mapped.shape, max(1, slab_bytes // width)):
+            stage.put(name, mapped.kind, mapped.shape, offset, folder.read(name, mapped.kind, offset, size))
     return Imported(model=folder.model, pieces=stage.pieces())
 
 

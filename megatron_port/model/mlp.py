@@ -8,31 +8,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_port.backend.direct import FirstOrderFunction, first_order
 from megatron_port.backend.providers import Providers
+from megatron_port.config.model import CLAMP, SHARPNESS
 from megatron_port.model.build import BuildContext
 from megatron_port.model.spec import MLPSpec
 
 
-LIMIT, SHARPNESS = 7.0, 1.702
-"""GPT-OSS's bound of gate and input, and its factor in the sigmoid."""
-
-
-class _ClampedSwiGLU(torch.autograd.Function):
+class _ClampedSwiGLU(FirstOrderFunction):
     """g · sigmoid(1.702 g) · (u + 1) of halves g ≤ 7 and -7 ≤ u ≤ 7; its input alone is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
         return (up + 1) * (gate * torch.sigmoid(SHARPNESS * gate))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
-        free, inside = gate <= LIMIT, up.abs() <= LIMIT
-        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        free, inside = gate <= CLAMP, up.abs() <= CLAMP
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
         share = torch.sigmoid(SHARPNESS * gate)
         slope = share * (1 + SHARPNESS * gate * (1 - share))
         return torch.cat((grad * (up + 1) * slope * free, grad * gate * share * inside), dim=-1)
@@ -48,7 +47,7 @@ def activate(
     if activation == "swiglu":
         return providers.swiglu(hidden)
     if activation == "swiglu_clamped":
-        found: torch.Tensor = _ClampedSwiGLU.apply(hidden)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _ClampedSwiGLU.apply(hidden)
         return found
     if activation == "geglu_tanh":
         gate, up = hidden.chunk(2, dim=-1)

@@ -28,8 +28,15 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in model_spec(model).parameters()}
 
 
+LAST_STEP = ".mlp.router.load"
+"""End of the names of buffers that hold what the step before counted: a model's weights have none."""
+
+
 def buffer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what a model has beside its parameters: biases that only choose experts."""
-    layers = ((i, layer.moe) for i, layer in enumerate(model_spec(model).layers))
-    biases = ((i, moe.balance) for i, moe in layers if moe is not None and moe.balance is not None)
-    return {f"layers.{i}.{bias.name}": bias.shape for i, bias in biases}
+    """Return the shapes of the buffers of a model's routers by canonical name."""
+    moe = model.moe
+    there = {".mlp.router.balance_bias": moe.balance_bias, LAST_STEP: moe.balance_loss == "previous_step"}
+    return {
+        f"layers.{layer}{name}": (moe.num_experts,)
+        for layer in range(model.num_layers) if moe.has_experts(layer) for name, is_there in there.items() if is_there
+    }

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_port.config.schema import ModelConfig
 from megatron_port.interop.hf_names import MODULE_HEAD, hf_mapping
 from megatron_port.model.families import family_named
+from megatron_port.parallel.state import WEIGHT
 
 VOCABULARY = 101
 LLAMA3 = {
@@ -65,10 +66,23 @@ SIZES = {
 }
 
 
+_FEW: dict[str, Any] = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+}
 _WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 OWN: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8}, "smollm3": {"no_rope_layers": [0, 1, 1]},
     "gemma2": {**_WINDOWS, "query_pre_attn_scalar": 20}, "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 24},
+    "mixtral": {**_FEW, "num_local_experts": 5}, "qwen2_moe": _FEW, "olmoe": {**_FEW, "num_key_value_heads": 2},
+    "qwen3_moe": {**_FEW, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "gpt_oss": {**_WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}, "num_local_experts": 6,
+                "num_experts_per_tok": 2, "intermediate_size": 40},
+    "deepseek_v2": {**_LATENT, **_FEW, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
+                    "n_routed_experts": 6, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1},
 }
 """Fields whose defaults do not fit so few layers of such a size."""
 
@@ -86,14 +100,14 @@ def small(model_type: str, length: int = 32, **changes: Any) -> Any:
 
 
 def deepseek(length: int = 32, **changes: Any) -> Any:
-    """DeepSeek-V3 without experts."""
+    """DeepSeek-V3: a dense layer and two with experts."""
     import transformers
 
     return transformers.DeepseekV3Config(**{
-        "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
-        "intermediate_size": 96, "vocab_size": VOCABULARY, "max_position_embeddings": length, "bos_token_id": 100,
-        "eos_token_id": 100, "first_k_dense_replace": 3, "num_nextn_predict_layers": 0, **changes,
+        **_LATENT, "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96,
+        "vocab_size": VOCABULARY, "max_position_embeddings": length, "bos_token_id": 100, "eos_token_id": 100,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, **changes,
     })
 
 
@@ -108,7 +122,18 @@ def reference(config: Any, *, scale: float = 5.0, seed: int = 0) -> Any:
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
             p.copy_(usual + 0.3 * noise if p.dim() == 1 and "bias" not in name else scale * 0.02 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
+
+
+def in_files(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors by the names and in the parts that transformers saves: experts one by one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return found
 
 
 def saved(model: Any, folder: Path, *, shard: str = "5GB") -> Path:
@@ -131,10 +156,12 @@ def in_our_names(model: ModelConfig, family: str, tensors: dict[str, torch.Tenso
     tensors = {family_named(family).names.head if name == MODULE_HEAD else name: t for name, t in tensors.items()}
     out = {}
     for name, mapped in hf_mapping(model, family).items():
+        if mapped.kind != WEIGHT:
+            continue
         parts = []
         for run in mapped.runs:
-            whole = tensors[run.tensor]
-            parts.append((whole.t() if mapped.transposed else whole)[run.theirs : run.theirs + run.count])
+            whole = tensors[run.tensor] if run.expert is None else tensors[run.tensor][run.expert]
+            parts.append((whole.t() if mapped.transposed else whole)[run.rows(run.ours, run.count)])
         out[name] = torch.cat(parts).reshape(mapped.shape).double()
     return out
 

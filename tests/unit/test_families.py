@@ -22,6 +22,7 @@ from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.config.checks import CHOICES  # type: ignore[attr-defined]
 from megatron_port.config.dump import config_hash
 from megatron_port.config.loader import load
+from megatron_port.config.moe import MoEConfig
 from megatron_port.config.same_model import model_differences
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.errors import CheckpointError, ConfigError
@@ -67,7 +68,9 @@ def test_the_spec_is_transformers_model(family: str, tmp_path: Path) -> None:
         model = model_from_hf(written(family, tmp_path, tie_word_embeddings=tied), "config.json")
         head = family_named(family).names.head
         ours = {("lm_head.weight" if t.name == head else t.name): t.shape for t in hf_tensors(model, family)}
-        assert ours == {name: tuple(p.shape) for name, p in network.named_parameters()}
+        buffers = {name: b for name, b in network.named_buffers() if name in network.state_dict()}
+        theirs = hf.in_files(network, {**dict(network.named_parameters()), **buffers})
+        assert ours == {("lm_head.weight" if n == head else n): tuple(p.shape) for n, p in theirs.items()}
         assert parameter_count(model) == sum(p.numel() for p in network.parameters())
         alone = Case(model=model, engine=ENGINES["native"], vocab_multiple=1)
         assert stage_elements(alone, 0) == parameter_count(model)
@@ -103,8 +106,10 @@ def test_an_unknown_field_is_refused_by_name(family: str, tmp_path: Path) -> Non
     model_from_hf(body, "config.json")
     with pytest.raises(CheckpointError, match=r"config.json: unknown field attention_sinks \(4\): it may change"):
         model_from_hf({**body, "attention_sinks": 4}, "config.json")
-    with pytest.raises(CheckpointError, match=r"unknown field a_switch \(False\), quantization_config"):
-        model_from_hf({**body, "quantization_config": {"bits": 4}, "a_switch": False}, "config.json")
+    with pytest.raises(CheckpointError, match=r"unknown field a_switch \(False\), bits"):
+        model_from_hf({**body, "bits": 4, "a_switch": False}, "config.json")
+    with pytest.raises(CheckpointError, match=r"quantization_config: weights are stored as 'mxfp4'; write them as"):
+        model_from_hf({**body, "quantization_config": {"quant_method": "mxfp4"}}, "config.json")
     model_from_hf({**body, "attention_sinks": None}, "config.json")  # null is absent
 
 
@@ -113,13 +118,16 @@ def test_an_unknown_rope_field_is_refused_by_name() -> None:
         body = hf.small(family).to_dict()
         if "rope_parameters" not in body:
             continue
-        body["rope_parameters"] = {**body["rope_parameters"], "attention_factor": 1.3}
+        body["rope_parameters"] = {**body["rope_parameters"], "attention_factor": 1.3, "rope_type": "default"}
         with pytest.raises(CheckpointError, match=r"unknown field attention_factor \(1.3\)"):
             model_from_hf(body, "config.json")
 
 
 def another(name: str, value: Any) -> list[Any]:
     """Other values of a field of a model."""
+    if isinstance(value, MoEConfig):
+        return [replace(value, **{f.name: v}) for f in fields(MoEConfig)
+                for v in another(f"moe.{f.name}", getattr(value, f.name))]
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, tuple):

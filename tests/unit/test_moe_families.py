@@ -21,7 +21,8 @@ def test_the_clamped_gate_is_gpt_oss_own() -> None:
     halves[:, :, :2] = torch.tensor([7.0, -7.0], dtype=torch.float64)
     assert (halves.abs() > 7).any() and (halves.abs() < 7).any()
     mine, other = torch.cat(tuple(halves), dim=-1).requires_grad_(), halves.clone().requires_grad_()
-    ours, out = activate(mine, "swiglu_clamped", torch_providers()), theirs._apply_gate(other.permute(1, 2, 0).flatten(1))
+    ours = activate(mine, "swiglu_clamped", torch_providers())
+    out = theirs._apply_gate(other.permute(1, 2, 0).flatten(1))
     assert torch.allclose(ours, out, rtol=1e-15, atol=1e-14)
     ((ours + out) * torch.arange(64).double().sin()).sum().backward()
     assert mine.grad is not None and other.grad is not None

@@ -26,7 +26,7 @@ def test_every_field_counts_but_the_free_ones(name: str) -> None:
     sized = with_sizes(MODEL)
     if name.startswith("moe."):
         field = name.removeprefix("moe.")
-        experts = replace(sized.moe, num_experts=4)
+        experts = replace(sized.moe, num_experts=4, groups=2)
         sized = with_sizes(replace(sized, moe=experts))
         changed = replace(sized, moe=replace(sized.moe, **{field: other(getattr(sized.moe, field))}))
     else:

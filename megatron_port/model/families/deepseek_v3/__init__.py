@@ -1,4 +1,4 @@
-"""DeepSeek-V3 without experts: latent attention (MLA) in Llama's layer."""
+"""DeepSeek-V3: latent attention (MLA) in Llama's layer, experts that a bias keeps in balance."""
 
 from megatron_port.model.families.deepseek_v3.config import HARMLESS, read, write
 from megatron_port.model.families.deepseek_v3.names import NAMES

@@ -2,92 +2,41 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
+from megatron_port.config.moe import MoEConfig
 from megatron_port.config.schema import ModelConfig
+from megatron_port.model.families import moe_like
 from megatron_port.model.families.fields import Fields
-from megatron_port.model.families.llama_like import read_llama_like, write_llama_like
+from megatron_port.model.families.latent_like import experts_there, read_latent, read_shared, write_latent
 
-HARMLESS = frozenset({
-    "moe_intermediate_size", "n_shared_experts", "n_routed_experts", "output_router_logits", "routed_scaling_factor",
-    "n_group", "topk_group", "num_experts_per_tok", "norm_topk_prob", "ep_size", "moe_layer_freq", "topk_method",
-    "scoring_func", "aux_loss_alpha", "seq_aux", "pretraining_tp", "router_aux_loss_coef",
-})
-"""Of experts; no layer has any where ``first_k_dense_replace`` covers all."""
-LATENT_EPSILON = 1e-6
-"""Of the latents' norms, whatever ``rms_norm_eps`` says."""
-
-
-def _score_factor(factor: float, mscale: float) -> float:
-    """YaRN's growth of the scores' scale, as DeepSeek parametrises it (arXiv 2309.00071, eq. 22)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+HARMLESS = moe_like.HARMLESS | {"ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp"}
+"""Of training, and of layouts."""
 
 
 def read(f: Fields) -> dict[str, Any]:
-    """Fields of a model. Layers with experts, and heads that predict further tokens, are refused."""
-    f.refuse("attention_bias", False, "biases in attention alone")
+    """Fields of a model. Heads that predict further tokens are refused."""
     f.refuse("rope_interleave", True, "rotated elements in halves")
     f.refuse("num_nextn_predict_layers", 0, "multi-token prediction")
     f.refuse("num_mtp_layers", 0, "multi-token prediction")
-    nope, rotated = f.get("qk_nope_head_dim", 128), f.get("qk_rope_head_dim", 64)
-    f.refuse("qk_head_dim", nope + rotated, "queries of another size than their parts")
-    f.refuse("head_dim", rotated, "a head of another size than the rotated part")
-    table = {**(f.values.get("rope_parameters") or f.values.get("rope_scaling") or {})}
-    scale, everywhere = table.pop("mscale", None), table.pop("mscale_all_dim", None)
-    for name in ("rope_parameters", "rope_scaling"):
-        if f.values.get(name):
-            f = Fields({**f.values, name: table}, f.where, f.asked)
-    values = read_llama_like(f, hidden=7168, ffn=18432, vocab=129280, length=4096, groups=128)
-    heads, layers = values["num_attention_heads"], values["num_layers"]
-    if values["num_query_groups"] != heads:
-        raise f.fault(f"num_key_value_heads is {values['num_query_groups']}; latent attention has one a head, {heads}")
-    if values["norm_epsilon"] != LATENT_EPSILON:
-        raise f.fault(f"rms_norm_eps is {values['norm_epsilon']}: the latents' norms have {LATENT_EPSILON}")
-    if (dense := f.get("first_k_dense_replace", 3)) < layers:
-        raise f.fault(
-            f"first_k_dense_replace is {dense} of {layers} layers: mixture of experts; only dense layers can be read"
-        )
-    return values | {
-        "add_bias": False, "num_query_groups": 0, "head_dim": nope + rotated, "qk_rope_head_dim": rotated,
-        "kv_lora_rank": f.get("kv_lora_rank", 512), "v_head_dim": f.get("v_head_dim", 128),
-        # null there: queries come from the input
-        "q_lora_rank": f.get("q_lora_rank", 0 if "q_lora_rank" in f.values else 1536),
-    } | _scales(f, values, nope + rotated, scale, everywhere)
+    f.refuse("moe_layer_freq", 1, "experts in some of the later layers")
+    f.refuse("topk_method", "noaux_tc", "another choice of experts")
+    f.refuse("scoring_func", "sigmoid", "other scores")
+    values = read_latent(f, hidden=7168, ffn=18432, vocab=129280, length=4096, groups=128, layers=61, heads=128)
+    return values | {"moe": _experts(f, values["num_layers"])}
 
 
-def _scales(f: Fields, values: Mapping[str, Any], head: int, scale: Any, everywhere: Any) -> dict[str, Any]:
-    """Factors of YaRN on the rotated elements and on all."""
-    if values.get("rope_scaling") != "yarn" or not everywhere:
-        if scale or everywhere:
-            raise f.fault(f"mscale {scale!r:.40}, mscale_all_dim {everywhere!r:.40}: they go together, with yarn")
-        return {}
-    if not isinstance(everywhere, float | int) or not isinstance(scale, float | int):
-        raise f.fault(f"mscale is {scale!r:.40} and mscale_all_dim {everywhere!r:.40}; expected two numbers")
-    grown = _score_factor(values["rope_factor"], everywhere)
-    return {
-        "rope_attention_factor": _score_factor(values["rope_factor"], scale) / grown,
-        "attention_scale": grown * grown / math.sqrt(head),
-    }
+def _experts(f: Fields, layers: int) -> MoEConfig:
+    dense, width = f.get("first_k_dense_replace", 3), f.get("moe_intermediate_size", 2048)
+    found = MoEConfig(
+        num_experts=f.get("n_routed_experts", 256, "num_local_experts"), top_k=f.get("num_experts_per_tok", 8),
+        ffn_hidden_size=width, shared_ffn_hidden_size=read_shared(f, 1, width), first_dense=dense, score="sigmoid",
+        normalize=f.get("norm_topk_prob", True), scale=f.get("routed_scaling_factor", 2.5), groups=f.get("n_group", 8),
+        top_groups=f.get("topk_group", 4), balance_bias=True,
+    )
+    return found if dense < layers else MoEConfig()
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
     """Fields of a config.json."""
-    out = write_llama_like(model)
-    if model.rope_scaling == "yarn" and model.attention_scale and model.rope_factor > 1:
-        grown = math.sqrt(model.attention_scale * math.sqrt(model.head_size))
-        unit = 0.1 * math.log(model.rope_factor)
-        factor = model.rope_attention_factor or 1.0
-        table = {k: v for k, v in out["rope_scaling"].items() if k != "attention_factor"}
-        table |= {
-            "mscale": round((factor * grown - 1) / unit, 6), "mscale_all_dim": round((grown - 1) / unit, 6),
-        }
-        out["rope_scaling"] = table
-    return out | {
-        "head_dim": model.qk_rope_head_dim, "num_key_value_heads": model.num_attention_heads,
-        "qk_rope_head_dim": model.qk_rope_head_dim, "qk_nope_head_dim": model.head_size - model.qk_rope_head_dim,
-        "v_head_dim": model.value_size, "kv_lora_rank": model.kv_lora_rank, "q_lora_rank": model.q_lora_rank or None,
-        "first_k_dense_replace": model.num_layers, "attention_bias": False, "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
-    }
+    return write_latent(model) | experts_there(model) | {"rope_interleave": True, "num_nextn_predict_layers": 0}

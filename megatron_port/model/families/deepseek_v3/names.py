@@ -1,8 +1,9 @@
-"""DeepSeek-V3's names: Llama's, and those of the latents."""
+"""DeepSeek-V3's names: Llama's, those of the latents, of experts and of the block beside them."""
 
 from dataclasses import replace
 
 from megatron_port.model.families.llama.names import NAMES as LLAMA
+from megatron_port.model.families.moe_like import USUAL
 
 _LATENTS = {
     "attention.query": "self_attn.q_proj", "attention.query_down": "self_attn.q_a_proj",
@@ -10,4 +11,11 @@ _LATENTS = {
     "attention.kv_down": "self_attn.kv_a_proj_with_mqa", "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up": "self_attn.kv_b_proj",
 }
-NAMES = replace(LLAMA, inside={**LLAMA.inside, **_LATENTS}, buffers=())
+_SHARED: dict[str, str | tuple[str, ...]] = {
+    "mlp.shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
+NAMES = replace(
+    LLAMA, inside={**LLAMA.inside, **_LATENTS, **USUAL, **_SHARED}, buffers=(),
+    kinds={"balance_bias": "e_score_correction_bias"},
+)
