@@ -160,6 +160,8 @@ def _lacking(model: ModelConfig, family: Family) -> list[str]:
     ours, theirs = _essential(model), _essential(there)
     if ours["position_embedding"] != theirs["position_embedding"]:
         theirs |= {name: ours[name] for name in _ROPE}
+    if not (ours["moe.num_experts"] and theirs["moe.num_experts"]):  # what experts are like says nothing more
+        ours = {name: v for name, v in ours.items() if not name.startswith("moe.") or name == "moe.num_experts"}
     return [f"{name} = {_shown(theirs[name])}" for name, value in ours.items() if theirs[name] != value]
 
 
