@@ -140,9 +140,10 @@ def family_for(model: ModelConfig) -> str:
             f"another: {', '.join(family_names())}"
         )
     asked = family_names() if model.family == AUTO else (model.family,)
-    lacking = {name: _lacking(model, family_named(name)) for name in asked}
-    for name, missing in lacking.items():
-        if not missing:
+    lacking = {}
+    for name in asked:
+        lacking[name] = _lacking(model, family_named(name))
+        if not lacking[name]:
             return name
     raise CheckpointError(
         "no Hugging Face architecture known here computes what this model does: "
