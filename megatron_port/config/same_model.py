@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_port.config.attention import windows_of
 from megatron_port.config.dump import leaves
 from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
-from megatron_port.config.moe import experts_of
+from megatron_port.config.moe import MoEConfig, experts_of
 from megatron_port.config.rope import rotations_of
 from megatron_port.config.schema import ModelConfig
 
@@ -41,6 +41,20 @@ def model_differences(theirs: ModelConfig, mine: ModelConfig, *, any_length: boo
         f"{name} is {there[name]!r} there and {value!r} here"
         for name, value in here.items() if name not in free and there[name] != value
     ]
+
+
+def upcycling_differences(dense: ModelConfig, mine: ModelConfig) -> list[str]:
+    """Return what keeps ``mine``, whose experts begin as copies of a dense model's MLP, from computing what that does:
+    fields that differ, and those of its experts."""
+    moe, sizes = mine.moe, f"the dense width {mine.ffn_size}"
+    wrong = {
+        "ffn_hidden_size": mine.expert_size != mine.ffn_size and f"{mine.expert_size}; it must be {sizes}",
+        "shared_ffn_hidden_size": moe.shared_ffn_hidden_size and f"{moe.shared_ffn_hidden_size}; it must be 0",
+        "normalize": not moe.normalize and "false; a token's shares must add up to 1: use true",
+        "scale": moe.scale != 1.0 and f"{moe.scale}; it must be 1.0",
+    }
+    found = [f"moe.{name} is {text}" for name, text in wrong.items() if text]
+    return model_differences(dense, replace(mine, moe=MoEConfig()), any_length=True) + found
 
 
 def tuning_differences(theirs: FineTuningConfig, mine: FineTuningConfig) -> list[str]:

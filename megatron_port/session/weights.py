@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from megatron_port.checkpoint.reader import Checkpoint, find_latest, open_checkpoint
 from megatron_port.config.fine_tuning import NO_ADAPTERS
 from megatron_port.config.loader import load
-from megatron_port.config.same_model import model_differences
+from megatron_port.config.same_model import model_differences, upcycling_differences
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
 from megatron_port.data.tokenizer_files import load as load_tokenizer
@@ -25,6 +27,8 @@ from megatron_port.interop.pinned_tokenizer import FILES, Trained, pinned_file, 
 from megatron_port.interop.sidecar import model_of, tuning_of
 from megatron_port.model.adapter_reader import InitialAdapters, MergedWeights, over_base
 from megatron_port.model.adapter_spec import adapter_parameters
+from megatron_port.model.shapes import LAST_STEP
+from megatron_port.model.upcycled_reader import UpcycledWeights
 from megatron_port.parallel.state import StateReader
 from megatron_port.runtime.agreement import agreed
 from megatron_port.session.base_weights import check_base, fingerprint
@@ -186,16 +190,33 @@ def open_initial(config: RunConfig) -> Weights:
         CheckpointError: nothing usable there (of a Hugging Face folder the field that cannot be read is named), or of
             another model than the run's (the fields and both values).
     """
-    asked = config.checkpoint.initial_weights
+    asked, mine = config.checkpoint.initial_weights, config.model
     weights = open_weights(asked)
-    different = model_differences(weights.model, config.model, any_length=True)
-    if different:
+    upcycled = mine.moe.enabled and not weights.model.moe.enabled
+    compared = upcycling_differences(weights.model, mine) if upcycled else model_differences(
+        weights.model, mine, any_length=True
+    )
+    if compared:
         weights.close()
+        what = "a dense model that experts cannot begin as copies of" if upcycled else "another model"
         raise CheckpointError(
-            f'checkpoint.initial_weights = "{asked}" holds another model: {"; ".join(different)}. Set [model] to '
+            f'checkpoint.initial_weights = "{asked}" holds {what}: {"; ".join(compared)}. Set [model] to '
             "what is there (`megatron-port checkpoint import` writes it as model.toml)"
         )
-    return weights
+    if upcycled:
+        return replace(weights, model=mine, read=UpcycledWeights(mine, config.seed, weights.read))
+    return replace(weights, read=_without_last_step(weights.read))
+
+
+def _without_last_step(read: StateReader) -> StateReader:
+    """Return a reader in which the step before the first counted nothing."""
+
+    def fresh(
+        name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.zeros(shape) if name.endswith(LAST_STEP) else read(name, kind, offset, shape, out=out)
+
+    return fresh
 
 
 def load_initial(engine: Engine, session: Session) -> str:
