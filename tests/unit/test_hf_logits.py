@@ -20,8 +20,10 @@ from megatron_port.engine.module import read_local, recorded_parameters
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.state import BUFFER, WEIGHT
 from megatron_port.parity.comparison import gradient_deviation
 
 pytest.importorskip("transformers")
@@ -43,7 +45,9 @@ def stage_of(
     )
     stage = GPTStage(context, start=0, stop=model.num_layers).eval()
     for record, parameter in recorded_parameters(stage):
-        read_local(folder.read, record, "weight", parameter)
+        read_local(folder.read, record, WEIGHT, parameter)
+    for record, buffer in recorded_buffers(stage):
+        read_local(folder.read, record, BUFFER, buffer)
     return stage
 
 
@@ -66,9 +70,16 @@ CASES = {
     "llama llama3": lambda: hf.llama(rope_parameters=dict(hf.LLAMA3)),
     "llama yarn": lambda: hf.llama(rope_parameters=dict(hf.YARN)),
     "deepseek_v3": lambda: hf.deepseek(),
-    "deepseek_v3 yarn, no query latent": lambda: hf.deepseek(
-        q_lora_rank=None, v_head_dim=20, rope_parameters={**hf.YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+    "deepseek_v3 dense, yarn, no query latent": lambda: hf.deepseek(
+        first_k_dense_replace=3, q_lora_rank=None, v_head_dim=20,
+        rope_parameters={**hf.YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     ),
+    "deepseek_v2": lambda: hf.small("deepseek_v2"),
+    "mixtral": lambda: hf.small("mixtral"),
+    "qwen2_moe": lambda: hf.small("qwen2_moe", max_window_layers=3),
+    "qwen3_moe": lambda: hf.small("qwen3_moe"),
+    "olmoe": lambda: hf.small("olmoe"),
+    "gpt_oss yarn": lambda: hf.small("gpt_oss", rope_parameters={**hf.YARN, "truncate": False}),
     "mistral": lambda: hf.small("mistral"),
     "qwen2": lambda: hf.small("qwen2"),
     "qwen2 layer types": lambda: hf.small("qwen2", layer_types=["sliding_attention", "full_attention"] * 2,
@@ -164,7 +175,8 @@ def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) ->
     ("qwen3", {}), ("qwen3", {"num_key_value_heads": 1}), ("qwen3", {"head_dim": 8, "num_key_value_heads": 4}),
     ("olmo2", {"num_key_value_heads": 1}), ("smollm3", {}), ("gptj", {}), ("falcon", {}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("gemma2", {"query_pre_attn_scalar": 24}),
-    ("gemma3_text", {"rope_parameters": hf.GEMMA_ROPE}),
+    ("gemma3_text", {"rope_parameters": hf.GEMMA_ROPE}), ("mixtral", {}), ("qwen2_moe", {}), ("qwen3_moe", {}),
+    ("olmoe", {}), ("deepseek_v3", {}), ("gpt_oss", {}),
 ])
 def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """In double, where neither rounds to float32, nothing is left of the difference, however sharp scores are.
@@ -187,7 +199,8 @@ def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_
         theirs = reference(tokens).logits
         torch.nn.functional.cross_entropy(theirs.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     assert hf.relative(ours, theirs.detach()) <= 1e-12
-    exact = hf.in_our_names(folder.model, family, {n: p.grad for n, p in reference.named_parameters()})
+    theirs = hf.in_files(reference, {n: p.grad for n, p in reference.named_parameters()})
+    exact = hf.in_our_names(folder.model, family, theirs)
     found = {r.name: r.local_view(p.grad) for r, p in recorded_parameters(stage) if p.grad is not None}
     assert gradient_deviation(exact, found, folder.model)[0][0] <= 1e-12
 
@@ -213,11 +226,21 @@ def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_
         ("granite", {"residual_multiplier": 0.3}),
         ("granite", {"attention_scale": 0.0}),
         ("granite", {"logits_divisor": 1.3}),
-        ("deepseek_v3 yarn, no query latent", {"attention_scale": 0.0}),
+        ("deepseek_v3 dense, yarn, no query latent", {"attention_scale": 0.0}),
+        ("gpt_oss yarn", {"activation": "swiglu"}),
+        ("deepseek_v3", {"moe.groups": 1}),
+        ("deepseek_v3", {"moe.group_score": "max"}),
+        ("deepseek_v3", {"moe.scale": 2.4}),
+        ("deepseek_v2", {"moe.top_groups": 3}),
+        ("qwen3_moe", {"moe.normalize": False}),
+        ("mixtral", {"moe.top_k": 2}),
     ],
 )
 def test_a_wrong_option_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:
     """The bound can fail: each option, changed alone, exceeds it."""
     reference = hf.reference(CASES[case]())
     folder = HFFolder(hf.saved(reference, tmp_path))
-    assert deviation(stage_of(folder, replace(folder.model, **change)), reference) > 10 * BOUND
+    of_experts = {name.removeprefix("moe."): value for name, value in change.items() if name.startswith("moe.")}
+    model = replace(folder.model, moe=replace(folder.model.moe, **of_experts))
+    changed = replace(model, **{name: value for name, value in change.items() if not name.startswith("moe.")})
+    assert deviation(stage_of(folder, changed), reference) > 10 * BOUND
