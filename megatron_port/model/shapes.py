@@ -6,7 +6,8 @@ from megatron_port.config.schema import ModelConfig
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import ParameterSpec
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.record import InitSpec, ParameterRecord, Shard, make_record
+from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord, Shard, make_record
 
 
 def model_records(model: ModelConfig) -> dict[str, ParameterRecord]:
@@ -15,11 +16,11 @@ def model_records(model: ModelConfig) -> dict[str, ParameterRecord]:
 
 
 def _record(spec: ParameterSpec) -> ParameterRecord:
-    axis = "ep" if spec.split is not None and spec.split.experts else "tp"
-    shards = () if spec.split is None else (Shard(spec.split.dim, (axis,)),)
+    experts = spec.split is not None and spec.split.experts
+    shards = () if spec.split is None else (Shard(spec.split.dim, ("ep" if experts else "tp",)),)
     return make_record(
         spec.name, spec.shape, ParallelContext.single(), init=InitSpec(spec.init, spec.std), decay=spec.decay,
-        shards=shards,
+        shards=shards, partial_over=SEQUENCE if experts else REPLICAS,
     )
 
 

@@ -83,7 +83,9 @@ def differing(spec: ParameterSpec, records: list[ParameterRecord], tp: int, sp: 
     facts = {
         "elements": held == spec.local_numel(tp, padded), "shared elements": shared == spec.shared_numel(tp),
         "shape": {r.shape for r in records} == {spec.shape}, "decay": {r.decay for r in records} == {spec.decay},
-        "partial": {"tp" in r.partial_over for r in records} == {spec.split is None and spec.is_partial(tp, sp)},
+        "partial": {"tp" in r.partial_over for r in records} == {
+            spec.is_partial(tp, sp) and (spec.split is None or spec.split.experts)
+        },
         "init": {(r.init.kind, r.init.std) for r in records} == {(spec.init, spec.std)},
     }
     return [fact for fact, same in facts.items() if not same]
