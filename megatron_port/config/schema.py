@@ -255,7 +255,8 @@ class CheckpointConfig:
     `checkpoint.resume` takes such a URL. What cannot be copied costs a line, not the run."""
     initial_weights: str = ""
     """Where a run that has nothing to resume takes its weights from (fine-tuning): a Hugging Face folder
-    (safetensors), a run folder, or a checkpoint. Weights only; moments and counters start fresh."""
+    (safetensors), a run folder, or a checkpoint. Weights only; moments and counters start fresh. Of a dense model where
+    the run's has experts: each begins as a copy of its layer's MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,7 +225,8 @@ GENERATE = {
     "llama": lambda **c: hf.llama(256, **c), "qwen2": lambda **c: hf.small("qwen2", 256, sliding_window=20, **c),
     **{family: partial(hf.small, family, 256) for family in ("gemma3_text", "gptj")},
 }
-MORE = {family: partial(hf.small, family, 256) for family in ("gemma2", "smollm3", "olmo2", "falcon")}
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+MORE = {family: partial(hf.small, family, 256) for family in ("gemma2", "smollm3", "olmo2", "falcon", *EXPERTS)}
 """Families whose keys and values are kept as those of the others: only with SLOW=1."""
 QUICK = ("gpt2", "llama", "gemma3_text")
 """Learned positions; rope; windows, norms of heads and two rope bases: the others run with SLOW=1."""
