@@ -102,6 +102,10 @@ class RoutesConfig:
     """none | log (write the experts of each token of each layer and step to the run's folder)"""
     replay: str = ""
     """Folder of logged routes that the router follows, whatever its logits say; empty: none."""
+    starved_share: Fraction = 0.1
+    """An expert starves that gets less than this share of the mean load of its layer's experts."""
+    starved_steps: CountOrZero = 100
+    """Steps in a row after which a starving expert is named in a warning; 0: never."""
 
 
 def moe_problems(config: RunConfig) -> list[str]:

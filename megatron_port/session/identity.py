@@ -26,7 +26,8 @@ from megatron_port.runtime.atomic import write_bytes
 from megatron_port.runtime.lease import Fence
 from megatron_port.telemetry.run_data import IDENTITY, PREVIOUS
 
-RECORDS = ("metrics.jsonl", "events.jsonl", "ranks.jsonl", "outcome.json", "environment.json", "config.toml", IDENTITY)
+RECORDS = ("metrics.jsonl", "experts.jsonl", "events.jsonl", "ranks.jsonl", "outcome.json", "environment.json",
+           "config.toml", IDENTITY)
 """What a run leaves beside its checkpoints and is put aside when another begins in its folder."""
 
 

@@ -59,6 +59,9 @@ def cells(record: Record) -> dict[str, str]:
         out["HFU"] = f"{100 * known['hfu']:.1f} %"
     if "memory_bytes" in known:
         out["memory"] = f"{quantity(int(known['memory_bytes']))}B"
+    if "expert_load_max" in known and "expert_load_min" in known:
+        lost = f", {100 * known['dropped_share']:.1f} % dropped" if known.get("dropped_share") else ""
+        out["expert load"] = f"{known['expert_load_min']:.2f} to {known['expert_load_max']:.2f}{lost}"
     return out
 
 

@@ -45,6 +45,13 @@ FIELDS: Mapping[str, type] = {
     "hfu": float,
     "memory_bytes": int,
     "fragmentation_bytes": int,
+    "expert_load_max": float,
+    "expert_load_min": float,
+    "experts_low": int,
+    "dropped_share": float,
+    "router_margin": float,
+    "balance_loss": float,
+    "z_loss": float,
     "validation_loss": float,
     "time": float,
 }

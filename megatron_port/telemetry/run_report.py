@@ -13,6 +13,7 @@ from megatron_port.charts.lines import Series as Curve
 from megatron_port.charts.numbers import number, quantity
 from megatron_port.charts.page import Cell, card, columns, fold, page, table
 from megatron_port.telemetry.console import duration
+from megatron_port.telemetry.expert_report import expert_part, read_history
 from megatron_port.telemetry.run_data import RunData, Series
 
 MOST_EVENT_ROWS = 200
@@ -74,8 +75,11 @@ def render(runs: Sequence[RunData], *, comparisons: Mapping[str, Sequence[Compar
     ``comparisons``: predicted and measured numbers by run name; a run without any has no such section.
     """
     runs = _named_apart(runs)
+    experts = "".join(expert_part(run, read_history(run)) for run in runs)  # before the note on lines left out
     title = " against ".join(r.name for r in runs) if len(runs) < 4 else f"{len(runs)} runs"
     parts = [_head(title, runs), _tiles(runs[0]) if len(runs) == 1 else "", "<h2>Training</h2>", _charts(runs)]
+    if experts:
+        parts += ["<h2>Experts</h2>", experts]
     spread = [_spread(run) for run in runs if run.spread]
     if spread:
         parts += ["<h2>Ranks</h2>", columns(spread)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from megatron_port.config.schema import RunConfig
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.telemetry.console import make_console
+from megatron_port.telemetry.expert_file import ExpertSink
+from megatron_port.telemetry.expert_load import LayerCounts
 from megatron_port.telemetry.metrics import FILE_NAME, MetricsWriter, Record, encode
 from megatron_port.telemetry.trackers import TensorBoardSink, tracker
 
@@ -93,6 +95,8 @@ class Telemetry:
     ) -> None:
         self._warn = warn
         self._sinks: list[Sink] = []
+        self._experts: ExpertSink | None = None
+        self._top_k = config.model.moe.top_k
         if not is_rank_zero:
             return
         chosen = config.telemetry
@@ -103,17 +107,23 @@ class Telemetry:
         ))
         if chosen.tensorboard:
             self._add("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", resumed_step))
+        if config.model.moe.enabled:
+            self._add("experts.jsonl", lambda: self._expert_sink(run_dir, config, resumed_step, guard))
         for kind, mode in (("wandb", chosen.wandb), ("mlflow", chosen.mlflow)):
             if mode != "off":
                 self._sinks.append(tracker(kind, run_dir, config, mode=mode, resumed_step=resumed_step, warn=warn))
 
-    def step(self, record: Record) -> None:
-        """Report a training step. ``record``: fields of docs/metrics.md; ``time`` is filled in.
+    def step(self, record: Record, tallies: Mapping[str, Any] | None = None) -> None:
+        """Report a training step. ``record``: fields of docs/metrics.md; ``time`` is filled in, and what is known of
+        experts is taken from the step's ``tallies``.
 
         Raises:
             ValueError: not a record (a programming mistake).
         """
-        self._report(record)
+        counts = LayerCounts.of(tallies, self._top_k) if tallies and self._sinks else None
+        if self._experts is not None:
+            self._experts.counts = counts
+        self._report(record if counts is None else {**record, **counts.summary()})
 
     def evaluation(self, *, step: int, validation_loss: float, seconds: float | None = None) -> None:
         """Report an evaluation after ``step`` steps: mean loss in nats per token, and the seconds it took."""
@@ -132,6 +142,10 @@ class Telemetry:
         encode(full)
         for sink in list(self._sinks):
             self._guard(sink, partial(sink.write, full))
+
+    def _expert_sink(self, run_dir: Path, config: RunConfig, resumed_step: int, guard: Callable[[], None]) -> Sink:
+        self._experts = ExpertSink(run_dir, config, resumed_step, self._warn, guard)
+        return self._experts
 
     def _add(self, name: str, make: Callable[[], Sink]) -> None:
         try:

@@ -36,6 +36,13 @@ TAGS = {
     "hfu": "speed/hfu",
     "memory_bytes": "memory/bytes",
     "fragmentation_bytes": "memory/fragmentation_bytes",
+    "expert_load_max": "experts/load_max",
+    "expert_load_min": "experts/load_min",
+    "experts_low": "experts/low",
+    "dropped_share": "experts/dropped_share",
+    "router_margin": "experts/router_margin",
+    "balance_loss": "experts/balance_loss",
+    "z_loss": "experts/z_loss",
 }
 MLFLOW_BATCH = 100
 """Steps that are sent to MLflow in one call: its file store opens a file for each number."""
