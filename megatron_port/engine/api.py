@@ -16,6 +16,7 @@ import torch
 
 from megatron_port.data.batch import MicroBatch
 from megatron_port.optim.state_check import Damage, StateCheck
+from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
 
@@ -77,6 +78,8 @@ class Engine(Protocol):
 
     state_check: StateCheck
     """Hashes that :meth:`state_damage` compares."""
+    stream: DropoutStream
+    """Random streams, and the context of the micro-batch in flight."""
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,

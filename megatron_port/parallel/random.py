@@ -26,7 +26,7 @@ from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.positions import Positions
-from megatron_port.parallel.step import AuxiliarySums, SampleKey, StepContext, Tallies, pack_documents
+from megatron_port.parallel.step import AuxiliarySums, RouteKeeper, SampleKey, StepContext, Tallies, pack_documents
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -74,6 +74,8 @@ class DropoutStream:
         self._no_keys = torch.empty(0, dtype=torch.int64, device=device)
         self.current: StepContext | None = None
         """None before the first micro-batch, and in inference, which has no engine."""
+        self.routes: RouteKeeper | None = None
+        """Of the layers of experts, while training."""
 
     def set_micro_batch(
         self, step: int, sample_ids: Sequence[int], *, loss_factor: float | torch.Tensor = 1.0,
@@ -89,7 +91,7 @@ class DropoutStream:
         samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         self.current = StepContext(
             samples, loss_factor=loss_factor, global_tokens=global_tokens, auxiliary=auxiliary, tallies=tallies,
-            sample_factor=sample_factor,
+            sample_factor=sample_factor, routes=self.routes if self.enabled else None,
             document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
             packed_documents=None if document_starts is None else cache(
                 partial(pack_documents, document_starts, self.device)

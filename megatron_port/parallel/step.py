@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,16 @@ class SampleKey:
             return self.filled
         keys = torch.tensor(sample_keys(self.seed, self.step, self.sample_ids), dtype=torch.int64)
         return to_device_async(keys, self.device)
+
+
+class RouteKeeper(Protocol):
+    """Takes the routes of tokens to experts, or fixes them (``train.routes``)."""
+
+    def fixed(self, layer: int, context: StepContext) -> torch.Tensor | None:
+        """Return the choice that a layer must make, int64 [tokens, k], ascending; None: the router chooses."""
+
+    def note(self, layer: int, context: StepContext, experts: torch.Tensor) -> None:
+        """Keep the choice that a layer made; of a recomputed pass nothing is kept."""
 
 
 class AuxiliarySums:
@@ -152,6 +163,8 @@ class StepContext:
     """As ``loss_factor``, of a mean over the samples of the step."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
     """What the recomputed pass is to find as it was, by the name of its place (:meth:`keep`)."""
+    routes: RouteKeeper | None = None
+    """None: the router chooses, and nobody keeps what."""
 
     @property
     def sample_ids(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from megatron_port.runtime.lease import Fence
 from megatron_port.telemetry.run_data import IDENTITY, PREVIOUS
 
 RECORDS = ("metrics.jsonl", "experts.jsonl", "events.jsonl", "ranks.jsonl", "outcome.json", "environment.json",
-           "config.toml", IDENTITY)
+           "config.toml", "routes", IDENTITY)
 """What a run leaves beside its checkpoints and is put aside when another begins in its folder."""
 
 

@@ -44,6 +44,7 @@ from megatron_port.session.session import Session
 from megatron_port.session.weights import base_identity, carry_companions, load_initial
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.activations import ActivationPlanner
+from megatron_port.train.routes import RunRoutes
 from megatron_port.train.saving import Saving
 from megatron_port.train.state import Position, find_checkpoints, load_first_whole
 
@@ -113,6 +114,7 @@ class Trainer:
         self._damage: Damage | None = None
         check_replay_settings(self.config, session)
         self.loaders = self._load_data()
+        self.routes = RunRoutes(session, self.loaders.data_fingerprint)
         started = time.perf_counter()
         checkpoints = find_checkpoints(session)
         fresh, initial = not checkpoints, self.config.checkpoint.initial_weights
@@ -132,6 +134,7 @@ class Trainer:
         self._announce(time.perf_counter() - started, loaded)
         self.activations = ActivationPlanner(session, self.engine)
         self.activations.begin(self.progress.step)
+        self.routes.attach(self.engine, self.progress.step)
 
     def _resume(self, loaded: Checkpoint) -> None:
         """Take the counters of a checkpoint that the engine has loaded; print lines on what differs."""
@@ -239,6 +242,7 @@ class Trainer:
             raise
         finally:
             telemetry.close()
+            self.routes.close()
         if unfinished:
             self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
         else:
@@ -308,6 +312,7 @@ class Trainer:
         """Save a state that has just been checked: a damaged one must not become the newest checkpoint."""
         self._damage = self.engine.state_damage(now=True)
         self._stop_if_damaged()
+        self.routes.flush()
         (saving.final if final else saving.save)(self._position())
 
     def _step(self, telemetry: Telemetry) -> Anomaly | None:
@@ -325,7 +330,9 @@ class Trainer:
         progress.begin_step(p.step)
         progress.at(DATA, "samples from", position)
         micro_batches = self.loaders.train.step(position, size)
+        self.routes.begin_step(p.step, micro_batches)
         result = self.engine.train_step(micro_batches, step=p.step, lr=lr, limits=limits)
+        self.routes.end_step()
         progress.end_step()
         seconds = time.perf_counter() - started
         p.step += 1
@@ -373,6 +380,7 @@ class Trainer:
         loaded = load_first_whole(self.engine, found, session)
         self._take_counters(loaded, medians_only=True)
         loaded.close()
+        self.routes.attach(self.engine, p.step)
         left = ""
         if anomaly.verdict == REPRODUCIBLE:
             self.numerics.leave_out(anomaly.first, anomaly.count)

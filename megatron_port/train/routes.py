@@ -1,0 +1,189 @@
+"""The routes of a run's tokens: written while it trains (``moe.routes``), or taken from another run (``moe.replay``).
+
+A rank computes the routes of its share of the tokens in the layers of its stage; it writes those, and reads those,
+whatever layout wrote them. docs/moe.md says what a replay fixes and what not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_port.config.schema import RunConfig
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.api import Engine
+from megatron_port.errors import ConfigError
+from megatron_port.parallel.positions import sequence_partition
+from megatron_port.parallel.step import StepContext
+from megatron_port.parallel.to_device import to_device_async
+from megatron_port.runtime.agreement import agreed
+from megatron_port.session.folders import run_folder
+from megatron_port.session.session import Session
+from megatron_port.telemetry.route_file import (
+    FOLDER,
+    Experts,
+    RankRoutes,
+    RouteFolder,
+    RouteIdentity,
+    Share,
+    remove_steps_after,
+    write_identity,
+)
+from megatron_port.telemetry.route_writer import RouteWriter
+
+_LAYER = re.compile(r"layers\.(\d+)\.mlp\.router\.weight")
+_TENSORS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Bytes of a number on disk → signed or not, a type with the same bits."""
+
+
+def identity_of(config: RunConfig, corpora: Sequence[dict[str, Any]]) -> RouteIdentity:
+    """Return what routes of this run belong to. ``corpora``: its data's fingerprint."""
+    moe = config.model.moe
+    return RouteIdentity(
+        num_experts=moe.num_experts, top_k=moe.top_k, seq_length=config.model.seq_length, seed=config.seed,
+        layers=tuple(n for n in range(config.model.num_layers) if moe.has_experts(n)),
+        corpora=tuple((str(c.get("bin_xxh3") or c["prefix"]), int(c["tokens"])) for c in corpora),
+    )
+
+
+class RunRoutes:
+    """Routes of one rank: a :class:`megatron_port.parallel.step.RouteKeeper` for the steps of a run.
+
+    Raises:
+        ConfigError: ``moe.replay`` is no folder of routes, or of another model or other data; alike on all ranks.
+    """
+
+    def __init__(self, session: Session, corpora: Sequence[dict[str, Any]]) -> None:
+        self.session, config = session, session.config
+        self.identity = identity_of(config, corpora)
+        self.folder = run_folder(config) / FOLDER
+        self._logs, self._replay = config.moe.routes == "log", None
+        if config.moe.replay:
+            self._replay = agreed(lambda: self._open(Path(config.moe.replay), config.training.steps))
+        self._writer: RouteWriter | None = None
+        self._step = -1
+        self._samples: tuple[int, ...] = ()
+        self._places: dict[int, int] = {}
+        self._fixed: Experts | None = None
+        self._log: torch.Tensor | None = None
+        self._noted = self._batches = 0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether routes are written or replayed."""
+        return self._logs or self._replay is not None
+
+    def _open(self, path: Path, steps: int) -> RouteFolder:
+        if self._logs and path.resolve() == self.folder.resolve():
+            raise ConfigError(
+                f'moe.replay {path} with moe.routes = "log" is the folder that this run writes to; use another name or '
+                "output_dir, or switch one of the two off"
+            )
+        folder = RouteFolder(path)
+        folder.check(self.identity, steps, steps)
+        return folder
+
+    def attach(self, engine: Engine, step: int) -> None:
+        """Begin at a run's start, or after a rewind, with ``step`` steps done. Collective."""
+        if not self.enabled:
+            return
+        config, ctx = self.session.config, self.session.ctx
+        agreed(self.close)  # on all ranks, before rank 0 removes what came later
+        layers = {int(m[1]) for record, _ in engine.named_parameters() if (m := _LAYER.fullmatch(record.name))}
+        rows = sequence_partition(ctx.mesh, ctx.rank, sequence_parallel=True).residual(config.model.seq_length)
+        self.share = Share(tuple(sorted(layers)), tuple((run.start, run.length) for run in rows.runs))
+        if self._replay is not None:
+            replay = self._replay
+            agreed(lambda: replay.check(self.identity, step + 1, config.training.steps))
+        if self._logs:
+            agreed(lambda: self._begin_folder(step) if self.session.is_rank_zero else None)
+            if layers:
+                self._writer = RouteWriter(
+                    self.folder, ctx.rank, self.share, guard=self.session.fence.check, warn=self.session.logger.log_any
+                )
+        engine.stream.routes = self
+
+    def _begin_folder(self, step: int) -> None:
+        self.session.fence.check()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_steps_after(self.folder, step)
+        write_identity(self.folder, self.identity)
+
+    def begin_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Make ready for a step (counted from 0). Raises DataError: its routes are not in the replayed folder."""
+        if not self.enabled:
+            return
+        self._step, self._samples = step, tuple(i for batch in micro_batches for i in batch.sample_ids)
+        self._places = {sample: i for i, sample in enumerate(self._samples)}
+        if self._replay is not None:
+            self._fixed = self._replay.read(step + 1, self._samples, self.share)
+        if self._writer is not None:
+            shape = (len(self.share.layers), len(self._samples), self.share.rows, self.identity.top_k)
+            self._log = torch.empty(
+                shape, dtype=_TENSORS[self.identity.dtype.itemsize], pin_memory=self.session.device.is_gpu
+            )
+            self._noted, self._batches = 0, len(micro_batches)
+
+    def end_step(self) -> None:
+        """Give the step's routes to the writer. What is computed after it (replays of the step) is not written."""
+        log, self._log = self._log, None
+        if log is None or self._writer is None:
+            return
+        if self._noted != self._batches * len(self.share.layers):
+            raise RuntimeError(f"{self._noted} routes were noted of {self._batches} micro-batches in "
+                               f"{len(self.share.layers)} layers")
+        event = None
+        if self.session.device.is_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        self._writer.put(partial(_routes, self._step + 1, self._samples, log, event, self.identity.dtype))
+
+    def flush(self) -> None:
+        """Wait until the routes of all steps so far are on disk: before a save."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left; a second call does nothing."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def fixed(self, layer: int, context: StepContext) -> torch.Tensor | None:
+        """Return the replayed choice, int64 [tokens, k] on the device; None: the router chooses. Raises DataError."""
+        if self._replay is None or context.samples.step != self._step:
+            return None
+        at = self.share.layers.index(layer)
+        if self._fixed is not None and all(i in self._places for i in context.sample_ids):
+            chosen = self._fixed[at, [self._places[i] for i in context.sample_ids]]
+        else:  # another replica's samples, in a check of devices
+            chosen = self._replay.read(self._step + 1, context.sample_ids, self.share)[at]
+        by_token = chosen.transpose(1, 0, 2).reshape(-1, self.identity.top_k).astype(np.int64)
+        return to_device_async(torch.from_numpy(by_token), context.samples.device)
+
+    def note(self, layer: int, context: StepContext, experts: torch.Tensor) -> None:
+        """Keep the choice of a micro-batch, [tokens, k], token (row i, sample j) at i x batch + j."""
+        if self._log is None or context.recomputing or context.samples.step != self._step:
+            return
+        first, batch = self._places[context.sample_ids[0]], len(context.sample_ids)
+        if context.sample_ids != self._samples[first:first + batch]:
+            raise RuntimeError(f"samples {context.sample_ids} are not neighbours in the step's {self._samples}")
+        by_sample = experts.view(-1, batch, self.identity.top_k).transpose(0, 1).to(self._log.dtype)
+        place = self._log[self.share.layers.index(layer), first:first + batch]
+        place.copy_(by_sample.contiguous(), non_blocking=True)
+        self._noted += 1
+
+
+def _routes(
+    step: int, samples: tuple[int, ...], log: torch.Tensor, event: torch.cuda.Event | None, dtype: np.dtype[Any]
+) -> RankRoutes:
+    """Return a step's routes once the device has delivered them."""
+    if event is not None:
+        event.synchronize()
+    return RankRoutes(step, samples, log.numpy().view(dtype))
