@@ -72,6 +72,11 @@ class MoEConfig:
         """Whether any layer has experts."""
         return self.num_experts > 0
 
+    @property
+    def drops(self) -> bool:
+        """Whether a token may lose an expert that it chose."""
+        return self.capacity_factor > 0 or self.second_expert == "random"
+
     def has_experts(self, layer: int) -> bool:
         """Return whether layer ``layer`` (from 0) has experts."""
         return self.enabled and layer >= self.first_dense and (layer - self.first_dense + 1) % self.every == 0

@@ -49,11 +49,12 @@ class SampleKey:
 class RouteKeeper(Protocol):
     """Takes the routes of tokens to experts, or fixes them (``train.routes``)."""
 
-    def fixed(self, layer: int, context: StepContext) -> torch.Tensor | None:
-        """Return the choice that a layer must make, int64 [tokens, k], ascending; None: the router chooses."""
+    def fixed(self, layer: int, context: StepContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the choice that a layer must make: experts int64 [tokens, k], ascending, and which of them the token
+        is not dropped by, bool. None: the router chooses."""
 
-    def note(self, layer: int, context: StepContext, experts: torch.Tensor) -> None:
-        """Keep the choice that a layer made; of a recomputed pass nothing is kept."""
+    def note(self, layer: int, context: StepContext, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Keep the choice that a layer made (``kept`` None: nothing is dropped); of a recomputed pass nothing."""
 
 
 class AuxiliarySums:

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_port.config.schema import RunConfig
 from megatron_port.runtime.atomic import atomic_file
 from megatron_port.runtime.lease import LeaseLost
-from megatron_port.telemetry.expert_load import LOSSES, LayerCounts, StarvingExperts, Sums
+from megatron_port.telemetry.expert_load import MEANS, LayerCounts, StarvingExperts, Sums
 from megatron_port.telemetry.metrics import Record
 
 FILE_NAME = "experts.jsonl"
@@ -35,9 +35,7 @@ def is_row_due(step: int, log_interval: int) -> bool:
 def row_of(step: int, steps: int, counts: LayerCounts) -> str:
     """Return a line of experts.jsonl, without its newline: the sums over the last ``steps`` steps."""
     means: dict[str, list[Any]] = {"dropped": [int(n) for n in counts.sums.get("dropped", ())]}
-    for name in ("router_margin", *LOSSES):
-        if name in counts.sums:
-            means[name] = _rounded(counts.sums[name] / (steps if name in LOSSES else counts.routed))
+    means |= {name: _rounded(counts.mean(name)) for name in MEANS if name in counts.sums}
     return json.dumps({
         "step": step, "steps": steps, "top_k": counts.top_k, "layers": list(counts.layers),
         "tokens": counts.tokens.tolist(), **{name: values for name, values in means.items() if values},
@@ -133,7 +131,7 @@ def _truncate(path: Path, resumed_step: int, guard: Callable[[], None]) -> None:
 def read_rows(path: Path, on_bad: Callable[[], None] = lambda: None) -> Iterator[tuple[int, int, LayerCounts]]:
     """Return (step, steps, sums over them) of each row; ``on_bad`` is called for lines that no run writes.
 
-    Losses are means over the steps, and margins over the tokens, times their number again. Raises OSError.
+    Means are sums again, as near as six digits tell. Raises OSError.
     """
     shape: tuple[int, ...] = ()
     with open(path, encoding="utf-8", errors="replace") as stream:
@@ -166,7 +164,7 @@ def _decoded(raw: Mapping[str, Any]) -> dict[str, Any]:
     if counts.ndim != 2 or len(layers) != len(counts) or not (counts.sum(axis=1) > 0).all() or not steps or not k:
         raise ValueError("not a row")
     found = LayerCounts(layers, counts, {}, k)
-    factors: dict[str, Any] = {"dropped": 1, "router_margin": found.routed, **dict.fromkeys(LOSSES, steps)}
+    factors: dict[str, Any] = {"dropped": 1, **dict.fromkeys(MEANS, found.routed)}
     sums = {name: _column(raw[name], len(layers)) * by for name, by in factors.items() if name in raw}
     return {"step": step, "steps": steps, "counts": LayerCounts(layers, counts, sums, k)}
 

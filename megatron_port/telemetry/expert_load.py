@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_port.config.model import ModelConfig
 from megatron_port.config.moe import RoutesConfig
 
 LOW = 0.1
 """Share of the mean load below which ``experts_low`` counts an expert."""
-LOSSES = ("balance_loss", "z_loss")
+MEANS = {"margin": "router_margin", "balance_loss": "balance_loss", "z_loss": "z_loss"}
+"""Tally → field of metrics.jsonl: its mean over tokens."""
 Counts = NDArray[np.int64]
 Sums = NDArray[np.float64]
 
@@ -31,19 +33,22 @@ class LayerCounts:
     tokens: Counts
     """[layers, experts]: choices of each expert."""
     sums: Mapping[str, Sums]
-    """[layers] each: ``dropped`` choices, ``router_margin`` (summed over tokens) and the losses, as far as known."""
+    """[layers] each: ``dropped`` choices, and what has a mean, summed over tokens, as far as the model has it."""
     top_k: int
 
     @classmethod
-    def of(cls, tallies: Mapping[str, Any], top_k: int) -> LayerCounts | None:
-        """Return a step's counts from :attr:`StepResult.tallies`; None: no layer has experts."""
+    def of(cls, tallies: Mapping[str, Any], model: ModelConfig) -> LayerCounts | None:
+        """Return a step's counts from :attr:`StepResult.tallies` (``model.router``); None: no layer has experts."""
         if "expert_tokens" not in tallies:
             return None
-        every = np.asarray(tallies["expert_tokens"], dtype=np.int64)
+        every, moe = np.asarray(tallies["expert_tokens"], dtype=np.int64), model.moe
         layers = np.flatnonzero(every.sum(axis=1))
-        sums = {name: np.asarray(value, dtype=np.float64)[layers]
-                for name, value in tallies.items() if name in ("dropped", "router_margin", *LOSSES)}
-        return cls(tuple(layers.tolist()), every[layers], sums, top_k) if len(layers) else None
+        known = {"dropped": moe.drops, "margin": True, "balance_loss": moe.balance_loss != "none",
+                 "z_loss": moe.z_weight > 0}
+        sums = {name: np.asarray(tallies[name], dtype=np.float64)[layers] for name, there in known.items() if there}
+        if "balance_loss" in sums:
+            sums["balance_loss"] *= model.seq_length  # it is a sum over samples
+        return cls(tuple(layers.tolist()), every[layers], sums, moe.top_k) if len(layers) else None
 
     def plus(self, other: LayerCounts) -> LayerCounts:
         """Return the sums over both. ValueError: they are of different layers."""
@@ -64,6 +69,11 @@ class LayerCounts:
         routed: Counts = self.tokens.sum(axis=1) // self.top_k
         return routed
 
+    def mean(self, name: str) -> Sums:
+        """[layers]: the mean over tokens of a sum."""
+        mean: Sums = self.sums[name] / self.routed
+        return mean
+
     def summary(self) -> dict[str, float | int]:
         """Return the fields of metrics.jsonl."""
         load = self.load
@@ -73,9 +83,7 @@ class LayerCounts:
         }
         if "dropped" in self.sums:
             out["dropped_share"] = float(self.sums["dropped"].sum() / self.tokens.sum())
-        if "router_margin" in self.sums:
-            out["router_margin"] = float((self.sums["router_margin"] / self.routed).mean())
-        return out | {name: float(self.sums[name].mean()) for name in LOSSES if name in self.sums}
+        return out | {field: float(self.mean(name).mean()) for name, field in MEANS.items() if name in self.sums}
 
 
 class StarvingExperts:

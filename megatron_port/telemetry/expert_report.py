@@ -131,6 +131,6 @@ def _table(run: RunData, window: tuple[int, int, LayerCounts]) -> str:
         cells = [str(most), f"{load[i, most]:.3g}", str(least), f"{load[i, least]:.3g}", str(int(low[i]))]
         sums = counts.sums
         cells.append(f"{100 * sums['dropped'][i] / counts.tokens[i].sum():.2f} %" if "dropped" in sums else "")
-        cells.append(f"{sums['router_margin'][i] / counts.routed[i]:.3g}" if "router_margin" in sums else "")
+        cells.append(f"{counts.mean('margin')[i]:.3g}" if "margin" in sums else "")
         rows.append([f"layer {layer}", *((cell, "n") for cell in cells)])
     return card(f"{run.name}: load of experts in the last window", table(head, rows, bad=[bool(n) for n in low]))

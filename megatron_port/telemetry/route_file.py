@@ -43,13 +43,20 @@ class RouteIdentity:
     seq_length: int
     seed: int
     """Samples of a step follow from it."""
+    drops: bool = False
+    """Whether a token may lose an expert that it chose: that number on disk is higher by ``num_experts``."""
     corpora: tuple[tuple[str, int], ...] = ()
     """(hash or name, tokens) of each training corpus."""
 
     @property
+    def numbers(self) -> int:
+        """Numbers on disk are below this."""
+        return self.num_experts * (2 if self.drops else 1)
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the numbers of experts on disk."""
-        return _DTYPES["U8" if self.num_experts <= 1 << 8 else "U16" if self.num_experts <= 1 << 16 else "U32"]
+        return _DTYPES["U8" if self.numbers <= 1 << 8 else "U16" if self.numbers <= 1 << 16 else "U32"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class RankRoutes:
     samples: tuple[int, ...]
     """Their numbers, counted from the start of training."""
     experts: Experts
-    """[layers, samples, positions, k], ascending in k."""
+    """[layers, samples, positions, k]: as :class:`RouteIdentity` says."""
 
 
 @dataclass(frozen=True)
@@ -247,8 +254,8 @@ class RouteFolder:
             data: Experts = np.memmap(path, self.identity.dtype, "r", header.start + begin, shape)
             if step not in header.checked and zlib.crc32(data.data) != int(header.metadata[f"crc32.{step}"]):
                 raise ValueError(f"the checksum of step {step} differs")
-            if data.size and int(data.max()) >= self.identity.num_experts:
-                raise ValueError(f"expert {int(data.max())} of {self.identity.num_experts} in step {step}")
+            if data.size and int(data.max()) >= self.identity.numbers:
+                raise ValueError(f"number {int(data.max())} with {self.identity.num_experts} experts in step {step}")
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise _damaged(path, error) from error
         header.checked.add(step)

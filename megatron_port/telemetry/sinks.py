@@ -96,7 +96,7 @@ class Telemetry:
         self._warn = warn
         self._sinks: list[Sink] = []
         self._experts: ExpertSink | None = None
-        self._top_k = config.model.moe.top_k
+        self._model = config.model
         if not is_rank_zero:
             return
         chosen = config.telemetry
@@ -120,7 +120,7 @@ class Telemetry:
         Raises:
             ValueError: not a record (a programming mistake).
         """
-        counts = LayerCounts.of(tallies, self._top_k) if tallies and self._sinks else None
+        counts = LayerCounts.of(tallies, self._model) if tallies and self._sinks else None
         if self._experts is not None:
             self._experts.counts = counts
         self._report(record if counts is None else {**record, **counts.summary()})

@@ -47,7 +47,7 @@ def identity_of(config: RunConfig, corpora: Sequence[dict[str, Any]]) -> RouteId
     moe = config.model.moe
     return RouteIdentity(
         num_experts=moe.num_experts, top_k=moe.top_k, seq_length=config.model.seq_length, seed=config.seed,
-        layers=tuple(n for n in range(config.model.num_layers) if moe.has_experts(n)),
+        drops=moe.drops, layers=tuple(n for n in range(config.model.num_layers) if moe.has_experts(n)),
         corpora=tuple((str(c.get("bin_xxh3") or c["prefix"]), int(c["tokens"])) for c in corpora),
     )
 
@@ -155,8 +155,8 @@ class RunRoutes:
             self._writer.close()
             self._writer = None
 
-    def fixed(self, layer: int, context: StepContext) -> torch.Tensor | None:
-        """Return the replayed choice, int64 [tokens, k] on the device; None: the router chooses. Raises DataError."""
+    def fixed(self, layer: int, context: StepContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the replayed choice on the device, as :class:`RouteKeeper` says. Raises DataError."""
         if self._replay is None or context.samples.step != self._step:
             return None
         at = self.share.layers.index(layer)
@@ -165,16 +165,18 @@ class RunRoutes:
         else:  # another replica's samples, in a check of devices
             chosen = self._replay.read(self._step + 1, context.sample_ids, self.share)[at]
         by_token = chosen.transpose(1, 0, 2).reshape(-1, self.identity.top_k).astype(np.int64)
-        return to_device_async(torch.from_numpy(by_token), context.samples.device)
+        numbers = to_device_async(torch.from_numpy(by_token), context.samples.device)
+        return numbers % self.identity.num_experts, numbers < self.identity.num_experts
 
-    def note(self, layer: int, context: StepContext, experts: torch.Tensor) -> None:
+    def note(self, layer: int, context: StepContext, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
         """Keep the choice of a micro-batch, [tokens, k], token (row i, sample j) at i x batch + j."""
         if self._log is None or context.recomputing or context.samples.step != self._step:
             return
         first, batch = self._places[context.sample_ids[0]], len(context.sample_ids)
         if context.sample_ids != self._samples[first:first + batch]:
             raise RuntimeError(f"samples {context.sample_ids} are not neighbours in the step's {self._samples}")
-        by_sample = experts.view(-1, batch, self.identity.top_k).transpose(0, 1).to(self._log.dtype)
+        numbers = experts if kept is None else torch.where(kept, experts, experts + self.identity.num_experts)
+        by_sample = numbers.view(-1, batch, self.identity.top_k).transpose(0, 1).to(self._log.dtype)
         place = self._log[self.share.layers.index(layer), first:first + batch]
         place.copy_(by_sample.contiguous(), non_blocking=True)
         self._noted += 1

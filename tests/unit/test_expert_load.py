@@ -23,6 +23,9 @@ from megatron_port.telemetry.run_report import render
 from megatron_port.telemetry.sinks import Telemetry
 
 K, LAYERS, EXPERTS = 2, 3, 4
+MODEL = ModelConfig(seq_length=20, moe=MoEConfig(
+    num_experts=EXPERTS, top_k=K, capacity_factor=1.0, balance_loss="sequence", z_weight=0.1,
+))
 
 
 def tallies(step: int, *, starved: bool = False) -> dict[str, Any]:
@@ -33,18 +36,18 @@ def tallies(step: int, *, starved: bool = False) -> dict[str, Any]:
         tokens[layer] = rng.multinomial(200, [0.4, 0.3, 0.2, 0.1])
     if starved:
         tokens[2] = [120, 70, 8, 2]
-    return {"expert_tokens": tokens, "dropped": np.array([0, step, 2]), "router_margin": np.array([0.0, 7.0, 9.0]),
-            "balance_loss": np.array([0.0, 1.0, 3.0]), "z_loss": np.array([0.0, 0.5, 0.25])}
+    return {"expert_tokens": tokens, "dropped": np.array([0, step, 2]), "margin": np.array([0.0, 7.0, 9.0]),
+            "balance_loss": np.array([0.0, 5.0, 15.0]), "z_loss": np.array([0.0, 50.0, 25.0])}
 
 
 def counts(step: int, *, starved: bool = False) -> LayerCounts:
-    found = LayerCounts.of(tallies(step, starved=starved), K)
+    found = LayerCounts.of(tallies(step, starved=starved), MODEL)
     assert found is not None
     return found
 
 
 def test_numbers_by_their_definitions() -> None:
-    assert LayerCounts.of({}, K) is None and LayerCounts.of({"expert_tokens": np.zeros((2, 4), dtype=int)}, K) is None
+    assert LayerCounts.of({}, MODEL) is None
     made = counts(5, starved=True)
     assert made.layers == (1, 2)  # layer 0 is dense
     mean = 200 / EXPERTS
@@ -52,6 +55,8 @@ def test_numbers_by_their_definitions() -> None:
         "expert_load_max": 120 / mean, "expert_load_min": 2 / mean, "experts_low": 1, "dropped_share": (5 + 2) / 400,
         "router_margin": pytest.approx((7 / 100 + 9 / 100) / 2), "balance_loss": 2.0, "z_loss": 0.375,
     }
+    plain = LayerCounts.of(tallies(5), ModelConfig(moe=MoEConfig(num_experts=EXPERTS, top_k=K)))
+    assert plain is not None and not {"dropped_share", "balance_loss", "z_loss"} & set(plain.summary())
 
 
 def test_counts_of_a_run_killed_and_resumed(tmp_path: Path) -> None:
@@ -76,7 +81,7 @@ def test_counts_of_a_run_killed_and_resumed(tmp_path: Path) -> None:
         total = total.plus(more)
     want = np.sum([tallies(s)["expert_tokens"][1:] for s in range(1, 44)], axis=0)
     assert (total.tokens == want).all() and total.sums["dropped"].tolist() == [43 * 44 / 2, 2 * 43]
-    assert np.allclose(total.sums["router_margin"], [7 * 43, 9 * 43])
+    assert np.allclose(total.sums["margin"], [7 * 43, 9 * 43])
     with pytest.raises(LeaseLost):
         ExpertFile(whole, 5, 20, lambda: (_ for _ in ()).throw(LeaseLost("taken")))
     assert len(list(read_rows(whole))) == 9  # nothing was removed
@@ -114,7 +119,7 @@ def test_a_run_shows_its_experts(tmp_path: Path) -> None:
     out = io.StringIO()
     warnings: list[str] = []
     config = RunConfig(
-        model=ModelConfig(moe=MoEConfig(num_experts=EXPERTS, top_k=K)), moe=RoutesConfig(starved_steps=4),
+        model=MODEL, moe=RoutesConfig(starved_steps=4),
         training=TrainingConfig(steps=20, log_interval=2),
     )
     telemetry = Telemetry(tmp_path, config, is_rank_zero=True, stream=out, warn=warnings.append)

@@ -45,13 +45,14 @@ class Rank:
     """A rank of a run whose routers choose what :func:`truth` says."""
 
     def __init__(self, folder: Path, topology: Topology, rank: int, *, batch: int, done: int = 0, experts: int = 8,
-                 k: int = 2, steps: int = 4, fence: Fence | None = None, **moe: Any) -> None:
-        self.experts, self.k, self.batch = experts, k, batch
+                 k: int = 2, drops: bool = False, steps: int = 4, fence: Fence | None = None, **moe: Any) -> None:
+        self.experts, self.k, self.batch, self.drops = experts, k, batch, drops
         self.ctx = rank_of(topology, rank)
         config = RunConfig(
             name="run", output_dir=str(folder), moe=RoutesConfig(**moe), training=TrainingConfig(steps=steps),
             model=ModelConfig(num_layers=LAYERS, seq_length=SEQ, moe=MoEConfig(num_experts=experts, top_k=k,
-                                                                              first_dense=1)),
+                                                                              first_dense=1,
+                                                                              capacity_factor=float(drops))),
         )
         self.said: list[str] = []
         logger = SimpleNamespace(log_any=self.said.append)
@@ -65,6 +66,10 @@ class Rank:
             [(SimpleNamespace(name=name), None) for name in names]))
         self.routes = RunRoutes(session, CORPORA)
         self.routes.attach(engine, done)
+
+    def kept(self, chosen: torch.Tensor) -> torch.Tensor | None:
+        """Experts that drop no token: those with an even number, where any may be dropped."""
+        return chosen % 2 == 0 if self.drops else None
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         dp, own = self.ctx.size("dp"), self.ctx.index("dp")
@@ -90,18 +95,20 @@ class Rank:
         self.routes.begin_step(step, self.micro_batches(step))
         for layer, context, chosen in self.contexts(step):
             assert context.routes is self.routes
-            self.routes.note(layer, context, chosen)
-            self.routes.note(layer, context.again(), chosen * 0)  # recomputed: not counted, not kept
+            self.routes.note(layer, context, chosen, self.kept(chosen))
+            self.routes.note(layer, context.again(), chosen * 0, None)  # recomputed: not counted, not kept
         self.routes.end_step()
         for layer, context, chosen in self.contexts(step):
-            self.routes.note(layer, context, chosen * 0)  # the step is replayed to look at it
+            self.routes.note(layer, context, chosen * 0, None)  # the step is replayed to look at it
 
     def follows(self, step: int) -> None:
         """Check that every pass gets the routes of the run that was logged."""
         self.routes.begin_step(step, self.micro_batches(step))
         for layer, context, chosen in self.contexts(step):
             fixed = self.routes.fixed(layer, context)
-            assert fixed is not None and fixed.dtype == torch.int64 and torch.equal(fixed, chosen)
+            assert fixed is not None and fixed[0].dtype == torch.int64 and torch.equal(fixed[0], chosen)
+            kept = self.kept(chosen)
+            assert fixed[1].all() if kept is None else torch.equal(fixed[1], kept)
 
 
 def ranks(folder: Path, topology: Topology, **more: Any) -> list[Rank]:
@@ -119,10 +126,14 @@ def log(folder: Path, topology: Topology, steps: Sequence[int] = range(4), **mor
 LAYOUTS = [Topology(), Topology(tp=2, dp=2), Topology(tp=4, pp=2), Topology(pp=3, dp=4)]
 
 
-@pytest.mark.parametrize(("experts", "k", "kind"), [(8, 2, torch.uint8), (300, 3, torch.uint16)])
-def test_any_layout_reads_what_any_other_wrote(tmp_path: Path, experts: int, k: int, kind: torch.dtype) -> None:
+@pytest.mark.parametrize(("experts", "k", "drops", "kind"), [
+    (256, 2, False, torch.uint8), (129, 3, True, torch.uint16),
+])
+def test_any_layout_reads_what_any_other_wrote(
+    tmp_path: Path, experts: int, k: int, drops: bool, kind: torch.dtype
+) -> None:
+    shape: dict[str, Any] = {"experts": experts, "k": k, "drops": drops}
     for i, written in enumerate(LAYOUTS):
-        shape = {"experts": experts, "k": k}
         folder = log(tmp_path / str(i), written, range(2), batch=2, **shape)
         files = list(folder.glob("*.safetensors"))
         assert len(files) == written.world_size
@@ -130,7 +141,7 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path: Path, experts: int, k: 
         assert set(tensors) == {"1", "2"} and tensors["1"].dtype == kind
         size = sum(t.numel() for f in files for t in load_file(f).values())
         assert size == 2 * GLOBAL * SEQ * (LAYERS - 1) * k  # every token of every layer once
-        for read in LAYOUTS:
+        for read in (LAYOUTS[i - 1], LAYOUTS[i - 2]):
             for rank in ranks(tmp_path / "other", read, batch=1, replay=str(folder), steps=2, **shape):
                 for step in range(2):
                     rank.follows(step)
@@ -151,7 +162,7 @@ def test_evaluation_and_other_steps_are_routed_anew(tmp_path: Path) -> None:
     context = two.stream.current
     assert context is not None
     fixed = two.routes.fixed(3, context)
-    assert fixed is not None and fixed.tolist() == [truth(1, 9, 3, i, 8, 2) for i in range(SEQ)]
+    assert fixed is not None and fixed[0].tolist() == [truth(1, 9, 3, i, 8, 2) for i in range(SEQ)]
 
 
 def test_a_resumed_run_leaves_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
