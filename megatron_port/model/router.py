@@ -144,12 +144,17 @@ class Router(nn.Module):
         rows, batch, _ = x.shape
         logits = linear(self._jittered(x), self.weight, self.bias, kernels=WIDE).flatten(0, 1)
         scores = logits.softmax(dim=-1) if moe.score == "softmax" else logits.sigmoid()
-        experts = self._experts(scores)
+        own, fixed = self._experts(scores), None if context is None else context.fixed_route(self.index)
+        experts = own if fixed is None else fixed[0]
         weights = scores.gather(1, experts)
         if moe.normalize:
             tiny = 1e-20 if moe.score == "sigmoid" else 0.0  # all of them may underflow
             weights = weights / (weights.sum(dim=1, keepdim=True) + tiny)
         kept = self._kept(experts, scores.detach(), weights.detach(), rows, batch)
+        if fixed is not None and kept is not None:
+            kept = fixed[1]
+        if context is not None:
+            context.note_route(self.index, experts, kept)
         if context is not None and torch.is_grad_enabled() and self.training:
             weights = self._with_losses(weights * moe.scale, logits, scores, experts, rows, batch)
             self._count(experts, kept)

@@ -54,7 +54,7 @@ class RouteKeeper(Protocol):
         is not dropped by, bool. None: the router chooses."""
 
     def note(self, layer: int, context: StepContext, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
-        """Keep the choice that a layer made (``kept`` None: nothing is dropped); of a recomputed pass nothing."""
+        """Keep the choice that a layer made (``kept`` None: nothing is dropped)."""
 
 
 class AuxiliarySums:
@@ -183,6 +183,15 @@ class StepContext:
             return self.kept[place]
         self.kept[place] = value = make()
         return value
+
+    def fixed_route(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what :meth:`RouteKeeper.fixed` does for a layer; None where nobody fixes routes."""
+        return None if self.routes is None else self.routes.fixed(layer, self)
+
+    def note_route(self, layer: int, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Hand the choice of a layer to who keeps it, at the first pass: not while recomputing."""
+        if self.routes is not None and not self.recomputing:
+            self.routes.note(layer, self, experts, kept)
 
     def add_tally(self, name: str, row: int, value: torch.Tensor) -> None:
         """Add to a row of a tally, for each micro-batch at its first pass: not while recomputing."""

@@ -20,6 +20,11 @@ LOW = 0.1
 """Share of the mean load below which ``experts_low`` counts an expert."""
 MEANS = {"margin": "router_margin", "balance_loss": "balance_loss", "z_loss": "z_loss"}
 """Tally → field of metrics.jsonl: its mean over tokens."""
+ADVICE = (
+    ". An expert without tokens learns nothing: set model.moe.balance_bias = true or a model.moe.balance_loss, raise "
+    "model.moe.balance_weight or model.moe.bias_rate, or lower optimizer.lr (docs/moe.md)"
+)
+"""End of the first warning."""
 Counts = NDArray[np.int64]
 Sums = NDArray[np.float64]
 
@@ -92,6 +97,7 @@ class StarvingExperts:
     def __init__(self, config: RoutesConfig) -> None:
         self._share, self._steps = config.starved_share, config.starved_steps
         self._row: Counts | None = None
+        self._advised = False
 
     def step(self, step: int, counts: LayerCounts) -> str:
         """Return a warning that names the experts that have been starving for so long by now; empty: no new ones."""
@@ -102,7 +108,8 @@ class StarvingExperts:
         self._row = np.where(load < self._share, row + 1, 0)
         if not (self._row == self._steps).any():
             return ""
-        return starving_line(step, counts, self._row == self._steps, self._share, self._steps)
+        advice, self._advised = "" if self._advised else ADVICE, True
+        return starving_line(step, counts, self._row == self._steps, self._share, self._steps) + advice
 
 
 def starving_line(step: int, counts: LayerCounts, found: NDArray[np.bool_], share: float, steps: int) -> str:
@@ -117,7 +124,5 @@ def starving_line(step: int, counts: LayerCounts, found: NDArray[np.bool_], shar
     return (
         f"step {step}: {int(found.sum())} of {found.size} experts starve: below {100 * share:g} % of their layer's "
         f"mean load for {steps} steps in a row (moe.starved_share, moe.starved_steps). {'; '.join(parts)}"
-        f"{f'; {left} layers more' if left else ''}. An expert without tokens learns nothing: set "
-        "model.moe.balance_bias = true or a model.moe.balance_loss, raise model.moe.balance_weight or "
-        "model.moe.bias_rate, or lower optimizer.lr (docs/moe.md)"
+        f"{f'; {left} layers more' if left else ''}"
     )

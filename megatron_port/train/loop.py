@@ -410,7 +410,7 @@ class Trainer:
             record["grad_norm"] = r.grad_norm
         if c.cluster.peak_tflops:
             record |= {"mfu": model / c.cluster.peak_tflops, "hfu": hardware / c.cluster.peak_tflops}
-        telemetry.step(record)
+        telemetry.step(record, r.tallies)
 
     def _peak_memory(self) -> int:
         if self.session.device.is_gpu:

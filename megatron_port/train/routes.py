@@ -170,7 +170,7 @@ class RunRoutes:
 
     def note(self, layer: int, context: StepContext, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
         """Keep the choice of a micro-batch, [tokens, k], token (row i, sample j) at i x batch + j."""
-        if self._log is None or context.recomputing or context.samples.step != self._step:
+        if self._log is None or context.samples.step != self._step:
             return
         first, batch = self._places[context.sample_ids[0]], len(context.sample_ids)
         if context.sample_ids != self._samples[first:first + batch]:

@@ -95,17 +95,17 @@ class Rank:
         self.routes.begin_step(step, self.micro_batches(step))
         for layer, context, chosen in self.contexts(step):
             assert context.routes is self.routes
-            self.routes.note(layer, context, chosen, self.kept(chosen))
-            self.routes.note(layer, context.again(), chosen * 0, None)  # recomputed: not counted, not kept
+            context.note_route(layer, chosen, self.kept(chosen))
+            context.again().note_route(layer, chosen * 0, None)  # recomputed: not counted, not kept
         self.routes.end_step()
         for layer, context, chosen in self.contexts(step):
-            self.routes.note(layer, context, chosen * 0, None)  # the step is replayed to look at it
+            context.note_route(layer, chosen * 0, None)  # the step is replayed to look at it
 
     def follows(self, step: int) -> None:
         """Check that every pass gets the routes of the run that was logged."""
         self.routes.begin_step(step, self.micro_batches(step))
         for layer, context, chosen in self.contexts(step):
-            fixed = self.routes.fixed(layer, context)
+            fixed = context.fixed_route(layer)
             assert fixed is not None and fixed[0].dtype == torch.int64 and torch.equal(fixed[0], chosen)
             kept = self.kept(chosen)
             assert fixed[1].all() if kept is None else torch.equal(fixed[1], kept)
