@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from megatron_port.config.schema import LayoutConfig, RunConfig
     from megatron_port.parity.comparison import Deviation, Run
     from megatron_port.parity.emulation import RoundingEmulation
-    from megatron_port.parity.reduction_order import Reordering
     from megatron_port.runtime.discovery import ProcessInfo
 
 
 PLAIN, WIDE, ORDERED, PLACES = "one-process", "one-process-fp32", "one-process-reordered", "one-process-as-"
+NOISY = "one-process-fp32-noise"
 """Folders of the runs of a single process that half precision is judged by: as it is; in fp32; with its sums in eight
-other orders; and, before a layout's name, rounding where that layout does."""
+other orders; before a layout's name, rounding where that layout does; and in fp32 with random errors."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -128,8 +128,9 @@ def _record_single(config: RunConfig, names: Sequence[str], out: Path, *, steps:
     """Record the named runs of one process, engine native, in folders of their names under ``out``."""
     from megatron_port.config.offload import OffloadConfig
     from megatron_port.config.schema import ActivationsConfig
-    from megatron_port.parity.recording import record_orders
+    from megatron_port.parity.recording import Order, record_orders
     from megatron_port.parity.reduction_order import ORDERS
+    from megatron_port.parity.rounding_noise import RoundingNoise
     from megatron_port.runtime.discovery import discover
 
     alone = replace(
@@ -139,21 +140,23 @@ def _record_single(config: RunConfig, names: Sequence[str], out: Path, *, steps:
     provider = "auto" if config.backend.optimizer == "deepspeed" else config.backend.optimizer
     for name in names:
         changed = config_for(config, name.removeprefix(PLACES) if name.startswith(PLACES) else "tp1pp1dp1")
-        orders: list[tuple[Reordering | RoundingEmulation | None, Path]] = [
+        orders: list[tuple[Order, Path]] = [
             (_places(changed) if name.startswith(PLACES) else None, out / name)
         ]
         changed = replace(
             changed, engine="native", layout=alone, activations=ActivationsConfig(), offload=OffloadConfig(),
             backend=replace(changed.backend, optimizer=provider),
         )
-        if name == WIDE:  # torch's ops: an error of a kernel is not to be in both
+        if name in (WIDE, NOISY):  # torch's ops: an error of a kernel is not to be in both
             changed = replace(
                 changed, precision=replace(changed.precision, dtype="fp32"),
                 backend=replace(changed.backend, own_kernels="off", attention="math"),
             )
         if name == ORDERED:
             orders = [(order, out / name / str(i)) for i, order in enumerate(ORDERS) if order is not None]
-        record_orders(changed, discover({}), orders, steps=1 if name == WIDE else steps)
+        if name == NOISY:
+            orders = [(noise, out / name / str(noise.seed)) for noise in RoundingNoise.of(config.precision)]
+        record_orders(changed, discover({}), orders, steps=1 if name in (WIDE, NOISY) else steps)
     return EXIT_OK
 
 
@@ -223,6 +226,7 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
     from megatron_port.parity.half_precision import SingleRuns, within_rounding
     from megatron_port.parity.recording import read_recorded
     from megatron_port.parity.reduction_order import ORDERS
+    from megatron_port.parity.rounding_noise import SEEDS
 
     singles = list(dict.fromkeys([PLAIN, *(_stand_in(config, layout) for layout in args.layouts)]))
     narrow = config.precision.fp8 != "none"  # of products in 8 bits ranks scale their pieces by themselves
@@ -241,6 +245,12 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
         folders = [out / PLAIN if order is None else out / ORDERED / str(i) for i, order in enumerate(ORDERS[:count])]
         return [read_recorded(folder) for folder in folders]
 
+    def noisy() -> list[Run]:
+        if not (out / NOISY).exists():
+            _apart(f"running one process in fp32 with random errors, {len(SEEDS)} times", config,
+                   partial(_record_single, config, [NOISY], out, steps=args.steps))
+        return [read_recorded(out / NOISY / str(seed)) for seed in SEEDS]
+
     worst = EXIT_OK
     print("\nreference: one process" + ("" if narrow else " that rounds where the layout does"))
     for layout in args.layouts:
@@ -249,7 +259,7 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
             raise NumericsError(f"no step of {args.steps} had finite gradients: give more --steps, or a smaller "
                                 f"precision.initial_loss_scale than {config.precision.initial_loss_scale:g}")
         single = SingleRuns(
-            there, ordered, lambda: read_recorded(out / PLAIN), lambda: read_recorded(out / WIDE)
+            there, ordered, lambda: read_recorded(out / PLAIN), lambda: read_recorded(out / WIDE), noisy
         )
         worst = max(worst, _verdict(layout, within_rounding(config, read_recorded(out / layout), single)))
     return worst

@@ -8,6 +8,7 @@ have in common would be seen by neither.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,8 @@ class SingleRuns:
     """Cuts no sum; its first step."""
     fp32: Callable[[], Run]
     """Its first step."""
+    noisy: Callable[[], Sequence[Run]]
+    """The same with random errors in the place of rounding (``parity.rounding_noise``)."""
 
 
 def within_rounding(config: RunConfig, other: Run, single: SingleRuns) -> list[Deviation]:
@@ -64,6 +67,7 @@ def within_rounding(config: RunConfig, other: Run, single: SingleRuns) -> list[D
             break
     out += free
     if dtype in ROUNDOFF and config.precision.fp8 == "none":
-        out += distances(single.plain(), reference, dtype, model, rule="the reference, from the plain process")
-        out += distances(single.fp32(), reference, dtype, model, rule="the reference, from fp32")
+        noise = functools.cache(lambda: (single.fp32(), single.noisy()))
+        for start, rule in ((single.plain(), "from the plain process"), (single.fp32(), "from fp32")):
+            out += distances(start, reference, dtype, model, rule=f"the reference, {rule}", noise=noise)
     return out

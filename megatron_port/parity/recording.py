@@ -20,10 +20,14 @@ from megatron_port.parallel.positions import sequence_partition
 from megatron_port.parity.comparison import Run
 from megatron_port.parity.emulation import RoundingEmulation
 from megatron_port.parity.reduction_order import Reordering, apply_reduction_order
+from megatron_port.parity.rounding_noise import RoundingNoise
 from megatron_port.parity.run_record import RankTrace, Slice, record_run
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.session import open_session
+
+Order = Reordering | RoundingEmulation | RoundingNoise | None
+"""Of the sums of one process: another, a layout's, with random errors, its own."""
 
 
 def _pack(prefix: str, slices: list[Slice], tensors: dict[str, torch.Tensor], table: list[dict[str, Any]]) -> None:
@@ -69,10 +73,9 @@ def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBat
 
 
 def record_orders(
-    config: RunConfig, info: ProcessInfo, orders: Sequence[tuple[Reordering | RoundingEmulation | None, Path]], *,
-    steps: int
+    config: RunConfig, info: ProcessInfo, orders: Sequence[tuple[Order, Path]], *, steps: int
 ) -> None:
-    """Train ``steps`` steps from the initial weights, once in each order of sums (None: as it is).
+    """Train ``steps`` steps from the initial weights, once in each order of sums.
 
     This rank's trace of each goes into its folder.
     """
@@ -91,7 +94,7 @@ def record_orders(
             elif order is not None:
                 order.emulate_rounding(engine.stage)  # type: ignore[attr-defined]
 
-            def batches(step: int, order: Reordering | RoundingEmulation | None = order) -> list[MicroBatch]:
+            def batches(step: int, order: Order = order) -> list[MicroBatch]:
                 mine = loaders.train.step(*schedule.step_plan(step))
                 return _regroup(mine, order) if isinstance(order, Reordering) else mine
 

@@ -34,12 +34,13 @@ from megatron_port.parity import half_precision
 from megatron_port.parity.comparison import Deviation, Run
 from megatron_port.parity.emulation import RoundingEmulation
 from megatron_port.parity.reduction_order import ORDERS, REORDERINGS, Reordering, apply_reduction_order
+from megatron_port.parity.rounding_noise import RoundingNoise
 from megatron_port.parity.run_record import RankTrace, record_run
 from megatron_port.session.assemble import DTYPES, build_engine
 
 LR = 1e-2
-Order = Reordering | RoundingEmulation | None
-"""Of the sums of one process: another, a layout's, its own."""
+Order = Reordering | RoundingEmulation | RoundingNoise | None
+"""Of the sums of one process: another, a layout's, with random errors, its own."""
 __all__ = [
     "LR",
     "REORDERINGS",
@@ -207,10 +208,10 @@ def run_case(
     engine = None
     try:
         engine = build_engine(config, ctx, providers_of(config))
-        if isinstance(order, RoundingEmulation):
-            order.emulate_rounding(engine.stage)  # type: ignore[attr-defined]
-        elif order is not None:
+        if isinstance(order, Reordering):
             apply_reduction_order(engine.stage, order)  # type: ignore[attr-defined]
+        elif order is not None:
+            order.emulate_rounding(engine.stage)  # type: ignore[attr-defined]
         batches = make(config, ctx, order if isinstance(order, Reordering) else None)
         return record_run(
             engine, ctx, batches, steps=steps, lr=lambda step: LR, evaluate=True,
@@ -257,11 +258,12 @@ def within_rounding(
     single: the run on one process, in an order.
     """
     places = RoundingEmulation.of(config, topology)
-    there = single(places)
+    there, wide = single(places), _alone(_in_fp32(config))
     return half_precision.within_rounding(config, other, half_precision.SingleRuns(
         rounding_there=there, ordered=lambda count: [single(order) for order in ORDERS[:count]],
         plain=lambda: there if places is None else _first_step(_alone(config)),
-        fp32=lambda: _first_step(_alone(_in_fp32(config))),
+        fp32=lambda: _first_step(wide),
+        noisy=lambda: [single_run(wide, steps=1, order=noise) for noise in RoundingNoise.of(config.precision)],
     ))
 
 

@@ -15,8 +15,9 @@ from pool import RankPool
 from megatron_port.config.schema import RunConfig
 from megatron_port.parallel import linear
 from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FIRST_STEP, FP32, Run, compare
+from megatron_port.parity.comparison import FIRST_STEP, FP32, NOISE_FACTOR, Run, compare
 from megatron_port.parity.emulation import SplitSumLinearKernels, ring_sum
+from megatron_port.parity.rounding_noise import RoundingNoise
 from megatron_port.parity.run_record import RankTrace
 
 LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 4,
@@ -140,3 +141,20 @@ def test_an_error_common_to_a_layout_and_the_process_in_its_place_is_found(
     found = [d for d in within_rounding(config, topology, both, single) if not d.ok]
     assert found and {d.rule for d in found} == {
         "the reference, from the plain process", "the reference, from fp32"}, "\n".join(map(str, found))
+
+
+def test_random_errors_are_as_large_as_roundings() -> None:
+    """What they do to a well-conditioned gradient is what half precision does, and grows with its roundoff."""
+    model = {"num_layers": 1, "qk_norm": True, "attention_softcap": 0.5, "activation": "swiglu"}
+    wide = make_config(dtype="fp32", model=model)
+    exact = single_run(wide, steps=1)
+    moved: dict[str, list[float]] = {}
+    for dtype in ("bf16", "fp16"):
+        narrow = single_run(make_config(dtype=dtype, model=model), steps=1)
+        noisy = [single_run(wide, steps=1, order=n) for n in RoundingNoise.of(make_config(dtype=dtype).precision)[:4]]
+        for name, gradient in exact.gradients[0].items():
+            far = [float((run.gradients[0][name] - gradient).norm()) for run in (narrow, *noisy)]
+            moved.setdefault(name, []).extend([far[0], sum(far[1:]) / 4])
+    for name, (bf16, noise_bf16, fp16, noise_fp16) in moved.items():
+        assert 6 < noise_bf16 / noise_fp16 < 10, name
+        assert 0.25 < bf16 / noise_bf16 < NOISE_FACTOR and 0.25 < fp16 / noise_fp16 < NOISE_FACTOR, name

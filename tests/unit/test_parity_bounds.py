@@ -15,6 +15,7 @@ from megatron_port.parity.comparison import (
     FIRST_STEP,
     FP32,
     FP64,
+    NOISE_FACTOR,
     ROUNDOFF,
     SPREAD_FACTOR,
     Run,
@@ -78,6 +79,25 @@ def test_a_distance_tells_a_factor_from_noise() -> None:
     noise = 0.04 * torch.randn(10_000, generator=generator, dtype=torch.float64)
     one = replace(_run((1.0,), (1.0,)), gradients=({"a": gradient},))
     for other, scale in ((gradient + noise, False), (gradient * 1.04, True)):
-        found = distances(one, replace(one, gradients=({"a": other},)), "bf16", MODEL, rule="")
+        found = distances(
+            one, replace(one, gradients=({"a": other},)), "bf16", MODEL, rule="", noise=lambda: (one, [one, one])
+        )
         assert {d.quantity for d in found if not d.ok} == ({"grad scale"} if scale else set())
         assert next(d for d in found if d.quantity == "grad moved").value == pytest.approx(0.04, rel=0.05)
+
+
+@pytest.mark.parametrize(("moved", "typical", "ok"), [(0.3, 0.11, True), (0.3, 0.09, False), (0.03, None, True)])
+def test_random_errors_are_the_unit_of_what_moves_far(moved: float, typical: float | None, ok: bool) -> None:
+    """They are not even asked for where nothing is far; and they never make a bound smaller."""
+    exact = _run((1.0,), (1.0,))
+
+    def noise() -> tuple[Run, list[Run]]:
+        assert typical is not None
+        return exact, [replace(exact, gradients=_run((), (), 1 + typical).gradients)] * 2
+
+    other = replace(exact, gradients=_run((), (), 1 + moved).gradients)
+    found = distances(exact, other, "bf16", MODEL, rule="", noise=noise)
+    assert all(d.ok for d in found) is ok and [d.quantity for d in found][:2] == ["loss moved", "norm moved"]
+    gradient = next(d for d in found if d.quantity == "grad moved")
+    u = ROUNDOFF["bf16"] * (1 + MODEL.num_layers / 16) ** 0.5
+    assert gradient.bound == pytest.approx(max(DISTANCE.gradient * u, NOISE_FACTOR * (typical or 0.0)), rel=2e-3)
