@@ -30,6 +30,7 @@ from megatron_port.inference.perplexity import perplexity
 from megatron_port.inference.scoring import Score, score
 from megatron_port.interop.export_hf import export_hf
 from megatron_port.interop.hf_files import HFFolder
+from megatron_port.model.families import family_names
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
@@ -225,9 +226,11 @@ GENERATE = {
     "llama": lambda **c: hf.llama(256, **c), "qwen2": lambda **c: hf.small("qwen2", 256, sliding_window=20, **c),
     **{family: partial(hf.small, family, 256) for family in ("gemma3_text", "gptj")},
 }
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
-MORE = {family: partial(hf.small, family, 256) for family in ("gemma2", "smollm3", "olmo2", "falcon", *EXPERTS)}
-"""Families whose keys and values are kept as those of the others: only with SLOW=1."""
+MORE = {
+    family: partial(hf.small, family, 256) for family in family_names() if family not in (*GENERATE, "gpt_neox")
+}
+"""Families whose keys and values are kept as those of the others, with windows of 7 or 8 where they have some: only
+with SLOW=1."""
 QUICK = ("gpt2", "llama", "gemma3_text")
 """Learned positions; rope; windows, norms of heads and two rope bases: the others run with SLOW=1."""
 LAYOUTS = [Topology(tp=2), Topology(pp=2), Topology(tp=4), Topology(tp=2, pp=2), Topology(pp=3),
