@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,8 @@ from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ran
 from megatron_port.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from megatron_port.config.schema import RunConfig
+    from megatron_port.inference.perplexity import Samples
     from megatron_port.runtime.discovery import ProcessInfo
     from megatron_port.session.session import Session
     from megatron_port.session.weights import Weights
@@ -30,7 +28,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("checkpoint", metavar="SOURCE", help="run folder, step folder, or Hugging Face folder")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--data", metavar="PREFIX", help="perplexity on this .bin/.idx pair, all of it")
+    what.add_argument("--data", metavar="PREFIX", help="perplexity on this .bin/.idx pair, all of it, with the "
+                      "run's masks, documents and packing")
     what.add_argument("--text", metavar="FILE", help="perplexity on this text (UTF-8), by the model's tokenizer")
     what.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval-harness (pip install lm-eval)")
     parser.add_argument("--stride", type=int, default=0, metavar="N",
@@ -65,7 +64,10 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
     from megatron_port.session.weights import inference_config, open_weights
 
     weights = open_weights(args.checkpoint)
-    config = inference_config(weights, args.overrides, info.world_size, micro_batch=args.micro_batch_size)
+    corpus = [f"data.train={json.dumps([args.data])}", "data.synthetic=false"] if args.data else []
+    config = inference_config(
+        weights, [*corpus, *args.overrides], info.world_size, micro_batch=args.micro_batch_size
+    )
     if args.tasks:
         from megatron_port.inference.lm_eval_adapter import require_harness
 
@@ -84,21 +86,19 @@ def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) ->
     from megatron_port.session.assemble import build_engine
 
     config = session.config
-    stream, tokens, size = _stream(args, weights, config)
-    if args.max_tokens and args.max_tokens < tokens:
-        tokens, size = args.max_tokens, 0
+    samples, size = _corpus(args, config) if args.data else _text(args, weights, config)
     engine = build_engine(config, session.ctx, session.providers, initialise=False)
     engine.load_weights(weights.read)
-    found = perplexity(
-        engine, session.ctx, stream, tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size,
-        micro_batch_size=config.batch.micro_batch_size, stride=args.stride,
-    )
+    found = perplexity(engine, session.ctx, samples, micro_batch_size=config.batch.micro_batch_size)
     out: dict[str, Any] = {
         "source": str(weights.path), "corpus": args.data or args.text, "tokens": found.tokens, "loss": found.loss,
         "perplexity": found.perplexity, "seq_length": config.model.seq_length,
         "stride": args.stride or config.model.seq_length,
     }
     line = f"loss {found.loss:.6f} nats per token, perplexity {found.perplexity:.4f}, over {found.tokens:,} tokens"
+    if args.data:
+        out |= {"attention_documents": config.data.attention_documents, "packing": config.data.packing}
+        line += f" (attention {config.data.attention_documents} documents, packing {config.data.packing})"
     if size:
         out["bits_per_byte"] = found.bits_per_byte(size)
         line += f"; {out['bits_per_byte']:.4f} bits per byte"
@@ -106,16 +106,44 @@ def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) ->
     return out
 
 
-def _stream(
-    args: argparse.Namespace, weights: Weights, config: RunConfig
-) -> tuple[Callable[[int, int], np.ndarray], int, int]:
-    """Return (reader of tokens, their number, bytes of the text that they encode or 0)."""
-    if args.data:
-        from megatron_port.data.indexed import IndexedDataset
-
-        corpus = IndexedDataset(args.data)
-        return corpus.read, corpus.num_tokens, 0
+def _corpus(args: argparse.Namespace, config: RunConfig) -> tuple[Samples, int]:
+    """Return (all of a corpus as the run's evaluation reads its own, 0)."""
     import numpy as np
+
+    from megatron_port.data.indexed import IndexedDataset
+    from megatron_port.data.packing import PackedDataset
+    from megatron_port.data.run_datasets import index_folder, within_documents
+    from megatron_port.inference.perplexity import StreamWindows
+
+    corpus, data, model = IndexedDataset(args.data), config.data, config.model
+    if data.packing == "first_fit":
+        if args.stride or args.max_tokens:
+            raise ConfigError('--stride and --max-tokens cut a stream, and under data.packing = "first_fit" a sample '
+                              "holds whole documents: leave them out, or add --set data.packing=none")
+        return PackedDataset(corpus, first=0, end=corpus.num_documents, seq_length=model.seq_length,
+                             vocab_size=model.vocab_size, cache=index_folder(config)), 0
+    if data.mask_eod_loss and corpus.meta is None:
+        raise DataError(f"data.mask_eod_loss: {corpus.prefix} has no sidecar that names its end-of-document id; "
+                        "prepare it again, or add --set data.mask_eod_loss=false")
+    eod = corpus.meta.eod_id if data.mask_eod_loss and corpus.meta is not None else None
+
+    def counted(position: int, count: int) -> np.ndarray:
+        mask = corpus.read_mask(position, count)
+        after = np.ones(count, bool) if eod is None else corpus.read(position - 1, count) != eod
+        return after if mask is None else after & mask
+
+    tokens = min(args.max_tokens or corpus.num_tokens, corpus.num_tokens)
+    return StreamWindows(
+        corpus.read, tokens, model.seq_length, model.vocab_size, args.stride, counted=counted,
+        documents=corpus.documents_in if within_documents(config) else None,
+    ), 0
+
+
+def _text(args: argparse.Namespace, weights: Weights, config: RunConfig) -> tuple[Samples, int]:
+    """Return (a text, one document, its bytes or 0 if it is cut)."""
+    import numpy as np
+
+    from megatron_port.inference.perplexity import StreamWindows
 
     try:
         data = Path(args.text).read_bytes()
@@ -125,7 +153,11 @@ def _stream(
     except UnicodeDecodeError as error:
         raise DataError(f"{args.text}: byte {error.start} is not UTF-8 ({error.reason})") from None
     ids = np.asarray(weights.tokenizer(config.data.tokenizer).encode(text), dtype=np.int64)
-    return (lambda at, count: ids[at : at + count]), len(ids), len(data)
+    cut = 0 < args.max_tokens < len(ids)
+    model = config.model
+    windows = StreamWindows(lambda at, count: ids[at : at + count], args.max_tokens if cut else len(ids),
+                            model.seq_length, model.vocab_size, args.stride)
+    return windows, 0 if cut else len(data)
 
 
 def _tasks(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:

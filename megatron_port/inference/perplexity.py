@@ -1,36 +1,54 @@
-"""Perplexity of a stream of tokens, by an engine's ``eval_step``: any layout, either engine.
+"""Perplexity of a corpus, by an engine's ``eval_step``: any layout, either engine.
 
-The stream is cut into windows of ``model.seq_length`` tokens that begin every ``stride`` tokens; of each but the first
+A stream of tokens is cut into windows of ``model.seq_length`` that begin every ``stride`` tokens; of each but the first
 only the last ``stride`` predictions count, so every token but the very first is predicted exactly once. With a stride
 below the window each has at least ``seq_length - stride`` tokens before it, at ``seq_length / stride`` times the cost.
+What training leaves out of its loss, and what it does not let a token see, is left out here too: labels that a corpus'
+mask does not count, and other documents under ``attention_documents = "within"``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from megatron_port.data.batch import MicroBatch
+from megatron_port.data.sample import Sample, document_starts
 from megatron_port.engine.api import Engine
 from megatron_port.errors import DataError
 from megatron_port.parallel.context import ParallelContext
 
 Stream = Callable[[int, int], np.ndarray]
-"""``stream(position, count)`` → so many token ids from a position on."""
+"""``stream(position, count)`` → something of so many tokens from a position on."""
+
+
+class Samples(Protocol):
+    """Samples in stored order: :class:`StreamWindows`, or a dataset of training."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> Sample:
+        """Return sample ``index``."""
+
+    def starts(self, index: int) -> np.ndarray | None:
+        """Return the ``starts`` of sample ``index`` without reading its tokens."""
+
+
 MICRO_BATCHES = 16
 """In one ``eval_step``."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Perplexity of a whole stream."""
+    """Perplexity of a corpus."""
 
     loss: float
-    """Nats a token."""
+    """Nats per token."""
     tokens: int
     """Predictions counted."""
 
@@ -49,47 +67,53 @@ def windows(tokens: int, seq_length: int, stride: int) -> int:
     return 1 + max(0, -(-(tokens - 1 - seq_length) // stride))
 
 
-def perplexity(
-    engine: Engine, ctx: ParallelContext, stream: Stream, tokens: int, *, seq_length: int, vocab_size: int,
-    micro_batch_size: int, stride: int = 0,
-) -> Perplexity:
-    """Return the mean loss over ``tokens`` of a stream. Collective, the same on all ranks. ``stride`` 0: seq_length.
+def perplexity(engine: Engine, ctx: ParallelContext, samples: Samples, *, micro_batch_size: int) -> Perplexity:
+    """Return the mean loss over the labels that count. Collective, the same on all ranks.
 
     Raises:
-        DataError: fewer than 2 tokens, a stride beyond the window, or an id that the model does not have.
+        DataError: an id that the model does not have, or no label counts.
     """
-    stride = stride or seq_length
-    if tokens < 2:
-        raise DataError(f"{tokens} tokens: at least 2 are needed, one to predict from and one to predict")
-    if not 1 <= stride <= seq_length:
-        raise DataError(f"a stride of {stride} is not between 1 and model.seq_length {seq_length}")
     total, counted = 0.0, 0
-    cut = _Cut(stream, tokens, seq_length, stride, vocab_size)
-    for step in _steps(cut, ctx, micro_batch_size):
+    for step in _steps(samples, ctx, micro_batch_size):
         result = engine.eval_step(step)
         total, counted = total + result.loss_sum, counted + result.tokens
-    if counted != tokens - 1:
-        raise DataError(f"{counted} predictions were counted, the stream has {tokens - 1}")
+    if not counted:
+        raise DataError("no token counts: all are masked, as those that an assistant has not written")
     return Perplexity(total / counted, counted)
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """Windows of a stream."""
+class StreamWindows:
+    """Windows of a stream. Raises DataError: fewer than 2 tokens, or a stride beyond the window."""
 
     stream: Stream
     tokens: int
     seq_length: int
-    stride: int
     vocab_size: int
+    stride: int = 0
+    """0: seq_length."""
+    counted: Stream | None = None
+    """bool [count]: whether tokens count as labels."""
+    documents: Stream | None = None
+    """int64: offsets at which documents start among the tokens."""
 
-    def row(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (seq + 1 ids, seq counts); beyond the last window nothing counts."""
-        ids, counts = np.zeros(self.seq_length + 1, np.int64), np.zeros(self.seq_length, np.float32)
-        start = window * self.stride
+    def __post_init__(self) -> None:
+        if self.tokens < 2:
+            raise DataError(f"{self.tokens} tokens: at least 2 are needed, one to predict from and one to predict")
+        if not 0 <= self.stride <= self.seq_length:
+            raise DataError(f"a stride of {self.stride} is not between 1 and model.seq_length {self.seq_length}")
+
+    @property
+    def _step(self) -> int:
+        return self.stride or self.seq_length
+
+    def __len__(self) -> int:
+        return windows(self.tokens, self.seq_length, self._step)
+
+    def sample(self, index: int) -> Sample:
+        start = index * self._step
         length = min(self.seq_length + 1, self.tokens - start)
-        if window >= windows(self.tokens, self.seq_length, self.stride) or length < 2:
-            return ids, counts
+        ids, counted = np.zeros(self.seq_length + 1, np.int64), np.zeros(self.seq_length, bool)
         found = self.stream(start, length)
         if int(found.max()) >= self.vocab_size or int(found.min()) < 0:
             raise DataError(
@@ -97,26 +121,49 @@ class _Cut:
                 "was it made with this model's tokenizer?"
             )
         ids[:length] = found
-        counts[0 if window == 0 else self.seq_length - self.stride : length - 1] = 1.0
-        return ids, counts
+        new = slice(0 if index == 0 else self.seq_length - self._step, length - 1)
+        counted[new] = True if self.counted is None else self.counted(start + 1, length - 1)[new]
+        return Sample(ids, self.starts(index), counted)
+
+    def starts(self, index: int) -> np.ndarray | None:
+        if self.documents is None:
+            return None
+        start = index * self._step
+        return document_starts(self.documents(start, min(self.seq_length, self.tokens - start)), self.seq_length)
 
 
-def _steps(cut: _Cut, ctx: ParallelContext, size: int) -> Iterator[list[MicroBatch]]:
+def _steps(samples: Samples, ctx: ParallelContext, size: int) -> Iterator[list[MicroBatch]]:
     """Micro-batches of this replica, as many on each, :data:`MICRO_BATCHES` at a time."""
     replicas, own = ctx.size("dp"), ctx.index("dp")
-    count = windows(cut.tokens, cut.seq_length, cut.stride)
-    rounds = -(-count // (size * replicas))
+    rounds = -(-len(samples) // (size * replicas))
     for first in range(0, rounds, MICRO_BATCHES):
-        out = []
-        for m in range(first, min(first + MICRO_BATCHES, rounds)):
-            ids = tuple((m * replicas + own) * size + i for i in range(size))
-            drawn = [cut.row(i) for i in ids] if ctx.is_first_stage or ctx.is_last_stage else []
-            both = torch.from_numpy(np.stack([r for r, _ in drawn])) if drawn else None
-            counts = torch.from_numpy(np.stack([c for _, c in drawn])) if drawn else None
-            out.append(MicroBatch(
-                ids,
-                tokens=both[:, :-1].contiguous() if both is not None and ctx.is_first_stage else None,
-                labels=both[:, 1:].contiguous() if both is not None and ctx.is_last_stage else None,
-                loss_mask=counts if ctx.is_last_stage else None, labels_masked=True,
-            ))
-        yield out
+        yield [
+            _micro_batch(samples, tuple((m * replicas + own) * size + i for i in range(size)), ctx)
+            for m in range(first, min(first + MICRO_BATCHES, rounds))
+        ]
+
+
+def _micro_batch(samples: Samples, ids: tuple[int, ...], ctx: ParallelContext) -> MicroBatch:
+    """What this stage needs of some samples; of those beyond the last one nothing counts."""
+    here = [min(i, len(samples) - 1) for i in ids]
+    if not ctx.is_first_stage and not ctx.is_last_stage:
+        return MicroBatch(ids, labels_masked=True, document_starts=_stacked([samples.starts(i) for i in here]))
+    drawn = [samples.sample(i) for i in here]
+    both = torch.from_numpy(np.stack([s.tokens for s in drawn]))
+    counts = torch.ones(len(ids), both.shape[1] - 1)
+    for row, sample, index in zip(counts, drawn, ids):
+        if index >= len(samples):
+            row.zero_()
+        elif sample.counted is not None:
+            row *= torch.from_numpy(sample.counted)
+    return MicroBatch(
+        ids, tokens=both[:, :-1].contiguous() if ctx.is_first_stage else None,
+        labels=both[:, 1:].contiguous() if ctx.is_last_stage else None,
+        loss_mask=counts if ctx.is_last_stage else None, labels_masked=True,
+        document_starts=_stacked([s.starts for s in drawn]),
+    )
+
+
+def _stacked(rows: Sequence[np.ndarray | None]) -> torch.Tensor | None:
+    found = [row for row in rows if row is not None]
+    return torch.from_numpy(np.stack(found)) if found else None

@@ -26,7 +26,7 @@ from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.inference.generation import Continuation, Generator, Sampling
 from megatron_port.inference.model import InferenceModel
-from megatron_port.inference.perplexity import perplexity
+from megatron_port.inference.perplexity import StreamWindows, perplexity
 from megatron_port.inference.scoring import Score, score
 from megatron_port.interop.export_hf import export_hf
 from megatron_port.interop.hf_files import HFFolder
@@ -316,8 +316,9 @@ def evaluated(
         engine.load_weights(folder.read)
         stream = tokens.numpy()
         found = [
-            perplexity(engine, ctx, lambda at, n: stream[at : at + n], len(stream), seq_length=config.model.seq_length,
-                       vocab_size=config.model.vocab_size, micro_batch_size=2, stride=stride)
+            perplexity(engine, ctx, StreamWindows(
+                lambda at, n: stream[at : at + n], len(stream), config.model.seq_length, hf.VOCABULARY, stride,
+            ), micro_batch_size=2)
             for stride in strides
         ]
         scores = score(InferenceModel(session_of(config, ctx), folder.read), texts, batch_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 
 from megatron_port.cli.main import main
 from megatron_port.config.loader import load
+from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.loader import build_loaders
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.session.weights import Weights
@@ -81,6 +83,25 @@ def their_loss(folder: Path, run_file: Path) -> float:
     return total / count
 
 
+def their_evaluation(folder: Path, corpus: Path) -> tuple[float, int]:
+    """(mean loss of the answers, their tokens) by transformers, each conversation by itself."""
+    data, model = IndexedDataset(str(corpus)), hf.loaded(folder)
+    ids, counts = [], []
+    for start, end in itertools.pairwise(data.document_edges(0, data.num_documents).tolist()):
+        mask = data.read_mask(start + 1, end - start - 1)
+        assert mask is not None
+        ids.append(torch.from_numpy(data.read(start, end - start)))
+        counts.append(torch.from_numpy(mask))
+    with torch.no_grad():  # what is behind a conversation changes none of its logits
+        logits = model(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)).logits
+    losses = [
+        torch.nn.functional.cross_entropy(row[: len(i) - 1], i[1:], reduction="none")[c].double().sum()
+        for row, i, c in zip(logits, ids, counts, strict=True)
+    ]
+    tokens = sum(int(c.sum()) for c in counts)
+    return float(sum(losses)) / tokens, tokens
+
+
 def test_from_a_folder_to_an_answer(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +132,13 @@ def test_from_a_folder_to_an_answer(
     settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert settings == {"eos_token_id": ends, "repetition_penalty": 1.0}
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 256
+
+    packed = ["data.packing=first_fit", "data.attention_documents=within", f"data.index_cache={tmp_path / 'cache'}"]
+    assert main(["evaluate", str(tmp_path / "out"), "--data", str(tmp_path / "data/chat"), "--micro-batch-size", "4",
+                 "--json", str(tmp_path / "found.json"), *(word for s in packed for word in ("--set", s))]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    loss, tokens = their_evaluation(tmp_path / "out", tmp_path / "data/chat")
+    assert found["tokens"] == tokens and found["loss"] == pytest.approx(loss, rel=1e-5)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), local_files_only=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"), local_files_only=True)

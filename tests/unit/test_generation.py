@@ -23,7 +23,7 @@ from megatron_port.errors import ConfigError, DataError
 from megatron_port.inference.generation import Sampling, draw, filter_logits
 from megatron_port.inference.kv_cache import CacheSlot, KeyValueCache
 from megatron_port.inference.lm_eval_adapter import Questions
-from megatron_port.inference.perplexity import _Cut, windows
+from megatron_port.inference.perplexity import StreamWindows
 from megatron_port.inference.scoring import score
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
@@ -112,12 +112,21 @@ def test_a_cached_step_is_the_pass_over_everything(mask: dict[str, Any]) -> None
 def test_each_token_is_predicted_once(tokens: int, length: int, share: float) -> None:
     stride = max(1, int(length * share))
     stream = np.arange(tokens)
-    cut = _Cut(lambda at, n: stream[at : at + n], tokens, length, stride, 1000)
+    documents = np.flatnonzero(stream % 7 == 0)
+    cut = StreamWindows(
+        lambda at, n: stream[at : at + n], tokens, length, 1000, stride,
+        counted=lambda at, n: stream[at : at + n] % 3 > 0,
+        documents=lambda at, n: documents[(documents >= at) & (documents < at + n)] - at,
+    )
     seen = []
-    for window in range(windows(tokens, length, stride) + 2):
-        ids, counts = cut.row(window)
-        seen += ids[1:][counts > 0].tolist()
-    assert seen == list(range(1, tokens))
+    for window in range(len(cut)):
+        found = cut.sample(window)
+        assert found.counted is not None and found.starts is not None
+        seen += found.tokens[1:][found.counted].tolist()
+        real = found.tokens[:-1][: tokens - window * stride]
+        begins = np.maximum(real // 7 * 7 - window * stride, 0)
+        assert found.starts[: len(real)].tolist() == begins.tolist()
+    assert seen == [t for t in range(1, tokens) if t % 3]
 
 
 class Untrained:
