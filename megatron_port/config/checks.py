@@ -21,6 +21,7 @@ from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
 from megatron_port.config.memory import activation_problems
 from megatron_port.config.moe import moe_problems
+from megatron_port.config.multi_token import mtp_problems
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.offload import offload_problems
 from megatron_port.config.ranges import Range
@@ -112,7 +113,10 @@ def _quoted(value: Any) -> str:
 def _relations(config: RunConfig) -> list[str]:
     """Providers and options that exclude one another."""
     m, backend = config.model, config.backend
-    out = [*rope_problems(m), *architecture_problems(m), *attention_problems(config), *latent_problems(config)]
+    out = [
+        *rope_problems(m), *architecture_problems(m), *attention_problems(config), *latent_problems(config),
+        *mtp_problems(config),
+    ]
     if m.attention_dropout > 0 and backend.attention not in ("auto", "own", "math"):
         out.append(
             f"model.attention_dropout {m.attention_dropout} needs backend.attention auto, own or math, not "

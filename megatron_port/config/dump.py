@@ -84,7 +84,7 @@ _LATER = (
     "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
     "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
     "norm_placement", "norm_zero_centered", "shared_norm", "qk_norm_over", "mlp_bias", "norm_bias", "head_bias",
-    "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta", "moe",
+    "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta", "moe", "mtp_layers", "mtp_weight",
 )
 _LATER_DATA = ("source", "attention_documents", "position_reset", "packing")
 """Fields of the model, and of the data, that came after the first checkpoints; at their defaults they leave the hash as

@@ -144,6 +144,11 @@ class ModelConfig:
     """A learned score per query head that takes part in the softmax without a value (GPT-OSS)."""
     attention_softcap: NonNegative = 0.0
     """cap · tanh(score / cap) in place of each attention score (Gemma 2); 0: none."""
+    mtp_layers: CountOrZero = 0
+    """Modules that predict one token further ahead each, in training alone (multi-token prediction, DeepSeek-V3, arXiv
+    2412.19437); 0: none."""
+    mtp_weight: NonNegative = 0.3
+    """Multi-token prediction: weight of the mean of the modules' losses beside the model's own."""
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def window_of(self, layer: int) -> int:

@@ -12,7 +12,8 @@ from megatron_port.config.rope import rotations_of
 from megatron_port.config.schema import ModelConfig
 
 FREE = frozenset({
-    "name", "family", "hidden_dropout", "attention_dropout", "init_std", "moe.jitter", "moe.second_expert",
+    "name", "family", "hidden_dropout", "attention_dropout", "init_std", "mtp_weight", "moe.jitter",
+    "moe.second_expert",
     "moe.capacity_factor", "moe.drop_by", "moe.balance_loss", "moe.balance_weight", "moe.z_weight", "moe.bias_rate",
 })
 """Fields of a model that its weights do not depend on."""
@@ -33,10 +34,13 @@ def with_sizes(model: ModelConfig) -> ModelConfig:
 def model_differences(theirs: ModelConfig, mine: ModelConfig, *, any_length: bool = False) -> list[str]:
     """Return the fields that differ, as ``x is 1 there and 2 here``; derived sizes are compared by their values.
 
-    ``any_length``: under rope the length of a sample is no property of the weights.
+    ``any_length``: under rope the length of a sample is no property of the weights, and ``mine`` may leave out what
+    predicts further tokens.
     """
     there, here = dict(leaves(with_sizes(theirs))), dict(leaves(with_sizes(mine)))
     free = FREE | {"seq_length"} if any_length and mine.position_embedding == "rope" else FREE
+    if any_length and mine.mtp_layers == 0:
+        free |= {"mtp_layers"}
     return [
         f"{name} is {there[name]!r} there and {value!r} here"
         for name, value in here.items() if name not in free and there[name] != value

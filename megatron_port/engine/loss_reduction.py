@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.data.batch import MicroBatch
+from megatron_port.parallel.ahead import counted_ahead
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.step import AuxiliarySums
@@ -44,6 +45,27 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
 def global_samples(micro_batches: Sequence[MicroBatch], ctx: ParallelContext) -> int:
     """Samples of a step over all replicas."""
     return sum(len(b.sample_ids) for b in micro_batches) * ctx.size("dp")
+
+
+def ahead_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, depths: int) -> tuple[float, ...]:
+    """Loss tokens of a step over all replicas at each depth of multi-token prediction, from 1 on; empty on all stages
+    but the last, which alone uses them. Collective over its replicas."""
+    if not (depths and ctx.is_last_stage):
+        return ()
+    counts = torch.zeros(depths, dtype=torch.float64)
+    for batch in micro_batches:
+        assert batch.labels is not None  # on the last stage
+        for depth in range(depths):
+            counts[depth] += counted_ahead(
+                depth + 1, (batch.labels.shape[0], batch.labels.shape[1]), mask=batch.loss_mask,
+                starts=batch.document_starts, device=batch.labels.device,
+            ).sum()
+    if not any(b.masked or b.document_starts is not None for b in micro_batches):
+        return tuple((counts * ctx.size("dp")).tolist())
+    counts, replicas = counts.to(ctx.device), ctx.over("dp")
+    if replicas is not None:
+        dist.all_reduce(counts, group=replicas)
+    return tuple(counts.tolist())
 
 
 def loss_weight(tokens: float) -> float:

@@ -19,6 +19,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
 from megatron_port.engine.loss_reduction import (
+    ahead_tokens,
     device_sums,
     global_samples,
     global_tokens,
@@ -170,7 +171,8 @@ class NativeEngine:
             virtual = topology.virtual_stage(self.ctx.coords.pp, c)
             ends += [at + 1] if virtual == 0 else []
             at += len(units)
-            ends += [at - 1] if virtual == topology.virtual_stages - 1 else []
+            further = sum(getattr(unit, "training_only", False) for unit in self.chunks[c].units)
+            ends += [at - further - 1] if virtual == topology.virtual_stages - 1 else []
         host = self.config.offload.weights == "cpu"
         return WeightSharding(ends, keep=self.config.layout.reshard == "step", on_host=host)
 
@@ -205,19 +207,20 @@ class NativeEngine:
         keys: Sequence[torch.Tensor] = (),
     ) -> Passes:
         """Run the step's schedule, or an evaluation's where no gradients are wanted. ``keys``: of a recorded step."""
-        values = self.values if keys else self.values.host
+        values, ahead = self.values if keys else self.values.host, tuple[float, ...]()
         count, layout = len(micro_batches), self.config.layout
         if torch.is_grad_enabled():
             schedule = make_schedule(
                 layout.pipeline_schedule, self.ctx.topology.pp, count, layout.virtual_pipeline_size
             )
             reserve_swap(self.chunks, schedule.plans[self.ctx.coords.pp])
+            ahead = ahead_tokens(micro_batches, self.ctx, self.config.model.mtp_layers)
         else:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
             self.chunks, self.ctx, self.stream, self.progress, self.wgrad_accumulator, micro_batches=micro_batches,
             step=step, loss_factor=values.loss_factor, loss_gradient=self.values.loss_factor,
-            global_tokens=values.tokens, keys=keys,
+            global_tokens=values.tokens, keys=keys, ahead_tokens=ahead,
             auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
             tallies=self.tallies if torch.is_grad_enabled() else None, sample_factor=values.sample_factor,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,

@@ -41,9 +41,9 @@ def unit_uses(chunks: Sequence[Any], actions: Sequence[Action]) -> list[torch.nn
     """Return the units whose weights the actions of a stage read, in order.
 
     Deferred weight products read inputs and output gradients, no weights; nor do backward passes of units with
-    ``backward_reads_weights = False``.
+    ``backward_reads_weights = False``. Units with ``training_only`` are not used while they are in evaluation mode.
     """
-    units = [list(chunk.units) for chunk in chunks]
+    units = [[u for u in c.units if u.training or not getattr(u, "training_only", False)] for c in chunks]
     backward = [[u for u in reversed(mine) if getattr(u, "backward_reads_weights", True)] for mine in units]
     out: list[torch.nn.Module] = []
     for action in actions:
@@ -76,7 +76,7 @@ class Passes:
         chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
         loss_gradient: what the loss of the step is multiplied by for its gradient, a scalar on the device: loss scale
             over tokens. The modules are told the number, ``loss_factor``.
-        global_tokens: loss tokens of the step, for the modules.
+        global_tokens: loss tokens of the step, for the modules; ``ahead_tokens``: those of further depths.
         keys: of a recorded step: memory with the dropout keys of each micro-batch's samples.
         auxiliary, tallies: what the modules add to; None: nobody reads it.
         sample_factor: as ``loss_factor``, of terms that are means over samples.
@@ -89,15 +89,15 @@ class Passes:
         self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, progress: ProgressTracker,
         gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int,
         loss_factor: float | torch.Tensor, loss_gradient: torch.Tensor, global_tokens: float | torch.Tensor = 1.0,
-        keys: Sequence[torch.Tensor] = (), auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
-        sample_factor: float | torch.Tensor = 1.0, probe: Probe | None = None,
+        ahead_tokens: tuple[float, ...] = (), keys: Sequence[torch.Tensor] = (), auxiliary: AuxiliarySums | None = None,
+        tallies: Tallies | None = None, sample_factor: float | torch.Tensor = 1.0, probe: Probe | None = None,
         sums: Callable[[], list[torch.Tensor]] = list,
         after_backward: Callable[[int], None] = lambda chunk: None, flush_gradients: Callable[[], None] = lambda: None,
     ) -> None:
         self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
         self.micro_batches, self.step, self.loss_factor, self.keys = micro_batches, step, loss_factor, keys
         self.loss_gradient, self.global_tokens, self.auxiliary = loss_gradient, global_tokens, auxiliary
-        self.tallies, self.sample_factor = tallies, sample_factor
+        self.tallies, self.sample_factor, self.ahead_tokens = tallies, sample_factor, ahead_tokens
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
         self.flush_gradients = flush_gradients
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
@@ -150,7 +150,7 @@ class Passes:
         batch, recorded = self.micro_batches[number], bool(self.keys)
         self.stream.set_micro_batch(
             self.step, () if recorded else batch.sample_ids, loss_factor=self.loss_factor,
-            global_tokens=self.global_tokens,
+            global_tokens=self.global_tokens, ahead_tokens=self.ahead_tokens,
             document_starts=batch.document_starts, auxiliary=self.auxiliary, tallies=self.tallies,
             sample_factor=self.sample_factor,
             keys=self.keys[number] if recorded else None,

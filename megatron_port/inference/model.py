@@ -40,8 +40,9 @@ class InferenceModel:
     def __init__(self, session: Session, read: StateReader) -> None:
         self.ctx, config = session.ctx, session.config
         layout = replace(config.layout, sequence_parallel=False, virtual_pipeline_size=1)
-        self.config = replace(config, layout=layout, activations=ActivationsConfig())
-        self.model = config.model
+        model = replace(config.model, mtp_layers=0)  # which predict further tokens in training alone
+        self.config = replace(config, layout=layout, activations=ActivationsConfig(), model=model)
+        self.model = model
         stream = DropoutStream(0, self.ctx.device)
         stream.enabled = False
         self.stage: GPTStage

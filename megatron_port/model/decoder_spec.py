@@ -10,20 +10,18 @@ from typing import Literal
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.spec import (
     AttentionSpec,
-    EmbeddingSpec,
     Groups,
-    HeadSpec,
     LatentSpec,
     LayerSpec,
     LinearSpec,
     MLPSpec,
-    ModelSpec,
     MoESpec,
     NormSpec,
     ParameterSpec,
     Rotation,
     Split,
 )
+from megatron_port.model.unit_spec import EmbeddingSpec, HeadSpec, ModelSpec, PredictionSpec
 
 WORD_EMBEDDING = "embedding.word.weight"
 """Canonical name of the token embedding, and of the head's matrix when the two are tied."""
@@ -43,24 +41,45 @@ def _embedding(model: ModelConfig) -> EmbeddingSpec:
         std=model.init_std, decay=True, gradient="tokens",
     )
     return EmbeddingSpec(
-        word=_table(WORD_EMBEDDING, model), position=position if model.position_embedding == "learned" else None
+        word=_table(WORD_EMBEDDING, model, tied=_shares_table(model)),
+        position=position if model.position_embedding == "learned" else None,
     )
 
 
+def _shares_table(model: ModelConfig) -> bool:
+    """Whether the last stage reads the token table: its head, or the modules that predict further tokens."""
+    return model.tie_embeddings or model.mtp_layers > 0
+
+
 def _head(model: ModelConfig) -> HeadSpec:
-    name = WORD_EMBEDDING if model.tie_embeddings else "head.weight"
+    tied = model.tie_embeddings
+    name = WORD_EMBEDDING if tied else "head.weight"
     bias = ParameterSpec(
         name="head.bias", shape=(model.vocab_size,), init="zeros", decay=False, split=Split(0, vocabulary=True)
     )
     return HeadSpec(
-        norm=_norm("final_norm", model), weight=_table(name, model), bias=bias if model.head_bias else None
+        norm=_norm("final_norm", model), weight=_table(name, model, tied=tied), bias=bias if model.head_bias else None,
+        predictions=tuple(_prediction(model, i) for i in range(model.mtp_layers)),
+        table=_table(WORD_EMBEDDING, model, tied=True) if model.mtp_layers and not tied else None,
     )
 
 
-def _table(name: str, model: ModelConfig) -> ParameterSpec:
+def _prediction(model: ModelConfig, index: int) -> PredictionSpec:
+    """Module ``index`` of multi-token prediction. Patterns of layers reach it: its layer is the one after the last."""
+    return PredictionSpec(
+        name=f"mtp.{index}", embedding_norm=_norm("embedding_norm", model), hidden_norm=_norm("hidden_norm", model),
+        projection=LinearSpec(
+            name="projection", inputs=2 * model.hidden_size, outputs=model.hidden_size, parallel="none", bias=False,
+            std=model.init_std,
+        ),
+        layer=_layer(model, model.num_layers + index), norm=_norm("norm", model),
+    )
+
+
+def _table(name: str, model: ModelConfig, *, tied: bool) -> ParameterSpec:
     return ParameterSpec(
         name=name, shape=(model.vocab_size, model.hidden_size), init="normal", std=model.init_std, decay=True,
-        split=Split(0, vocabulary=True), tied=model.tie_embeddings,
+        split=Split(0, vocabulary=True), tied=tied,
     )
 
 

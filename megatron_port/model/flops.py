@@ -42,7 +42,7 @@ def active_count(model: ModelConfig) -> int:
     """Parameters that take part in the computation of a token: all but the experts that it is not sent to."""
     idle = sum(
         count * (moe.num_experts - moe.top_k) * sum(p.numel for p in moe.experts.parameters)
-        for layer, count in model_spec(model).kinds() if (moe := layer.moe) is not None
+        for layer, count in model_spec(model).all_kinds() if (moe := layer.moe) is not None
     )
     return parameter_count(model) - idle
 
@@ -109,7 +109,7 @@ def hardware_flops(
     if recompute not in RECOMPUTE:
         raise ValueError(f"unknown recompute {recompute!r}; one of {', '.join(RECOMPUTE)}")
     seq, total, passes = model.seq_length, model_flops(model, tuning), 2 if tuning.enabled else 3
-    for layer, count in model_spec(model).kinds():
+    for layer, count in model_spec(model).all_kinds():
         copied = 2 * seq * layer.copied_numel(tp)
         forward = layer.forward_flops(seq) + copied + adapter_flops(layer, tuning, seq)
         again = {"none": 0, "selective": layer.attention.core_flops(seq), "full": forward}

@@ -1,4 +1,5 @@
-"""GPT as a list of units (embedding, layers, head), and the stage that holds a contiguous run of them."""
+"""GPT as a list of units (embedding, layers, head, modules that predict further tokens), and the stage that holds a
+contiguous run of them."""
 
 from __future__ import annotations
 
@@ -11,21 +12,21 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.moe import MoE
+from megatron_port.model.multi_token import Prediction, auxiliary_names, build_predictions, further_losses
 from megatron_port.model.router import tally_specs
 
 
 class GPTStage(nn.Module):
-    """Layers ``[start, stop)`` of the model, the embedding with the first stage, the head with the last.
+    """Layers ``[start, stop)`` of the model, the embedding with the first stage, the head and what follows it with the
+    last.
 
     ``virtual``: which chunk of the model it is, where stages hold several (None: the stage's own number). ``table``:
-    the embedding's parameter where another chunk on this rank has it, for a tied head.
+    the embedding's parameter where another chunk on this rank has it, for those that share it.
 
     ``forward``: tokens int64 [batch, seq] on the first stage, else activations
     [seq(/tp), batch, hidden]; returns activations, or logits [seq, batch,
     padded_vocab/tp] on the last stage.
     """
-
-    auxiliary_names: tuple[str, ...] = ()
 
     def __init__(
         self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
@@ -37,19 +38,26 @@ class GPTStage(nn.Module):
         virtual = build.ctx.index("pp") if virtual is None else virtual
         self.first, self.last = virtual == 0, virtual == build.ctx.topology.virtual_stages - 1
         spec, moe = model_spec(build.model), build.model.moe
-        self.tally_specs = tally_specs(build.model.num_layers, moe.num_experts) if moe.enabled else {}
+        count = build.model.num_layers + build.model.mtp_layers
+        self.tally_specs = tally_specs(count, moe.num_experts) if moe.enabled else {}
         self.embedding = Embedding(spec.embedding, build) if self.first else None
         self.layers = nn.ModuleList(TransformerLayer(i, spec.layers[i], build) for i in range(start, stop))
         self.head: Head | None = None
+        further: list[Prediction] = []
         if self.last:
             if self.embedding is not None:
                 table = self.embedding.word.weight
             self.head = Head(spec.head, build, table if spec.head.weight.tied else None)
+            further = build_predictions(spec.head, build, self.head, table)
+        self.predictions = nn.ModuleList(further)
+        self.auxiliary_names = auxiliary_names(build.model.mtp_layers)
+        self.mtp_weight, self.stream = build.model.mtp_weight, build.stream
 
     @property
     def units(self) -> list[nn.Module]:
-        """Units that ``forward`` calls, in order: embedding, layers, head."""
-        return [m for m in (self.embedding, *self.layers, self.head) if m is not None]
+        """Units that ``forward`` and then ``loss_sum`` call, in order: embedding, layers, head, modules that predict
+        further tokens."""
+        return [m for m in (self.embedding, *self.layers, self.head, *self.predictions) if m is not None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.parking.swap is not None:
@@ -61,15 +69,23 @@ class GPTStage(nn.Module):
         return x if self.head is None else self.head(x)
 
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Sum of the token losses of a micro-batch, a scalar (last stage only)."""
+        """Sum of the token losses of a micro-batch, a scalar (last stage only).
+
+        In training its gradient is also that of the losses of further tokens, which the value leaves out.
+        """
         if self.head is None:
             raise ValueError("loss_sum on a stage without the head")
         losses = self.head.token_losses(logits, labels)
-        return losses.sum() if mask is None else (losses * mask).sum()
+        total = losses.sum() if mask is None else (losses * mask).sum()
+        if not (self.predictions and self.training and torch.is_grad_enabled()):
+            return total
+        assert self.stream.current is not None  # the engine has said which micro-batch it is
+        further = further_losses(self.predictions, self.head, labels, mask, self.stream.current, self.mtp_weight)
+        return total + (further - further.detach())
 
     def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
         """Let layers of experts change what balances them (``model.router``), after each step's update."""
-        for layer in self.layers:
+        for layer in (*self.layers, *(part.layer for part in self.predictions)):
             if isinstance(layer.mlp, MoE):
                 layer.mlp.after_update(totals, refused)
 

@@ -17,13 +17,22 @@ from megatron_port.model.moe import MoE
 from megatron_port.model.norm import Norm
 from megatron_port.model.recompute import recompute
 from megatron_port.model.site_tape import SiteTape
-from megatron_port.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, NormSpec
+from megatron_port.model.spec import LayerSpec, NormSpec
+from megatron_port.model.unit_spec import EmbeddingSpec, HeadSpec
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import VocabParallelEmbedding
 from megatron_port.parallel.linear import linear
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
 """Result of attention or MLP, and the bias that is yet to be added to it."""
+
+
+def embedding_factor(build: BuildContext) -> float:
+    """Return the factor on embedded tokens."""
+    factor = build.model.embedding_multiplier
+    if build.model.scale_embedding:  # rounded first, as transformers does
+        factor *= float(torch.tensor(build.model.hidden_size**0.5, dtype=build.dtype))
+    return factor
 
 
 class Embedding(nn.Module):
@@ -37,9 +46,7 @@ class Embedding(nn.Module):
         self.residual = build.residual
         apart = build.ctx.topology.last_stage != 0  # else the head shares this parameter
         weight = build.table(spec.word, tied_apart=spec.word.tied and apart)
-        self.multiplier = build.model.embedding_multiplier
-        if build.model.scale_embedding:  # rounded first, as transformers does
-            self.multiplier *= float(torch.tensor(build.model.hidden_size**0.5, dtype=build.dtype))
+        self.multiplier = embedding_factor(build)
         self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
         self.position = None if spec.position is None else build.unsplit(spec.position)
         self.position_reset = build.position_reset
@@ -74,12 +81,13 @@ class TransformerLayer(nn.Module):
     """x + dropout(attention(norm x)), then x + dropout(mlp(norm x)); [seq(/tp), batch, hidden].
 
     With ``parallel_residual`` the second also reads the layer's input (Wang & Komatsuzaki's GPT-J), or the first one's
-    norm where it has none of its own. ``post_norm1`` and ``post_norm2`` are norms of what the branches add.
+    norm where it has none of its own. ``post_norm1`` and ``post_norm2`` are norms of what the branches add. ``name``:
+    before the names of its parameters; empty: that of the model's layer ``index``.
     """
 
-    def __init__(self, index: int, spec: LayerSpec, build: BuildContext) -> None:
+    def __init__(self, index: int, spec: LayerSpec, build: BuildContext, name: str = "") -> None:
         super().__init__()
-        name = f"layers.{index}"
+        name = name or f"layers.{index}"
         self.name, self.index, self.parallel_residual = name, index, spec.parallel_residual
         self.residual, self.stream, self.recompute = build.residual, build.stream, build.recompute == "full"
         self.activations = build.layer_activations.get(index, LayerActivations())
@@ -210,6 +218,8 @@ class Head(nn.Module):
         self.softcap, tied = build.model.logits_softcap, spec.weight.tied
         self.weight = shared if shared is not None else build.table(spec.weight, tied_apart=tied, primary=not tied)
         self.bias = None if spec.bias is None else build.vocabulary_bias(spec.bias)
+        self._keeps_hidden = bool(spec.predictions)
+        self._hidden: torch.Tensor | None = None
 
     def product_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return what is multiplied by the table: the norm, divided where logits are (they have more elements).
@@ -217,11 +227,31 @@ class Head(nn.Module):
         A bias of the logits is not divided; config.checks refuses the two together.
         """
         y: torch.Tensor = self.norm(x)
+        if self._keeps_hidden and self.training and torch.is_grad_enabled():
+            self._hidden = y
+        return self.scaled(y)
+
+    def scaled(self, y: torch.Tensor) -> torch.Tensor:
+        """Return normed hidden states divided where logits are."""
         return y if self.divisor == 1.0 else y / self.divisor
 
+    def take_hidden(self) -> torch.Tensor:
+        """Return the norm of the last forward pass, once, in training of a model that predicts further tokens.
+
+        RuntimeError: there is none.
+        """
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            raise RuntimeError("the loss of further tokens before a forward pass of the head, or twice after it")
+        return hidden
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits(self.product_input(x))
+
+    def logits(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the logits [seq, batch, padded_vocab/tp] of the product's input."""
         return self.capped(linear(
-            self.product_input(x), self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel
+            y, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel
         ))
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:

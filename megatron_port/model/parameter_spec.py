@@ -70,7 +70,7 @@ class ParameterSpec:
     its ``tokens`` under sequence parallelism, else the whole; the part of its ``heads``, or of others of the features
     that ranks divide; the part of the tokens that it ``routed``, its own share under any layout."""
     tied: bool = False
-    """The token table of a model with tied ends: one parameter in two units."""
+    """The token table where embedding and head, or what follows that, both have it: one parameter in several units."""
 
     @property
     def numel(self) -> int:

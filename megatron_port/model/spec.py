@@ -10,16 +10,14 @@ Names of a layer's parameters are relative to the layer, so that equal layers ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Literal
 
 from megatron_port.model.parameter_spec import Gradient, Groups, LinearSpec, NormSpec, ParameterSpec, Split
 
 __all__ = [
-    "AttentionSpec", "EmbeddingSpec", "FeedForward", "Gradient", "Groups", "HeadSpec", "LatentSpec", "LayerSpec",
-    "LinearSpec", "MLPSpec", "MoESpec", "ModelSpec", "NormSpec", "ParameterSpec", "Rotation", "Split", "Unit",
+    "AttentionSpec", "FeedForward", "Gradient", "Groups", "LatentSpec", "LayerSpec", "LinearSpec", "MLPSpec", "MoESpec",
+    "NormSpec", "ParameterSpec", "Rotation", "Split",
 ]
 
 Rotation = Literal["none", "usual", "window"]
@@ -290,68 +288,3 @@ class LayerSpec:
     def kept_features(self, tp: int) -> int:
         """Activations per token, divided over ``tp`` ranks, that a forward keeps between its products."""
         return sum(linear.kept_features(tp) for linear in self.linears)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingSpec:
-    """Token table and, where positions are learned, theirs."""
-
-    word: ParameterSpec
-    position: ParameterSpec | None
-
-    @property
-    def parameters(self) -> tuple[ParameterSpec, ...]:
-        """In the order of the module: its own before those of its parts."""
-        return (self.word,) if self.position is None else (self.position, self.word)
-
-    def forward_flops(self, seq: int) -> int:
-        """Return 0: rows are looked up, without any product."""
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSpec:
-    """Final norm and projection to the vocabulary; tied to the token table or with a matrix of its own."""
-
-    norm: NormSpec
-    weight: ParameterSpec
-    bias: ParameterSpec | None
-
-    @property
-    def parameters(self) -> tuple[ParameterSpec, ...]:
-        """In the order of the module: its own before those of its parts."""
-        own = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        return (*own, *self.norm.parameters)
-
-    def forward_flops(self, seq: int) -> int:
-        """Operations of the logits of one sample."""
-        return 2 * seq * self.weight.numel
-
-
-Unit = EmbeddingSpec | LayerSpec | HeadSpec
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """The units of a model in order."""
-
-    embedding: EmbeddingSpec
-    layers: tuple[LayerSpec, ...]
-    head: HeadSpec
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """Embedding, layers, head."""
-        return self.embedding, *self.layers, self.head
-
-    def parameters(self) -> Iterator[ParameterSpec]:
-        """Every parameter once, in order, by canonical name; a tied table with the embedding."""
-        yield from self.embedding.parameters
-        for index, layer in enumerate(self.layers):
-            for parameter in layer.parameters:
-                yield replace(parameter, name=f"layers.{index}.{parameter.name}")
-        yield from (p for p in self.head.parameters if not p.tied)
-
-    def kinds(self, start: int = 0, stop: int | None = None) -> list[tuple[LayerSpec, int]]:
-        """The layers [start, stop) as runs of equal ones: (layer, how many)."""
-        return [(layer, len(list(run))) for layer, run in groupby(self.layers[start:stop])]

@@ -82,6 +82,7 @@ class DropoutStream:
         global_tokens: float | torch.Tensor = 1.0, document_starts: torch.Tensor | None = None,
         auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
         sample_factor: float | torch.Tensor = 1.0, keys: torch.Tensor | None = None,
+        ahead_tokens: tuple[float, ...] = (),
     ) -> None:
         """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
 
@@ -91,7 +92,7 @@ class DropoutStream:
         samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         self.current = StepContext(
             samples, loss_factor=loss_factor, global_tokens=global_tokens, auxiliary=auxiliary, tallies=tallies,
-            sample_factor=sample_factor, routes=self.routes if self.enabled else None,
+            sample_factor=sample_factor, routes=self.routes if self.enabled else None, ahead_tokens=ahead_tokens,
             document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
             packed_documents=None if document_starts is None else cache(
                 partial(pack_documents, document_starts, self.device)

@@ -150,6 +150,8 @@ class StepContext:
     included. Means nothing in evaluation. In a recorded step, here and below, a float64 scalar on the device."""
     global_tokens: float | torch.Tensor = 1.0
     """Loss tokens of the step over all replicas; 0 where every label is masked."""
+    ahead_tokens: tuple[float, ...] = ()
+    """The same of each depth of multi-token prediction, from 1 on; last stage only."""
     document_starts: torch.Tensor | None = None
     """int32 [batch, seq]: where in its sample the document of each position starts; None: a sample is one document."""
     packed_documents: Callable[[], PackedDocuments] | None = None

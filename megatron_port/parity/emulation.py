@@ -123,11 +123,11 @@ class RoundingEmulation:
         kernels = self._kernels(outputs=pieces)
         head.cross_entropy = _CutCrossEntropy(head.cross_entropy, tuple(p for p in pieces if p.start < p.stop))
 
-        def forward(x: Tensor) -> Tensor:
+        def logits(y: Tensor) -> Tensor:
             weight = head.weight.view_as(head.weight) if self.tied_in_the_dtype else head.weight
-            return head.capped(linear(head.product_input(x), weight, head.bias, kernels=kernels))
+            return head.capped(linear(y, weight, head.bias, kernels=kernels))
 
-        head.forward = forward  # type: ignore[method-assign]
+        head.logits = logits  # type: ignore[method-assign]
 
 
 def _equal(size: int, pieces: int) -> Pieces:

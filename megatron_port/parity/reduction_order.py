@@ -87,11 +87,11 @@ def _column(module: ColumnParallelLinear, reordering: Reordering, place: int) ->
 def _head(module: Head, reordering: Reordering, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
     pieces = _pieces(module.weight.shape[0], reordering, place, module.weight.device)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        logits = _columns(module.product_input(x), module.weight, pieces, PLAIN)
-        return module.capped(logits if module.bias is None else logits + module.bias)
+    def logits(y: torch.Tensor) -> torch.Tensor:
+        found = _columns(y, module.weight, pieces, PLAIN)
+        return module.capped(found if module.bias is None else found + module.bias)
 
-    return forward
+    return logits
 
 
 def apply_reduction_order(stage: nn.Module, reordering: Reordering) -> None:
@@ -108,4 +108,4 @@ def apply_reduction_order(stage: nn.Module, reordering: Reordering) -> None:
         elif isinstance(module, ColumnParallelLinear):
             module.forward = _column(module, reordering, place)  # type: ignore[method-assign, assignment]
         elif isinstance(module, Head):
-            module.forward = _head(module, reordering, place)  # type: ignore[method-assign, assignment]
+            module.logits = _head(module, reordering, place)  # type: ignore[method-assign, assignment]

@@ -33,6 +33,7 @@ def cells(record: Record) -> dict[str, str]:
     out: dict[str, str] = {}
     for field, label, form in (
         ("loss", "loss", "{:.4f}"),
+        ("mtp_loss", "further tokens", "{:.4f}"),
         ("validation_loss", "validation loss", "{:.4f}"),
         ("learning_rate", "lr", "{:.3e}"),
         ("grad_norm", "grad norm", "{:.3f}"),

@@ -29,6 +29,7 @@ Record = Mapping[str, "Value | None"]
 FIELDS: Mapping[str, type] = {
     "step": int,
     "loss": float,
+    "mtp_loss": float,
     "learning_rate": float,
     "grad_norm": float,
     "loss_scale": float,

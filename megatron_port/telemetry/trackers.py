@@ -21,6 +21,7 @@ from megatron_port.telemetry.metrics import Record
 
 TAGS = {
     "loss": "loss/train",
+    "mtp_loss": "loss/mtp",
     "validation_loss": "loss/validation",
     "learning_rate": "optimizer/learning_rate",
     "grad_norm": "optimizer/grad_norm",

@@ -41,7 +41,8 @@ class ActivationPlanner:
         modules = engine.chunks if isinstance(engine, NativeEngine) else [getattr(engine, "stage", None)]
         self._layers = [
             layer for module in modules if isinstance(module, torch.nn.Module)
-            for layer in module.modules() if isinstance(layer, TransformerLayer)
+            for layer in module.modules()
+            if isinstance(layer, TransformerLayer) and layer.index < self.config.model.num_layers
         ]
         self._clock: SiteClock | None = None
         self._left = 0

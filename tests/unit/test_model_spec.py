@@ -50,6 +50,8 @@ MODELS = {
     "gpt-j": replace(SMALL, position_embedding="rope", parallel_residual=True, shared_norm=True, add_bias=False,
                      mlp_bias=True, norm_bias=True, head_bias=True, tie_embeddings=False),
     "smollm3": replace(LLAMA, rope_pattern=("rope", "none"), attention_scale=0.3),
+    "llama, further tokens": replace(LLAMA, mtp_layers=2),
+    "gpt, a further token": replace(SMALL, position_embedding="rope", mtp_layers=1, head_bias=True),
     "llama with biases": replace(LLAMA, add_bias=True, num_query_groups=1, head_dim=24),
 }
 

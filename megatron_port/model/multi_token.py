@@ -1,0 +1,111 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules behind the head that predict, in
+training, one token further ahead each.
+
+Module k takes the hidden state of each position at depth k - 1 and the token k places on, and predicts the one after
+that. A hidden state is what the head's matrix is multiplied with, hence behind the norm, at depth 0 too: so does
+inference with the published weights. The paper puts the hidden state before the embedding, those weights after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from megatron_port.model.build import BuildContext
+from megatron_port.model.latent_attention import Down
+from megatron_port.model.layers import Head, TransformerLayer, embedding_factor
+from megatron_port.model.norm import Norm
+from megatron_port.model.unit_spec import HeadSpec, PredictionSpec
+from megatron_port.parallel.ahead import counted_ahead, labels_ahead, tokens_ahead
+from megatron_port.parallel.embedding import VocabParallelEmbedding
+from megatron_port.parallel.step import StepContext
+
+_LOSS = "mtp_loss_"
+"""Before the depth, in the names of auxiliary sums."""
+
+
+class Prediction(nn.Module):
+    """One module: hidden states [seq(/tp), batch, hidden] of the depth before → (those of its own, its logits).
+
+    ``table``: the token table; ``head``: the model's, whose matrix and bias are this module's as well.
+    """
+
+    training_only = True
+    """Evaluations leave it out."""
+
+    def __init__(
+        self, index: int, spec: PredictionSpec, build: BuildContext, head: Head, table: nn.Parameter
+    ) -> None:
+        super().__init__()
+        name = spec.name
+        self.embedding_norm = Norm(name, spec.embedding_norm, build)
+        self.hidden_norm = Norm(name, spec.hidden_norm, build)
+        self.projection = Down(name, spec.projection, build)
+        self.layer = TransformerLayer(build.model.num_layers + index, spec.layer, build, name=f"{name}.layer")
+        self.norm = Norm(name, spec.norm, build)
+        self.word = VocabParallelEmbedding(table, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
+        self.multiplier = embedding_factor(build)
+        # What the pass reads of the head is to be gathered for this module too.
+        self.shared = nn.ParameterList([head.weight] if head.bias is None else [head.weight, head.bias])
+
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, head: Head
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``tokens``: int64 [batch, seq]."""
+        embedded = self.word(tokens.t().contiguous())
+        if self.multiplier != 1.0:
+            embedded = embedded * self.multiplier
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
+        found = self.norm(self.layer(self.projection(both)))
+        return found, head.logits(head.scaled(found))
+
+
+def auxiliary_names(depths: int) -> tuple[str, ...]:
+    """Return the names of the sums of a step that are the mean loss of each depth, in nats."""
+    return tuple(f"{_LOSS}{depth}" for depth in range(1, depths + 1))
+
+
+def further_loss(auxiliary: Mapping[str, float]) -> float | None:
+    """Return the mean over depths of a step's sums of these names; a depth without any token has added none. None:
+    there is no module, or no token at any depth."""
+    found = [value for name, value in auxiliary.items() if name.startswith(_LOSS) and value != 0.0]
+    return sum(found) / len(found) if found else None
+
+
+def build_predictions(
+    spec: HeadSpec, build: BuildContext, head: Head, embedding: nn.Parameter | None
+) -> list[Prediction]:
+    """Build the modules of a model. ``embedding``: the token table where this rank has it for the embedding; else the
+    head's matrix is the same table, or the modules have a tied copy."""
+    if not spec.predictions:
+        return []
+    table = embedding
+    if table is None:
+        table = head.weight if spec.table is None else build.table(spec.table, tied_apart=True, primary=False)
+    return [Prediction(i, part, build, head, table) for i, part in enumerate(spec.predictions)]
+
+
+def further_losses(
+    predictions: Iterable[nn.Module], head: Head, labels: torch.Tensor, mask: torch.Tensor | None,
+    context: StepContext, weight: float,
+) -> torch.Tensor:
+    """Return what the modules add to a micro-batch's sum of token losses: a scalar.
+
+    Each depth has a mean over its own tokens of the step, fewer than the model's. The step's mean is this sum over the
+    model's tokens, so what is added is ``weight`` / depths of the mean, times these. ``head`` has run before.
+    """
+    hidden, total = head.take_hidden(), None
+    for depth, (part, count) in enumerate(zip(predictions, context.ahead_tokens, strict=True), 1):
+        hidden, logits = part(hidden, tokens_ahead(labels, depth), head)
+        counted = counted_ahead(
+            depth, (labels.shape[0], labels.shape[1]), mask=mask, starts=context.document_starts, device=labels.device
+        )
+        losses = (head.token_losses(logits, labels_ahead(labels, depth)) * counted).sum()
+        mean = losses / max(count, 1.0)
+        context.add_auxiliary(f"{_LOSS}{depth}", mean)
+        added = mean * (weight / len(context.ahead_tokens) * context.global_tokens)
+        total = added if total is None else total + added
+    assert total is not None
+    return total
