@@ -69,8 +69,9 @@ FIRST = ("slurm", "distributed", "faults", "e2e", "gpu", "kernels", "unit")
 """Folders by how long one of their groups takes: what is long and cannot be cut must not come last."""
 TOGETHER = ("slurm", "kernels")
 """Folders whose files share what is dear to make: a cluster, the emulated libraries."""
-WAITING = "slurm"
-"""Folder whose tests wait for jobs most of their time. Where there is a worker more than cores, it runs them alone."""
+WAITING = ("slurm", "faults")
+"""Folders whose tests wait most of their time: for jobs, for timeouts. Where there is a worker more than cores, it runs
+these and the others run what computes, as long as there is both."""
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -103,12 +104,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = Path(nodeid.split("::", 1)[0])
             return file.parent.name if file.parent.name in TOGETHER else str(file)
 
-        def _reschedule(self, node: Any) -> None:
-            mine = self.assigned_work.get(node, {})
-            extra = len(self.nodes) > len(os.sched_getaffinity(0)) and WAITING in mine
-            if not extra:
-                super()._reschedule(node)
-            elif self._pending_of(mine) <= 2 and not node.shutting_down:
-                node.shutdown()  # once it has run what it has
+        def _assign_work_unit(self, node: Any) -> None:
+            if len(self.nodes) > len(os.sched_getaffinity(0)):
+                waits = node is self.nodes[0]
+                suits = (scope for scope in self.workqueue if waits == bool(set(WAITING) & set(Path(scope).parts)))
+                self.workqueue.move_to_end(next(suits, next(iter(self.workqueue))), last=False)
+            super()._assign_work_unit(node)
 
     return Whole(config, log) if config.getvalue("dist") == "loadscope" else None

@@ -57,11 +57,12 @@ def test_a_file_stays_with_one_worker(tmp_path: Path) -> None:
     assert len(set.union(*workers)) == 2, "one worker did everything"
 
 
-def test_a_worker_more_than_cores_runs_what_waits_and_nothing_else(tmp_path: Path) -> None:
+def test_a_worker_more_than_cores_runs_what_waits_first(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     if cores > 4:
         pytest.skip("many workers for one question")
-    names = [("slurm", "a"), *(("unit", name) for name in "bcdefgh"[:2 * cores])]
-    slurm, *others = ran(tmp_path, cores + 1, *(tmp_path / folder / f"test_{name}.py" for folder, name in names))
+    names = [("slurm", "a"), ("faults", "z"), *(("unit", name) for name in "bcdefgh"[:2 * cores])]
+    waiting, after, *others = ran(tmp_path, cores + 1, *(tmp_path / folder / f"test_{name}.py" for folder, name in names))
+    assert len(waiting) == 1 and waiting == after, (waiting, after)
     used = {worker for ran_by in others for worker in ran_by}
-    assert len(slurm) == 1 and not slurm & used and len(used) == cores, (slurm, others)
+    assert used - waiting and len(used - waiting) == cores, others
