@@ -26,7 +26,7 @@ def errors_in(log: str) -> list[str]:
 
 def test_a_second_job_is_refused_and_the_first_goes_on(runs: Runs) -> None:  # noqa: F811
     change = settings(training__steps=100000, **SHORT)
-    first = runs.submit(["--nodes=3", "--ntasks-per-node=1"], change)
+    first = runs.submit(["--nodes=1", "--ntasks-per-node=1"], change)
     runs.wait_for_step(first, 10)
     asked = runs.cluster.on_node("n4", ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", STATES, str(first)])
     assert asked.stdout.split() == ["RUNNING", "RUNNING", "''", "''"], asked.stdout
