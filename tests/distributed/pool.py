@@ -49,6 +49,9 @@ LAST_WORDS_S = 2.0
 """After the first failure the others may report theirs for this long; then the world is killed."""
 PRELOAD = ("errors", "config", "runtime", "backend", "parallel", "model", "pipeline", "optim", "engine", "data")
 """Rooms that the server imports ahead of forking."""
+LATE = ("deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.moe.ep_repack",
+        "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.utils.pin_memory", "torch.profiler._cupti_monitor")
+"""Modules that DeepSpeed would import in every rank, when it makes its engine."""
 
 
 class RankFailed(AssertionError):
@@ -212,6 +215,9 @@ def _preload(with_deepspeed: bool) -> None:
         from megatron_port.backend.jit_guard import prepare_deepspeed
 
         prepare_deepspeed()
+        for name in LATE:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     prefix = megatron_port.__name__ + "."
     for room in PRELOAD:
         try:
@@ -223,6 +229,11 @@ def _preload(with_deepspeed: bool) -> None:
                 continue
             with contextlib.suppress(Exception):
                 importlib.import_module(found.name)
+    from megatron_port.backend import kernels
+    from megatron_port.errors import EnvironmentFault
+
+    with contextlib.suppress(EnvironmentFault):
+        kernels.load("cpu")
 
 
 def _fork_world(link: Connection, world_size: int, address: str, key: bytes, log: str) -> list[int]:
@@ -248,6 +259,9 @@ def _serve(descriptor: int, with_deepspeed: bool) -> None:
     """Life of the server: fork and kill worlds until the test process goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = Connection(descriptor)
+    # A rank that is interrupted while it sends holds a lock of gloo's, for which a thread of its own spins. Ranks that
+    # do not interrupt one another as soon as a message wakes them spin half as often.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _preload(with_deepspeed)
     tasks = len(os.listdir("/proc/self/task"))
     if tasks != 1:

@@ -62,7 +62,8 @@ def test_a_worker_more_than_cores_runs_what_waits_first(tmp_path: Path) -> None:
     if cores > 4:
         pytest.skip("many workers for one question")
     names = [("slurm", "a"), ("faults", "z"), *(("unit", name) for name in "bcdefgh"[:2 * cores])]
-    waiting, after, *others = ran(tmp_path, cores + 1, *(tmp_path / folder / f"test_{name}.py" for folder, name in names))
+    files = [tmp_path / folder / f"test_{name}.py" for folder, name in names]
+    waiting, after, *others = ran(tmp_path, cores + 1, *files)
     assert len(waiting) == 1 and waiting == after, (waiting, after)
     used = {worker for ran_by in others for worker in ran_by}
     assert used - waiting and len(used - waiting) == cores, others
