@@ -175,6 +175,8 @@ def _model(r: random.Random, t: Topology) -> dict[str, Any]:
     model["qk_norm"] = random.Random(repr(model)).random() < 0.3
     model |= _options(random.Random(f"options {model!r}"), model)
     model |= _mask(random.Random(f"mask {model!r}"), model["seq_length"])
+    if model.get("rope_scaling") == "yarn":
+        model["rope_truncate"] = random.Random(f"truncate {model!r}").random() < 0.5
     return model | _layer_options(random.Random(f"layers {model!r}"), model)
 
 
