@@ -1,0 +1,58 @@
+"""Layers of experts are equal to one process, token by token, in the draws of ``experts``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from experts import PRESETS, ExpertDraw, draw, run_draws
+from fuzz import failures
+from pool import RankPool
+
+SEEDS = {
+    2: (46, 284, 25, 348, 322, 407, 56, 70, 3, 456, 130, 679, 213, 9, 851, 100, 172, 290, 389, 58, 103, 242),
+    4: (114, 312, 288, 657, 7, 196, 238, 10),
+}
+"""Draws that between them have every legal pair of preset, ZeRO stage, schedule, recompute and ep, and every option."""
+
+
+def draws(world: int) -> list[ExpertDraw]:
+    found = [draw(seed) for seed in SEEDS[world]]
+    assert all(one.topology.world_size == world for one in found)
+    return found
+
+
+@pytest.mark.parametrize("world", SEEDS)
+def test_experts_equal_one_process(ranks: RankPool, world: int) -> None:
+    results = run_draws(ranks, draws(world))
+    assert not failures(results), failures(results)
+
+
+def met(one: ExpertDraw) -> set[tuple[str, object]]:
+    """Return what a draw shows."""
+    layout, moe, t = one.config.layout, one.config.model.moe, one.topology
+    return {
+        ("preset", one.preset), ("engine", one.config.engine), ("zero", layout.zero_stage), ("ep", min(t.ep, 4)),
+        ("schedule", (layout.pipeline_schedule, layout.virtual_pipeline_size > 1)),
+        ("recompute", one.config.activations.policy), ("offload", one.config.offload.optimizer != "none"),
+        ("ep over tp", t.ep > 1 and t.tp > 1), ("ep over a part of tp", 1 < t.ep < t.tp), ("ep over dp", t.ep > t.tp),
+        ("ep over a part of dp", t.tp < t.ep < t.tp * t.dp),
+        ("sequence parallel", layout.sequence_parallel and t.tp > 1),
+        ("tp without it", t.tp > 1 and not layout.sequence_parallel),
+        ("drop", moe.drop_by if moe.capacity_factor else ""), ("hybrid", 0 < t.shard < t.dp),
+    }
+
+
+def test_the_draws_cover_what_they_should() -> None:
+    seen: set[tuple[str, object]] = set().union(*(met(one) for world in SEEDS for one in draws(world)))
+    wanted: dict[str, Sequence[object]] = {
+        "preset": list(PRESETS), "engine": ("native", "deepspeed"), "zero": range(4), "ep": (1, 2, 3, 4),
+        "schedule": [(name, vp) for name, vp in (
+            ("gpipe", False), ("1f1b", False), ("1f1b", True), ("zb-h1", False), ("zb-v", True)
+        )],
+        "recompute": ("none", "selective", "full"), "drop": ("", "position", "probability"),
+        **dict.fromkeys(("offload", "ep over tp", "ep over a part of tp", "ep over dp", "ep over a part of dp",
+                         "sequence parallel", "tp without it", "hybrid"), (True,)),
+    }
+    lacking = [(name, value) for name, values in wanted.items() for value in values if (name, value) not in seen]
+    assert not lacking, lacking
