@@ -14,7 +14,7 @@ from megatron_port.config.dump import leaves, to_toml, toml_value
 from megatron_port.config.layout import model_ranks
 from megatron_port.config.loader import field_help
 from megatron_port.config.schema import RunConfig
-from megatron_port.model.flops import counted, model_flops
+from megatron_port.model.flops import counted, document_of, model_flops
 
 
 def add_parser(subparsers: Any) -> None:
@@ -54,7 +54,7 @@ def summary(config: RunConfig, world_size: int | None) -> str:
     """Return one paragraph on a legal configuration: its size, its split and its batch."""
     tp, pp, dp = topology_sizes(config, world_size)
     batch = config.batch
-    step = model_flops(config.model, config.fine_tuning) * batch.global_batch_size
+    step = model_flops(config.model, config.fine_tuning, document_of(config.data)) * batch.global_batch_size
     return (
         f"{config.name} is legal.\n"
         f"  model   {config.model.name}: {counted(config.model, config.fine_tuning)}\n"

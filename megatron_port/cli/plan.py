@@ -15,6 +15,7 @@ from typing import Any
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.config.loader import DEFAULT, Loaded
 from megatron_port.config.schema import RunConfig
+from megatron_port.data.document_length import with_document_length
 from megatron_port.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from megatron_port.plan.page import report_page
 from megatron_port.plan.text import as_json, explain, render
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--nodes {args.nodes}: a plan needs at least 1 node")
         args.overrides = [*args.overrides, f"cluster.nodes={args.nodes}", "layout.data_parallel_size=0"]
     config, assumed = with_nodes(load_run(args))
+    config = with_document_length(config)
     plan = make_plan(config, tokens=args.tokens, fractional=args.fractional)
     if assumed:
         print(assumed, file=sys.stderr if args.json else sys.stdout)

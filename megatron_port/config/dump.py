@@ -113,7 +113,7 @@ def config_hash(config: RunConfig) -> str:
     optimizer = as_dict(config.optimizer)
     optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
     data = as_dict(config.data)
-    del data["remote_cache"], data["remote_cache_gb"]
+    del data["remote_cache"], data["remote_cache_gb"], data["document_length"]
     for name in _LATER_DATA:
         if data[name] == getattr(DataConfig, name):
             del data[name]

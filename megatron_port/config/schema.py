@@ -206,6 +206,10 @@ class DataConfig:
     position_reset: bool = False
     """With attention_documents = "within": count learned positions from each document's start. Rotary ones need none:
     attention sees their differences only."""
+    document_length: NonNegative = 0.0
+    """With attention_documents = "within": length, in the mean over tokens, of the document that a token is in
+    (Σ ℓ² ÷ Σ ℓ of the parts within samples), by which attention's operations and seconds are counted; 0: as the corpus'
+    index says."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,9 @@ d, g key/value heads, MLP width f, sequence s, vocabulary V (unpadded), L layers
 * forward of a layer    2·s·P + 4·s²·a·d           (the second term: QKᵀ and the product with V)
 * forward of the head   2·s·V·h
 
+Where attention stays within documents, s² is Σ ℓ² over the documents' parts ℓ of a sample: s·d with d the length of the
+document that a token is in, in the mean over tokens (``data.document_length``). Nothing else depends on documents.
+
 A backward costs twice its forward. For GPT (a·d = h, g = a, f = 4h) a step on B
 samples is ``72·B·s·L·h²·(1 + s/6h + V/12Lh)``, and with full recompute, where every
 layer but not the head runs forward twice, ``96·B·s·L·h²·(1 + s/6h + V/16Lh)``
@@ -22,12 +25,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
-from megatron_port.config.schema import ModelConfig
+from megatron_port.config.schema import DataConfig, ModelConfig
 from megatron_port.model.adapter_spec import layer_adapters
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec
 
 RECOMPUTE = ("none", "selective", "full")
+
+
+def document_of(data: DataConfig) -> float:
+    """Return the mean length of the document that a token is in, as far as a run says it; 0: attention sees the whole
+    sample, or nobody knows."""
+    return data.document_length if data.attention_documents == "within" else 0.0
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -77,13 +86,14 @@ def unit_costs(model: ModelConfig) -> list[float]:
     return [0.0, *layers, float(spec.head.forward_flops(seq) // seq)]
 
 
-def model_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) -> int:
+def model_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0) -> int:
     """Operations that training on one sample needs (forward and backward); the numerator of MFU.
 
+    ``document``: mean length of a token's document, which attention does not leave; 0: it sees the whole sample.
     Frozen matrices have no gradient of their own: two products, not three.
     """
     spec, seq = model_spec(model), model.seq_length
-    layers = sum(count * layer.forward_flops(seq) for layer, count in spec.kinds())
+    layers = sum(count * layer.forward_flops(seq, document) for layer, count in spec.kinds())
     whole = 3 * (spec.embedding.forward_flops(seq) + layers + spec.head.forward_flops(seq))
     if not tuning.enabled:
         return whole
@@ -95,35 +105,37 @@ def model_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) -> i
 
 def hardware_flops(
     model: ModelConfig, recompute: str = "none", tp: int = 1, dropped: Sequence[Sequence[str]] = (),
-    tuning: FineTuningConfig = NO_ADAPTERS,
+    tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0,
 ) -> int:
     """Operations that are executed for one sample; the numerator of HFU.
 
     ``recompute``: ``none``; ``selective`` adds one forward of the attention core of every
     layer; ``full`` adds one forward of every layer (not of the head). ``dropped``: single sites
     that each layer recomputes (``model.activation_sites``). Each of ``tp`` tensor-parallel
-    ranks projects at least one key/value head, so with fewer heads some are projected several times.
+    ranks projects at least one key/value head, so with fewer heads some are projected several times. ``document``: as
+    in :func:`model_flops`.
 
     Raises ValueError for an unknown ``recompute``.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"unknown recompute {recompute!r}; one of {', '.join(RECOMPUTE)}")
-    seq, total, passes = model.seq_length, model_flops(model, tuning), 2 if tuning.enabled else 3
+    seq, total, passes = model.seq_length, model_flops(model, tuning, document), 2 if tuning.enabled else 3
     for layer, count in model_spec(model).all_kinds():
         copied = 2 * seq * layer.copied_numel(tp)
-        forward = layer.forward_flops(seq) + copied + adapter_flops(layer, tuning, seq)
-        again = {"none": 0, "selective": layer.attention.core_flops(seq), "full": forward}
+        forward = layer.forward_flops(seq, document) + copied + adapter_flops(layer, tuning, seq)
+        again = {"none": 0, "selective": layer.attention.core_flops(seq, document), "full": forward}
         total += count * (again[recompute] + passes * copied)
     return total + sum(
-        site_flops(layer, site, seq, tp) for layer, sites in zip(model_spec(model).layers, dropped) for site in sites
+        site_flops(layer, site, seq, tp, document)
+        for layer, sites in zip(model_spec(model).layers, dropped) for site in sites
     )
 
 
-def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1) -> int:
+def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1, document: float = 0.0) -> int:
     """Operations of one sample's forward that make a site of a layer again; 0 for element-wise work."""
     projections = sum(p.weight_numel for p in layer.attention.projections)
     matrices = {
         "qkv": projections + layer.copied_numel(tp), "hidden": layer.dense.up.weight_numel,
         "residual": layer.attention.output.weight_numel,
     }
-    return layer.attention.core_flops(seq) if site == "core" else 2 * seq * matrices.get(site, 0)
+    return layer.attention.core_flops(seq, document) if site == "core" else 2 * seq * matrices.get(site, 0)

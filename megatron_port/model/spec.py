@@ -116,16 +116,22 @@ class AttentionSpec:
         """Elements per token of queries, keys and values on ``tp`` ranks together, copies and padding included."""
         return self.groups.rows_held(tp)
 
-    def core_flops(self, seq: int) -> int:
+    def core_flops(self, seq: int, document: float = 0.0) -> int:
         """Operations of QKᵀ and of the weights times V of one sample's forward. The causal half is not taken off, nor
-        is a window's."""
-        return 2 * self.scores_seen(seq) * self.groups.heads * (self.groups.head_size + self.value_size)
+        is a window's. ``document``: as :meth:`scores_seen`."""
+        sizes = self.groups.heads * (self.groups.head_size + self.value_size)
+        return round(2 * self.scores_seen(seq, document) * sizes)
 
-    def scores_seen(self, seq: int) -> int:
-        """Twice the scores of one head that a window leaves of ``seq`` tokens: w (2 seq - w) of seq². Documents are not
-        known here."""
-        window = min(self.window or seq, seq)
-        return window * (2 * seq - window)
+    def scores_seen(self, seq: int, document: float = 0.0) -> float:
+        """Twice the scores of one head that documents and a window leave of ``seq`` tokens: w (2 d - w) seq / d.
+
+        ``document``: tokens of the document that a token is in, in the mean over tokens; 0: the sample is one. Exact
+        without a window, and with one where all documents have this length.
+        """
+        length = min(document or seq, seq)
+        window = min(self.window or length, length)
+        seen = window * (2 * length - window)
+        return seen if length == seq else seen * seq / length
 
     def normalized_features(self, tp: int) -> int:
         """Elements per token that the norms of queries and keys read on ``tp`` ranks together, copies included."""
@@ -281,9 +287,9 @@ class LayerSpec:
         """Return the number of matrix elements that ``tp`` ranks hold in addition to one copy of each."""
         return sum((p.outputs_held(tp) - p.packed * p.outputs) * p.inputs for p in self.attention.projections)
 
-    def forward_flops(self, seq: int) -> int:
+    def forward_flops(self, seq: int, document: float = 0.0) -> int:
         """Operations of one sample's forward, element-wise work left out."""
-        return 2 * seq * self.matmul_numel + self.attention.core_flops(seq)
+        return 2 * seq * self.matmul_numel + self.attention.core_flops(seq, document)
 
     def kept_features(self, tp: int) -> int:
         """Activations per token, divided over ``tp`` ranks, that a forward keeps between its products."""

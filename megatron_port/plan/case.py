@@ -19,7 +19,7 @@ from megatron_port.config.layout import topology_sizes
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.model.activation_sites import layer_choices
-from megatron_port.model.flops import unit_costs
+from megatron_port.model.flops import document_of, unit_costs
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 from megatron_port.registry import OPTIMIZERS
@@ -144,6 +144,8 @@ class Case:
     bucket: int = 33_554_432
     """Elements that one collective of gradients moves."""
     fine_tuning: FineTuningConfig = NO_ADAPTERS
+    document: float = 0.0
+    """Mean length of the document that a token is in, which attention does not leave; 0: it sees the whole sample."""
     """Which adapters are trained; without any, all weights are."""
 
     @property
@@ -326,7 +328,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         kernels=kernels, on_cpu=config.backend.device == "cpu",
         quantise="torch" if config.backend.quantise == "torch" else kernels,
         split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple, bucket=layout.reduce_bucket_size,
-        fine_tuning=config.fine_tuning,
+        fine_tuning=config.fine_tuning, document=document_of(config.data),
     )
     if not case.split:
         case = replace(case, split=balanced_split(config.model, pp * layout.virtual_pipeline_size))

@@ -58,7 +58,7 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     queries, keys, d = m.seq_length / case.cp, m.seq_length, groups.head_size
     if case.flash and rates.attention_forward:
         padded = next((size for size in HEAD_SIZES if size >= d), d)
-        seen = layer.attention.scores_seen(m.seq_length) / m.seq_length**2
+        seen = layer.attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
         flops = 4 * heads * queries * keys * padded * CAUSAL * seen
         return (
             flops / rates.attention_forward + rates.launch,

@@ -166,9 +166,9 @@ def slowest_of(devices: int) -> float:
 def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepPlan:
     """Rates from seconds. Samples are those asked for: what fractional accumulation adds is not counted as work."""
     seconds, peak = split.total, machine.cluster.peak_tflops * (2 if case.dtype == "fp8" else 1)
-    model = model_flops(case.model, case.fine_tuning) * case.global_batch / seconds / case.world / 1e12
+    model = model_flops(case.model, case.fine_tuning, case.document) * case.global_batch / seconds / case.world / 1e12
     recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
-    executed = hardware_flops(case.model, recompute, case.tp, case.dropped, case.fine_tuning)
+    executed = hardware_flops(case.model, recompute, case.tp, case.dropped, case.fine_tuning, case.document)
     hardware = executed * case.global_batch / seconds / case.world / 1e12
     return StepPlan(
         split=split, seconds=seconds, samples=case.global_batch, model_tflops=model, hardware_tflops=hardware,

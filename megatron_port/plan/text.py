@@ -30,10 +30,11 @@ def _head(plan: Plan) -> list[str]:
         f"{case.micro_batches} x dp {case.dp}",
     ]
     if plan.within_documents:
-        lines.append(
-            "          attention within documents is planned, and its FLOPs counted, as over whole samples: the most "
-            "that it can take"
-        )
+        lines.append("          attention within documents " + (
+            f"of {case.document:,.0f} tokens (that a token is in, in the mean)" if case.document else
+            "is planned, and its FLOPs counted, as over whole samples, the most that it can take: neither a corpus "
+            "that is here nor data.document_length says how long they are"
+        ))
     if plan.fractional:
         lines.append(
             f"          fractional accumulation: {case.global_batch} / (micro-batch {case.micro_batch} x dp {case.dp}) "
@@ -127,7 +128,7 @@ def explain(plan: Plan) -> str:
     peak = machine.cluster.peak_tflops * 1e12
     link = machine.hardware.node_gb * 1e9
     rough = arithmetic.training_flops(n, tokens)
-    exact = model_flops(model, case.fine_tuning) / model.seq_length * tokens
+    exact = model_flops(model, case.fine_tuning, case.document) / model.seq_length * tokens
     whole = arithmetic.simple_memory(
         n, layers=model.num_layers, hidden=model.hidden_size, sequence=model.seq_length,
         batch=case.micro_batch,

@@ -50,7 +50,7 @@ class Plan:
     host_problem: str = ""
     """Why offloaded state does not fit the nodes' hosts."""
     within_documents: bool = False
-    """Attention stays within documents, whose lengths a plan does not know."""
+    """Attention stays within documents; how long they are is the case's, if it is known."""
 
     @property
     def fullest(self) -> StageMemory:

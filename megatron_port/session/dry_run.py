@@ -16,11 +16,12 @@ import torch
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.checks import check, resolve
 from megatron_port.config.schema import RunConfig
+from megatron_port.data.document_length import with_document_length
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import ConfigError
 from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.adapter_spec import adapter_parameters
-from megatron_port.model.flops import counted, hardware_flops, model_flops
+from megatron_port.model.flops import counted, document_of, hardware_flops, model_flops
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext
@@ -132,17 +133,18 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     )
     stages = build_every_rank(config, topology)
     micro = config.batch.global_batch_size // (config.batch.micro_batch_size * dp)
+    document = document_of(with_document_length(config).data)
+    needed = model_flops(config.model, config.fine_tuning, document)
     executed = hardware_flops(
         config.model, config.activations.recompute, tp, layer_choices(config.activations, config.model.num_layers),
-        config.fine_tuning,
+        config.fine_tuning, document,
     )
     lines = [
         f"{config.model.name}: {counted(config.model, config.fine_tuning)}; tp {tp} x pp {pp} x dp {dp} = "
         f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",
         f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} "
         f"replicas; pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
-        f"a step: {model_flops(config.model, config.fine_tuning) * config.batch.global_batch_size / 1e15:.4g} "
-        "model PFLOP, "
+        f"a step: {needed * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
         f"{executed * config.batch.global_batch_size / 1e15:.4g} "
         "hardware",
         *group_lines(topology, config.cluster.gpus_per_node),

@@ -16,6 +16,7 @@ from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.dump import to_toml
 from megatron_port.config.schema import RunConfig
+from megatron_port.data.document_length import document_length
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
 from megatron_port.errors import NumericsError
@@ -116,6 +117,7 @@ class Trainer:
         check_replay_settings(self.config, session)
         self.loaders = self._load_data()
         self.routes = RunRoutes(session, self.loaders.data_fingerprint)
+        self.document = document_length(self.config, self.loaders.train.dataset) if session.is_rank_zero else 0.0
         started = time.perf_counter()
         checkpoints = find_checkpoints(session)
         fresh, initial = not checkpoints, self.config.checkpoint.initial_weights
@@ -392,9 +394,10 @@ class Trainer:
     def _report(self, telemetry: Telemetry, r: StepResult, *, lr: float, size: int, seconds: float) -> None:
         c, p = self.config, self.progress
         devices = self.ctx.topology.world_size
-        model = model_flops(c.model, c.fine_tuning) * size / seconds / devices / 1e12
+        model = model_flops(c.model, c.fine_tuning, self.document) * size / seconds / devices / 1e12
         executed = hardware_flops(
-            c.model, c.activations.recompute, self.ctx.topology.tp, self.activations.choices, c.fine_tuning
+            c.model, c.activations.recompute, self.ctx.topology.tp, self.activations.choices, c.fine_tuning,
+            self.document,
         )
         hardware = executed * size / seconds / devices / 1e12
         record = {

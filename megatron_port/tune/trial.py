@@ -18,7 +18,7 @@ from typing import Any
 from megatron_port.config.dump import toml_value
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EXIT_INTERRUPTED, ConfigError, EnvironmentFault
-from megatron_port.model.flops import model_flops
+from megatron_port.model.flops import document_of, model_flops
 from megatron_port.plan.search import Candidate
 from megatron_port.runtime.job import current_job
 from megatron_port.runtime.redact import redact
@@ -126,9 +126,10 @@ def run_trial(
         return Trial(**common, status=FAILED, error=f"exit 0, but {metrics} has no step after the first {warm_up}")
     median = statistics.median(seconds)
     batch = candidate.case.global_batch
+    flops = model_flops(config.model, config.fine_tuning, document_of(config.data))
     return Trial(
         **common, status=OK, seconds=median, spread=(max(seconds) - min(seconds)) / median, memory_bytes=memory,
-        model_tflops=model_flops(config.model, config.fine_tuning) * batch / median / world / 1e12,
+        model_tflops=flops * batch / median / world / 1e12,
         tokens_per_second=batch * config.model.seq_length / median,
     )
 

@@ -57,6 +57,7 @@ NOT_DRAWN = {
     "data.train": "batches are made by cases.make_batches; loaders: tests/unit/test_data_*.py",
     "data.source": "as train", "plugins": "what each registers has proofs of its own (tests/e2e/test_examples.py)",
     "data.weights": "as train", "data.split": "as train", "data.synthetic": "as train", "data.tokenizer": "as train",
+    "data.document_length": "counts operations",
     "data.packing": "as train (tests/unit/test_data_packing.py)",
     "data.order": "as train", "data.index_cache": "as train", "data.pinned": "as train",
     "data.remote_cache": "as train", "data.remote_cache_gb": "as train",

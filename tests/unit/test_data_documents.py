@@ -15,6 +15,7 @@ from megatron_port.config.checks import problems
 from megatron_port.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.dataset import BlendedDataset, GPTDataset, MegatronGPTDataset, SyntheticDataset
+from megatron_port.data.document_length import document_length, with_document_length
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
 from megatron_port.data.loader import build_loaders
 from megatron_port.data.plugin_source import CheckedDataset
@@ -203,3 +204,23 @@ def test_documents_of_a_plugins_source() -> None:
         made(Sample(tokens, starts.astype(np.int64))).sample(0)
     with pytest.raises(DataError, match="must then have masked = True"):
         made(Sample(tokens, starts, counted)).sample(0)
+
+
+def test_the_length_of_a_tokens_document(tmp_path: Path) -> None:
+    """Σ ℓ² ÷ Σ ℓ of the parts within samples, from the index of what the run draws; a given one stands."""
+    corpus(tmp_path / "c", [5, 3, 16, 9])
+    run = RunConfig(
+        model=ModelConfig(seq_length=8, vocab_size=60000), training=TrainingConfig(steps=4),
+        batch=BatchConfig(global_batch_size=1),
+        data=DataConfig(train=(str(tmp_path / "c"),), split=(1.0, 0.0, 0.0), attention_documents="within"),
+    )
+    known = with_document_length(run)  # 5 + 3, 8, 8, 8 of 33 tokens
+    assert known.data.document_length == (25 + 9 + 3 * 64) / 32
+    dataset = build_loaders(run, dp_rank=0, dp_size=1, need_tokens=False, need_labels=False).train.dataset
+    assert document_length(run, dataset) == known.data.document_length
+    given = replace(run, data=replace(run.data, document_length=3.0))
+    assert with_document_length(given) is given and document_length(given, dataset) == 3.0
+    across = replace(run, data=replace(run.data, attention_documents="across"))
+    assert with_document_length(across) is across and document_length(across, dataset) == 0.0
+    away = replace(run, data=replace(run.data, train=(str(tmp_path / "gone"),)))
+    assert with_document_length(away) is away

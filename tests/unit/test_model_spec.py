@@ -137,6 +137,20 @@ def test_a_window_counts_as_its_band() -> None:
     assert model_spec(replace(model, sliding_window=99)).layers[0].attention.core_flops(seq) == 4 * 48 * seq * seq
 
 
+@pytest.mark.parametrize("window", [0, 3, 8, 99])
+def test_documents_count_as_their_squares(window: int) -> None:
+    """Alike ones with any window, and different ones without, by their mean over tokens; only the core changes."""
+    model = replace(MODELS["windows, sinks"], sliding_window=window, attention_pattern=(), seq_length=24)
+    layer = model_spec(model).layers[0]
+    core = layer.attention.core_flops
+    assert core(24, 8) == 3 * core(8) < core(24)
+    if not window:
+        lengths = (1, 5, 18)
+        mean = sum(n * n for n in lengths) / 24
+        assert core(24, mean) == sum(map(core, lengths))
+    assert layer.forward_flops(24) - layer.forward_flops(24, 8) == core(24) - core(24, 8)
+
+
 def test_normed_heads_are_partial_whatever_the_layout() -> None:
     """Each tensor-parallel rank has its heads' part of the gradient, with sequence parallelism and without."""
     spec = model_spec(MODELS["qwen3"]).layers[0].attention

@@ -9,10 +9,12 @@ import pytest
 
 from megatron_port.config.loader import load
 from megatron_port.errors import ConfigError
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.pipeline.simulate import simulate
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.plan.layer import attention_seconds
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates, efficiency
 from megatron_port.plan.step import plan_step
@@ -148,3 +150,20 @@ def test_zero_2_reduces_after_every_micro_batch() -> None:
     assert exposed[1] > exposed[0]
     hidden = [plan_step(replace(c, micro_batches=4 * c.micro_batches), m).split.data for c in (one, two)]
     assert hidden[0] == exposed[0] and exposed[1] < hidden[1] <= 4 * exposed[1]
+
+
+def test_attention_within_documents_takes_their_squares() -> None:
+    """8 documents of 512 in 4,096 tokens: an eighth of a fused core's seconds, and of its operations."""
+    run = ["model.seq_length=4096", "data.attention_documents=within", "backend.attention=flash_attn"]
+    whole, parts = case(*run), case(*run, "data.document_length=512")
+    assert case(*run[:1], *run[2:], "data.document_length=512").document == 0.0
+    rates = Rates.of(machine())
+    layer = model_spec(whole.model).layers[0]
+    launches = attention_seconds(replace(whole, document=1e-9), layer, rates)
+    for long, short, least in zip(*(attention_seconds(c, layer, rates) for c in (whole, parts)), launches):
+        assert short - least == pytest.approx((long - least) / 8, rel=1e-6)
+    core, count = layer.attention.core_flops(4096), whole.model.num_layers
+    assert model_flops(whole.model) - model_flops(whole.model, document=512) == 3 * count * core * 7 // 8
+    steps = [plan_step(c, machine()) for c in (whole, parts)]
+    assert steps[1].seconds < steps[0].seconds
+    assert steps[1].model_tflops * steps[1].seconds < steps[0].model_tflops * steps[0].seconds
