@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -63,8 +63,7 @@ def export_hf(
             or the logits are further apart than rounding explains.
         EnvironmentFault: transformers is not installed.
     """
-    model = model_of(checkpoint.manifest.state.config, str(checkpoint.path))
-    family = family_for(model)
+    model, family = exported_model(model_of(checkpoint.manifest.state.config, str(checkpoint.path)), note)
     kind = _dtype(checkpoint, dtype)
     tensors = list(hf_tensors(model, family))
     total = sum(_bytes(t, kind) for t in tensors)
@@ -94,6 +93,20 @@ def export_hf(
     if agreement is not None:
         note(agreement.line())
     return agreement
+
+
+def exported_model(model: ModelConfig, note: Callable[[str], None]) -> tuple[ModelConfig, str]:
+    """Return the model that is written and its family; what predicts further tokens in training is left out where no
+    family has it. Raises CheckpointError: no architecture computes the model."""
+    try:
+        return model, family_for(model)
+    except CheckpointError:
+        if not model.mtp_layers:
+            raise
+    alone = replace(model, mtp_layers=0)
+    family = family_for(alone)
+    note(f"{family} has no multi-token prediction: mtp_layers {model.mtp_layers} is left out, which only training uses")
+    return alone, family
 
 
 def _chat(part: Path, trained: Trained, asked: Path | None, note: Callable[[str], None]) -> PinnedChat | None:

@@ -73,6 +73,8 @@ class Tensor:
     mapped: Mapped
     runs: tuple[Run, ...]
     """By rising ``expert`` and ``theirs``; they tile its rows (its columns where ``mapped.transposed``)."""
+    copy_of: str = ""
+    """The tensor there that it repeats; files may lack it."""
 
 
 def hf_mapping(model: ModelConfig, family: str) -> dict[str, Mapped]:
@@ -85,8 +87,12 @@ def hf_mapping(model: ModelConfig, family: str) -> dict[str, Mapped]:
 
 
 def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
-    """The tensors there, in our order of parameters, each once. A tied head has none of its own."""
-    for mapped in hf_mapping(model, family).values():
+    """The tensors there, in our order of parameters, each once. A tied head has none of its own.
+
+    Modules of multi-token prediction have copies of the token table and of the head's matrix, which come last.
+    """
+    mapping = hf_mapping(model, family)
+    for mapped in mapping.values():
         by_name: dict[str, list[Run]] = {}
         for run in mapped.runs:
             by_name.setdefault(run.tensor, []).append(run)
@@ -96,17 +102,26 @@ def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
             rows = sum(r.count for r in runs) // prod(lead)
             shape = (rows,) if mapped.columns is None else (rows, mapped.columns)
             yield Tensor(name, lead + (shape[::-1] if mapped.transposed else shape), mapped, ordered)
+    names = _names(model, family)
+    table = mapping["embedding.word.weight"]
+    for index in range(model.mtp_layers):
+        before = names.prefix + names.layer.format(model.num_layers + index)
+        for name, mapped in zip(names.ahead_copies, (table, mapping.get("head.weight", table))):
+            yield Tensor(f"{before}{name}.weight", mapped.shape, mapped, mapped.runs, copy_of=mapped.runs[0].tensor)
+
+
+def _names(model: ModelConfig, family: str) -> Names:
+    found = family_named(family)
+    return found.names if found.names_of is None else found.names_of(model)
 
 
 def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) -> Mapped:
-    found = family_named(family)
-    names = found.names if found.names_of is None else found.names_of(model)
-    row_shape = _row_shape(name, shape)
+    names, row_shape = _names(model, family), _row_shape(name, shape)
     rows = prod(row_shape)
     if name.startswith("head."):
         return Mapped(name, shape, (Run(0, head_tensor(names, name), 0, rows),), False)
     module, _, kind = name.rpartition(".")
-    there, prefix = _module_there(module, names)
+    there, prefix = _module_there(module, names, model.num_layers)
     if there is None:
         raise CheckpointError(f"{name}: a {family} model has no such parameter; its names are those of another family")
     kind = names.kinds.get(kind, kind)
@@ -136,11 +151,14 @@ def head_tensor(names: Names, ours: str) -> str:
     return f"{names.head.rpartition('.')[0]}.{ours.rpartition('.')[2]}"
 
 
-def _module_there(module: str, names: Names) -> tuple[str | tuple[str, ...] | None, str]:
+def _module_there(module: str, names: Names, layers: int) -> tuple[str | tuple[str, ...] | None, str]:
     """The name of a module of ours there (None: there is none), and what stands before it."""
-    if not module.startswith("layers."):
+    if not module.startswith(("layers.", "mtp.")):
         return names.outside.get(module), names.prefix
-    _, index, inside = module.split(".", 2)
+    kind, index, inside = module.split(".", 2)
+    if kind == "mtp":
+        prefix, (part, _, rest) = names.prefix + names.layer.format(layers + int(index)), inside.partition(".")
+        return (names.inside if names.ahead and part == "layer" else names.ahead).get(rest or part), prefix
     return names.inside.get(inside), names.prefix + names.layer.format(index)
 
 

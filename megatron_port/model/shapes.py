@@ -37,7 +37,8 @@ def buffer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the buffers of a model's routers by canonical name."""
     moe = model.moe
     there = {".mlp.router.balance_bias": moe.balance_bias, LAST_STEP: moe.balance_loss == "previous_step"}
+    layers = [f"layers.{i}" for i in range(model.num_layers)] + [f"mtp.{i}.layer" for i in range(model.mtp_layers)]
     return {
-        f"layers.{layer}{name}": (moe.num_experts,)
-        for layer in range(model.num_layers) if moe.has_experts(layer) for name, is_there in there.items() if is_there
+        f"{layer}{name}": (moe.num_experts,)
+        for i, layer in enumerate(layers) if moe.has_experts(i) for name, is_there in there.items() if is_there
     }

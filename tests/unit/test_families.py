@@ -18,6 +18,7 @@ from typing import Any
 import hf_models as hf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_model_spec import differing, stage_records
 
 from megatron_port.checkpoint.reader import open_checkpoint
@@ -28,7 +29,7 @@ from megatron_port.config.moe import MoEConfig
 from megatron_port.config.same_model import model_differences
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.errors import CheckpointError, ConfigError
-from megatron_port.interop.export_hf import export_hf
+from megatron_port.interop.export_hf import export_hf, exported_model
 from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.hf_names import hf_mapping, hf_tensors
@@ -108,6 +109,59 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
     for tensor in hf_tensors(source.model, family):
         one, two = source.tensor(tensor.name), back.tensor(tensor.name)
         assert one is not None and two is not None and torch.equal(one, two), tensor.name
+
+
+def ahead_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of one module of multi-token prediction behind three layers, by the names of DeepSeek-V3's files."""
+    generator, at = torch.Generator().manual_seed(3), "model.layers.3."
+    own = {
+        "enorm.weight": (64,), "hnorm.weight": (64,), "eh_proj.weight": (64, 128), "shared_head.norm.weight": (64,),
+    }
+    layer = {n.removeprefix("model.layers.2."): t.shape for n, t in tensors.items() if n.startswith("model.layers.2.")}
+    drawn = {at + n: torch.randn(shape, generator=generator) for n, shape in {**own, **layer}.items()}
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return drawn | {at + name: tensors[there].clone() for name, there in copies.items()}
+
+
+def test_modules_that_predict_further_tokens_are_further_layers_there(tmp_path: Path) -> None:
+    """DeepSeek-V3's, which transformers ignores: there and back to the bit, with their copies of both tables."""
+    folder = hf.saved(hf.reference(hf.small("deepseek_v3"), scale=1.0), tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    ahead = ahead_of(tensors)
+    body = json.loads((folder / "config.json").read_text())
+    body |= {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match=r"layers.3.\S+ \(64.* is not in its files"):
+        HFFolder(folder)
+    save_file(tensors | ahead, folder / "model.safetensors")
+    source = HFFolder(folder)
+    assert source.model.mtp_layers == 1
+    with pytest.raises(CheckpointError, match="first_k_dense_replace is 3 of 3 layers and 1 that"):
+        model_from_hf({**body, "first_k_dense_replace": 3}, "config.json")
+    for ours, there in {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj",
+                        "norm": "shared_head.norm", "layer.attention.output": "self_attn.o_proj"}.items():
+        theirs = ahead[f"model.layers.3.{there}.weight"]
+        offset = (0,) * theirs.dim()
+        assert torch.equal(source.read(f"mtp.0.{ours}.weight", "weight", offset, tuple(theirs.shape)), theirs)
+    checkpoint = open_checkpoint(import_checkpoint(folder, tmp_path / "ours", note=lambda _: None))
+    found = export_hf(checkpoint, tmp_path / "back", note=lambda _: None)
+    assert found is not None and found.deviation <= 1e-6
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == (tensors | ahead).keys()
+    assert all(torch.equal(back[name], t) for name, t in (tensors | ahead).items())
+    other = "model.layers.3.embed_tokens.weight"
+    save_file({**back, other: back[other] + 1}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="layers.3.embed_tokens.weight is not model.embed_tokens.weight"):
+        HFFolder(folder)
+    del back[other]
+    save_file(back, folder / "model.safetensors")
+    HFFolder(folder)
+    said: list[str] = []  # a family without such modules is exported without them, and says so
+    llama = replace(model_from_hf(written("llama", tmp_path), "config.json"), mtp_layers=2)
+    assert exported_model(llama, said.append) == (replace(llama, mtp_layers=0), "llama")
+    assert "mtp_layers 2 is left out" in said[0]
+    assert not model_differences(llama, replace(llama, mtp_layers=0), any_length=True)
+    assert model_differences(replace(llama, mtp_layers=0), llama, any_length=True)
 
 
 def test_an_unknown_field_is_refused_by_name(family: str, tmp_path: Path) -> None:

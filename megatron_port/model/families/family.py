@@ -33,6 +33,11 @@ class Names:
     """Last parts of names that are neither ``weight`` nor ``bias``."""
     loaded: Mapping[str, str] = field(default_factory=dict)
     """Parts of names that transformers changes when it reads files."""
+    ahead: Mapping[str, str] = field(default_factory=dict)
+    """Modules of multi-token prediction, which are there as further layers, beside those of a layer; empty: the family
+    has none."""
+    ahead_copies: tuple[str, str] = ("", "")
+    """In each of them, the copies of the token table and of the head's matrix."""
     qkv_by_group: bool = False
     """A fused projection there has each key/value head's queries, key and value together; else all queries, all keys,
     all values."""

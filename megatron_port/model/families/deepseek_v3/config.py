@@ -15,15 +15,19 @@ HARMLESS = moe_like.HARMLESS | {"ep_size", "aux_loss_alpha", "seq_aux", "pretrai
 
 
 def read(f: Fields) -> dict[str, Any]:
-    """Fields of a model. Heads that predict further tokens are refused."""
+    """Fields of a model. Experts in modules that predict further tokens alone are refused."""
     f.refuse("rope_interleave", True, "rotated elements in halves")
-    f.refuse("num_nextn_predict_layers", 0, "multi-token prediction")
-    f.refuse("num_mtp_layers", 0, "multi-token prediction")
     f.refuse("moe_layer_freq", 1, "experts in some of the later layers")
     f.refuse("topk_method", "noaux_tc", "another choice of experts")
     f.refuse("scoring_func", "sigmoid", "other scores")
     values = read_latent(f, hidden=7168, ffn=18432, vocab=129280, length=4096, groups=128, layers=61, heads=128)
-    return values | {"moe": _experts(f, values["num_layers"])}
+    layers, ahead = values["num_layers"], f.get("num_nextn_predict_layers", 0, "num_mtp_layers")
+    if layers <= (dense := f.get("first_k_dense_replace", 3)) < layers + ahead:
+        raise f.fault(
+            f"first_k_dense_replace is {dense} of {layers} layers and {ahead} that predict further tokens, which alone "
+            "would have experts"
+        )
+    return values | {"moe": _experts(f, layers), "mtp_layers": ahead}
 
 
 def _experts(f: Fields, layers: int) -> MoEConfig:
@@ -39,4 +43,7 @@ def _experts(f: Fields, layers: int) -> MoEConfig:
 
 def write(model: ModelConfig) -> dict[str, Any]:
     """Fields of a config.json."""
-    return write_latent(model) | experts_there(model) | {"rope_interleave": True, "num_nextn_predict_layers": 0}
+    dense = {} if model.moe.enabled else {"first_k_dense_replace": model.num_layers + model.mtp_layers}
+    return write_latent(model) | experts_there(model) | dense | {
+        "rope_interleave": True, "num_nextn_predict_layers": model.mtp_layers,
+    }

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's names: Llama's, those of the latents, of experts and of the block beside them."""
+"""DeepSeek-V3's names: Llama's, those of latents, of experts and the block beside them, of further tokens."""
 
 from dataclasses import replace
 
@@ -15,7 +15,11 @@ _SHARED: dict[str, str | tuple[str, ...]] = {
     "mlp.shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
+_AHEAD = {
+    "embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm",
+}
 NAMES = replace(
     LLAMA, inside={**LLAMA.inside, **_LATENTS, **USUAL, **_SHARED}, buffers=(),
     kinds={"balance_bias": "e_score_correction_bias"},
+    ahead=_AHEAD, ahead_copies=("embed_tokens", "shared_head.head"),
 )
