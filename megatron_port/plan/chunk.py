@@ -11,6 +11,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.pipeline.schedules import Kind
 from megatron_port.plan.activations import Away, away
 from megatron_port.plan.case import Case
+from megatron_port.plan.further import prediction
 from megatron_port.plan.operations import Sizes
 from megatron_port.plan.passes import embedding, head, layer
 from megatron_port.plan.tape import Block, Meter, Tape, Value
@@ -161,7 +162,8 @@ def _run(case: Case, start: int, stop: int, first: bool, last: bool, splits: boo
     del source
     return _Run(
         tuple(units), stream=s.stream, output=0.0 if last or case.engine.frees_outputs else x.size, kept=kept,
-        logits=s.logits if last else 0.0, held=sum(held.values()), widest_product=s.widest_product, first=first,
+        logits=(1 + case.model.mtp_layers) * s.logits if last else 0.0, held=sum(held.values()),
+        widest_product=s.widest_product, first=first,
         last=last, splits=splits,
     )
 
@@ -206,5 +208,14 @@ def _programs(s: Sizes, start: int, stop: int, first: bool, last: bool) -> tuple
         programs += [lambda tape, x, spec=spec: layer(tape, s, spec, x)] * run  # type: ignore[misc]
     if last:
         units.append(_Unit(0))
-        programs.append(lambda tape, x: head(tape, s, x))
+        programs.append(lambda tape, x: _losses(tape, s, x))
     return units, programs
+
+
+def _losses(t: Tape, s: Sizes, x: Value) -> Value:
+    """The head, and the modules that predict further tokens."""
+    hidden, loss = head(t, s, x)
+    for part in model_spec(s.case.model).head.predictions:
+        hidden, further = prediction(t, s, part, hidden)
+        loss = t.note(t.block(loss.size), [loss, further], lambda grad, saved: [grad, grad])
+    return loss

@@ -65,8 +65,8 @@ def trained_elements(case: Case, stage: int) -> int:
 
 
 def unit_elements(case: Case, stage: int, *, trained: bool = False) -> tuple[list[list[int]], int]:
-    """Elements of each parameter of a rank, or of each that is ``trained``, unit by unit (layers, embedding, head), and
-    those of a tied table, which is in no unit."""
+    """Elements of each parameter of a rank, or of each that is ``trained``, unit by unit (layers, modules that predict
+    further tokens, embedding, head), and those of tables that are in no unit: tied ones and what several units read."""
     spec, tuning = model_spec(case.model), case.fine_tuning
     ranges = case.of_stage(case.layer_ranges, stage)
     units = [
@@ -75,13 +75,20 @@ def unit_elements(case: Case, stage: int, *, trained: bool = False) -> tuple[lis
     table = 0
     if trained and tuning.enabled:
         return units, table
-    ends = [spec.embedding.parameters] if stage == 0 else []
-    ends += [spec.head.parameters] if stage == case.grid.last_stage else []
+    head, ends = spec.head, [spec.embedding.parameters] if stage == 0 else []
+    shared: dict[str, int] = {}
+    if stage == case.grid.last_stage:
+        ends = [*(part.parameters for part in head.predictions), *ends, (*head.shared, *head.norm.parameters)]
+    late = {p.name for p in head.shared} if head.predictions else set()
     for end in ends:
-        found = _sorted(end, case.tp, case.sequence_parallel, case.padded_vocab)
-        table = max([table, *(elements for kind, elements in found if kind == "tied")])
-        units.append([elements for kind, elements in found if kind != "tied"])
-    return [unit for unit in units if unit], table
+        units.append([])
+        for parameter in end:
+            local = parameter.local_numel(case.tp, case.padded_vocab)
+            if parameter.tied or parameter.name in late:
+                shared[parameter.name] = local
+            else:
+                units[-1].append(local)
+    return [unit for unit in units if unit], sum(shared.values())
 
 
 def gathered_elements(case: Case, stage: int) -> float:
@@ -94,7 +101,7 @@ def gathered_elements(case: Case, stage: int) -> float:
     if case.weight_gathers == 1:
         return stage_elements(case, stage) if case.zero_stage == 3 else trained_elements(case, stage)
     units, table = unit_elements(case, stage)
-    count, m = case.stage_layers(stage), case.micro_batches
+    count, m = _gathered_layers(case, stage), case.micro_batches
     layers, ends = (sum(map(sum, part)) for part in (units[:count], units[count:]))
     if case.vp == 1 and case.schedule == "1f1b":
         turns = 2 * max(m - (case.pp - 1 - stage), 1) - 1
@@ -103,6 +110,11 @@ def gathered_elements(case: Case, stage: int) -> float:
     passes = layers if count <= 2 and case.vp == 1 else layers * (2 * m - 2 * turns / max(count, 1))
     # Embedding and head share a window: on one stage each forward pass needs both again. A table has its own.
     return passes + ends * (m if case.grid.last_stage == 0 else 1) + table
+
+
+def _gathered_layers(case: Case, stage: int) -> int:
+    """Units that take turns in the windows of layers: these, and the modules that predict further tokens."""
+    return case.stage_layers(stage) + (case.model.mtp_layers if stage == case.grid.last_stage else 0)
 
 
 @lru_cache(maxsize=4096)
@@ -119,7 +131,7 @@ def window_elements(case: Case, stage: int) -> int:
     """Elements of the windows in which ZeRO-3 gathers weights (``optim.unit_gather``): two layers, the larger of
     embedding and head, and a tied table."""
     units, table = unit_elements(case, stage)
-    count = case.stage_layers(stage)
+    count = _gathered_layers(case, stage)
     layers, ends = ([sum(unit) for unit in part] for part in (units[:count], units[count:]))
     return sum(sorted(layers)[-2:]) + max(ends, default=0) + table
 

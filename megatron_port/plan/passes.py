@@ -105,10 +105,9 @@ def _gated(t: Tape, s: Sizes, x: Value, mlp: MLPSpec) -> Value:
     )
 
 
-def embedding(t: Tape, s: Sizes) -> Value:
-    """``model.layers.Embedding``: rows of the table, positions, dropout. Its tokens are not counted."""
-    spec, w = model_spec(s.case.model).embedding, s.case.width
-    table = spec.word.local_numel(s.case.tp, s.case.padded_vocab) * w
+def token_rows(t: Tape, s: Sizes) -> Value:
+    """``parallel.embedding.VocabParallelEmbedding``. Its tokens are not counted."""
+    table = model_spec(s.case.model).embedding.word.local_numel(s.case.tp, s.case.padded_vocab) * s.case.width
     whole = s.whole
 
     def of_table(grad: Block, saved: list[Block]) -> list[Block | None]:
@@ -119,6 +118,13 @@ def embedding(t: Tape, s: Sizes) -> Value:
     if s.case.tp > 1:
         x = t.note(t.block(whole), [x], lambda grad, saved: [t.block(whole)])
         x = leave(t, s, x)
+    return x
+
+
+def embedding(t: Tape, s: Sizes) -> Value:
+    """``model.layers.Embedding``: rows of the table, positions, dropout."""
+    spec, w = model_spec(s.case.model).embedding, s.case.width
+    x = token_rows(t, s)
     if spec.position is not None:
         positions = spec.position.numel * w
 
@@ -146,10 +152,15 @@ def _softcap(t: Tape, logits: Value) -> Value:
     return t.note(t.block(size), [bent], lambda grad, saved: [t.block(size)])
 
 
-def head(t: Tape, s: Sizes, x: Value) -> Value:
-    """``model.layers.Head`` and the loss of its logits, over which the gradient is written."""
-    spec, case = model_spec(s.case.model).head, s.case
-    normed = normalize(t, s, x, spec.norm)[0]
+def head(t: Tape, s: Sizes, x: Value) -> tuple[Value, Value]:
+    """``model.layers.Head``: (the normed hidden states, the loss of the logits)."""
+    normed = normalize(t, s, x, model_spec(s.case.model).head.norm)[0]
+    return normed, logits_loss(t, s, normed)
+
+
+def logits_loss(t: Tape, s: Sizes, normed: Value) -> Value:
+    """Logits and their loss, whose gradient is written over them."""
+    case = s.case
     logits = matrix(
         t, s, normed, case.model.hidden_size, case.padded_vocab / case.tp, bias=0.0, entry=True
     )

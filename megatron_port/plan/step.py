@@ -11,6 +11,7 @@ from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.elements import gathered_elements, trained_elements
+from megatron_port.plan.further import prediction_cost
 from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost, partition_costs, site_costs
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.offload import offloaded, share
@@ -115,12 +116,13 @@ def _of_kind(costs: tuple[tuple[LayerSpec, Cost], ...], layer: LayerSpec) -> Cos
 
 @lru_cache(maxsize=1024)
 def _unit_costs(case: Case, machine: Machine) -> tuple[tuple[tuple[LayerSpec, Cost], ...], Cost, Cost]:
-    """Each kind of layer, the embedding, the head."""
+    """Each kind of layer, the embedding, the head with what predicts further tokens."""
     rates, links = Rates.of(machine), Links.of(machine)
     group = span(machine, case.tp, 1)
+    further = (prediction_cost(case, part, rates, links, group) for part in model_spec(case.model).head.predictions)
     return (
         tuple((layer, layer_cost(case, layer, rates, links, group)) for layer in _kinds(case)),
-        embedding_cost(case, rates, links, group), head_cost(case, rates, links, group),
+        embedding_cost(case, rates, links, group), sum(further, head_cost(case, rates, links, group)),
     )
 
 
@@ -181,7 +183,7 @@ def data_seconds(case: Case, links: Links, forward: list[float], backward: list[
     """Exposed seconds of summing gradients over replicas and of gathering weights, on the stage that holds most."""
     replicas, shards, e = case.dp * case.cp, case.shards, case.engine
     tied = 0.0
-    if case.grid.last_stage != 0 and case.model.tie_embeddings:
+    if case.grid.last_stage != 0 and model_spec(case.model).embedding.word.tied:
         table = case.padded_vocab / case.tp * case.model.hidden_size * e.reduce_bytes
         tied = links.collective(table, span(links.machine, 2, case.tp * replicas * (case.pp - 1)))
     if replicas == 1:

@@ -49,6 +49,7 @@ MASKED = {
 MODELS = {
     "gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA, "masked": MASKED, "olmo": OLMO,
     "gemma": GEMMA, "gptj": GPTJ,
+    "further tokens": {**LLAMA, "mtp_layers": 2},
     "window": {**GPT, "sliding_window": 40, "attention_pattern": ("window", "full"), "attention_dropout": 0.1},
 }
 
@@ -90,7 +91,8 @@ CASES = [
     ("gpt", "bf16", {**ZERO3, "reduce_bucket_size": 100_000, "grad_reduce_dtype": "bf16"}, 0),
     ("masked", "bf16", {}, 0), ("masked", "fp32", {**P2, **SELECTIVE}, 0), ("window", "fp32", T2, 0),
     ("olmo", "bf16", T2, 0), ("olmo", "fp32", {**SP, **EVERY_SITE}, 0), ("gemma", "bf16", P2, 1),
-    ("gptj", "fp32", T2, 0),
+    ("gptj", "fp32", T2, 0), ("further tokens", "bf16", {**SP, **FULL}, 0),
+    ("further tokens", "fp32", {**ZERO3, **P2}, 1),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
 ]
 
