@@ -98,7 +98,8 @@ class Draw:
                 "logits_divisor", "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
                 "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
                 "norm_placement", "norm_zero_centered", "shared_norm", "qk_norm_over", "mlp_bias",
-                "norm_bias", "head_bias", "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta")
+                "norm_bias", "head_bias", "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta",
+                "mtp_layers", "mtp_weight")
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
@@ -327,6 +328,7 @@ def draw(seed: int) -> Draw:
         config = _adapted(random.Random(f"adapters-{seed}"), config)
     config = _planned(random.Random(f"activations-{seed}"), config)
     config = _documents(random.Random(f"documents-{seed}"), config)
+    config = _further(random.Random(f"further-{seed}"), config)
     return Draw(seed, _offloaded(random.Random(f"offload-{seed}"), config), t)
 
 
@@ -340,6 +342,19 @@ def _adapted(r: random.Random, config: RunConfig) -> RunConfig:
         targets=tuple(r.sample(targets, r.randrange(1, 5))) if r.random() < 0.5 else (),
     )
     return dataclasses.replace(config, fine_tuning=tuning)
+
+
+def _further(r: random.Random, config: RunConfig) -> RunConfig:
+    """The run with prediction of further tokens, one in three of those that can; not in half precision, where nothing
+    emulates how the gradients of a table's uses are added."""
+    model, exact = config.model, config.precision.dtype in ("fp32", "fp64")
+    drawn = config.engine == "native" and exact and model.position_embedding == "rope" and r.random() < 1 / 3
+    if not drawn or config.fine_tuning.enabled:
+        return config
+    depths = min(r.choice((1, 1, 2, 3)), model.seq_length - 1)
+    return dataclasses.replace(
+        config, model=dataclasses.replace(model, mtp_layers=depths, mtp_weight=r.choice((0.3, 1.0)))
+    )
 
 
 def _documents(r: random.Random, config: RunConfig) -> RunConfig:
@@ -493,10 +508,12 @@ def main() -> int:
     parser.add_argument("--zero-stage", type=int, help="only draws of this stage")
     parser.add_argument("--masked", action="store_true", help="only draws whose attention is more than causal")
     parser.add_argument("--adapted", action="store_true", help="only draws that train adapters")
+    parser.add_argument("--further", action="store_true", help="only draws that predict further tokens")
     args = parser.parse_args()
     draws = [d for d in map(draw, args.seeds) if args.zero_stage in (None, d.config.layout.zero_stage)]
     draws = [d for d in draws if not args.masked or MaskNeeds.of(d.config).any]
     draws = [d for d in draws if not args.adapted or d.config.fine_tuning.enabled]
+    draws = [d for d in draws if not args.further or d.config.model.mtp_layers]
     return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 
 
