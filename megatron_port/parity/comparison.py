@@ -180,7 +180,9 @@ def _shifts_all_keys(model: ModelConfig, name: str) -> bool:
     """Return whether a layer's key biases are the same shift for all keys, and so have no gradient: where keys are
     neither rotated nor normed. A soft-cap makes of the same shift different ones, and a sink is not shifted."""
     capped = model.attention_softcap > 0 or model.attention_sinks
-    return not model.rotates(int(name.split(".")[1])) and not model.qk_norm and not capped
+    kind, index = name.split(".")[:2]
+    rotates = model.rotates(int(index) + (model.num_layers if kind == "mtp" else 0))
+    return not rotates and not model.qk_norm and not capped
 
 
 def gradient_deviation(
