@@ -105,13 +105,18 @@ def _gated(t: Tape, s: Sizes, x: Value, mlp: MLPSpec) -> Value:
     )
 
 
-def token_rows(t: Tape, s: Sizes) -> Value:
+def token_rows(t: Tape, s: Sizes, *, apart: bool = False) -> Value:
     """``parallel.embedding.VocabParallelEmbedding``. Its tokens are not counted."""
     table = model_spec(s.case.model).embedding.word.local_numel(s.case.tp, s.case.padded_vocab) * s.case.width
     whole = s.whole
 
     def of_table(grad: Block, saved: list[Block]) -> list[Block | None]:
-        t.meter.need(table, s.widening * table)  # a CPU widens what it adds to the sums
+        if apart and t.defers:
+            t.defer(grad)
+        elif apart:
+            t.meter.need(whole * s.ratio if s.ratio > 1 else 0.0)
+        else:
+            t.meter.need(table, s.widening * table)  # a CPU widens what it adds to the sums
         return []
 
     x = t.note(t.block(whole), [], of_table, trains=not s.case.fine_tuning.enabled)
