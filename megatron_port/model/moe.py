@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron_port.model.build import BuildContext
@@ -74,15 +75,20 @@ class MoE(nn.Module):
         self.shared = None if spec.shared is None else MLP(layer, spec.shared, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x if self.sequence_parallel else take_share(x, self.group)
+        tokens = x if self.sequence_parallel else take_share(self._divisible(x), self.group)
         route = self.router(tokens)
         exchange, rows, place = self._dispatched(tokens.flatten(0, 1), route)
         beside = self._beside(x)  # while the rows travel
         results = send_home(self.experts(rows.arrive(), exchange.counts), exchange)
         out = combined(results, place, route.weights, self.ops).view_as(tokens)
         if not self.sequence_parallel:
-            out = join_shares(out, self.group)
+            out = join_shares(out, self.group)[: x.shape[0]]
         return out if beside is None else out + beside
+
+    def _divisible(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x with rows behind it so that all ranks have as many; only generation meets other lengths."""
+        missing = -x.shape[0] % self.pieces
+        return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
     def _dispatched(self, tokens: torch.Tensor, route: Route) -> tuple[Exchange, Dispatched, torch.Tensor]:
         """Send copies of the tokens [tokens, hidden] to their experts; return also where each token's copies are in
