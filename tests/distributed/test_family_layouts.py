@@ -42,6 +42,8 @@ def draws(family: str, world: int) -> list[Draw]:
     return out
 
 
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2")
+"""Families with experts whose options GPT-OSS and DeepSeek-V3 have, or other tests: only with SLOW=1."""
 PECULIAR = ("deepseek_v3", "gemma3_text")
 """Families that run on four ranks too without SLOW=1: the others differ from these by options that the fuzzer draws."""
 
@@ -49,7 +51,7 @@ PECULIAR = ("deepseek_v3", "gemma3_text")
 def worlds() -> Iterator[Any]:
     """Families and the ranks that each runs on."""
     for family, world in itertools.product(family_names(), (2, 4, 8)):
-        quick = world == 2 or (world == 4 and family in PECULIAR)
+        quick = (world == 2 and family not in EXPERTS) or (world == 4 and family in PECULIAR)
         if not family_named(family).twin:
             yield pytest.param(family, world, id=f"{family}-{world}", marks=() if quick else pytest.mark.slow)
 
