@@ -1,4 +1,4 @@
-"""Megatron-core's own GPTModel on tp 2, with our weights: loss and every gradient by name.
+"""Megatron-core's own GPTModel on tp 2, with our weights: loss and every gradient by name; and its routers.
 
 Megatron is written for CUDA and float32; here both sides compute in fp64 on the CPU, so that what differs is not
 rounding. What it hard-codes is redirected: the device "cuda" to the CPU, ``Tensor.float()`` of fp64 to nothing.
@@ -15,17 +15,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hf_models import relative
 from pool import RankPool
 from torch.overrides import TorchFunctionMode
 
 from megatron_port.backend.providers import torch_providers
+from megatron_port.config.moe import MoEConfig
 from megatron_port.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
+from megatron_port.model.build import BuildContext
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.router import Router, tally_specs
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of
+from megatron_port.parallel.positions import WHOLE_SEQUENCE
+from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.state import StateReader
+from megatron_port.parallel.step import Tallies
 from megatron_port.parallel.topology import Topology
 from megatron_port.session.assemble import build_engine
 
@@ -243,3 +251,76 @@ def test_gpt_models_are_megatron_cores(ranks: RankPool) -> None:
             bad = {parameter: f"{d:.1e}" for parameter, d in gradients.items() if not d < BOUND}
             assert not bad, f"{name}: {bad}"
             assert set(gradients) == set(parameter_shapes(config_of(*SHAPES[name]).model))
+
+
+ROUTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mixtral": ({"top_k": 2}, {}),
+    "olmoe": ({"top_k": 3, "normalize": False}, {"use_pre_softmax": True}),
+    "deepseek-v2": (
+        {"top_k": 3, "normalize": False, "scale": 4.0, "groups": 4, "top_groups": 3, "group_score": "max"},
+        {"use_pre_softmax": True, "num_groups": 4, "group_topk": 3, "scaling_factor": 4.0},
+    ),
+    "deepseek-v3": (
+        {"top_k": 4, "score": "sigmoid", "scale": 2.5, "groups": 4, "top_groups": 2, "balance_bias": True},
+        {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5},
+    ),
+}
+"""Name → (our model.moe, arguments of their function)."""
+
+
+def balance_of(probs: torch.Tensor, routed: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
+    """Megatron's balance loss of [positions, samples, E] without its factor, summed over samples."""
+    from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+
+    samples = zip(probs.unbind(1), routed.unbind(1))
+    return torch.stack([
+        switch_load_balancing_loss_func(p, r.sum(0), len(p), moe.top_k, moe.num_experts, 1.0) for p, r in samples
+    ]).sum()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_are_megatron_cores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts equal token for token; weights, both losses, the gradient of the router, and the bias after a step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.transformer.moe import moe_utils as theirs
+    moe = MoEConfig(num_experts=16, balance_loss="sequence", balance_weight=0.3, z_weight=0.2, **ROUTERS[name][0])
+    model = ModelConfig(**{**BASE, "moe": moe})
+    stream, tallies = DropoutStream(0, torch.device("cpu")), Tallies(tally_specs(3, 16), torch.device("cpu"))
+    stream.set_micro_batch(0, (0, 1, 2), tallies=tallies)
+    build = BuildContext(model=model, layout=LayoutConfig(), ctx=ParallelContext.single(), providers=torch_providers(),
+                         stream=stream, dtype=torch.float64)
+    spec = model_spec(model).layers[1].moe
+    assert spec is not None
+    router, generator = Router(1, spec, build, WHOLE_SEQUENCE), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(16, 32, generator=generator))
+    arguments, bias = dict(ROUTERS[name][1]), torch.zeros(16)
+    if router.balance_bias is not None:
+        router.balance_bias.copy_(bias := 0.1 * torch.randn(16, generator=generator))
+        arguments["expert_bias"] = bias
+    x = torch.randn(48, 3, 32, generator=generator, dtype=torch.float64)
+    route = router(x)
+    (0.0 * route.weights.sum()).backward()  # what is left is of the two losses
+
+    weight = router.weight.detach().clone().requires_grad_()
+    logits = (x @ weight.t()).flatten(0, 1)
+    with InFp64OnCpu():
+        probs, routed = theirs.topk_routing_with_score_function(logits, moe.top_k, **arguments)
+        shares = theirs.compute_routing_scores_for_aux_loss(logits, moe.top_k, moe.score)[1].unflatten(0, (48, 3))
+        z = theirs.z_loss_func(logits, 1.0)
+    balance = balance_of(shares, routed.unflatten(0, (48, 3)), moe)
+    (0.3 * balance + 0.2 * 3 * z).backward()
+    assert torch.equal(route.experts, routed.nonzero()[:, 1].view(-1, moe.top_k))
+    assert relative(route.weights, probs.gather(1, route.experts)) < 1e-6
+    totals = tallies.totals(None)
+    assert float(totals["balance_loss"][1]) == pytest.approx(float(balance), rel=1e-6)
+    assert float(totals["z_loss"][1]) == pytest.approx(3 * 48 * float(z), rel=1e-6)
+    assert router.weight.grad is not None and weight.grad is not None
+    assert relative(router.weight.grad, weight.grad) < 1e-6
+    router.after_update(totals, torch.tensor(0.0))
+    if router.balance_bias is not None:
+        monkeypatch.setattr(theirs.parallel_state, "get_tensor_and_data_parallel_group", lambda **_: None)
+        monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+        assert torch.equal(router.balance_bias, theirs.get_updated_expert_bias(routed.sum(0), bias, moe.bias_rate))
