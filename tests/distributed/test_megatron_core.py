@@ -37,8 +37,10 @@ from megatron_port.parallel.step import Tallies
 from megatron_port.parallel.topology import Topology
 from megatron_port.session.assemble import build_engine
 
-BASE = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "seq_length": 48,
-        "vocab_size": 64}
+BASE: dict[str, Any] = {
+    "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "seq_length": 48,
+    "vocab_size": 64,
+}
 LLAMA = {"position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu", "add_bias": False,
          "tie_embeddings": False}
 SHAPES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -286,7 +288,7 @@ def test_routers_are_megatron_cores(name: str, monkeypatch: pytest.MonkeyPatch) 
         warnings.simplefilter("ignore")
         from megatron.core.transformer.moe import moe_utils as theirs
     moe = MoEConfig(num_experts=16, balance_loss="sequence", balance_weight=0.3, z_weight=0.2, **ROUTERS[name][0])
-    model = ModelConfig(**{**BASE, "moe": moe})
+    model = ModelConfig(**BASE, moe=moe)
     stream, tallies = DropoutStream(0, torch.device("cpu")), Tallies(tally_specs(3, 16), torch.device("cpu"))
     stream.set_micro_batch(0, (0, 1, 2), tallies=tallies)
     build = BuildContext(model=model, layout=LayoutConfig(), ctx=ParallelContext.single(), providers=torch_providers(),

@@ -25,16 +25,17 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.state import BUFFER, WEIGHT
 from megatron_port.parity.comparison import gradient_deviation
+from megatron_port.session.weights import Weights
 
 pytest.importorskip("transformers")
 BOUND = 1e-6
 
 
 def stage_of(
-    folder: HFFolder, model: ModelConfig | None = None, dtype: torch.dtype = torch.float32, *,
+    folder: HFFolder | Weights, model: ModelConfig | None = None, dtype: torch.dtype = torch.float32, *,
     position_reset: bool = False,
 ) -> GPTStage:
-    """Our model of a folder (or another, with its weights), in plain torch."""
+    """Our model of a folder or of other weights (or another, with those), in plain torch."""
     ctx = ParallelContext.single()
     model = model or folder.model
     stream = DropoutStream(0, ctx.device)
