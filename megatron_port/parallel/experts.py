@@ -9,7 +9,7 @@ Gale et al., arXiv 2211.15841).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,6 +205,24 @@ def _add_grouped(
             add_product(total, g, x)
 
 
+def _add_rows(main_grad: torch.Tensor, grad: torch.Tensor, counts: Sequence[int], experts: int) -> None:
+    """Add the sum of each expert's rows to its part of ``main_grad``, a bias's, without rounding it first."""
+    for total, part, count in zip(main_grad.view(experts, -1), _runs(grad, counts), counts):
+        if count:
+            total.add_(part.sum(0, dtype=total.dtype))
+
+
+def _gradient(parameter: torch.Tensor, add_to: Callable[..., None], *operands: Any) -> torch.Tensor | None:
+    """Let ``add_to`` add a gradient to the parameter's sum; return it where it has none."""
+    accumulator: WgradAccumulator | None = getattr(parameter, "wgrad_accumulator", None)
+    if accumulator is None:
+        out = torch.zeros_like(parameter)
+        add_to(out.flatten(0, -2), *operands)
+        return out
+    accumulator.add(parameter, add_to, *operands)
+    return None
+
+
 class _GroupedLinear(FirstOrderFunction):
     @staticmethod
     def forward(
@@ -212,7 +230,7 @@ class _GroupedLinear(FirstOrderFunction):
     ) -> torch.Tensor:
         ends = _ends(counts, rows.device)
         ctx.save_for_backward(rows, weight, ends)
-        ctx.weight, ctx.counts = weight, counts
+        ctx.weight, ctx.bias, ctx.counts = weight, bias, counts
         out = _grouped(rows, weight.flatten(1, -2).transpose(1, 2), counts, ends)
         if bias is None:
             return out
@@ -225,18 +243,9 @@ class _GroupedLinear(FirstOrderFunction):
         rows, weight, ends = ctx.saved_tensors
         grad, counts, needs = grad.contiguous(), ctx.counts, ctx.needs_input_grad
         dx = _grouped(grad, weight.flatten(1, -2), counts, ends) if needs[0] else None
-        dw = None
-        if needs[1]:
-            accumulator: WgradAccumulator | None = getattr(ctx.weight, "wgrad_accumulator", None)
-            operands = grad, rows.detach(), counts, weight.shape[0]
-            if accumulator is None:
-                dw = torch.zeros_like(weight)
-                _add_grouped(dw.flatten(0, -2), *operands)
-            else:
-                accumulator.add(ctx.weight, _add_grouped, *operands)
-        db = None
-        if needs[2]:
-            db = torch.stack([part.sum(0) for part in _runs(grad, counts)]).view(weight.shape[:-1])
+        experts = weight.shape[0]
+        dw = _gradient(ctx.weight, _add_grouped, grad, rows.detach(), counts, experts) if needs[1] else None
+        db = _gradient(ctx.bias, _add_rows, grad, counts, experts) if needs[2] else None
         return dx, dw, db, None
 
 
@@ -246,8 +255,8 @@ def grouped_linear(
     """Return x Wᵀ + b with each row's expert's matrix: rows [n, in] sorted by expert, weight [E, ..., in] whose middle
     dimensions are the outputs, bias [E, ...] → [n, out].
 
-    ``counts``: rows of each expert, on the host. Gradients of the weight go to its ``wgrad_accumulator`` where it has
-    one (``parallel.linear``), each expert's in the dtype of the sum.
+    ``counts``: rows of each expert, on the host. Gradients go to the parameters' ``wgrad_accumulator`` where they have
+    one (``parallel.linear``), each expert's in the dtype of the sum: rows of all ranks' tokens come together here.
     """
     out: torch.Tensor = _GroupedLinear.apply(rows, weight, bias, counts)
     return out
