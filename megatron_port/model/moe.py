@@ -44,9 +44,12 @@ class Experts(nn.Module):
             self.register_parameter(f"{part}_{kind}", attach(nn.Parameter(values), record))
 
     def forward(self, rows: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        hidden = grouped_linear(rows, self.up_weight, self.up_bias, counts)
-        hidden = activate(hidden, self.activation, self.providers)
+        hidden = self.activate(grouped_linear(rows, self.up_weight, self.up_bias, counts))
         return grouped_linear(hidden, self.down_weight, self.down_bias, counts)
+
+    def activate(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input [n, ffn] of the second product from the output of the first."""
+        return activate(hidden, self.activation, self.providers)
 
 
 class MoE(nn.Module):

@@ -20,6 +20,7 @@ from megatron_port.config.schema import PrecisionConfig
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.layers import Embedding, Head
 from megatron_port.model.mlp import MLP
+from megatron_port.model.moe import Experts, MoE
 from megatron_port.model.norm import Norm
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -74,12 +75,12 @@ class RoundingNoise:
         for parameter in stage.parameters():
             parameter.data.copy_(noise(parameter.data, 1.0))
         for module in list(stage.modules()):
-            if isinstance(module, Embedding | Head | Norm | ColumnParallelLinear | RowParallelLinear):
+            if isinstance(module, Embedding | Head | Norm | ColumnParallelLinear | RowParallelLinear | Experts | MoE):
                 module.register_forward_hook(lambda _module, _inputs, out: noisy(out))
             elif isinstance(module, SelfAttention):
                 _around_attention(module, noisy)
-            elif isinstance(module, MLP):
-                _after_activation(module, noisy)
+            if isinstance(module, MLP | Experts):
+                _around_activation(module, noisy)
 
 
 def _around_attention(module: SelfAttention, noisy: Callable[[Any], Any]) -> None:
@@ -89,6 +90,7 @@ def _around_attention(module: SelfAttention, noisy: Callable[[Any], Any]) -> Non
     module.values = lambda out: values(noisy(out))  # type: ignore[method-assign]
 
 
-def _after_activation(module: MLP, noisy: Callable[[Any], Any]) -> None:
-    activate = module.activate
-    module.activate = lambda hidden: noisy(activate(hidden))  # type: ignore[method-assign]
+def _around_activation(module: MLP | Experts, noisy: Callable[[Any], Any]) -> None:
+    """Add errors to an activation, and to its argument unless that is the output of a module."""
+    activate, before = module.activate, noisy if isinstance(module, Experts) else lambda hidden: hidden
+    module.activate = lambda hidden: noisy(activate(before(hidden)))  # type: ignore[method-assign]
