@@ -37,17 +37,18 @@ from megatron_port.telemetry.route_file import (
 )
 from megatron_port.telemetry.route_writer import RouteWriter
 
-_LAYER = re.compile(r"layers\.(\d+)\.mlp\.router\.weight")
+_LAYER = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.mlp\.router\.weight")
+"""A layer, or that of a module that predicts a further token: these are numbered after the last."""
 _TENSORS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes of a number on disk → signed or not, a type with the same bits."""
 
 
 def identity_of(config: RunConfig, corpora: Sequence[dict[str, Any]]) -> RouteIdentity:
     """Return what routes of this run belong to. ``corpora``: its data's fingerprint."""
-    moe = config.model.moe
+    model, moe = config.model, config.model.moe
     return RouteIdentity(
-        num_experts=moe.num_experts, top_k=moe.top_k, seq_length=config.model.seq_length, seed=config.seed,
-        drops=moe.drops, layers=tuple(n for n in range(config.model.num_layers) if moe.has_experts(n)),
+        num_experts=moe.num_experts, top_k=moe.top_k, seq_length=model.seq_length, seed=config.seed, drops=moe.drops,
+        layers=tuple(filter(moe.has_experts, range(model.num_layers + model.mtp_layers))),
         corpora=tuple((str(c.get("bin_xxh3") or c["prefix"]), int(c["tokens"])) for c in corpora),
     )
 
@@ -95,7 +96,8 @@ class RunRoutes:
             return
         config, ctx = self.session.config, self.session.ctx
         agreed(self.close)  # on all ranks, before rank 0 removes what came later
-        layers = {int(m[1]) for record, _ in engine.named_parameters() if (m := _LAYER.fullmatch(record.name))}
+        found = filter(None, (_LAYER.fullmatch(record.name) for record, _ in engine.named_parameters()))
+        layers = {int(m[1]) if m[1] else config.model.num_layers + int(m[2]) for m in found}
         rows = sequence_partition(ctx.mesh, ctx.rank, sequence_parallel=True).residual(config.model.seq_length)
         self.share = Share(tuple(sorted(layers)), tuple((run.start, run.length) for run in rows.runs))
         if self._replay is not None:
