@@ -32,7 +32,7 @@ from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.state_check import Damage, check_of
-from megatron_port.parallel.buffers import recorded_buffers
+from megatron_port.parallel.buffers import Buffered, recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
@@ -65,12 +65,12 @@ class DeepSpeedEngine:
         optimizer_provider: str = "torch",
         progress: ProgressTracker | None = None,
     ) -> None:
-        buffers = recorded_buffers(stage)
-        if buffers:
-            raise ConfigError(
-                f"the model has {len(buffers)} float32 buffers ({buffers[0][0].name}), and engine deepspeed casts "
-                'buffers to precision.dtype; set engine = "native"'
-            )
+        for module in stage.modules():
+            if not isinstance(module, Buffered) and (bare := recorded_buffers(module, below=False)):
+                raise ConfigError(
+                    f"engine deepspeed casts the float32 buffer {bare[0][0].name} to precision.dtype, because "
+                    f'{type(module).__name__} is no parallel.buffers.Buffered; make it one, or set engine = "native"'
+                )
         prepare_deepspeed()
         from megatron_port.engine import deepspeed_pipeline, deepspeed_state
 

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron_port.backend.direct import FirstOrderFunction, first_order
 from megatron_port.config.moe import MoEConfig
 from megatron_port.model.build import BuildContext
 from megatron_port.model.spec import MoESpec
-from megatron_port.parallel.buffers import add_buffer
+from megatron_port.parallel.buffers import Buffered, add_buffer
 from megatron_port.parallel.collectives import all_gather_first
 from megatron_port.parallel.counter import random_bits, uniform
 from megatron_port.parallel.linear import linear
@@ -110,7 +109,7 @@ def within_capacity(
     return out.view(batch, positions, k).transpose(0, 1) & taking_part
 
 
-class Router(nn.Module):
+class Router(Buffered):
     """Router of layer ``index``: this rank's share of the tokens, [rows, batch, hidden] → :class:`Route`.
 
     ``share``: which positions the rows are.
@@ -161,13 +160,6 @@ class Router(nn.Module):
         else:
             weights = weights * moe.scale
         return Route(experts, weights, kept)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Leave the buffers as they are where a module is cast: they are float32 in every run."""
-        buffers = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._buffers.update(buffers)
-        return self
 
     # -- the choice --------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,23 @@ weights, and never cast or reduced; keeping the copies of several ranks equal is
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import BUFFER
+
+
+class Buffered(nn.Module):
+    """Module whose buffers stay as they are when it is cast."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        buffers = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._buffers.update(buffers)
+        return self
 
 
 def add_buffer(module: nn.Module, name: str, record: ParameterRecord, device: torch.device) -> torch.Tensor:
@@ -23,14 +34,14 @@ def add_buffer(module: nn.Module, name: str, record: ParameterRecord, device: to
     return buffer
 
 
-def recorded_buffers(module: nn.Module) -> list[tuple[ParameterRecord, torch.Tensor]]:
-    """Return (record, buffer) for every buffer below ``module``.
+def recorded_buffers(module: nn.Module, *, below: bool = True) -> list[tuple[ParameterRecord, torch.Tensor]]:
+    """Return (record, buffer) for every buffer of ``module``, and of those below it.
 
     Raises:
         ValueError: one has no record, as after ``module.to(dtype)``, or is not float32.
     """
     out = []
-    for name, buffer in module.named_buffers():
+    for name, buffer in module.named_buffers(recurse=below):
         record = getattr(buffer, "record", None)
         if record is None or buffer.dtype != torch.float32:
             kind = str(buffer.dtype).removeprefix("torch.")
