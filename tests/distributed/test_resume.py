@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from megatron_port.checkpoint.format import SavedState, directory_name
 from megatron_port.checkpoint.peers import peers_of
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import MoEConfig, RunConfig
 from megatron_port.data.loader import build_loaders
 from megatron_port.engine.api import Engine, StepResult
-from megatron_port.model.shapes import parameter_shapes
+from megatron_port.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
@@ -100,7 +101,7 @@ class Rank:
         )
         return save_checkpoint(
             folder or self.folder, state, engine.state_pieces(), peers=peers_of(dist.group.WORLD),
-            expected=parameter_shapes(self.config.model),
+            expected=parameter_shapes(self.config.model) | buffer_shapes(self.config.model),
         )
 
     def load(self, step: int, *, weights_only: bool = False) -> tuple[Engine, Checkpoint]:
@@ -140,10 +141,20 @@ def straight_and_resumed(config: RunConfig, topology: Topology, folder: Path) ->
     return out
 
 
-def config_of(engine: str, dtype: str, num_layers: int = 4, **changes: object) -> RunConfig:
+EXPERTS = MoEConfig(
+    num_experts=4, ffn_hidden_size=24, first_dense=1, balance_bias=True, balance_loss="previous_step",
+)
+
+
+def config_of(
+    engine: str, dtype: str, num_layers: int = 4, *, moe: MoEConfig | None = None, **changes: object
+) -> RunConfig:
     """Dropout on, an odd vocabulary, clipping active, a schedule whose rate differs at every step."""
     layout = {"sequence_parallel": True, "vocab_padding_multiple": 8, **changes}
-    model = {"num_layers": num_layers, "num_query_groups": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    model: dict[str, Any] = {
+        "num_layers": num_layers, "num_query_groups": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+        "moe": moe or MoEConfig(),
+    }
     config = make_config(
         engine=engine, dtype=dtype, model=model, layout=layout, micro_batch_size=1, global_batch_size=4
     )
@@ -216,24 +227,31 @@ PAIRS = [
     ("native", Topology(tp=2, pp=2), "deepspeed", Topology(dp=2), "bf16"),
     ("native", Topology(pp=2, dp=2, vp=2, folded=True), "deepspeed", Topology(tp=2, pp=2), "fp32"),
     ("deepspeed", Topology(pp=2), "native", Topology(pp=2, dp=2, vp=2), "bf16"),
+    ("native", Topology(tp=2, dp=2, ep=4), "native", Topology(pp=2, dp=2, ep=2), "fp32"),
+    ("native", Topology(dp=4, ep=2), "deepspeed", Topology(tp=2), "fp32"),
 ]
 
 
-"""Two key/value heads: on tp 4 each is held twice."""
+"""Two key/value heads: on tp 4 each is held twice. With ep the model has experts, and their routers both buffers."""
 
 
 def chunks_of(topology: Topology) -> dict[str, object]:
     """The layout's fields that go with the topology's chunks."""
-    return {"virtual_pipeline_size": topology.vp, "pipeline_schedule": "zb-v" if topology.folded else "1f1b"}
+    return {
+        "virtual_pipeline_size": topology.vp, "pipeline_schedule": "zb-v" if topology.folded else "1f1b",
+        "expert_parallel_size": topology.ep,
+    }
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda c: f"{c[0]} {c[1]} to {c[2]} {c[3]} {c[4]}")
 def test_any_layout_loads_any_other(ranks: RankPool, tmp_path: Path, pair: tuple) -> None:
     """The state that arrives is the state that was saved, to the bit; the next step agrees within rounding."""
     from_engine, source, to_engine, target, dtype = pair
-    first = config_of(from_engine, dtype, vocab_padding_multiple=8, **chunks_of(source))
+    moe = EXPERTS if source.ep > 1 else None
+    first = config_of(from_engine, dtype, moe=moe, vocab_padding_multiple=8, **chunks_of(source))
     second = config_of(
-        to_engine, dtype, vocab_padding_multiple=1, sequence_parallel=False, recompute="full", **chunks_of(target)
+        to_engine, dtype, moe=moe, vocab_padding_multiple=1, sequence_parallel=False, recompute="full",
+        **chunks_of(target),
     )
     a = ranks.run(
         source.world_size, train_and_save, first, source, tmp_path / "a", 3, deepspeed=from_engine == "deepspeed"
@@ -243,11 +261,13 @@ def test_any_layout_loads_any_other(ranks: RankPool, tmp_path: Path, pair: tuple
         deepspeed=to_engine == "deepspeed",
     )[0]
     one, two = (open_checkpoint(tmp_path / x / directory_name(3)) for x in "ab")
-    assert set(one.names()) == set(two.names()) == set(parameter_shapes(first.model))
-    assert one.kinds() == two.kinds() == ("exp_avg", "exp_avg_sq", "weight")
+    parameters, buffers = set(parameter_shapes(first.model)), set(buffer_shapes(first.model))
+    assert set(one.names()) == set(two.names()) == parameters | buffers
+    kinds = ("exp_avg", "exp_avg_sq", "weight")
+    assert sorted(one.kinds()) == sorted(two.kinds()) == sorted((*kinds, *(["buffer"] if moe else [])))
     for kind in one.kinds():
         moved = 0.0
-        for name in one.names():
+        for name in buffers if kind == "buffer" else parameters:
             box = (0,) * len(one.shape(name)), one.shape(name)
             before, after = one.read(name, kind, *box), two.read(name, kind, *box)
             assert before.dtype == after.dtype == torch.float32 and torch.equal(before, after), (name, kind)
