@@ -16,14 +16,18 @@ namespace mp {
 constexpr int64_t kLine = 64;                      // bytes of a cache line
 constexpr int64_t kStreamFrom = int64_t{8} << 20;   // bytes from which on rows are written past the caches
 
+constexpr int64_t kPage = 4096;
 constexpr int64_t kAhead = 16 * kLine;             // bytes that are asked for before they are read
 
 inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(static_cast<const char*>(from) + at);
 }
 
-// Asks for the beginning of a row that is read next; the hardware finds the rest.
-inline void prefetch_row(const void* row, int64_t bytes) { prefetch(row, bytes < kAhead ? bytes : kAhead); }
+// Asks for the beginning of a row that is read next and of its pages, at which the hardware would stop.
+inline void prefetch_row(const void* row, int64_t bytes) {
+  prefetch(row, bytes < kAhead ? bytes : kAhead);
+  for (int64_t at = kPage; at < bytes; at += kPage) __builtin_prefetch(static_cast<const char*>(row) + at);
+}
 
 // Writes rows of `row_bytes` of a matrix that begins at `out`, all of them in one way.
 class RowWriter {
