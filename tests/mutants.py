@@ -95,8 +95,8 @@ def copied_tree() -> Iterator[Path]:
             shutil.copy2(source, target, follow_symlinks=False)
         kernels = ROOT / "megatron_port" / "_kernels"
         here = tree / "megatron_port" / "_kernels"
-        if kernels.exists() and not here.is_symlink():
-            here.symlink_to(kernels.resolve())
+        if kernels.exists() and not here.exists():
+            shutil.copytree(kernels, here)  # not a link: a fault in a kernel's source is compiled into it
         yield tree
 
 
