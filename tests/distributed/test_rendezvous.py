@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -20,6 +18,7 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
+from commands import Commands
 from pool import RankFailed, RankPool
 
 from megatron_port.errors import ConfigError, EnvironmentFault
@@ -256,27 +255,19 @@ tokenizer = "byte"
 """
 
 
-def test_the_command_line_prints_one_line_for_a_lost_peer(tmp_path: Path) -> None:
+def test_the_command_line_prints_one_line_for_a_lost_peer(tmp_path: Path, commands: Commands) -> None:
     (tmp_path / "run.toml").write_text(RUN_FILE)
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_"))}
-    command = ["train", "run.toml", "--nproc", "2", "--set", "watch.enabled=false"]  # the watch would name the cause
-    with subprocess.Popen(
-        [sys.executable, "-m", "megatron_port", *command], cwd=tmp_path, text=True,
-        env={**variables, "PYTHONPATH": str(pool.ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as process:
-        assert process.stdout is not None
-        lines, killed = [], False
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("step 2/") and not killed:
-                ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-                os.kill(int(ranks[1]), signal.SIGKILL)
-                killed = True
-        code = process.wait()
-    output = "".join(lines)
+    silent = ("--set", "watch.enabled=false")  # the watch would name the cause
+    command = commands.start("train", "run.toml", "--nproc", "2", *silent, cwd=tmp_path)
+    until = time.monotonic() + 100
+    while "\nstep 2/" not in command.output():
+        assert command.poll() is None and time.monotonic() < until, command.output()
+        time.sleep(0.01)
+    os.kill(command.ranks(2)[1], signal.SIGKILL)
+    code, output = command.wait(100), command.output()
+    lines = output.splitlines(keepends=True)
     told = [line for line in lines if "lost contact with a peer" in line]
-    assert killed and code == 128 + signal.SIGKILL, output  # of the rank that ended first
+    assert code == 128 + signal.SIGKILL, output  # of the rank that ended first
     assert len(told) == 1 and told[0].startswith("error: rank 0 on ") and CONSEQUENCE in told[0], output
     assert "Traceback" not in output and "frame #" not in output, output
 
