@@ -67,6 +67,8 @@ def _not_slow() -> str:
 
 FIRST = ("slurm", "distributed", "faults", "e2e", "gpu", "kernels", "unit")
 """Folders by how long one of their groups takes: what is long and cannot be cut must not come last."""
+LONG = ("test_watch.py", "test_numerics.py", "test_integrity.py")
+"""Files that take a minute: the first of their folder."""
 TOGETHER = ("slurm", "kernels")
 """Folders whose files share what is dear to make: a cluster, the emulated libraries."""
 WAITING = ("slurm", "faults")
@@ -81,7 +83,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         for item in marked if reason else []:
             item.add_marker(pytest.mark.skip(reason=reason))
     places = {folder: place for place, folder in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path.parent.name, len(FIRST)))
+    items.sort(key=lambda item: (places.get(item.path.parent.name, len(FIRST)), item.path.name not in LONG))
 
 
 def pytest_collection_finish() -> None:
