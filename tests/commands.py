@@ -21,6 +21,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "megatron_port.cli.main", "megatron_port.cli.train",
-           "megatron_port.cli.checkpoint", "megatron_port.runtime.local", "megatron_port.train.loop")
+           "megatron_port.cli.checkpoint", "megatron_port.runtime.local", "megatron_port.train.loop",
+           "megatron_port.plan.guard", "megatron_port.plan.advice", "megatron_port.session.leasing",
+           "megatron_port.session.watching", "megatron_port.watch.hub_process", "megatron_port.watch.secret")
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,13 @@ def session_members(session: int) -> list[int]:
 
 
 class Commands:
-    """The handle of a server. A context manager; leaving it kills every command that still runs."""
+    """The handle of a server, for any number of threads. A context manager; leaving it kills what still runs."""
 
     def __init__(self, folder: Path, program: Program = OURS, env: dict[str, str] | None = None) -> None:
         self.folder = folder
         self._started: dict[int, Command] = {}
         self._count = 0
+        self._lock = threading.Lock()
         kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
         environment = {
             **kept, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
@@ -144,23 +148,27 @@ class Commands:
             self.close()
             raise RuntimeError(f"the server did not start: {greeting}\n{(folder / 'server.log').read_text()[-3000:]}")
 
-    def start(self, *argv: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Command:
-        """Fork the program with ``argv`` in ``cwd``; ``env`` joins the environment, its PYTHONPATH sys.path too."""
-        self._count += 1
-        log = self.folder / f"command-{self._count:04d}.log"
-        assert self._process.stdin is not None
-        request = {"argv": argv, "log": str(log), "env": env or {}, "cwd": str(cwd)}
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        while True:
-            message = self._message(30.0)
-            if message is None:
-                raise RuntimeError("the server does not answer")
-            if "started" in message:
-                break
-            self._note_end(message)
-        command = Command(self, int(message["started"]), log, time.monotonic())
-        self._started[command.pid] = command
-        return command
+    def start(self, *argv: str, env: dict[str, str] | None = None, cwd: Path = ROOT, load: str = "") -> Command:
+        """Fork the program with ``argv`` in ``cwd``; ``env`` joins the environment, its PYTHONPATH sys.path too.
+
+        ``load``: a module that the process imports first.
+        """
+        with self._lock:
+            self._count += 1
+            log = self.folder / f"command-{self._count:04d}.log"
+            assert self._process.stdin is not None
+            request = {"argv": argv, "log": str(log), "env": env or {}, "cwd": str(cwd), "load": load}
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            while True:
+                message = self._message(30.0)
+                if message is None:
+                    raise RuntimeError("the server does not answer")
+                if "started" in message:
+                    break
+                self._note_end(message)
+            command = Command(self, int(message["started"]), log, time.monotonic())
+            self._started[command.pid] = command
+            return command
 
     def run(self, *argv: str, seconds: float = 120.0, env: dict[str, str] | None = None) -> tuple[int, str]:
         """Exit code and output of a command that ends by itself."""
@@ -172,8 +180,9 @@ class Commands:
 
     def collect(self) -> None:
         """Take note of the commands that have ended."""
-        while (message := self._message(0.0)) is not None:
-            self._note_end(message)
+        with self._lock:
+            while (message := self._message(0.0)) is not None:
+                self._note_end(message)
 
     def _note_end(self, message: dict[str, Any]) -> None:
         self._started.pop(int(message["ended"])).code = int(message["code"])
@@ -213,7 +222,7 @@ class Commands:
 # ---------------------------------------------------------------- in the server
 
 
-def _command(argv: list[str], log: str, module: str, function: str) -> NoReturn:
+def _command(argv: list[str], log: str, load: str, module: str, function: str) -> NoReturn:
     """The child: a session leader whose life is one command."""
     code = 1
     try:
@@ -223,6 +232,8 @@ def _command(argv: list[str], log: str, module: str, function: str) -> NoReturn:
         for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
             os.dup2(source, target)
         os.closerange(3, 64)
+        if load:
+            importlib.import_module(load)
         code = int(getattr(importlib.import_module(module), function)(argv))
     except BaseException:
         import traceback
@@ -235,8 +246,11 @@ def _command(argv: list[str], log: str, module: str, function: str) -> NoReturn:
 
 
 def _serve(module: str, function: str, preload: Sequence[str]) -> None:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # the reason is in distributed/pool.py
     for name in preload:
         importlib.import_module(name)
+    if module == OURS.module:
+        _load_kernels()
     gc.collect()
     gc.freeze()  # a child's collector must not touch, and so copy, what all share
     tasks = len(os.listdir("/proc/self/task"))
@@ -256,7 +270,7 @@ def _serve(module: str, function: str, preload: Sequence[str]) -> None:
                 os.chdir(request["cwd"])
                 os.environ.update(request["env"])
                 sys.path[1:1] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
-                _command(request["argv"], request["log"], module, function)
+                _command(request["argv"], request["log"], request["load"], module, function)
             alive.add(pid)
             _say({"started": pid})
         while alive:
@@ -269,6 +283,14 @@ def _serve(module: str, function: str, preload: Sequence[str]) -> None:
         for member in session_members(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member, signal.SIGKILL)
+
+
+def _load_kernels() -> None:
+    from megatron_port.backend import kernels
+    from megatron_port.errors import EnvironmentFault
+
+    with contextlib.suppress(EnvironmentFault):
+        kernels.load("cpu")
 
 
 def _line() -> bytes:

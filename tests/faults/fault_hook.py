@@ -1,7 +1,8 @@
 """Faults in a chosen rank at a chosen step, from outside of the package: no test code and no switch is in it.
 
-``write_hook(folder, …)`` makes a folder for PYTHONPATH whose ``sitecustomize`` patches ``megatron_port.train.loop``
-when a process imports it. What to do is in ``fault.json`` beside it; ``fired`` is written the moment it happens.
+``write_hook(folder, …)`` makes a folder for PYTHONPATH with a module ``fault_in_loop`` that patches
+``megatron_port.train.loop`` when a process imports it. What to do is in ``fault.json`` beside it; ``fired`` is written
+the moment it happens.
 """
 
 from __future__ import annotations
@@ -9,34 +10,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-SITECUSTOMIZE = '''
-import importlib.abc, importlib.util, pathlib, sys
-HERE = str(pathlib.Path(__file__).parent)
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "megatron_port.train.loop":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-        def exec_module(module):
-            execute(module)
-            import fault_in_loop
-            fault_in_loop.install(module, HERE)
-        spec.loader.exec_module = exec_module
-        return spec
-sys.meta_path.insert(0, Finder())
-'''
-
 FAULT = '''
 import ctypes, json, os, pathlib, re, signal, time
+from megatron_port.train import loop
 def fire(here): (pathlib.Path(here) / "fired").write_text(json.dumps([time.time(), os.getpid()]))
 def hubs():
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             ours = os.getsid(int(path.name)) == os.getsid(0)
-            if ours and b"megatron_port.watch.hub" in (path / "cmdline").read_bytes(): found.append(int(path.name))
+            words = (path / "cmdline").read_bytes().split(bytes(1))
+            if ours and b"megatron_port.watch.hub" in words: found.append(int(path.name))
         except OSError: pass
     return found
 def end_hub(how, here):
@@ -60,7 +44,7 @@ def connect(want, here):
             os.kill(os.getpid(), signal.SIGSTOP)
         return real(*args, **kwargs)
     dist.all_reduce = broken
-def act(kind, loop, want):
+def act(kind, want):
     import torch, torch.distributed as dist
     if kind == "stop": os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "sleep": time.sleep(1000)
@@ -84,7 +68,7 @@ def act(kind, loop, want):
         raise PortError("a fault of this rank alone")
     elif kind == "bug": raise KeyError("a bug of this rank alone")
     else: raise AssertionError(kind)
-def install(loop, here):
+def install(here):
     want = {**json.loads((pathlib.Path(here) / "fault.json").read_text()), "here": here}
     if want["kind"] == "connect": return connect(want, here)
     step = loop.Trainer._step
@@ -94,7 +78,7 @@ def install(loop, here):
             def broken(*args):
                 time.sleep(want["dwell"])
                 fire(here)
-                act(want["kind"], loop, {**want, "trainer": self})
+                act(want["kind"], {**want, "trainer": self})
                 return real(*args)
             self.loaders.train.step = broken
         if want["slow"] and self.session.info.rank == want["rank"] and self.progress.step == 2:
@@ -102,6 +86,7 @@ def install(loop, here):
             stage.forward = lambda *args: (time.sleep(want["slow"]), forward(*args))[1]
         step(self, telemetry)
     loop.Trainer._step = with_fault
+install(str(pathlib.Path(__file__).parent))
 '''
 
 
@@ -118,7 +103,6 @@ def write_hook(
         group: folder of a control group with little memory, which ``memory`` joins before it takes more.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     (folder / "fault_in_loop.py").write_text(FAULT)
     want = {"kind": kind, "rank": rank, "step": step, "dwell": dwell, "slow": slow, "group": group}
     (folder / "fault.json").write_text(json.dumps(want))

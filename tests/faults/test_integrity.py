@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
+from commands import Commands
 from pool import RankPool
 from test_numerics import config_of, session_of
 from test_watch import run
@@ -186,9 +187,9 @@ def test_it_can_be_switched_off(worlds: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_exit_6(tmp_path: Path) -> None:
-    """The default engine and stage, started as users do."""
-    found = run(tmp_path, "flip", rank=1, engine="deepspeed")
+def test_the_command_ends_with_exit_6(commands: Commands, tmp_path: Path) -> None:
+    """The default engine and stage."""
+    found = run(commands, tmp_path, "flip", rank=1, engine="deepspeed")
     assert found.code == 6, found.output
     assert re.match(r"error: rank 1 on \S+ \(pp 0, dp 1, tp 0\): the exp_avg of \S+ \(element \d+, bit 12\) changed", (
         found.errors[0])), found.output

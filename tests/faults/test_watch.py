@@ -1,6 +1,6 @@
 """Real runs with a rank that stops, sleeps, deadlocks, crashes or vanishes: who is named, when, and what is left.
 
-Each case is `megatron-port train --nproc` in a session of its own; the fault comes from outside of the package
+Each case is ``megatron-port train --nproc`` in a session of its own; the fault comes from outside of the package
 (``fault_hook``). Cases run three at a time, as most of their time is waiting.
 """
 
@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from commands import Commands
 from fault_hook import write_hook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,8 @@ DOWN_S = 10.0
 """A dead rank takes everything down within this time."""
 STEP = 3
 T = TypeVar("T", bound=Callable)
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_")
+ERROR = re.compile(r"^error:(?!.* SIG(KILL|SEGV)$).*\n", re.MULTILINE)
+"""What the watch or a rank says, not the process that has the ranks."""
 
 RUN_FILE = """
 name = "run"
@@ -77,7 +78,7 @@ class Ending:
     error_after: float
     """Until the first line that begins with ``error:``."""
     ended_after: float
-    left: list[str] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
     """Processes of the session that live on a second later."""
     shared_memory: set[str] = field(default_factory=set)
 
@@ -92,59 +93,38 @@ class Ending:
         return found[0].read_text()
 
 
-def left_behind(session: int) -> list[str]:
-    """Command lines of living processes of a session."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            state, _, _, sid = (path / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(sid) == session and state not in "ZX":
-                found.append((path / "cmdline").read_text().replace("\0", " "))
-    return found
-
-
 def shared_memory() -> set[str]:
     """Names in /dev/shm of this user."""
     return {p.name for p in Path("/dev/shm").glob("*") if p.stat().st_uid == os.getuid()}
 
 
 def run(
-    folder: Path, kind: str, *, rank: int, nproc: int = 2, engine: str = "native", slow: float = 0.0,
-    steps: int = 1000, group: str = "",
+    commands: Commands, folder: Path, kind: str, *, rank: int, nproc: int = 2, engine: str = "native",
+    slow: float = 0.0, steps: int = 1000, group: str = "",
 ) -> Ending:
     """One run to its end."""
     hook = write_hook(folder / "hook", kind=kind, rank=rank, step=STEP, slow=slow, group=group)
     (folder / "run.toml").write_text(RUN_FILE.format(
         engine=engine, folder=folder, zero=int(engine == "deepspeed"), pp=2 if nproc > 2 else 1, steps=steps
     ))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    env = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{hook}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
     before = shared_memory()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_port", "train", str(folder / "run.toml"), "--nproc", str(nproc)], env=env,
-        cwd=ROOT, text=True, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert process.stdout is not None
-    lines: list[str] = []
-    error_at = 0.0
+    command = commands.start("train", str(folder / "run.toml"), "--nproc", str(nproc), load="fault_in_loop",
+                             env={"PYTHONPATH": f"{hook}:{ROOT}"})
+    error_at, until = 0.0, time.monotonic() + 180
     try:
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("error:") and not line.endswith(("SIGKILL\n", "SIGSEGV\n")) and not error_at:
-                error_at = time.time()
-        code = process.wait(60)
+        while (code := command.poll()) is None and time.monotonic() < until:
+            error_at = error_at or (time.time() if ERROR.search(command.output()) else 0.0)
+            time.sleep(0.02)
         ended_at = time.time()
-        until = time.monotonic() + 1.0
-        while (left := left_behind(process.pid)) and time.monotonic() < until:
-            time.sleep(0.05)
+        assert code is not None, f"it has not ended\n{command.output()}"
+        error_at = error_at or (ended_at if ERROR.search(command.output()) else 0.0)
+        command.all_down(1.0)
+        left = command.living()
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        command.end()
     fired = json.loads((hook / "fired").read_text())[0] if (hook / "fired").exists() else ended_at
     mine = {name for name in shared_memory() - before if "megatron" in name or "torch" in name or "gloo" in name}
-    return Ending(code, "".join(lines), folder, error_at - fired, ended_at - fired, left, mine)
+    return Ending(code, command.output(), folder, error_at - fired, ended_at - fired, left, mine)
 
 
 CASES = {
@@ -177,7 +157,7 @@ def uses(name: str) -> Callable[[T], T]:
 
 @pytest.fixture(scope="module")
 def endings(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, commands: Commands
 ) -> Iterator[dict[str, Future[Ending]]]:
     """The cases of all tests that will run, begun."""
     wanted = []
@@ -187,7 +167,8 @@ def endings(
             wanted.append(params.get("name") or getattr(item.function, "case", ""))
     with ThreadPoolExecutor(3) as pool:
         yield {
-            name: pool.submit(run, tmp_path_factory.mktemp(name), **{"kind": name, **options})  # type: ignore[arg-type]
+            name: pool.submit(run, commands, tmp_path_factory.mktemp(name),
+                              **{"kind": name, **options})  # type: ignore[arg-type]
             for name, options in CASES.items() if name in wanted
         }
 
@@ -358,8 +339,10 @@ def small_memory() -> Iterator[Path]:
     pytest.skip("no control group with a memory limit can be made here")
 
 
-def test_a_rank_killed_for_memory_is_named_with_the_reason(small_memory: Path, tmp_path: Path) -> None:
-    found = run(tmp_path, "memory", rank=1, group=str(small_memory))
+def test_a_rank_killed_for_memory_is_named_with_the_reason(
+    small_memory: Path, tmp_path: Path, commands: Commands
+) -> None:
+    found = run(commands, tmp_path, "memory", rank=1, group=str(small_memory))
     assert found.code == 128 + signal.SIGKILL and found.left == [], found.output
     message = next(line for line in found.errors if "is gone" in line)
     assert re.match(rf"error: rank 1 on \S+ \(pp 0, dp 1, tp 0\) is gone at step {STEP}, data", message), found.output
