@@ -118,10 +118,12 @@ def refuse_array_in_one_folder(run_folder: Path) -> None:
     """Tasks of a job array that run at once need a folder each.
 
     Raises:
-        ConfigError: this is such a task, and nothing in ``run_folder`` tells it from the others.
+        ConfigError: this is such a task, and nothing in ``run_folder`` tells it from the others. What the folder shares
+            with the working directory does not: ``/projects/bif-2/…`` holds the runs of all tasks.
     """
     mine = this_process()
-    named = re.search(rf"(?<!\d)0*{re.escape(mine.array_task)}(?!\d)", str(run_folder)) if mine.array_task else True
+    own = os.path.relpath(run_folder)
+    named = re.search(rf"(?<!\d)0*{re.escape(mine.array_task)}(?!\d)", own) if mine.array_task else True
     if named or one_task_at_a_time(mine.array_job, mine.array_task):
         return
     name = run_folder.name

@@ -339,18 +339,21 @@ def test_tasks_of_a_job_array_need_folders_of_their_own(
     """Unless they run one after another, which is a way to chain jobs."""
     tools = tmp_path / "bin"
     tools.mkdir()
+    (tmp_path / "project-3").mkdir()
+    monkeypatch.chdir(tmp_path / "project-3")  # what all tasks have in common tells none of them
+    run_folder = Path.cwd() / "runs" / name
     (tools / "scontrol").write_text(f'#!/bin/sh\n[ "$4" = "" ] && echo "JobId=9 ArrayTaskId=3 {throttle} X=1"\n')
     (tools / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    refuse_array_in_one_folder(Path("runs") / name)  # no array
+    refuse_array_in_one_folder(run_folder)  # no array
     monkeypatch.setenv("SLURM_JOB_ID", "9")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     if refused:
         with pytest.raises(ConfigError, match=r"task 3 of the job array 7.*-\$SLURM_ARRAY_TASK_ID"):
-            refuse_array_in_one_folder(Path("runs") / name)
+            refuse_array_in_one_folder(run_folder)
     else:
-        refuse_array_in_one_folder(Path("runs") / name)
+        refuse_array_in_one_folder(run_folder)
 
 
 # ---------------------------------------------------------------- fencing
