@@ -268,13 +268,18 @@ def _axis_problems(config: RunConfig, world_size: int | None) -> list[str]:
     return out
 
 
+def expert_cuts(tp: int, cp: int, replicas: int, shard: int = 0) -> tuple[list[int], list[int]]:
+    """Return the boundaries at which dense layers divide the ranks of a stage, and the expert-parallel sizes that fit
+    between them."""
+    cuts = [tp, tp * cp, tp * cp * (shard or replicas), tp * cp * replicas]
+    return cuts, [e for e in divisors(cuts[-1]) if all(e % cut == 0 or cut % e == 0 for cut in cuts)]
+
+
 def _expert_problems(layout: LayoutConfig, replicas: int) -> list[str]:
     """Whether experts can be divided over the ranks of a stage: each boundary of one division must divide the next of
     the other (``parallel.mesh``)."""
     ep, tp, cp = layout.expert_parallel_size, layout.tensor_parallel_size, layout.context_parallel_size
-    shard = layout.shard_size or replicas
-    cuts = [tp, tp * cp, tp * cp * shard, tp * cp * replicas]
-    legal = [e for e in divisors(cuts[-1]) if all(e % cut == 0 or cut % e == 0 for cut in cuts)]
+    cuts, legal = expert_cuts(tp, cp, replicas, layout.shard_size)
     if ep in legal:
         return []
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_port.config.ranges import Count, CountOrZero, Fraction, NonNegative, Positive, Size, SizeOrZero
+from megatron_port.config.ranges import Count, CountOrZero, Fraction, NonNegative, Positive, Ratio, Size, SizeOrZero
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import ModelConfig, RunConfig
@@ -111,6 +111,9 @@ class RoutesConfig:
     """An expert starves that gets less than this share of the mean load of its layer's experts."""
     starved_steps: CountOrZero = 100
     """Steps in a row after which a starving expert is named in a warning; 0: never."""
+    imbalance: Ratio = 1.8
+    """For plans alone: rows of the expert-parallel rank that has most in a layer, over the mean. 1: balance is forced;
+    the default is what four published pairs with and without it show (docs/planner.md)."""
 
 
 def moe_problems(config: RunConfig) -> list[str]:

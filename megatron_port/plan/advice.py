@@ -76,6 +76,8 @@ def _changes(config: RunConfig, case: Case, machine: Machine) -> Iterator[Change
             yield {"offload.optimizer": "nvme", "offload.nvme_path": config.cluster.local_disk, **shards}
     if case.tp > 1 and not case.sequence_parallel:
         yield {"layout.sequence_parallel": True}
+    if config.model.moe.enabled:
+        yield {"layout.expert_parallel_size": 2 * case.ep}
     for name, size in (("tensor", case.tp), ("pipeline", case.pp)):
         dp = config.layout.data_parallel_size
         halved = {"layout.data_parallel_size": dp // 2} if dp > 1 else {}

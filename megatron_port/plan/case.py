@@ -64,6 +64,11 @@ class Engine:
     """Held for each parameter of the rank's share only while the optimizer steps."""
     update_extra_bytes: int = 8
     """Moved for each parameter of the rank's share beside Adam's own: unscale, clip, copies between precisions."""
+    expert_overlap: str = "none"
+    """All-to-all of tokens: none | shared (one of a layer's two beside the block that every token passes) | passes
+    (beside the passes of another micro-batch: DualPipe)"""
+    sends_once_per_node: bool = False
+    """A token goes once to each node with experts of its own, and is copied there (DeepEP)."""
     unfused_ops: float = 1.0
     """Passes over memory of bias, GeLU, dropout and residual over those of fused kernels."""
 
@@ -80,6 +85,7 @@ ENGINES = {
     "native": Engine(
         name="native", accumulate_traffic=8, bucket_bytes=0.0, shard_reduces=True, reduce_overlap=1.0,
         gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward", copies_logits=False, frees_outputs=False,
+        expert_overlap="shared",
     ),
 }
 """The engines of this program, by the name in the run file."""
@@ -105,6 +111,12 @@ class Case:
     vp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
+    """Ranks of a stage among which the experts of a layer are divided: its first tp, then cp, then dp ones."""
+    etp: int = 1
+    """Ranks that divide each expert as tensor parallelism does (Megatron-core without folding: tp); here always 1."""
+    imbalance: float = 1.0
+    """Rows of the expert-parallel rank that has most, by the mean; 1: balance is forced."""
     sequence_parallel: bool = False
     tensor_chunks: int = 1
     zero_stage: int = 1
@@ -167,6 +179,28 @@ class Case:
     def shard_copies(self) -> int:
         """Ranks that hold the same piece of optimizer state and sum its gradients; 1 where the state is not split."""
         return self.dp // self.shard_size if self.shards > 1 else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which optimizer state of a rank's experts is split: those of ``shards`` that hold the same."""
+        apart = max(self.ep * self.etp // self.tp, 1)
+        return max(self.shards // apart, 1)
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold the same piece of that state and sum its gradients, ranks of tensor parallelism left out."""
+        apart = max(self.ep * self.etp // self.tp, 1)
+        return max(self.dp * self.cp // apart // self.expert_shards, 1) if self.shards > 1 else 1
+
+    @property
+    def expert_sums(self) -> int:
+        """Tensor-parallel ranks that hold the same experts: each has the part of the gradient of its own tokens."""
+        return max(self.tp // (self.ep * self.etp), 1)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of dp and cp that hold the same experts."""
+        return max(self.dp * self.cp // max(self.ep * self.etp // self.tp, 1), 1)
 
     @property
     def weight_gathers(self) -> int:
@@ -236,6 +270,7 @@ class Case:
         parts += [f"vp {self.vp}"] if self.vp > 1 else []
         parts += [f"cp {self.cp}"] if self.cp > 1 else []
         parts += [f"dp {self.dp}" + (f" in shards of {self.shard_size}" if self.shard_copies > 1 else "")]
+        parts += [f"ep {self.ep}" + (f" x etp {self.etp}" if self.etp > 1 else "")] if self.model.moe.enabled else []
         parts += [f"micro-batch {self.micro_batch}", f"recompute {'by plan' if self.dropped else self.recompute}"]
         parts += ["ZeRO-3"] if self.zero_stage == 3 else []
         parts += [f"optimizer on {self.offload}"] if self.offload != "none" else []
@@ -295,8 +330,6 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     ``allow_fractions``: then every replica runs ceil(batch / (micro_batch × dp))
     micro-batches, which only a plan may do.
     """
-    if config.model.moe.enabled:
-        raise ConfigError("the planner does not know layers of experts yet (model.moe.num_experts)")
     tp, pp, dp = topology_sizes(config, world_size)
     layout, batch = config.layout, config.batch
     unit = batch.micro_batch_size * dp
@@ -314,7 +347,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         engine = replace(engine, reduce_bytes=2)
     case = Case(
         model=config.model, engine=engine, tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
-        cp=layout.context_parallel_size,
+        cp=layout.context_parallel_size, ep=layout.expert_parallel_size, imbalance=config.moe.imbalance,
         sequence_parallel=layout.sequence_parallel and tp > 1, tensor_chunks=chunks if tp > 1 else 1,
         zero_stage=layout.zero_stage, shard=layout.shard_size,
         reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,

@@ -55,20 +55,37 @@ class _Unit:
     """What its backward pass leaves, results included, less what it found."""
 
 
+def _alike(case: Case) -> Case:
+    """A case with the same passes as ``case``, and as others."""
+    return replace(
+        case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, reshard="forward", bucket=1,
+        global_batch=1, micro_batches=1, state_tensors=2, offload="none", offload_weights=False, dropped=(),
+        imbalance=1.0,
+        ep=case.ep if case.on_cpu else min(case.ep, 2),  # a CPU widens the weights of a product
+    )
+
+
+def layer_bytes(case: Case, index: int) -> float:
+    """Return the bytes that a layer keeps of one micro-batch between forward and backward, its input included."""
+    run = _run(_alike(case), index, index + 1, False, False, False)
+    return run.kept + run.stream
+
+
 def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
     """Return the bytes of layers [start, stop), with the embedding and the head where they are at the ends."""
     layers = case.model.num_layers
-    alike = replace(
-        case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, reshard="forward", bucket=1,
-        global_batch=1, micro_batches=1, state_tensors=2, offload="none", offload_weights=False, dropped=(),
-    )
+    alike = _alike(case)
     first, last = start == 0, stop == layers
     elsewhere = away(case, start, stop) if case.dropped else []
     more = 0
     if _all_alike(case.model):  # then it does not matter which layers they are, and a few are run for any number
         more = max(stop - start - ALIKE, 0)
         start, stop = 0, stop - start - more
+    else:
+        start, stop = _first_like(case.model, start, stop)
     found = _chunk_bytes(_run(alike, start, stop, first, last, splits), more)
+    if case.ep > 1 and case.imbalance > 1:
+        return _uneven(found, _more_rows(alike, case.imbalance, start, stop))
     if not case.dropped:
         return found
     none, full = (
@@ -81,6 +98,31 @@ def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
 @lru_cache(maxsize=256)
 def _all_alike(model: ModelConfig) -> bool:
     return len(model_spec(model).kinds()) == 1
+
+
+@lru_cache(maxsize=4096)
+def _first_like(model: ModelConfig, start: int, stop: int) -> tuple[int, int]:
+    """Return the first layers of the same kinds in the same order, so that they are run once."""
+    layers, count = [id(layer) for layer in model_spec(model).layers], stop - start
+    first = next(i for i in range(start + 1) if layers[i : i + count] == layers[start:stop])
+    return first, first + count
+
+
+def _uneven(found: ChunkBytes, more: float) -> ChunkBytes:
+    """Return the bytes of a chunk on a rank that has most rows in the layer that runs, ``more`` bytes. In the layers
+    that wait it has the mean: which rank has most differs from layer to layer."""
+    passes = {kind: size + (more if kind is not Kind.WEIGHT else 0.0) for kind, size in found.working.items()}
+    return replace(found, working=passes)
+
+
+@lru_cache(maxsize=4096)
+def _more_rows(alike: Case, imbalance: float, start: int, stop: int) -> float:
+    """Bytes that a layer of experts keeps beyond those of a balanced one, the most of layers [start, stop)."""
+    layers = model_spec(alike.model).layers[start:stop]
+    kinds = {id(layer): start + i for i, layer in enumerate(layers) if layer.moe is not None}
+    cases = [replace(alike, recompute="none", imbalance=x) for x in (imbalance, 1.0)]
+    kept = [[_run(case, i, i + 1, False, False, False).kept for case in cases] for i in kinds.values()]
+    return max((uneven - even for uneven, even in kept), default=0.0)
 
 
 def _without(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
@@ -18,7 +19,21 @@ from megatron_port.plan.case import Case
 Elements = dict[str, int]
 """Trained elements by the kind of bucket that they are in (``optim.buckets``): plain, partial (each tensor-parallel
 rank has its tokens' or its heads' part of the gradient), shared (key/value projections that several ranks hold),
-tied."""
+tied, experts (whose state fewer ranks split: ``Case.expert_shards``)."""
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Ranks that divide the parameters of a layer."""
+
+    tp: int
+    ep: int
+    sequence_parallel: bool
+
+    @classmethod
+    def of(cls, case: Case) -> _Split:
+        """That of a case."""
+        return cls(case.tp, case.ep * case.etp, case.sequence_parallel)
 
 
 def stage_kinds(case: Case, stage: int) -> list[tuple[LayerSpec, int]]:
@@ -36,18 +51,19 @@ def stage_kinds(case: Case, stage: int) -> list[tuple[LayerSpec, int]]:
 
 def bucket_elements(case: Case, stage: int) -> Elements:
     """Elements of a rank's trained parameters by kind, the padding of buckets left out."""
-    return _elements(case, stage, case.fine_tuning)
+    return dict(_elements(case, stage, case.fine_tuning))
 
 
+@lru_cache(maxsize=256)
 def _elements(case: Case, stage: int, tuning: FineTuningConfig) -> Elements:
     """Elements of a rank's parameters by kind: of the model's, or of its adapters where there are any."""
-    out = {"plain": 0, "partial": 0, "shared": 0, "tied": 0}
+    out = {"plain": 0, "partial": 0, "shared": 0, "tied": 0, "experts": 0}
     for start, stop in case.of_stage(case.layer_ranges, stage):
-        for kind, count in _layers(case.model, start, stop, case.tp, case.sequence_parallel, tuning):
+        for kind, count in _layers(case.model, start, stop, _Split.of(case), tuning):
             out[kind] += count
     if tuning.enabled:
         return out
-    for kind, count in _sorted(_ends(case, stage), case.tp, case.sequence_parallel, case.padded_vocab):
+    for kind, count in _sorted(_ends(case, stage), _Split.of(case), case.padded_vocab):
         apart = case.grid.last_stage != 0
         out[kind if kind != "tied" or apart else "plain"] += count
     return out
@@ -64,17 +80,27 @@ def trained_elements(case: Case, stage: int) -> int:
     return sum(bucket_elements(case, stage).values())
 
 
-def unit_elements(case: Case, stage: int, *, trained: bool = False) -> tuple[list[list[int]], int]:
+def expert_elements(case: Case, stage: int) -> int:
+    """Those of a rank's elements that are of experts; all of them are trained."""
+    return bucket_elements(case, stage)["experts"] if case.model.moe.enabled else 0
+
+
+def unit_elements(
+    case: Case, stage: int, *, trained: bool = False, experts: bool | None = None
+) -> tuple[list[list[int]], int]:
     """Elements of each parameter of a rank, or of each that is ``trained``, unit by unit (layers, modules that predict
-    further tokens, embedding, head), and those of tables that are in no unit: tied ones and what several units read."""
+    further tokens, embedding, head), and those of tables that are in no unit: tied ones and what several units read.
+    ``experts``: of experts alone, or of all but those."""
     spec, tuning = model_spec(case.model), case.fine_tuning
     ranges = case.of_stage(case.layer_ranges, stage)
+    split = _Split.of(case)
     units = [
-        list(_unit(case.model, i, case.tp, tuning, trained)) for start, stop in ranges for i in range(start, stop)
+        [elements for kind, elements in _unit(case.model, i, split, tuning, trained)
+         if experts is None or (kind == "experts") == experts]
+        for start, stop in ranges for i in range(start, stop)
     ]
-    table = 0
     if trained and tuning.enabled:
-        return units, table
+        return units, 0
     head, ends = spec.head, [spec.embedding.parameters] if stage == 0 else []
     shared: dict[str, int] = {}
     if stage == case.grid.last_stage:
@@ -83,31 +109,53 @@ def unit_elements(case: Case, stage: int, *, trained: bool = False) -> tuple[lis
     for end in ends:
         units.append([])
         for parameter in end:
-            local = parameter.local_numel(case.tp, case.padded_vocab)
+            of_experts = parameter.split is not None and parameter.split.experts
+            if experts is not None and of_experts != experts:
+                continue
+            local = parameter.local_numel(case.tp, case.padded_vocab, split.ep)
             if parameter.tied or parameter.name in late:
                 shared[parameter.name] = local
             else:
                 units[-1].append(local)
-    return [unit for unit in units if unit], sum(shared.values())
+    return [unit for unit in units if unit or experts is not None], sum(shared.values())
 
 
-def gathered_elements(case: Case, stage: int) -> float:
+def bucket_units(case: Case, stage: int) -> list[list[int]]:
+    """Trained elements of each parameter of a rank by unit, as buckets take them: experts of which there are fewer
+    copies than of the rest are apart, and those that no other rank holds are left out. A tied table is left out too."""
+    if case.expert_replicas == case.dp * case.cp or not case.model.moe.enabled:
+        return unit_elements(case, stage, trained=True)[0]
+    units = unit_elements(case, stage, trained=True, experts=False)[0]
+    if case.expert_shards > 1:
+        units += unit_elements(case, stage, trained=True, experts=True)[0]
+    return [unit for unit in units if unit]
+
+
+def gathered_elements(case: Case, stage: int, *, experts: bool | None = None) -> float:
     """Elements that a rank of ``stage`` gathers from the other replicas in a step, padding of buckets left out.
+    ``experts``: of experts alone, or of all but those.
 
     Under ZeRO-3 with reshard "forward" every pass gathers the layers whose weights are not in one of the two windows:
     where passes turn round the last two are, and with two layers or fewer always. Exact for 1F1B and GPipe with one
     chunk a stage; under other schedules nothing is counted as left in the windows.
     """
     if case.weight_gathers == 1:
-        return stage_elements(case, stage) if case.zero_stage == 3 else trained_elements(case, stage)
-    units, table = unit_elements(case, stage)
+        apart = expert_elements(case, stage)
+        if experts:
+            return apart
+        whole = stage_elements(case, stage) if case.zero_stage == 3 else trained_elements(case, stage)
+        return whole if experts is None else whole - apart
+    units, table = unit_elements(case, stage, experts=experts)
     count, m = _gathered_layers(case, stage), case.micro_batches
-    layers, ends = (sum(map(sum, part)) for part in (units[:count], units[count:]))
+    layers, ends = [sum(unit) for unit in units[:count]], sum(map(sum, units[count:]))
+    down = up = 0  # turns from forward to backward passes, where the last two layers are there, and back
     if case.vp == 1 and case.schedule == "1f1b":
-        turns = 2 * max(m - (case.pp - 1 - stage), 1) - 1
-    else:
-        turns = 1 if case.schedule == "gpipe" and case.vp == 1 else 0
-    passes = layers if count <= 2 and case.vp == 1 else layers * (2 * m - 2 * turns / max(count, 1))
+        down = max(m - (case.pp - 1 - stage), 1)
+        up = down - 1
+    elif case.vp == 1 and case.schedule == "gpipe":
+        down = 1
+    kept = down * sum(layers[-2:]) + up * sum(layers[:2])
+    passes = sum(layers) if count <= 2 and case.vp == 1 else 2 * m * sum(layers) - kept
     # Embedding and head share a window: on one stage each forward pass needs both again. A table has its own.
     return passes + ends * (m if case.grid.last_stage == 0 else 1) + table
 
@@ -118,19 +166,22 @@ def _gathered_layers(case: Case, stage: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _unit(model: ModelConfig, index: int, tp: int, tuning: FineTuningConfig, trained: bool) -> tuple[int, ...]:
-    """Elements of each parameter of a layer on a rank."""
+def _unit(
+    model: ModelConfig, index: int, split: _Split, tuning: FineTuningConfig, trained: bool
+) -> tuple[tuple[str, int], ...]:
+    """(kind, elements) of each parameter of a layer on a rank."""
     layer = model_spec(model).layers[index]
     parameters = [p for spec in layer_adapters(layer, tuning) for p in spec.parameters]
     if not (trained and tuning.enabled):
         parameters += layer.parameters
-    return tuple(elements for _, elements in _sorted(parameters, tp, False, 0))
+    return tuple(_sorted(parameters, split, 0))
 
 
 def window_elements(case: Case, stage: int) -> int:
     """Elements of the windows in which ZeRO-3 gathers weights (``optim.unit_gather``): two layers, the larger of
     embedding and head, and a tied table."""
-    units, table = unit_elements(case, stage)
+    whole = case.model.moe.enabled and case.expert_shards == 1  # experts that no other rank of a shard group holds
+    units, table = unit_elements(case, stage, experts=False if whole else None)
     count = _gathered_layers(case, stage)
     layers, ends = ([sum(unit) for unit in part] for part in (units[:count], units[count:]))
     return sum(sorted(layers)[-2:]) + max(ends, default=0) + table
@@ -147,7 +198,7 @@ def _ends(case: Case, stage: int) -> list[ParameterSpec]:
 
 @lru_cache(maxsize=4096)
 def _layers(
-    model: ModelConfig, start: int, stop: int, tp: int, sequence_parallel: bool, tuning: FineTuningConfig
+    model: ModelConfig, start: int, stop: int, split: _Split, tuning: FineTuningConfig
 ) -> tuple[tuple[str, int], ...]:
     """(kind, elements) of layers [start, stop) on a rank, or of their adapters where there are any."""
     def of(layer: LayerSpec) -> Iterable[ParameterSpec]:
@@ -157,20 +208,20 @@ def _layers(
     return tuple(
         (kind, count * elements)
         for layer, count in model_spec(model).kinds(start, stop)
-        for kind, elements in _sorted(of(layer), tp, sequence_parallel, 0)
+        for kind, elements in _sorted(of(layer), split, 0)
     )
 
 
-def _sorted(
-    parameters: Iterable[ParameterSpec], tp: int, sequence_parallel: bool, padded_vocab: int
-) -> list[tuple[str, int]]:
+def _sorted(parameters: Iterable[ParameterSpec], split: _Split, padded_vocab: int) -> list[tuple[str, int]]:
     """(kind, elements on a rank) of each parameter, or of its own and its shared rows."""
     out: list[tuple[str, int]] = []
     for parameter in parameters:
-        local, shared = parameter.local_numel(tp, padded_vocab), parameter.shared_numel(tp)
+        local, shared = parameter.local_numel(split.tp, padded_vocab, split.ep), parameter.shared_numel(split.tp)
         if parameter.tied:
             out.append(("tied", local))
-        elif parameter.split is None and parameter.is_partial(tp, sequence_parallel):
+        elif parameter.split is not None and parameter.split.experts:
+            out.append(("experts", local))
+        elif parameter.split is None and parameter.is_partial(split.tp, split.sequence_parallel):
             out.append(("partial", local))
         else:
             out.append(("plain", local - shared))

@@ -38,7 +38,7 @@ def planned_memory(config: RunConfig, world_size: int | None = None) -> tuple[Ca
             config = elastic_layout(config, world_size).config
     except ConfigError:
         return None
-    if problems(config, world_size=world_size) or config.model.moe.enabled:
+    if problems(config, world_size=world_size):
         return None
     case, _ = case_of(with_activation_plan(config, world_size), world_size)
     machine = Machine(cluster=config.cluster, hardware=config.hardware, calibration=config.calibration)

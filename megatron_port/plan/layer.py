@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_port.model.activation_sites import REPLICATED, Site, choice
-from megatron_port.model.spec import LayerSpec, LinearSpec
+from megatron_port.model.spec import LayerSpec, LinearSpec, MLPSpec
 from megatron_port.plan.activations import site_bytes
 from megatron_port.plan.adapters import adapter_seconds
 from megatron_port.plan.case import Case
+from megatron_port.plan.cost import Cost
+from megatron_port.plan.experts import exchange_seconds, expert_cost
 from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds
 from megatron_port.plan.links import Links, Span
 from megatron_port.plan.rates import Rates
@@ -18,30 +18,6 @@ CAUSAL = 0.5
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 """Head sizes that FlashAttention-2 has kernels for; others are padded to the next (the Composable Kernel build has
 32, 64, 128 and 256: its OPT_DIM)."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of a forward and of a backward: arithmetic and memory apart from tensor-parallel communication."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    """With what recompute adds."""
-    forward_tensor: float = 0.0
-    """Exposed: what compute does not hide."""
-    backward_tensor: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.forward + other.forward, self.backward + other.backward,
-            self.forward_tensor + other.forward_tensor, self.backward_tensor + other.backward_tensor,
-        )
-
-    def times(self, count: float) -> Cost:
-        """That many of it."""
-        return Cost(
-            self.forward * count, self.backward * count, self.forward_tensor * count, self.backward_tensor * count
-        )
 
 
 def _stream(case: Case) -> tuple[float, float]:
@@ -81,7 +57,8 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     mask = 1 if m.hidden_dropout > 0 else 0
     tokens, stream = _stream(case)
     split = tokens / t
-    gates, ffn = layer.dense.up.packed, layer.dense.down.inputs
+    dense = _dense_block(layer)
+    gates, ffn = (dense.up.packed, dense.down.inputs) if dense is not None else (0, 0)
     heads = layer.attention.packed_features(t)
     fused = case.engine.unfused_ops
     norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
@@ -100,10 +77,23 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     return rates.stream(forward, kernels), rates.stream(backward, kernels_back)
 
 
+def _dense_block(layer: LayerSpec) -> MLPSpec | None:
+    """The feed-forward block that every token passes, which tensor-parallel ranks divide."""
+    return layer.dense if layer.moe is None else layer.moe.shared
+
+
+def _products(case: Case, layer: LayerSpec) -> list[tuple[float, float, float]]:
+    """(rows, columns, inner) of a layer's products, those of routed tokens left out."""
+    tokens = _stream(case)[0]
+    own = tokens / case.tp if case.sequence_parallel else tokens
+    linears = [linear for linear in layer.linears if layer.moe is None or linear is not layer.moe.router]
+    return [(own if linear.parallel == "none" else tokens, *linear.product(case.tp)) for linear in linears]
+
+
 def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> Cost:
     """One layer. Backward: two products for each of the forward's, the sum into the main gradient, recompute."""
     w, tokens = case.width, _stream(case)[0]
-    shapes = [(tokens, *linear.product(case.tp)) for linear in layer.linears]
+    shapes = _products(case, layer)
     pw = 1 if case.dtype == "fp8" else w
     products = sum(rates.product(*p, width=pw) for p in shapes)
     inputs = sum(rates.product(r, k, c, width=pw) for r, c, k in shapes)
@@ -125,23 +115,51 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         products, inputs = products + added, inputs + added_back
     core, core_back = attention_seconds(case, layer, rates)
     light, light_back = _elementwise(case, layer, rates)
-    forward = products + core + light
-    backward = inputs + weights + accumulate + core_back + light_back
-    again, tensor_again = 0.0, 0.0
+    routed = expert_cost(case, layer.moe, rates, links) if layer.moe is not None else Cost()
+    forward = products + core + light + routed.forward
+    backward = inputs + weights + accumulate + core_back + light_back + routed.backward
+    again, tensor_again, exchange_again = 0.0, 0.0, 0.0
     each = _tensor_collective(case, links, group)
+    regions = 1 + (_dense_block(layer) is not None)  # at whose ends tensor-parallel ranks exchange activations
+    # Without sequence parallelism the routed tokens are gathered at the end, and their gradients at the beginning.
+    shares = each / 2 if layer.moe is not None and not case.sequence_parallel else 0.0
     means = _head_means(case, layer, links, group)
     if case.recompute == "full":
         # The last collective of a layer is repeated only where something behind it was kept for the backward pass.
         skipped = 0.5 * each if case.sequence_parallel else each
-        again, tensor_again = forward, 2 * each + means - (skipped if ends_at_product(case) else 0.0)
+        skipped = skipped if ends_at_product(case) and layer.moe is None else 0.0
+        again, tensor_again = forward, regions * each + shares + means - skipped
+        exchange_again = routed.forward_exchange
     elif case.recompute == "selective" and not case.flash:
         again = core
     forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
-    hidden_forward, hidden_backward = _hidden(case, each, forward_each, products, weights)
+    hidden_forward, hidden_backward = _hidden(case, regions, each, forward_each, products, weights)
+    beside = _beside_exchange(case, layer, rates, links, forward, backward + again)
     return Cost(
-        forward=forward, backward=backward + again, forward_tensor=2 * forward_each - hidden_forward + means,
-        backward_tensor=2 * each - hidden_backward + tensor_again + means,
+        forward=forward, backward=backward + again,
+        forward_tensor=regions * forward_each - hidden_forward + means + shares,
+        backward_tensor=regions * each - hidden_backward + tensor_again + means + shares,
+        forward_exchange=max(routed.forward_exchange - beside[0], 0.0),
+        backward_exchange=max(routed.backward_exchange + exchange_again - beside[1], 0.0),
     )
+
+
+def _beside_exchange(
+    case: Case, layer: LayerSpec, rates: Rates, links: Links, forward: float, backward: float
+) -> tuple[float, float]:
+    """Seconds of a layer's compute that run beside its all-to-all, forward and backward."""
+    overlap, moe = case.engine.expert_overlap, layer.moe
+    if moe is None or overlap == "none":
+        return 0.0, 0.0
+    if overlap == "passes":
+        return forward, backward
+    if overlap == "shared":
+        tokens, linears = _stream(case)[0], moe.shared.linears if moe.shared is not None else ()
+        seconds = sum(rates.product(tokens, *linear.product(case.tp), width=case.width) for linear in linears)
+        once = exchange_seconds(case, moe, links)
+        hidden = min(once, seconds)
+        return hidden, min(once, 2 * seconds) + (hidden if case.recompute == "full" else 0.0)
+    raise ValueError(f"unknown expert_overlap {overlap!r}")
 
 
 def partition_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> dict[str, Cost]:
@@ -210,8 +228,10 @@ def _head_means(case: Case, layer: LayerSpec, links: Links, group: Span) -> floa
     return layer.attention.norms_over_ranks * links.collective(_stream(case)[0] * 4, group) if case.tp > 1 else 0.0
 
 
-def _hidden(case: Case, each: float, forward_each: float, products: float, weights: float) -> tuple[float, float]:
-    """Tensor-parallel seconds that run beside products, in a layer's forward and backward.
+def _hidden(
+    case: Case, regions: int, each: float, forward_each: float, products: float, weights: float
+) -> tuple[float, float]:
+    """Tensor-parallel seconds that run beside products, in a layer's forward and backward; one or two ``regions``.
 
     With ``case.tensor_chunks`` k the forward's run beside the products of the k - 1 other parts.
 
@@ -224,10 +244,10 @@ def _hidden(case: Case, each: float, forward_each: float, products: float, weigh
     if overlap == "backward":
         # Under sequence parallelism also the second gathering of the input, which `each` leaves out.
         beside = 1 - 1 / case.tensor_chunks
-        hidden = min(2 * forward_each, products) * beside
-        return hidden, min(2 * each, weights) if not case.sequence_parallel else min(each, weights)
+        hidden = min(regions * forward_each, products) * beside
+        return hidden, min(regions * each / (2 if case.sequence_parallel else 1), weights)
     if overlap == "tiled":
-        most = 2 * each * (1 - 1 / case.tp)
+        most = regions * each * (1 - 1 / case.tp)
         return min(most, products), min(most, 2 * weights)
     raise ValueError(f"unknown tensor_overlap {overlap!r}")
 

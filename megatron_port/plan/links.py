@@ -98,6 +98,21 @@ class Links:
         tree = rounds * (group.local * self.near + math.ceil(math.log2(group.nodes)) * self.far)
         return share / bandwidth + min(ring, tree)
 
+    def all_to_all(self, size: float, group: Span, outside: float = 0.0) -> float:
+        """Seconds in which every rank of a group sends ``size`` bytes, as many to each rank.
+
+        ``outside``: of them those that leave the node, where a program sends other than its share there.
+        """
+        r = group.size
+        if r <= 1 or size <= 0:
+            return 0.0
+        inside = size * (group.local - 1) / r / self.local_bandwidth(group)
+        if group.nodes == 1:
+            return inside + self.near
+        outside = outside or size * (r - group.local) / r
+        alone = self.network_share(group) / group.local  # each rank sends for itself
+        return max(inside, outside / alone) + self.far
+
     def transfer(self, size: float, case: Case) -> float:
         """Seconds of one activation between neighbouring stages, while all ranks of a node do the same."""
         distance = case.tp * case.dp * case.cp

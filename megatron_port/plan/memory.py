@@ -10,10 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import stage_elements, trained_elements, unit_elements, window_elements
+from megatron_port.plan.elements import (
+    bucket_units,
+    expert_elements,
+    stage_elements,
+    trained_elements,
+    unit_elements,
+    window_elements,
+)
 from megatron_port.plan.fp8 import copy_bytes
 from megatron_port.plan.ledger import Peak, peak_of
-from megatron_port.plan.offload import share
+from megatron_port.plan.offload import updated_elements
 from megatron_port.plan.swap import swap_host_bytes
 
 
@@ -24,6 +31,8 @@ class StageMemory:
     stage: int
     elements: int
     """Parameters that the rank holds."""
+    experts: int
+    """Of them, those of experts."""
     weights: float
     """With their 8-bit copies under precision.fp8."""
     gradients: float
@@ -63,21 +72,21 @@ class StageMemory:
 
     def parts(self) -> dict[str, float]:
         """Name → bytes of everything that adds up to ``total``."""
-        skip = {"stage", "elements", "in_flight", "peak_at", "host"}
+        skip = {"stage", "elements", "experts", "in_flight", "peak_at", "host"}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
 
 
 def sum_elements(case: Case, stage: int) -> int:
     """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
     one filling up while the other is reduced, and those of a tied table."""
-    units, table = unit_elements(case, stage, trained=True)
+    units, table = bucket_units(case, stage), unit_elements(case, stage, trained=True)[1]
     largest = largest_bucket(case, stage)
     return (2 if sum(map(sum, units)) > largest else 1) * largest + table
 
 
 def largest_bucket(case: Case, stage: int) -> int:
     """Elements of the largest bucket of a unit's gradients; a tied table's left out."""
-    return max(min(sum(unit), max(case.bucket, *unit)) for unit in unit_elements(case, stage, trained=True)[0])
+    return max(min(sum(unit), max(case.bucket, *unit)) for unit in bucket_units(case, stage))
 
 
 def narrow_copies(case: Case, stage: int, elements: int) -> tuple[float, float]:
@@ -91,33 +100,40 @@ def narrow_copies(case: Case, stage: int, elements: int) -> tuple[float, float]:
     return 0.0, float(elements * each)
 
 
-def held_bytes(case: Case, elements: int, trained: int) -> tuple[float, float, float]:
+def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tuple[float, float, float]:
     """Return the bytes of weights, gradient sums and optimizer (masters and the rule's state) that a rank with so many
     parameters, so many of them ``trained``, holds all through a run; 8-bit copies of weights and, under ZeRO-3,
-    gathered weights are left out."""
+    gathered weights are left out. ``experts``: of the parameters, those of experts, all of them trained."""
     separate = case.width != case.wide  # else the weights are their own masters
     gradient = max(case.engine.gradient_bytes, case.width) if separate else case.wide
-    weights = elements * case.width / (case.shards if case.zero_stage == 3 else 1)
-    sums = trained * gradient / (case.shards if case.shards_sums else 1)
+    weights = sums = state = 0.0
+    for count, learning, shards in (
+        (elements - experts, trained - experts, case.shards), (experts, experts, case.expert_shards),
+    ):
+        weights += count * case.width / (shards if case.zero_stage == 3 else 1)
+        sums += learning * gradient / (shards if case.shards_sums else 1)
+        kept = learning * (1 - case.offload_fraction) if case.offload != "none" else learning
+        state += kept * (case.state_tensors + separate) * case.wide / shards
     if case.offload_weights:  # on the host; the windows stay
         weights = 0.0
-    here = trained - share(case, trained) * case.shards
-    return weights, sums, here * (case.state_tensors + separate) * case.wide / case.shards
+    return weights, sums, state
 
 
 def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = False) -> StageMemory:
     """Bytes of a rank of ``stage`` at its peak. ``quick``: messages between stages are estimated, for a search."""
     n, trained, w, e = stage_elements(case, stage), trained_elements(case, stage), case.width, case.engine
-    weights, gradients, optimizer = held_bytes(case, n, trained)
+    experts = expert_elements(case, stage)
+    weights, gradients, optimizer = held_bytes(case, n, trained, experts)
     if case.zero_stage == 3 and case.shards > 1:
-        weights += w * (n if case.reshard == "step" else min(n, window_elements(case, stage)))
+        gathered = n - (experts if case.expert_shards == 1 else 0)
+        weights += w * (gathered if case.reshard == "step" else min(gathered, window_elements(case, stage)))
     if case.weight_gathers == 1 or case.shards == 1:
         weights += copy_bytes(case, stage)
     bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
     bucket += sum_elements(case, stage) * case.wide if case.shards_sums and case.shards > 1 else 0.0
     # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
     roots = case.wide if case.kernels == "torch" else 0
-    update = (trained / case.shards - share(case, trained)) * max(e.update_copy_bytes, roots)
+    update = updated_elements(case, stage) * max(e.update_copy_bytes, roots)
     peak = peak_of(case, stage, quick=quick)
     beside, last = narrow_copies(case, stage, trained) if e.name == "native" else (0.0, 0.0)
     bucket += beside
@@ -129,7 +145,7 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
                     at="the optimizer step")
     allocated = weights + gradients + optimizer + peak.total + bucket
     return StageMemory(
-        stage=stage, elements=n, weights=weights, gradients=gradients, optimizer=optimizer,
+        stage=stage, elements=n, experts=experts, weights=weights, gradients=gradients, optimizer=optimizer,
         activations=peak.activations, working=peak.working, logits=peak.logits, buffers=peak.messages + bucket,
         fragmentation=allocated * machine.hardware.fragmentation, reserved=machine.hardware.reserved_gb * 1e9,
         in_flight=peak.in_flight, peak_at=peak.at, host=swap_host_bytes(case, stage) if case.dropped else 0.0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import stage_elements, trained_elements
+from megatron_port.plan.elements import expert_elements, stage_elements, trained_elements
 from megatron_port.plan.swap import most_swapped
 
 STATE = 12.0
@@ -28,9 +28,15 @@ class Offloaded:
     seconds: float
 
 
-def share(case: Case, elements: int) -> float:
-    """Return the elements of a rank's shard whose state is offloaded."""
-    return elements / case.shards * case.offload_fraction if case.offload != "none" else 0.0
+def shard_elements(case: Case, stage: int) -> float:
+    """Return the elements of a rank's shard of what is trained."""
+    experts = expert_elements(case, stage)
+    return (trained_elements(case, stage) - experts) / case.shards + experts / case.expert_shards
+
+
+def updated_elements(case: Case, stage: int) -> float:
+    """Return those of a rank's shard whose state is on the device."""
+    return shard_elements(case, stage) * (1 if case.offload == "none" else 1 - case.offload_fraction)
 
 
 def offloaded(case: Case, machine: Machine) -> Offloaded:
@@ -38,11 +44,13 @@ def offloaded(case: Case, machine: Machine) -> Offloaded:
     hardware = machine.hardware
     stages = {0, case.pp // 2, case.pp - 1}
     most, trained = (max(count(case, stage) for stage in stages) for count in (stage_elements, trained_elements))
-    mine, ranks = share(case, trained), min(machine.cluster.gpus_per_node, case.world)
+    held = max(shard_elements(case, stage) for stage in stages)
+    mine = held * case.offload_fraction if case.offload != "none" else 0.0
+    ranks = min(machine.cluster.gpus_per_node, case.world)
     if not mine:
         return Offloaded(0.0, 0.0, 0.0)
     on_disk = case.offload == "nvme"
-    weights = most / case.shards * case.width if case.offload_weights else 0.0
+    weights = most * held / trained * case.width if case.offload_weights else 0.0
     staged = min(case.bucket, trained) / case.shards * (GRADIENT * (4 if on_disk else 1) + case.width)
     host = (0.0 if on_disk else STATE * mine) + weights + case.offload_buffers * (staged + PAGE)
     back = weights * case.weight_gathers if case.offload_weights else mine * case.width

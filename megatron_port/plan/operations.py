@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import LinearSpec, NormSpec
+from megatron_port.model.spec import LinearSpec, MLPSpec, NormSpec
 from megatron_port.plan.case import Case
 from megatron_port.plan.tape import Block, Tape, Value
 
@@ -180,3 +180,28 @@ def drop(t: Tape, s: Sizes, x: Value) -> Value:
     out = t.note(t.block(size), [masked], lambda grad, saved: [t.block(size)])
     del keep  # the caller's, until here
     return out
+
+
+def gelu(t: Tape, s: Sizes, x: Value, *, bias: bool) -> Value:
+    size = x.size
+    if s.torch and bias:
+        x = t.note(t.block(size), [x], lambda grad, saved: [grad])
+    return t.note(t.block(size), [x], lambda grad, saved: [t.block(size)], [x.block])
+
+
+def gated(t: Tape, s: Sizes, x: Value, mlp: MLPSpec) -> Value:
+    """A gated activation: one op, or two of torch's; GPT-OSS's makes parts and masks beside its gradient."""
+    size = x.size / 2
+    beside = (6 + 2 / s.case.width) * size if mlp.activation == "swiglu_clamped" else 0.0
+
+    def of_both(grad: Block, saved: list[Block]) -> list[Block | None]:
+        t.meter.need(2 * size, beside)
+        return [t.block(2 * size)]
+
+    if not mlp.keeps_gate(s.torch):
+        return t.note(t.block(size), [x], of_both, [x.block])
+    gate, up = t.split(x, lambda grad, saved: [t.block(2 * size)], 2)
+    silu = t.note(t.block(size), [gate], lambda grad, saved: [t.block(size)], [gate.block])
+    return t.note(
+        t.block(size), [silu, up], lambda grad, saved: [t.block(size), t.block(size)], [silu.block, up.block]
+    )

@@ -8,10 +8,11 @@ allocations of real ranks, to 2 % of a rank's peak.
 from __future__ import annotations
 
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import LayerSpec, LinearSpec, MLPSpec, NormSpec
+from megatron_port.model.spec import LayerSpec, MLPSpec, NormSpec
 from megatron_port.plan.adapters import tuned_linear
 from megatron_port.plan.attention_passes import attention
-from megatron_port.plan.operations import Sizes, drop, leave, linear, matrix, normalize
+from megatron_port.plan.expert_passes import routed_experts
+from megatron_port.plan.operations import Sizes, drop, gated, gelu, leave, linear, matrix, normalize
 from megatron_port.plan.tape import Block, Tape, Value
 
 LOSS_CHUNK = 1 << 22
@@ -42,11 +43,12 @@ def layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
 
 def _layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     y = x if spec.norm1 is None else normalize(t, s, x, spec.norm1)[0]
-    out, biased = _branch(t, s, attention(t, s, spec, y), spec.attention.output, spec.post_norm1)
+    end = spec.moe is None and spec.dense.down.bias
+    out, biased = _branch(t, s, attention(t, s, spec, y), spec.attention.output.bias, spec.post_norm1)
     if spec.parallel_residual:
         if spec.norm2 is not None:
             y = normalize(t, s, x, spec.norm2)[0]
-        branch, branch_biased = _branch(t, s, _mlp(t, s, spec, y), spec.dense.down, spec.post_norm2)
+        branch, branch_biased = _branch(t, s, _feed_forward(t, s, spec, y), end, spec.post_norm2)
         del y
         x = _join(t, s, out, x, bias=biased)
         return _join(t, s, branch, x, bias=branch_biased)
@@ -55,54 +57,36 @@ def _layer(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     else:
         x = _join(t, s, out, x, bias=biased)
         y = x if spec.norm2 is None else normalize(t, s, x, spec.norm2)[0]
-    branch, branch_biased = _branch(t, s, _mlp(t, s, spec, y), spec.dense.down, spec.post_norm2)
+    branch, branch_biased = _branch(t, s, _feed_forward(t, s, spec, y), end, spec.post_norm2)
     return _join(t, s, branch, x, bias=branch_biased)
 
 
-def _branch(t: Tape, s: Sizes, out: Value, end: LinearSpec, norm: NormSpec | None) -> tuple[Value, bool]:
+def _branch(t: Tape, s: Sizes, out: Value, bias: bool, norm: NormSpec | None) -> tuple[Value, bool]:
     """``TransformerLayer._branch``: (a branch's result, whether its bias is yet to be added)."""
     if norm is None:
-        return out, end.bias
-    if end.bias:
+        return out, bias
+    if bias:
         out = t.note(t.block(out.size), [out], lambda grad, saved: [grad])
     return normalize(t, s, out, norm)[0], False
 
 
-def _mlp(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
+def _feed_forward(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
+    moe = spec.moe
+    if moe is None:
+        return _mlp(t, s, spec.dense, x)
+    return routed_experts(t, s, moe, x, None if moe.shared is None else _mlp(t, s, moe.shared, x))
+
+
+def _mlp(t: Tape, s: Sizes, mlp: MLPSpec, x: Value) -> Value:
     product = tuned_linear if s.case.fine_tuning.enabled else linear
-    up = product(t, s, x, spec.dense.up)
-    if spec.dense.gated:
-        active = _gated(t, s, up, spec.dense)
+    up = product(t, s, x, mlp.up)
+    if mlp.gated:
+        active = gated(t, s, up, mlp)
     else:
-        active = _gelu(t, s, up, bias=spec.dense.up.bias)
+        active = gelu(t, s, up, bias=mlp.up.bias)
     del up
-    y = product(t, s, active, spec.dense.down)
+    y = product(t, s, active, mlp.down)
     return leave(t, s, y)
-
-
-def _gelu(t: Tape, s: Sizes, x: Value, *, bias: bool) -> Value:
-    size = x.size
-    if s.torch and bias:
-        x = t.note(t.block(size), [x], lambda grad, saved: [grad])
-    return t.note(t.block(size), [x], lambda grad, saved: [t.block(size)], [x.block])
-
-
-def _gated(t: Tape, s: Sizes, x: Value, mlp: MLPSpec) -> Value:
-    """A gated activation: one op, or two of torch's; GPT-OSS's makes parts and masks beside its gradient."""
-    size = x.size / 2
-    beside = (6 + 2 / s.case.width) * size if mlp.activation == "swiglu_clamped" else 0.0
-
-    def of_both(grad: Block, saved: list[Block]) -> list[Block | None]:
-        t.meter.need(2 * size, beside)
-        return [t.block(2 * size)]
-
-    if not mlp.keeps_gate(s.torch):
-        return t.note(t.block(size), [x], of_both, [x.block])
-    gate, up = t.split(x, lambda grad, saved: [t.block(2 * size)], 2)
-    silu = t.note(t.block(size), [gate], lambda grad, saved: [t.block(size)], [gate.block])
-    return t.note(
-        t.block(size), [silu, up], lambda grad, saved: [t.block(size), t.block(size)], [silu.block, up.block]
-    )
 
 
 def token_rows(t: Tape, s: Sizes, *, apart: bool = False) -> Value:

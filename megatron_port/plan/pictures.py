@@ -150,8 +150,8 @@ def passes(case: Case, machine: Machine, *, micro_batches: int | None = None) ->
     """
     costs = chunk_costs(case, machine)
     return replay(
-        case.schedule, case.pp, [c.forward + c.forward_tensor for c in costs],
-        [c.backward + c.backward_tensor for c in costs], micro_batches=micro_batches or case.micro_batches,
+        case.schedule, case.pp, [c.passes[0] for c in costs], [c.passes[1] for c in costs],
+        micro_batches=micro_batches or case.micro_batches,
     )
 
 

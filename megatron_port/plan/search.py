@@ -14,10 +14,10 @@ from itertools import product
 from typing import Any
 
 from megatron_port.config.checks import problems
-from megatron_port.config.layout import divisors, legal_tensor_sizes, with_values
+from megatron_port.config.layout import divisors, expert_cuts, legal_tensor_sizes, with_values
 from megatron_port.config.schema import RunConfig
 from megatron_port.plan.case import Case, Machine, balanced_split
-from megatron_port.plan.elements import stage_elements, trained_elements
+from megatron_port.plan.elements import expert_elements, stage_elements, trained_elements
 from megatron_port.plan.memory import StageMemory, held_bytes, stage_memory
 from megatron_port.plan.step import StepPlan, plan_step
 
@@ -44,6 +44,8 @@ class Options:
     """Pipeline schedules by the name in the run file; empty: the case's."""
     zero: tuple[int, ...] = ()
     """ZeRO stages; empty: the case's."""
+    experts: tuple[int, ...] = (1,)
+    """Expert-parallel sizes, of which those are tried that fit the other sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,14 @@ def options_of(config: RunConfig, case: Case) -> Options:
     return Options(
         worlds=(case.world,), tensor=tuple(t for t in tensor if t <= config.cluster.gpus_per_node),
         most_stages=config.model.num_layers, chunks=(1, 2, 3, 4, 6, 8) if interleaves else (1,),
+        experts=_expert_sizes(config),
     )
+
+
+def _expert_sizes(config: RunConfig) -> tuple[int, ...]:
+    """Expert-parallel sizes that a run's model and engine allow."""
+    moe = config.model.moe
+    return tuple(divisors(moe.num_experts)) if moe.enabled and config.engine == "native" else (1,)
 
 
 def layouts(base: Case, options: Options) -> Iterator[Case]:
@@ -116,10 +125,11 @@ def _of_split(base: Case, options: Options) -> Iterator[Case]:
         for split_sequence in sequence:
             for again in recompute:
                 for zero, shard in product(options.zero or (base.zero_stage,), options.shards or (base.shard,)):
-                    for name in names:
+                    legal = expert_cuts(base.tp, base.cp, base.dp, math.gcd(shard, base.dp))[1]
+                    for name, ep in product(names, [e for e in options.experts if e in legal]):
                         yield replace(
                             base, micro_batch=micro, micro_batches=count, sequence_parallel=split_sequence,
-                            recompute=again, dropped=(), zero_stage=zero, shard=shard, schedule=name,
+                            recompute=again, dropped=(), zero_stage=zero, shard=shard, schedule=name, ep=ep,
                         )
 
 
@@ -137,6 +147,8 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
         "layout.zero_stage": case.zero_stage, "batch.micro_batch_size": case.micro_batch,
         "layout.pipeline_schedule": case.schedule,
     }
+    if config.model.moe.enabled:
+        out["layout.expert_parallel_size"] = case.ep
     if config.activations.policy == "plan" and not case.dropped:
         out |= {"activations.layers": (), "activations.budget": 0.0}
     if config.layout.shard_size:
@@ -162,7 +174,9 @@ def fullest(case: Case, machine: Machine) -> StageMemory:
 def _state_alone_is_more(case: Case, limit: float) -> bool:
     """Whether weights, gradients and optimizer state are more than ``limit`` bytes; the rest costs more to count."""
     return any(
-        sum(held_bytes(case, stage_elements(case, stage), trained_elements(case, stage))) > limit
+        sum(held_bytes(
+            case, stage_elements(case, stage), trained_elements(case, stage), expert_elements(case, stage)
+        )) > limit
         for stage in _ends(case)
     )
 
@@ -201,9 +215,10 @@ def finalists(
 
 
 def distance(a: Case, b: Case) -> float:
-    """Return how far two layouts are apart: octaves of tp and pp, half of those of dp, micro-batch and chunks; half a
-    point for each switch and each ZeRO stage."""
-    whole, half = ((a.tp, b.tp), (a.pp, b.pp)), ((a.dp, b.dp), (a.micro_batch, b.micro_batch), (a.vp, b.vp))
+    """Return how far two layouts are apart: octaves of tp and pp, half of those of dp, ep, micro-batch and chunks; half
+    a point for each switch and each ZeRO stage."""
+    whole = (a.tp, b.tp), (a.pp, b.pp)
+    half = (a.dp, b.dp), (a.micro_batch, b.micro_batch), (a.vp, b.vp), (a.ep, b.ep)
     octaves = sum(abs(math.log2(x / y)) for x, y in whole) + sum(abs(math.log2(x / y)) / 2 for x, y in half)
     switches = 0.5 * (a.sequence_parallel != b.sequence_parallel) + 0.5 * (a.recompute != b.recompute)
     return octaves + switches + 0.5 * abs(a.zero_stage - b.zero_stage)

@@ -26,7 +26,7 @@ RATES = {
 """What a bar of the tornado is called → the fields of the hardware that change together."""
 CHOICES = {
     "micro-batch": "micro_batch", "tensor parallel size": "tp", "pipeline stages": "pp", "recompute": "recompute",
-    "sequence parallel": "sequence_parallel",
+    "sequence parallel": "sequence_parallel", "expert parallel size": "ep",
 }
 """Name of a bar → the field of the layout that changes."""
 
@@ -95,12 +95,12 @@ def _shown(case: Case, field: str) -> str:
     value = getattr(case, field)
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"{field} {value}" if field in ("tp", "pp") else str(value)
+    return f"{field} {value}" if field in ("tp", "pp", "ep") else str(value)
 
 
 def _alike(other: Case, case: Case, field: str) -> bool:
     """Return whether two layouts differ at most in ``field``; at tp 1 there is no sequence parallelism to compare."""
-    fields = {"tp", "pp", "vp", "micro_batch", "recompute", "sequence_parallel"} - {field}
+    fields = {"tp", "pp", "vp", "micro_batch", "recompute", "sequence_parallel", "ep"} - {field}
     if field == "tp" and other.tp == 1:
         fields.remove("sequence_parallel")
     return all(getattr(other, f) == getattr(case, f) for f in fields)

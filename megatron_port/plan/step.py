@@ -10,11 +10,12 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.elements import gathered_elements, trained_elements
+from megatron_port.plan.cost import Cost
+from megatron_port.plan.elements import expert_elements, gathered_elements, trained_elements
 from megatron_port.plan.further import prediction_cost
-from megatron_port.plan.layer import Cost, embedding_cost, head_cost, layer_cost, partition_costs, site_costs
+from megatron_port.plan.layer import embedding_cost, head_cost, layer_cost, partition_costs, site_costs
 from megatron_port.plan.links import Links, span
-from megatron_port.plan.offload import offloaded, share
+from megatron_port.plan.offload import offloaded, updated_elements
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.swap import link_of, swapped_bytes
 from megatron_port.plan.timeline import Timeline, timeline
@@ -28,6 +29,8 @@ class Split:
     """LinearKernels, attention, memory-bound operations, recompute."""
     tensor: float
     """Tensor-parallel collectives that nothing hides."""
+    experts: float
+    """All-to-all of tokens between expert-parallel ranks that nothing hides."""
     pipeline: float
     """Activations between stages, where they hold up compute."""
     bubble: float
@@ -88,7 +91,7 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
         ]
         cost = reduce(Cost.__add__, [*kinds, *again], Cost())
         moved = swapped_bytes(case, start, stop)
-        link = link_of(machine, cost.forward + cost.forward_tensor, cost.backward + cost.backward_tensor)
+        link = link_of(machine, *cost.passes)
         if moved and link is not None:
             beyond = moved / link.rate
             cost += Cost(max(beyond - link.forward, 0.0), max(beyond - link.backward, 0.0))
@@ -130,8 +133,7 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     """Plan one step. ``quick``: the pipeline in closed form instead of simulated (for a search)."""
     rates, links = Rates.of(machine), Links.of(machine)
     chunks = chunk_costs(case, machine)
-    forward = [c.forward + c.forward_tensor for c in chunks]
-    backward = [c.backward + c.backward_tensor for c in chunks]
+    forward, backward = ([c.passes[i] for c in chunks] for i in (0, 1))
     m = case.micro_batches
     transfer, hidden, duplex = 0.0, case.engine.transfer_overlap, case.engine.duplex_transfers
     if case.pp > 1:
@@ -147,11 +149,12 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     sends = 0 if hidden else m * case.vp * ((worst > 0) + (worst < case.pp - 1)) * (1 if duplex else 2)
     pipeline = min(sends * transfer, line.span - line.busy[worst])
     data = data_seconds(case, links, forward, backward)
-    compute = line.busy[worst] - tensor
+    exchange = m * sum(c.forward_exchange + c.backward_exchange for c in mine)
+    compute = line.busy[worst] - tensor - exchange
     # Every pass waits for its neighbours and every step for all: the pace is that of the slowest device at computing.
     jitter = machine.hardware.jitter * slowest_of(case.world) * compute
     split = Split(
-        compute=compute, tensor=tensor, pipeline=pipeline,
+        compute=compute, tensor=tensor, experts=exchange, pipeline=pipeline,
         bubble=line.span - line.busy[worst] - pipeline, data=data,
         optimizer=optimizer_seconds(case, rates) + offloaded(case, machine).seconds,
         jitter=jitter,
@@ -181,30 +184,54 @@ def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepP
 
 def data_seconds(case: Case, links: Links, forward: list[float], backward: list[float]) -> float:
     """Exposed seconds of summing gradients over replicas and of gathering weights, on the stage that holds most."""
-    replicas, shards, e = case.dp * case.cp, case.shards, case.engine
-    tied = 0.0
+    e, tied = case.engine, 0.0
     if case.grid.last_stage != 0 and model_spec(case.model).embedding.word.tied:
         table = case.padded_vocab / case.tp * case.model.hidden_size * e.reduce_bytes
-        tied = links.collective(table, span(links.machine, 2, case.tp * replicas * (case.pp - 1)))
-    if replicas == 1:
+        tied = links.collective(table, span(links.machine, 2, case.tp * case.dp * case.cp * (case.pp - 1)))
+    if case.dp * case.cp == 1 and case.expert_sums == 1:
         return tied
-    group = span(links.machine, shards if shards > 1 else replicas, case.tp)
-    copies = span(links.machine, case.shard_copies, case.tp * shards)
     worst = 0.0
     for stage in {0, case.pp // 2, case.pp - 1}:
-        n = trained_elements(case, stage)
-        kind = "half" if e.shard_reduces and shards > 1 else "all-reduce"
-        reduce = links.collective(n * e.reduce_bytes, group, kind=kind)
-        gather = links.collective(n * case.width, group, kind="half") if shards > 1 else 0.0
-        beyond = links.collective(n / shards * case.wide, copies)  # after the last reduction: nothing hides it
+        n, experts = trained_elements(case, stage), expert_elements(case, stage)
+        moved = _replica_seconds(case, links, n - experts)
+        if experts:
+            moved = [a + b for a, b in zip(moved, _expert_replica_seconds(case, links, experts))]
+        reduce, gather, beyond = moved
         # The last chunk's traffic cannot start before its backward ends, nor the first forward before its weights.
         shown = 1 / max(case.vp, case.chunks[stage])
         hide_reduce = min(reduce * (1 - shown), e.reduce_overlap * sum(case.of_stage(backward, stage)))
-        times = case.micro_batches if case.shards_sums and shards > 1 else 1  # no whole sums to wait with
+        times = case.micro_batches if case.shards_sums and case.shards > 1 else 1  # no whole sums to wait with
         hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(case.of_stage(forward, stage)))
         gathers = gathered_elements(case, stage) / n * (gather - hide_gather)
         worst = max(worst, times * (reduce - hide_reduce) + beyond + gathers)
     return worst + tied
+
+
+def _replica_seconds(case: Case, links: Links, n: int) -> list[float]:
+    """Seconds of summing the gradients of so many elements over replicas, of gathering their weights, and of the sums
+    over shard groups, which come after the last reduction, so that nothing hides them."""
+    replicas, shards, e = case.dp * case.cp, case.shards, case.engine
+    group = span(links.machine, shards if shards > 1 else replicas, case.tp)
+    copies = span(links.machine, case.shard_copies, case.tp * shards)
+    kind = "half" if e.shard_reduces and shards > 1 else "all-reduce"
+    gather = links.collective(n * case.width, group, kind="half") if shards > 1 else 0.0
+    return [
+        links.collective(n * e.reduce_bytes, group, kind=kind), gather,
+        links.collective(n / shards * case.wide, copies),
+    ]
+
+
+def _expert_replica_seconds(case: Case, links: Links, n: int) -> list[float]:
+    """The same of experts, over the ranks that hold the same ones; those of tensor parallelism sum last."""
+    e, apart = case.engine, max(case.ep * case.etp, case.tp)
+    shards = case.expert_shards
+    group = span(links.machine, shards if case.shards > 1 else case.expert_replicas, apart)
+    copies = span(links.machine, case.expert_copies, apart * shards)
+    kind = "half" if e.shard_reduces and case.shards > 1 else "all-reduce"
+    gather = links.collective(n * case.width, group, kind="half") if case.shards > 1 else 0.0
+    alike = span(links.machine, case.expert_sums, case.ep * case.etp)
+    beyond = links.collective(n / shards * case.wide, copies) + links.collective(n / shards * case.wide, alike)
+    return [links.collective(n * e.reduce_bytes, group, kind=kind), gather, beyond]
 
 
 def optimizer_seconds(case: Case, rates: Rates) -> float:
@@ -212,7 +239,9 @@ def optimizer_seconds(case: Case, rates: Rates) -> float:
 
     The update reads gradient, master and state in full width, writes the last two, and writes the weight.
     """
-    n = max(trained_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
+    stages = {0, case.pp // 2, case.pp - 1}
+    n = max(trained_elements(case, stage) for stage in stages)
     elements = 1 + 2 * (1 + case.state_tensors)
-    update = (n / case.shards - share(case, n)) * (elements * case.wide + case.width + case.engine.update_extra_bytes)
+    update = max(updated_elements(case, stage) for stage in stages)
+    update *= elements * case.wide + case.width + case.engine.update_extra_bytes
     return rates.stream(update + n * 2 * case.engine.gradient_bytes, 20)

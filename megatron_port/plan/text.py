@@ -6,10 +6,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megatron_port.model.flops import counted, model_flops, trained_count
+from megatron_port.model.flops import active_count, counted, model_flops, trained_count
 from megatron_port.plan import arithmetic
 from megatron_port.plan.activation_plan import describe, stage_counts
 from megatron_port.plan.activations import layer_activation_bytes
+from megatron_port.plan.chunk import layer_bytes
+from megatron_port.plan.expert_text import expert_lines, explain_experts
 from megatron_port.plan.offload import offloaded
 from megatron_port.plan.search import Candidate
 from megatron_port.plan.verdict import Plan
@@ -17,7 +19,7 @@ from megatron_port.plan.verdict import Plan
 
 def render(plan: Plan) -> str:
     """Return what ``megatron-port plan`` prints."""
-    return "\n".join([*_head(plan), *_memory(plan), *_time(plan), *_neighbours(plan)])
+    return "\n".join([*_head(plan), *_memory(plan), *expert_lines(plan), *_time(plan), *_neighbours(plan)])
 
 
 def _head(plan: Plan) -> list[str]:
@@ -86,7 +88,8 @@ def _memory(plan: Plan) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     step, budget, label = plan.step, plan.budget, plan.machine.cluster.device_label
-    parts = "  ".join(f"{name} {s / step.seconds:.1%}" for name, s in step.split.parts().items())
+    shown = {name: s for name, s in step.split.parts().items() if name != "experts" or plan.case.model.moe.enabled}
+    parts = "  ".join(f"{name} {s / step.seconds:.1%}" for name, s in shown.items())
     return [
         f"step      {step.seconds:.2f} s: {parts}",
         f"rate      model {step.model_tflops:.1f} TFLOP/s per {label} (MFU {step.mfu:.1%}), hardware, recompute "
@@ -127,7 +130,8 @@ def explain(plan: Plan) -> str:
     n, tokens = plan.parameters, plan.budget.tokens
     peak = machine.cluster.peak_tflops * 1e12
     link = machine.hardware.node_gb * 1e9
-    rough = arithmetic.training_flops(n, tokens)
+    active = active_count(model)
+    rough = arithmetic.training_flops(active, tokens)
     exact = model_flops(model, case.fine_tuning, case.document) / model.seq_length * tokens
     whole = arithmetic.simple_memory(
         n, layers=model.num_layers, hidden=model.hidden_size, sequence=model.seq_length,
@@ -138,12 +142,12 @@ def explain(plan: Plan) -> str:
         sequence=model.seq_length, batch=case.micro_batch, hidden=model.hidden_size, heads=model.num_attention_heads,
         tensor=case.tp, sequence_parallel=case.sequence_parallel, scores=not case.flash,
     )
-    keeps = layer_activation_bytes(case)
+    keeps = layer_bytes(case, model.num_layers - 1) if model.moe.enabled else layer_activation_bytes(case)
     days = partial(arithmetic.days, peak=peak, utilisation=plan.step.mfu, devices=case.world)
     waits = plan.step.split.bubble
     lines = [
         "arithmetic",
-        f"  training FLOPs   6·N·T = 6 · {n:.4g} · {tokens:.4g} = {rough:.4g}; with attention and head "
+        f"  training FLOPs   6·N·T = 6 · {active:.4g} · {tokens:.4g} = {rough:.4g}; with attention and head "
         f"72·B·s·L·h²·(1 + s/6h + V/12Lh) a batch: {exact:.4g}",
         f"  days             FLOPs / (peak · MFU · devices) = {rough:.4g} / ({peak:.4g} · {plan.step.mfu:.3f} · "
         f"{case.world}) = {days(rough):.4g}; with attention {days(exact):.4g}",
@@ -161,7 +165,7 @@ def explain(plan: Plan) -> str:
             f"  tensor parallel  (2·3·h/t) / 2 bytes ≥ peak / link: t ≤ 6 · {model.hidden_size} / 2 · {link:.4g} / "
             f"{peak:.4g} = {widest:.1f} keeps the node's links ahead of the products (one direction)"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *explain_experts(plan)])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -196,6 +200,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _layout(case: Any) -> dict[str, Any]:
     keys = (
         "tp", "pp", "vp", "dp", "cp", "sequence_parallel", "recompute", "micro_batch", "micro_batches", "zero_stage",
-        "schedule", "shard", "state_tensors", "offload",
+        "schedule", "shard", "state_tensors", "offload", "ep", "imbalance",
     )
     return {key: getattr(case, key) for key in keys} | {"split": list(case.split)}

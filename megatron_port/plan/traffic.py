@@ -10,13 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.spec import MoESpec
+from megatron_port.parallel.mesh import WORLD, purposes
+from megatron_port.parallel.topology import Topology
 from megatron_port.plan.case import Case
-from megatron_port.plan.elements import bucket_elements, gathered_elements, trained_elements
+from megatron_port.plan.elements import (
+    bucket_elements,
+    expert_elements,
+    gathered_elements,
+    stage_kinds,
+    trained_elements,
+)
+from megatron_port.plan.experts import routed
 from megatron_port.plan.layer import ends_at_product
 
 Key = tuple[str, str]
-"""(axis: tp | kv_copies | dp | dp_shard+cp | dp_replicate | pp | embedding | world,
-kind: all-reduce | all-gather | reduce-scatter | send | broadcast)."""
+"""(axis: tp | kv_copies | dp | dp_shard+cp | dp_replicate | ep | expert_shard | expert_replicate | expert_tp | pp |
+embedding | world, kind: all-reduce | all-gather | reduce-scatter | all-to-all | send | broadcast)."""
 SUMS = 16
 """Bytes of the loss and its tokens, shared once per step (two float64)."""
 NORM = 8
@@ -46,27 +56,63 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
     whole = tokens * m.hidden_size * case.width
     first, last = stage == 0, stage == case.grid.last_stage
     layers = case.stage_layers(stage)
+    routing = [(layer.moe, count) for layer, count in stage_kinds(case, stage) if layer.moe is not None]
     if case.tp > 1:
-        again = 0 if case.recompute != "full" else 1 if ends_at_product(case) else 2  # exits that recompute repeats
+        full, with_experts = case.recompute == "full", sum(count for _, count in routing)
+        # Of a layer: attention, and what every token passes behind it.
+        regions = 2 * layers - sum(count for moe, count in routing if moe.shared is None)
+        skipped = (layers - with_experts) * ends_at_product(case) * full  # exits that recompute does not repeat
+        exits = 2 * regions + regions * full - skipped
         if case.sequence_parallel:
-            entries = 2 if case.recompute == "full" else 0
-            again_in = int(case.engine.gathers_again)  # at the entries of a layer's two regions and the head's
-            gathered = layers * (4 + entries + 2 * again_in) + first + last * (1 + again_in)
-            scattered = layers * (4 + again) + first + last
+            again_in = int(case.engine.gathers_again)  # at the entries of a layer's regions and the head's
+            gathered = regions * (2 + full + again_in) + first + last * (1 + again_in)
             out.add("tp", "all-gather", gathered * whole)
-            out.add("tp", "reduce-scatter", scattered * whole)
+            out.add("tp", "reduce-scatter", (exits + first + last) * whole)
         else:
-            out.add("tp", "all-reduce", (layers * (4 + again) + first + last) * whole)
+            out.add("tp", "all-reduce", (exits + first + last) * whole)
+            joined = 2 + (full and not ends_at_product(case))
+            out.add("tp", "all-gather", with_experts * joined * whole)
         over_heads = model_spec(m).layers[0].attention.norms_over_ranks
         passes = 3 if case.recompute == "full" else 2
         out.add("tp", "all-reduce", layers * over_heads * passes * tokens * case.wide)
         if last:  # maximum, and sum with the target's logit, of each token
             out.add("tp", "all-reduce", 3 * tokens * case.wide)
+    for moe, count in routing:
+        for (axis, kind), size in expert_traffic(case, moe).bytes.items():
+            out.add(axis, kind, count * size)
     between = whole / case.tp if case.sequence_parallel else whole
     if case.pp > 1:
         ends = [case.grid.virtual_stage(stage, chunk) for chunk in range(case.vp)]
         other = [v + d for v in ends for d in (1, -1) if 0 <= v + d < case.grid.virtual_stages]
         out.add("pp", "send", between * sum(case.grid.holder(v)[0] != stage for v in other))
+    return out
+
+
+def axis_of(case: Case, *axes: str) -> str:
+    """Return the name of the group over a set of axes: that of the first purpose over the same ranks."""
+    copies = max(1, case.tp // case.model.kv_heads)
+    shape = Topology(
+        tp=case.tp, pp=case.pp, dp=case.dp, cp=case.cp, ep=case.ep, shard=case.shard_size, kv_copies=copies
+    )
+    over = shape.mesh.everything if axes == (WORLD,) else shape.mesh.factors(*axes)
+    listed = purposes(shape.mesh, tied_ends=False, reverse=False)
+    return next(purpose.name for purpose in listed if purpose.over == over)
+
+
+def expert_traffic(case: Case, moe: MoESpec) -> Traffic:
+    """Forward and backward of one micro-batch through the routed part of a layer: rows and their counts, and what
+    tensor-parallel ranks count together. Balanced, and with none dropped."""
+    out, again, model = Traffic(), case.recompute == "full", case.model
+    if case.ep > 1:
+        axis, sizes = axis_of(case, "ep"), routed(case, moe, balanced=True)
+        row = model.hidden_size * case.width
+        out.add(axis, "all-to-all", (4 + 2 * again) * sizes.sent * row + (1 + again) * 8 * moe.num_experts)
+    if case.tp > 1:
+        if model.moe.balance_loss == "sequence":
+            out.add("tp", "all-reduce", (1 + again) * 8 * case.micro_batch * moe.num_experts)
+        if model.moe.capacity_factor:  # experts, scores, and whether they take part
+            choices = model.seq_length / case.cp * case.micro_batch * moe.top_k
+            out.add("tp", "all-gather", choices * (8 + case.wide + 1))
     return out
 
 
@@ -80,6 +126,8 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
         out.add(axis, kind, case.micro_batches * size)
     held = bucket_elements(case, stage) if elements is None else elements
     whole, replicas, shards = sum(held.values()), case.dp * case.cp, case.shards
+    apart = held["experts"] if case.expert_replicas < replicas else 0  # in buckets of their own
+    whole -= apart
     if replicas > 1:
         reduced = max(case.engine.reduce_bytes, case.wide) if case.dtype == "fp64" else case.engine.reduce_bytes
         out.add("dp", "all-reduce", SUMS)
@@ -87,12 +135,20 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
             passes = case.micro_batches if case.shards_sums else 1
             within = "dp" if case.shard_copies == 1 else "dp_shard+cp"
             out.add(within, "reduce-scatter", passes * whole * reduced)
-            gathers = gathered_elements(case, stage) / trained_elements(case, stage)
+            rest = False if apart else None
+            of_rest = trained_elements(case, stage) - (expert_elements(case, stage) if apart else 0)
+            gathers = gathered_elements(case, stage, experts=rest) / of_rest
             out.add(within, "all-gather", gathers * whole * case.width)
             if case.shard_copies > 1:  # sums of shards, in full width
                 out.add("dp_replicate", "all-reduce", whole // shards * case.wide)
         else:
             out.add("dp", "all-reduce", whole * reduced)
+        if apart:
+            _add_experts(out, case, stage, apart, reduced)
+    if case.expert_sums > 1 and not apart:
+        out.add(axis_of(case, "expert_tp"), "all-reduce", held["experts"] // shards * case.wide)
+    if case.model.moe.enabled:
+        _add_tallies(out, case)
     if case.tp > 1:  # gradients of shards
         out.add("tp", "all-reduce", held["partial"] // shards * case.wide)
         out.add("tp", "broadcast", SUMS)
@@ -101,7 +157,30 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
     if case.pp > 1:
         out.add("pp", "broadcast", SUMS)
         out.add("embedding", "all-reduce", held["tied"] // shards * case.wide)
-    axes = [axis for axis, size in (("tp", case.tp), ("dp", replicas), ("pp", case.pp)) if size > 1]
-    if axes:
-        out.add(axes[0] if len(axes) == 1 else "world", "all-reduce", NORM)
+    if case.world > 1:
+        out.add(axis_of(case, WORLD), "all-reduce", NORM)
     return out
+
+
+def _add_experts(out: Traffic, case: Case, stage: int, whole: int, reduced: int) -> None:
+    """Add the sums and gathers of so many elements of experts, of which there are fewer copies than of the rest."""
+    shards, copies = case.expert_shards, case.expert_copies
+    if case.shards == 1:
+        if case.expert_replicas > 1:
+            out.add(axis_of(case, "expert_shard", "expert_replicate"), "all-reduce", whole * reduced)
+        return
+    if shards > 1:
+        axis, passes = axis_of(case, "expert_shard"), case.micro_batches if case.shards_sums else 1
+        out.add(axis, "reduce-scatter", passes * whole * reduced)
+        gathers = gathered_elements(case, stage, experts=True) / expert_elements(case, stage)
+        out.add(axis, "all-gather", gathers * whole * case.width)
+    if copies > 1:
+        out.add(axis_of(case, "expert_replicate"), "all-reduce", whole // shards * case.wide)
+
+
+def _add_tallies(out: Traffic, case: Case) -> None:
+    """Add the counts of a step that all ranks sum: of each layer the tokens of each expert and those dropped (int64),
+    and three sums (float64)."""
+    if case.world > 1:
+        each = 8 * (case.model.moe.num_experts + 1 + 3)
+        out.add(axis_of(case, WORLD), "all-reduce", case.model.num_layers * each)

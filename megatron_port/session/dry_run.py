@@ -53,6 +53,11 @@ def _records(config: RunConfig, ctx: ParallelContext) -> list[ParameterRecord]:
     return [record_of(p) for p in chunks.parameters()]
 
 
+def is_of_experts(record: ParameterRecord) -> bool:
+    """Return whether expert-parallel ranks divide the parameter."""
+    return any("ep" in shard.axes for shard in record.shards)
+
+
 def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary]:
     """Build each distinct rank; check that the slices cover each parameter once.
 
@@ -64,9 +69,8 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     covered: Counter[str] = Counter()
     out = []
     for stage in range(topology.pp):
-        largest, trained = 0, 0
-        for tp in range(topology.tp):
-            rank = topology.first_rank(pp=stage, tp=tp)
+        largest, trained, experts = 0, 0, 0
+        for rank in range(topology.first_rank(pp=stage), topology.first_rank(pp=stage) + max(topology.tp, topology.ep)):
             ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
             records = _records(config, ctx)
             for record in records:
@@ -74,8 +78,9 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
                     covered[record.name] += prod(record.extent)
             largest = max(largest, sum(prod(record.local_shape) for record in records))
             trained = max(trained, sum(prod(record.local_shape) for record in records if record.trainable))
+            experts = max(experts, sum(prod(record.local_shape) for record in records if is_of_experts(record)))
         layers = sum(split[topology.virtual_stage(stage, chunk)] for chunk in range(topology.vp))
-        out.append(StageSummary(stage, layers, largest, int(sum(held_bytes(case, largest, trained)))))
+        out.append(StageSummary(stage, layers, largest, int(sum(held_bytes(case, largest, trained, experts)))))
     adapters = {name: spec.shape for name, spec in adapter_parameters(config.model, config.fine_tuning).items()}
     for name, shape in (parameter_shapes(config.model) | adapters).items():
         if covered[name] != prod(shape):

@@ -66,7 +66,7 @@ class Space:
 
 
 PARAMETERS = (
-    "world", "tp", "pp", "vp", "sequence_parallel", "micro_batch", "recompute", "zero_stage", "schedule",
+    "world", "tp", "pp", "vp", "ep", "sequence_parallel", "micro_batch", "recompute", "zero_stage", "schedule",
 )
 """What of a layout is free; dp and accumulation follow."""
 
@@ -109,7 +109,8 @@ def make_space(config: RunConfig, *, world_size: int | None = None, nodes: Seque
 
 _NEUTRAL: dict[str, Any] = {
     "layout.tensor_parallel_size": 1, "layout.pipeline_parallel_size": 1, "layout.virtual_pipeline_size": 1,
-    "layout.pipeline_split": (), "layout.sequence_parallel": False, "batch.micro_batch_size": 1, "cluster.nodes": 0,
+    "layout.pipeline_split": (), "layout.sequence_parallel": False, "layout.expert_parallel_size": 1,
+    "batch.micro_batch_size": 1, "cluster.nodes": 0,
     "data": DataConfig(synthetic=True),
 }
 """A layout that any run has: what is wrong with it is not the layout's fault."""

@@ -32,8 +32,16 @@ def fake_rank(
     layout = config.layout
     topology = topology_of(replace(config, layout=replace(layout, data_parallel_size=layout.data_parallel_size or 1)))
     config = resolve(config, topology.world_size)
-    take = Arrival.take
+    take, exchange = Arrival.take, dist.all_to_all_single
+
+    def balanced(out: torch.Tensor, mine: torch.Tensor, *sizes: Any, **options: Any) -> Any:
+        """All ranks send as many rows of each expert as this one, so that it receives as many as it sends."""
+        work = exchange(out, mine, *sizes, **options)
+        out.copy_(mine)
+        return work
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", balanced)
         patch.setattr(Arrival, "take", lambda arrival: tuple(x.zero_() for x in take(arrival)))
         if topology.world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world_size)
@@ -61,8 +69,9 @@ class Traffic(TorchDispatchMode):
     """Bytes of the buffers that were handed to collectives and sends, by (axis, kind)."""
 
     KINDS: dict[str, tuple[str, int]] = {  # noqa: RUF012
-        "allreduce_": ("all-reduce", 0), "_allgather_base_": ("all-gather", 0), "_reduce_scatter_base_":
-        ("reduce-scatter", 1), "send": ("send", 0), "broadcast_": ("broadcast", 0), "reduce_": ("reduce", 0),
+        "allreduce_": ("all-reduce", 0), "_allgather_base_": ("all-gather", 0),
+        "_reduce_scatter_base_": ("reduce-scatter", 1), "alltoall_base_": ("all-to-all", 1), "send": ("send", 0),
+        "broadcast_": ("broadcast", 0), "reduce_": ("reduce", 0),
     }
     """c10d's operation → (kind, which argument is the whole buffer)."""
 

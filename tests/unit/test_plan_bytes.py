@@ -9,6 +9,7 @@ import pytest
 from fake_ranks import Traffic, batches, fake_rank
 
 from megatron_port.config.loader import load
+from megatron_port.config.moe import MoEConfig
 from megatron_port.config.schema import (
     ActivationsConfig,
     BatchConfig,
@@ -35,6 +36,9 @@ LLAMA = {
     **GPT, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
     "tie_embeddings": False, "num_query_groups": 2,
 }
+ROUTED = {**LLAMA, "moe": MoEConfig(
+    num_experts=8, ffn_hidden_size=16, shared_ffn_hidden_size=24, first_dense=1, every=2, balance_loss="sequence",
+)}
 
 
 def run(model: dict, dtype: str = "bf16", recompute: Any = "none", **layout: object) -> RunConfig:
@@ -64,13 +68,26 @@ LAYOUTS = [
      "shard_size": 2, "zero_stage": 2},
     {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "data_parallel_size": 2, "sequence_parallel": True},
     {"tensor_parallel_size": 4, "data_parallel_size": 2, "zero_stage": 2},
+    {"data_parallel_size": 4, "expert_parallel_size": 2, "pipeline_parallel_size": 2},
+    {"data_parallel_size": 4, "expert_parallel_size": 4, "recompute": "full", "zero_stage": 2},
+    {"tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 4, "recompute": "full"},
+    {"tensor_parallel_size": 4, "sequence_parallel": True, "data_parallel_size": 2, "expert_parallel_size": 2,
+     "pipeline_parallel_size": 2, "recompute": "full"},
+    {"tensor_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 4, "expert_parallel_size": 4,
+     "shard_size": 2, "zero_stage": 2},
+    {"data_parallel_size": 4, "expert_parallel_size": 2, "zero_stage": 3},
+    {"data_parallel_size": 4, "expert_parallel_size": 2, "shard_size": 2, "zero_stage": 3, "recompute": "full"},
+    {"data_parallel_size": 4, "expert_parallel_size": 2, "zero_stage": 0},
+    {"tensor_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 1},
 ]
+EXPERTS = range(17, 26)
 
 
 MODELS = {"gpt": (GPT, "bf16"), "dropout": ({**GPT, "hidden_dropout": 0.1}, "fp32"), "llama": (LLAMA, "bf16"),
-          "fp64": (LLAMA, "fp64"), "shared": (LLAMA, "bf16"), "one head": ({**GPT, "num_query_groups": 1}, "fp32")}
-CASES = [*(("gpt", i) for i in range(len(LAYOUTS) - 2)), ("dropout", 4), ("dropout", 7), ("llama", 6), ("fp64", 3),
-         ("shared", -2), ("shared", -1), ("one head", -2)]
+          "fp64": (LLAMA, "fp64"), "shared": (LLAMA, "bf16"), "one head": ({**GPT, "num_query_groups": 1}, "fp32"),
+          "experts": (ROUTED, "bf16")}
+CASES = [*(("gpt", i) for i in range(15)), ("dropout", 4), ("dropout", 7), ("llama", 6), ("fp64", 3),
+         ("shared", 15), ("shared", 16), ("one head", 15), *(("experts", i) for i in EXPERTS)]
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
@@ -86,11 +103,14 @@ def test_bytes_are_those_of_a_real_rank(name: str, number: int) -> None:
             with Traffic(ctx) as trace:
                 engine.train_step(batches(resolved, ctx), step=0, lr=1e-3)
             assert not trace.other
-        held: dict[str, int] = {"plain": 0, "partial": 0, "shared": 0, "tied": 0}
+        held: dict[str, int] = {"plain": 0, "partial": 0, "shared": 0, "tied": 0, "experts": 0}
         for bucket in engine.sharded.buckets:  # type: ignore[attr-defined]
             for kind, elements in kinds_of(bucket, ctx.mesh).items():
                 held[kind] += elements
-        assert trace.bytes == step_traffic(case, stage, held).bytes, f"stage {stage}"
+        planned = step_traffic(case, stage, held).bytes
+        if case.zero_stage == 3:  # layers are gathered in whole, and padded more or less than others
+            planned = pytest.approx(planned, rel=2e-3)  # type: ignore[assignment]
+        assert trace.bytes == planned, f"stage {stage}"
         parameters = sum(len(b.plan.slots) for b in engine.sharded.buckets)  # type: ignore[attr-defined]
         padding = sum(held.values()) - sum(bucket_elements(case, stage).values())
         assert 0 <= padding <= ALIGN * (parameters + case.dp * len(engine.sharded.buckets))  # type: ignore[attr-defined]
@@ -101,10 +121,12 @@ def kinds_of(bucket: Bucket, mesh: Mesh) -> dict[str, int]:
     plan = bucket.plan
     if plan.tied:
         return {"tied": plan.numel}
+    if plan.first not in (mesh.factors("dp", "cp"), mesh.factors("dp_shard", "cp")):
+        return {"experts": plan.numel}
     out = {"plain": plan.numel}
     for part in plan.partial:
         own = max(min(part.stop, bucket.own.stop) - max(part.start, bucket.own.start), 0) * bucket.shards
-        kind = "partial" if part.factors == mesh.factors("tp") else "shared"
+        kind = {mesh.factors("tp"): "partial", mesh.factors("expert_tp"): "experts"}.get(part.factors, "shared")
         out[kind] = out.get(kind, 0) + own
         out["plain"] -= own
     return out

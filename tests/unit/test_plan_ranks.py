@@ -12,6 +12,7 @@ from rank_memory import held_bytes, measure, padding
 
 from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.layout import with_values
+from megatron_port.config.moe import MoEConfig
 from megatron_port.config.schema import (
     ActivationsConfig,
     BackendConfig,
@@ -49,6 +50,11 @@ MASKED = {
 MODELS = {
     "gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA, "masked": MASKED, "olmo": OLMO,
     "gemma": GEMMA, "gptj": GPTJ,
+    "experts": {**LLAMA, "moe": MoEConfig(num_experts=8, ffn_hidden_size=96)},
+    "sigmoid": {**LLAMA, "moe": MoEConfig(
+        num_experts=16, top_k=4, ffn_hidden_size=48, shared_ffn_hidden_size=128, first_dense=1, score="sigmoid",
+        balance_loss="sequence", balance_bias=True, z_weight=1e-3,
+    )},
     "further tokens": {**LLAMA, "mtp_layers": 2},
     "window": {**GPT, "sliding_window": 40, "attention_pattern": ("window", "full"), "attention_dropout": 0.1},
 }
@@ -57,6 +63,7 @@ MODELS = {
 P2, P4 = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 4}
 T2, SP = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "sequence_parallel": True}
 ZERO1, ZERO2, ZERO3 = ({"data_parallel_size": 2, "zero_stage": stage} for stage in (1, 2, 3))
+EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, "zero_stage": 1}
 HYBRID = {"data_parallel_size": 4, "shard_size": 2, "zero_stage": 1}
 FULL, SELECTIVE, GPIPE = {"recompute": "full"}, {"recompute": "selective"}, {"pipeline_schedule": "gpipe"}
 EVERY_SITE = {"recompute": ("+".join(RECOMPUTED),) * 4}
@@ -91,6 +98,10 @@ CASES = [
     ("gpt", "bf16", {**ZERO3, "reduce_bucket_size": 100_000, "grad_reduce_dtype": "bf16"}, 0),
     ("masked", "bf16", {}, 0), ("masked", "fp32", {**P2, **SELECTIVE}, 0), ("window", "fp32", T2, 0),
     ("olmo", "bf16", T2, 0), ("olmo", "fp32", {**SP, **EVERY_SITE}, 0), ("gemma", "bf16", P2, 1),
+    ("experts", "fp32", EP2, 0), ("experts", "bf16", {**EP2, **FULL, "zero_stage": 2}, 0),
+    ("experts", "fp32", {**EP2, **P2, "pipeline_schedule": "zb-h1"}, 1), ("experts", "fp32", {**EP2, **FULL}, 0),
+    ("sigmoid", "fp32", {**T2, "expert_parallel_size": 2}, 0), ("sigmoid", "bf16", {**SP, **EP2}, 0),
+    ("sigmoid", "bf16", {**EP2, **P2, "data_parallel_size": 4, "zero_stage": 3}, 1),
     ("gptj", "fp32", T2, 0), ("further tokens", "bf16", {**SP, **FULL}, 0),
     ("further tokens", "fp32", {**ZERO3, **P2}, 1),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
@@ -130,11 +141,16 @@ def test_memory_of_a_rank(model: str, dtype: str, layout: dict, stage: int) -> N
     layout = dict(layout)
     narrow = layout.pop("grad_reduce_dtype", "fp32")
     config = with_values(run_of(model, dtype, layout), {"precision.grad_reduce_dtype": narrow})
-    case, _ = case_of(config)
+    case = replace(case_of(config)[0], imbalance=1.0)  # as the rows of a fake rank are
     planned = stage_memory(case, Machine(cluster=config.cluster, hardware=config.hardware), stage)
     found = measure(config, stage * case.dp * case.tp)
-    assert planned.static * (planned.elements + found.padding) == found.held * planned.elements
+    if case.zero_stage == 3 and planned.experts:  # paddings that weigh differently
+        assert planned.static == pytest.approx(found.held, rel=1e-3)
+    else:
+        assert planned.static * (planned.elements + found.padding) == found.held * planned.elements
     assert planned.allocated == pytest.approx(found.peak, rel=0.02)
+    if planned.experts and case.zero_stage < 3:
+        assert build_every_rank(config, topology_of(config))[stage].static_bytes == int(planned.static)
 
 
 @pytest.mark.parametrize(("model", "dtype", "layout", "tuning"), [

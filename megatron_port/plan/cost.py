@@ -1,0 +1,43 @@
+"""Seconds of a pass through part of a model, by cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a forward and of a backward: arithmetic and memory apart from communication within a stage."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """With what recompute adds."""
+    forward_tensor: float = 0.0
+    """Of tensor-parallel collectives, what compute does not hide."""
+    backward_tensor: float = 0.0
+    forward_exchange: float = 0.0
+    """The same of all-to-all between expert-parallel ranks."""
+    backward_exchange: float = 0.0
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """All of them."""
+        return (
+            self.forward, self.backward, self.forward_tensor, self.backward_tensor, self.forward_exchange,
+            self.backward_exchange,
+        )
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(mine + theirs for mine, theirs in zip(self.parts, other.parts)))
+
+    def times(self, count: float) -> Cost:
+        """That many of it."""
+        return Cost(*(seconds * count for seconds in self.parts))
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Seconds of a forward and of a backward pass, communication included."""
+        return (
+            self.forward + self.forward_tensor + self.forward_exchange,
+            self.backward + self.backward_tensor + self.backward_exchange,
+        )
