@@ -63,7 +63,7 @@ def table(rows: list[tuple[str, str]]) -> str:
 
 
 def chosen() -> Choice:
-    """The run for DEVICE, SMALL, SHARE_GPU and SHARD of the environment, and for the GPUs of this machine.
+    """The run for DEVICE, SMALL, SHARE_GPU, SHARD and MOE of the environment, and for the GPUs of this machine.
 
     Raises:
         EnvironmentFault: a GPU was asked for, and torch cannot use one; the message says why.
@@ -72,12 +72,13 @@ def chosen() -> Choice:
     from megatron_port.errors import EnvironmentFault
 
     device = os.environ.get("DEVICE", "") or "cpu"
-    small, share, shard = (on_or_off(os.environ.get(name, "")) for name in ("SMALL", "SHARE_GPU", "SHARD"))
+    names = "SMALL", "SHARE_GPU", "SHARD", "MOE"
+    small, share, shard, moe = (on_or_off(os.environ.get(name, "")) for name in names)
     gpus = installed_accelerators()
     try:
         if device in ("cuda", "rocm"):
             choose_device(device, gpus=gpus)
-        return choose(device, gpus.count, small=small, share=share, shard=shard)
+        return choose(device, gpus.count, small=small, share=share, shard=shard, moe=moe)
     except (EnvironmentFault, ValueError) as error:
         raise EnvironmentFault(f"DEVICE={device}: {error}. Nothing was trained; `DEVICE=cpu make quickstart` trains on "
                                "the CPU") from None
@@ -110,12 +111,13 @@ def main(folder: Path = ROOT, extra: Sequence[str] = ()) -> int:
 def conclude(choice: Choice, changes: list[str], entropy: float, *, training: float, started: float) -> int:
     """Sample, picture and table of a run that was trained; the exit code."""
     from megatron_port.config.loader import load
-    from megatron_port.model.flops import parameter_count
+    from megatron_port.model.flops import counted
     from megatron_port.telemetry.metrics import read_metrics
     from megatron_port.telemetry.picture import draw_loss
 
     config = load(choice.run, changes).config
     layout, folder = config.layout, Path(config.output_dir) / config.name
+    experts = f" (ep {layout.expert_parallel_size})" if config.model.moe.enabled else ""
     lines = list(read_metrics(folder / "metrics.jsonl"))
     steps = [x for x in lines if "loss" in x]
     done = int(steps[-1]["step"]) if steps else 0
@@ -137,9 +139,9 @@ def conclude(choice: Choice, changes: list[str], entropy: float, *, training: fl
     print(table([
         ("trained on", choice.says),
         ("layout", f"tp {layout.tensor_parallel_size} x pp {layout.pipeline_parallel_size} x dp "
-                   f"{layout.data_parallel_size}, ZeRO-{layout.zero_stage}, engine {config.engine}, "
+                   f"{layout.data_parallel_size}{experts}, ZeRO-{layout.zero_stage}, engine {config.engine}, "
                    f"{config.precision.dtype}"),
-        ("parameters", f"{parameter_count(config.model):,}"),
+        ("model", counted(config.model, config.fine_tuning)),
         ("tokens", f"{int(steps[-1]['tokens']):,}"),
         ("training loss", f"{losses[min(losses)]:.3f} at the start, highest {losses[highest]:.3f} at step {highest}, "
                           f"{losses[max(losses)]:.3f} at the end (nats per byte)"),

@@ -25,26 +25,36 @@ class Choice:
 
 
 def on_or_off(value: str) -> bool:
-    """``SMALL``, ``SHARE_GPU``, ``SHARD``: anything but nothing and 0 switches it on."""
+    """``SMALL``, ``SHARE_GPU``, ``SHARD``, ``MOE``: anything but nothing and 0 switches it on."""
     return value not in ("", "0")
 
 
-def choose(device: str, gpus: int, *, small: bool = False, share: bool = False, shard: bool = False) -> Choice:
+def choose(
+    device: str, gpus: int, *, small: bool = False, share: bool = False, shard: bool = False, moe: bool = False
+) -> Choice:
     """The run for ``DEVICE=device`` on a machine where torch can use ``gpus`` GPUs of that kind.
 
     One rank per GPU, on as many GPUs as there is a layout for. ``small``: at most 4 ranks. ``share``: all ranks even
     on fewer GPUs than that. ``shard``: replicas alone, with weights and state sharded and the state in host memory.
+    ``moe``: a model with experts, divided over the replicas of each of two stages.
 
     Raises:
-        ValueError: no such device, ``shard`` on a GPU, or ``device`` is a GPU and there is none. Training on the CPU
-            instead would not be what was asked for.
+        ValueError: no such device, ``shard`` or ``moe`` on a GPU, both of them, or ``device`` is a GPU and there is
+            none. Training on the CPU instead would not be what was asked for.
     """
     if device not in DEVICES:
         raise ValueError(f"{device!r} is not one of {', '.join(DEVICES)}")
     most = 4 if small else 8
+    if (shard or moe) and device != "cpu":
+        raise ValueError(f"{'SHARD' if shard else 'MOE'}=1 is a run for the CPU; leave it out, or DEVICE")
+    if shard and moe:
+        raise ValueError("SHARD=1 and MOE=1 are two runs; leave one of them out")
+    if moe:
+        replicas = most // 2
+        sizes = tuple(f"layout.{name}_parallel_size={replicas}" for name in ("data", "expert"))
+        says = f"the CPU: {most} ranks, two stages of {replicas}, 8 experts in each layer divided over {replicas} ranks"
+        return Choice("runs/quickstart-moe", most, sizes, says)
     if shard:
-        if device != "cpu":
-            raise ValueError("SHARD=1 is a run for the CPU; leave SHARD out, or DEVICE")
         says = f"the CPU: {most} ranks, weights and optimizer state sharded (ZeRO-3), the state in host memory"
         return Choice("runs/quickstart-shard", most, (f"layout.data_parallel_size={most}",), says)
     if device == "cpu":

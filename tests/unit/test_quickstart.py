@@ -15,6 +15,7 @@ import pytest
 
 from megatron_port.config.checks import problems
 from megatron_port.config.loader import load
+from megatron_port.model.flops import active_count
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,6 +81,24 @@ def test_sharded_it_is_replicas_with_zero_3_and_offload() -> None:
     assert small.ranks == 4 and not problems(load(small.run, list(small.overrides)).config, world_size=4)
     with pytest.raises(ValueError, match="SHARD=1 is a run for the CPU"):
         plan.choose("cuda", 8, shard=True)
+
+
+def test_with_experts_they_are_divided_over_the_replicas() -> None:
+    """The dense twin has as many parameters for a token, but for the router's."""
+    for small, ranks in ((False, 8), (True, 4)):
+        choice = plan.choose("cpu", 0, moe=True, small=small)
+        config = load(choice.run, list(choice.overrides)).config
+        layout = config.layout
+        assert choice.ranks == ranks == 2 * layout.data_parallel_size and layout.pipeline_parallel_size == 2
+        assert layout.expert_parallel_size == layout.data_parallel_size and not problems(config, world_size=ranks)
+    twin = load("runs/quickstart-moe-dense").config
+    assert not problems(twin, world_size=8)
+    router = config.model.num_layers * 8 * config.model.hidden_size
+    biases = config.model.num_layers * config.model.hidden_size  # of a second expert's output
+    assert active_count(config.model) - active_count(twin.model) == router + biases
+    for other in ({"shard": True}, {"device": "cuda"}):
+        with pytest.raises(ValueError, match="MOE=1"):
+            plan.choose(**{"device": "cpu", "gpus": 8, "moe": True, **other})
 
 
 @pytest.mark.parametrize(
@@ -167,7 +186,7 @@ def test_the_loss_never_rises_above_its_start(tmp_path: Path, monkeypatch: pytes
 
 def test_the_readme_s_make_variables_are_the_script_s() -> None:
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    for name in ("DEVICE", "SMALL", "SHARE_GPU", "SHARD"):
+    for name in ("DEVICE", "SMALL", "SHARE_GPU", "SHARD", "MOE"):
         assert re.search(rf"^\| `{name}` \|", readme, re.M) and re.search(rf"^export .*\b{name}\b", makefile, re.M)
 
 
