@@ -21,7 +21,9 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import MoEConfig, RunConfig
 from megatron_port.data.loader import build_loaders
 from megatron_port.engine.api import Engine, StepResult
+from megatron_port.model.saved_state import state_records
 from megatron_port.model.shapes import buffer_shapes, parameter_shapes
+from megatron_port.optim.rules import ADAMW, mixed_kinds, state_kinds
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
@@ -94,14 +96,15 @@ class Rank:
         return record
 
     def save(self, engine: Engine, step: int, folder: Path | None = None) -> Path:
-        samples = self.batches.samples_before(step)
+        samples, records = self.batches.samples_before(step), state_records(self.config.model)
         state = SavedState(
             step=step, samples=samples, tokens=samples * self.config.model.seq_length, layout=self.config.layout,
             config={}, scalars=engine.scalar_state(), extra={},
+            kinds=mixed_kinds(state_kinds(ADAMW, records.values())),
         )
         return save_checkpoint(
             folder or self.folder, state, engine.state_pieces(), peers=peers_of(dist.group.WORLD),
-            expected=parameter_shapes(self.config.model) | buffer_shapes(self.config.model),
+            expected={name: record.shape for name, record in records.items()},
         )
 
     def load(self, step: int, *, weights_only: bool = False) -> tuple[Engine, Checkpoint]:
@@ -261,14 +264,15 @@ def test_any_layout_loads_any_other(ranks: RankPool, tmp_path: Path, pair: tuple
         deepspeed=to_engine == "deepspeed",
     )[0]
     one, two = (open_checkpoint(tmp_path / x / directory_name(3)) for x in "ab")
-    parameters, buffers = set(parameter_shapes(first.model)), set(buffer_shapes(first.model))
-    assert set(one.names()) == set(two.names()) == parameters | buffers
+    parameters, buffers = parameter_shapes(first.model), buffer_shapes(first.model)
+    assert set(one.names()) == set(two.names()) == set(parameters)
+    assert not moe or set(one.names("buffer")) == set(two.names("buffer")) == set(buffers) != set()
     kinds = ("exp_avg", "exp_avg_sq", "weight")
     assert sorted(one.kinds()) == sorted(two.kinds()) == sorted((*kinds, *(["buffer"] if moe else [])))
     for kind in one.kinds():
         moved = 0.0
-        for name in buffers if kind == "buffer" else parameters:
-            box = (0,) * len(one.shape(name)), one.shape(name)
+        for name, shape in (buffers if kind == "buffer" else parameters).items():
+            box = (0,) * len(shape), shape
             before, after = one.read(name, kind, *box), two.read(name, kind, *box)
             assert before.dtype == after.dtype == torch.float32 and torch.equal(before, after), (name, kind)
             moved = max(moved, float(before.abs().max()))
