@@ -115,15 +115,19 @@ class ChatRecipe:
         """Return the special id with which an answer ends, or nothing.
 
         Raises:
-            DataError: the template does not render the shortest conversation.
+            DataError: the template does not render the shortest conversation, or the tokenizer does not part its
+                answer from what is before it.
         """
         try:
             rendered = answers_of(self.template, PROBE)
+            spans = self.tokenizer.encode_spans(rendered.text)
+            counted = counted_tokens(spans, rendered)
         except TemplateRefusal as error:
             raise DataError(str(error)) from None
-        spans = self.tokenizer.encode_spans(rendered.text)
+        except ConversationRefusal as error:
+            raise DataError(f"{self.template.source} cannot be used with this tokenizer: {error}") from None
         special = set(self.tokenizer.special.values())
-        return [int(i) for i in spans.ids[counted_tokens(spans, rendered)] if int(i) in special][-1:]
+        return [int(i) for i in spans.ids[counted] if int(i) in special][-1:]
 
 
 def chat_recipe(tokenizer: Tokenizer, template: str = "", fields: ChatFields | None = None) -> ChatRecipe:

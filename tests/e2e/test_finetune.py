@@ -15,6 +15,7 @@ from megatron_port.cli.main import main
 from megatron_port.config.loader import load
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.loader import build_loaders
+from megatron_port.data.tokenizer import get_tokenizer
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.session.weights import Weights
 
@@ -154,7 +155,59 @@ def test_from_a_folder_to_an_answer(
     monkeypatch.setattr(Weights, "stop_ids", lambda *_: ())  # 200 tokens, whatever they are
     assert main([*ask, "--tokens", "200"]) == 0
     tokens = json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"]
-    ids = tokenizer(question, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    made = theirs.generate(ids, max_new_tokens=200, min_new_tokens=200, do_sample=False, eos_token_id=None,
-                           pad_token_id=0)
-    assert len(tokens) == 200 and made[0, ids.shape[1]:].tolist() == tokens
+    assert tokens == continued(theirs, tokenizer(question, add_special_tokens=False)["input_ids"])
+
+
+def continued(model: Any, prompt: list[int]) -> list[int]:
+    """200 greedy tokens of transformers."""
+    with torch.no_grad():
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=200, min_new_tokens=200, do_sample=False,
+                              eos_token_id=None, pad_token_id=0)
+    found: list[int] = made[0, len(prompt):].tolist()
+    assert len(found) == 200
+    return found
+
+
+def tokenizer_of(kind: str, folder: Path) -> tuple[str, int]:
+    """(name, entries) of a tokenizer that is no tokenizer.json."""
+    if kind == "sentencepiece":
+        sentencepiece = pytest.importorskip("sentencepiece")
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(ROOT / "examples/chat/chat.jsonl"), model_prefix=str(folder / "sp"), vocab_size=400,
+            model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+            remove_extra_whitespaces=False, minloglevel=2)
+        return f"sentencepiece:{folder / 'sp.model'}", 400
+    return kind, {"byte": 257, "gpt2": 50257}[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "sentencepiece"])
+def test_each_kind_of_tokenizer(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Import, prepare, train, export, generate: 200 tokens of transformers. (``tiktoken:`` has no file that an export
+    could take.)"""
+    name, entries = tokenizer_of(kind, tmp_path)
+    hf.saved(hf.reference(hf.llama(320, vocab_size=entries, bos_token_id=None, eos_token_id=None)), tmp_path / "base")
+    (tmp_path / "chat.toml").write_text(RUN.format(base=tmp_path, steps=10).replace("lr = 1e-2", "lr = 2e-3"))
+
+    def command(*words: Any) -> None:
+        code, said = commands.run(*map(str, words), seconds=300)
+        assert code == 0, said
+
+    command("checkpoint", "import", tmp_path / "base", tmp_path / "imported")
+    command("data", "prepare", tmp_path / "data/chat", "--chat", "--input", ROOT / "examples/chat/chat.jsonl",
+            "--tokenizer", name, "--chat-template", "plain", "--workers", 1)
+    command("train", tmp_path / "chat.toml", "--nproc", 8)
+    command("checkpoint", "export", tmp_path / "runs/chat/checkpoints/step-00000010", tmp_path / "out", "--to", "hf")
+    monkeypatch.setattr(Weights, "stop_ids", lambda *_: ())
+    question = "What is the capital of France?"
+    for source in (tmp_path / "runs/chat", tmp_path / "out"):
+        assert main(["generate", str(source), "--temperature", "0", "--json", "--prompt", question,
+                     "--tokens", "200"]) == 0
+    ours = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    ids = get_tokenizer(name).encode(question)
+    assert ours == [continued(hf.loaded(tmp_path / "out"), ids)] * 2
+    if kind != "sentencepiece":  # transformers converts its model to something with other ids: the card says so
+        theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"), local_files_only=True)
+        assert theirs(question, add_special_tokens=False)["input_ids"] == ids

@@ -13,8 +13,8 @@ import pytest
 from megatron_port.cli.main import main
 from megatron_port.config.checks import problems
 from megatron_port.config.loader import load
+from megatron_port.data import chat_tokens, sources
 from megatron_port.data import prepare as preparing
-from megatron_port.data import sources
 from megatron_port.data.chat_template import BUILT_IN, ChatTemplate, find_template
 from megatron_port.data.chat_tokens import ChatRecipe, chat_recipe
 from megatron_port.data.conversations import ChatFields, ConversationRefusal, messages_of
@@ -185,7 +185,7 @@ def test_the_end_of_a_document(folder: Path) -> None:
     assert recipe_of(folder, MARKED["chatml"]).stop_ids() == [tokenizer.special["<|im_end|>"]]
 
 
-def test_what_cannot_be_told_apart_is_refused(folder: Path) -> None:
+def test_what_cannot_be_told_apart_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(template: str, *contents: str) -> None:
         roles = ("user", "assistant", "user", "assistant")
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents)]
@@ -194,6 +194,10 @@ def test_what_cannot_be_told_apart_is_refused(folder: Path) -> None:
     loose = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ConversationRefusal, match=r"'the' \(characters 0 to 3 .* both sides .* at 2"):
         encode(loose, "th", "e")
+    talk = [{"role": "user", "content": "th"}, {"role": "assistant", "content": "e"}]
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="cannot be used with this tokenizer"):
+        patch.setattr(chat_tokens, "PROBE", talk)  # before anything is read
+        recipe_of(folder, loose).stop_ids()
     with pytest.raises(ConversationRefusal, match=r"message 1 has the special piece '</s>'"):
         encode(MARKED["heads"], "a", "b</s>[INST]")
     with pytest.raises(ConversationRefusal, match="message 1 otherwise once others follow"):
