@@ -79,6 +79,8 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x if self.sequence_parallel else take_share(self._divisible(x), self.group)
+        # The gradients of router and rows meet here, on every layout, before they join those of others that read x.
+        tokens = tokens.view_as(tokens)
         route = self.router(tokens)
         exchange, rows, place = self._dispatched(tokens.flatten(0, 1), route)
         beside = self._beside(x)  # while the rows travel
