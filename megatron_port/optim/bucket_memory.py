@@ -54,6 +54,8 @@ class Bucket:
         self.plan, self.shards, self.lasting = plan, plan.shards, lasting
         self.group = ctx.along(plan.first)
         """Ranks of the first sum, among which the bucket is divided if it is; None: this rank alone."""
+        self.gather_group = self.group if plan.shards > 1 else None
+        """Ranks that hold the parts; None: this rank holds all of it."""
         self.index = ctx.mesh.index(ctx.rank, plan.first) if plan.shards > 1 else 0
         """Number of this rank's part."""
         self.weights = torch.zeros(plan.numel, dtype=first.dtype, device=first.device) if window is None else window

@@ -54,7 +54,7 @@ class ShardedBucket(Protocol):
     """This rank's part, in memory of its own."""
     own: slice
     """The part's place in ``weights``."""
-    group: dist.ProcessGroup | None
+    gather_group: dist.ProcessGroup | None
     """Ranks that hold the parts; None: this one alone."""
 
 
@@ -266,7 +266,7 @@ class UnitGather:
                 group.gathering.append(self._gather_host(bucket) if self.on_host else self._gather(bucket))
 
     def _gather(self, bucket: ShardedBucket) -> Gathering:
-        work = all_gather_single(bucket.weights, bucket.shard, group=bucket.group, async_op=True)
+        work = all_gather_single(bucket.weights, bucket.shard, group=bucket.gather_group, async_op=True)
         return in_flight(work, "weight gather", reads=[bucket.shard], writes=[bucket.weights])
 
     def _gather_host(self, bucket: ShardedBucket) -> Gathering:
@@ -282,8 +282,8 @@ class UnitGather:
         work = None
         with self.streams.on(COPY_IN):  # which is then the stream that the communicator waits for
             own.copy_(bucket.shard, non_blocking=True)
-            if bucket.group is not None:
-                work = all_gather_single(bucket.weights, own, group=bucket.group, async_op=True)
+            if bucket.gather_group is not None:
+                work = all_gather_single(bucket.weights, own, group=bucket.gather_group, async_op=True)
         if work is None:
             return _Copy(self.streams)
         return in_flight(work, "weight gather", reads=[own], writes=[bucket.weights], after=COPY_IN)
