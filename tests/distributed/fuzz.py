@@ -345,10 +345,9 @@ def _adapted(r: random.Random, config: RunConfig) -> RunConfig:
 
 
 def _further(r: random.Random, config: RunConfig) -> RunConfig:
-    """The run with prediction of further tokens, one in three of those that can; not in half precision, where nothing
-    emulates how the gradients of a table's uses are added."""
-    model, exact = config.model, config.precision.dtype in ("fp32", "fp64")
-    drawn = config.engine == "native" and exact and model.position_embedding == "rope" and r.random() < 1 / 3
+    """The run with prediction of further tokens, one in three of those that can."""
+    model = config.model
+    drawn = config.engine == "native" and model.position_embedding == "rope" and r.random() < 1 / 3
     if not drawn or config.fine_tuning.enabled:
         return config
     depths = min(r.choice((1, 1, 2, 3)), model.seq_length - 1)
