@@ -86,7 +86,7 @@ def unit_costs(model: ModelConfig) -> list[float]:
     return [0.0, *layers, float(spec.head.forward_flops(seq) // seq)]
 
 
-def model_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0) -> int:
+def model_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0) -> float:
     """Operations that training on one sample needs (forward and backward); the numerator of MFU.
 
     ``document``: mean length of a token's document, which attention does not leave; 0: it sees the whole sample.
@@ -106,7 +106,7 @@ def model_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS, docu
 def hardware_flops(
     model: ModelConfig, recompute: str = "none", tp: int = 1, dropped: Sequence[Sequence[str]] = (),
     tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0,
-) -> int:
+) -> float:
     """Operations that are executed for one sample; the numerator of HFU.
 
     ``recompute``: ``none``; ``selective`` adds one forward of the attention core of every
@@ -131,7 +131,7 @@ def hardware_flops(
     )
 
 
-def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1, document: float = 0.0) -> int:
+def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1, document: float = 0.0) -> float:
     """Operations of one sample's forward that make a site of a layer again; 0 for element-wise work."""
     projections = sum(p.weight_numel for p in layer.attention.projections)
     matrices = {

@@ -116,11 +116,11 @@ class AttentionSpec:
         """Elements per token of queries, keys and values on ``tp`` ranks together, copies and padding included."""
         return self.groups.rows_held(tp)
 
-    def core_flops(self, seq: int, document: float = 0.0) -> int:
+    def core_flops(self, seq: int, document: float = 0.0) -> float:
         """Operations of QKᵀ and of the weights times V of one sample's forward. The causal half is not taken off, nor
         is a window's. ``document``: as :meth:`scores_seen`."""
         sizes = self.groups.heads * (self.groups.head_size + self.value_size)
-        return round(2 * self.scores_seen(seq, document) * sizes)
+        return 2 * self.scores_seen(seq, document) * sizes
 
     def scores_seen(self, seq: int, document: float = 0.0) -> float:
         """Twice the scores of one head that documents and a window leave of ``seq`` tokens: w (2 d - w) seq / d.
@@ -287,7 +287,7 @@ class LayerSpec:
         """Return the number of matrix elements that ``tp`` ranks hold in addition to one copy of each."""
         return sum((p.outputs_held(tp) - p.packed * p.outputs) * p.inputs for p in self.attention.projections)
 
-    def forward_flops(self, seq: int, document: float = 0.0) -> int:
+    def forward_flops(self, seq: int, document: float = 0.0) -> float:
         """Operations of one sample's forward, element-wise work left out."""
         return 2 * seq * self.matmul_numel + self.attention.core_flops(seq, document)
 

@@ -24,7 +24,7 @@ class EmbeddingSpec:
         """In the order of the module: its own before those of its parts."""
         return (self.word,) if self.position is None else (self.position, self.word)
 
-    def forward_flops(self, seq: int) -> int:
+    def forward_flops(self, seq: int) -> float:
         """Return 0: rows are looked up, without any product."""
         return 0
 
@@ -51,7 +51,7 @@ class PredictionSpec:
         named += [(self.name, p) for p in self.norm.parameters]
         return tuple(replace(p, name=f"{prefix}.{p.name}") for prefix, p in named)
 
-    def forward_flops(self, seq: int) -> int:
+    def forward_flops(self, seq: int) -> float:
         """Operations of one sample's forward, its logits left out."""
         return 2 * seq * self.projection.weight_numel + self.layer.forward_flops(seq)
 
@@ -83,7 +83,7 @@ class HeadSpec:
         table = () if self.table is None else (self.table,)
         return (*own, *self.norm.parameters, *table, *(p for part in self.predictions for p in part.parameters))
 
-    def forward_flops(self, seq: int) -> int:
+    def forward_flops(self, seq: int) -> float:
         """Operations of the logits of one sample, those of tokens further ahead included."""
         logits = (1 + len(self.predictions)) * 2 * seq * self.weight.numel
         return logits + sum(part.forward_flops(seq) for part in self.predictions)

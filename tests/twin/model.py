@@ -194,15 +194,15 @@ def no_dropout(x: Tensor, op: str, p: float) -> Tensor:
     return x
 
 
-def operations(m: Shape) -> int:
+def operations(m: Shape, scores: float) -> float:
     """Floating-point operations of one sample's forward pass: 2 n k for each of s rows of an [n, k] product, and the
-    two products of s × s scores."""
+    two products of ``scores`` scores."""
     matrices = sum(
         math.prod(shape) for name, (shape, kind) in shapes(m).items()
         if kind in ("normal", "output") and name.startswith("layers.")
     )
-    scores = m.num_layers * 4 * m.seq_length**2 * m.num_attention_heads * m.head
-    return 2 * m.seq_length * (matrices + m.vocab_size * m.hidden_size) + scores
+    core = m.num_layers * 4 * scores * m.num_attention_heads * m.head
+    return 2 * m.seq_length * (matrices + m.vocab_size * m.hidden_size) + core
 
 
 def parameters_of(config: dict[str, Any]) -> Shape:

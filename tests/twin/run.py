@@ -120,10 +120,17 @@ class Twin:
         total, count = self.losses([self.valid.stored(k) for k in range(samples)])
         self.lines.append({"step": step, "validation_loss": float(total) / count})
 
+    def scores(self) -> float:
+        """Scores of a sample: seq², or the mean of Σ ℓ² over the documents' parts of the run's first samples."""
+        if self.config["data"].get("attention_documents") != "within":
+            return self.model.seq_length**2
+        rows = [self.train.drawn(self.seed, k).starts for k in range(min(512, self.train.size))]
+        return sum(row.count(start) ** 2 for row in rows for start in set(row)) / len(rows)
+
     def run(self) -> list[dict[str, float]]:
         """Every line of metrics.jsonl, with operations and tokens of the step in place of what is per second."""
         c, m, training = self.config, self.model, self.config["training"]
-        consumed = 0
+        consumed, needed = 0, operations(m, self.scores())
         self.evaluate(0)
         for step in range(training["steps"]):
             size = batch_size(c["batch"], consumed)
@@ -132,13 +139,13 @@ class Twin:
             norm = clip(gradients, c["optimizer"]["clip_grad"])
             self.adam.step(self.weights, gradients, lr)
             consumed += size
-            again = {"none": 0, "full": operations(m) - 2 * m.seq_length * m.vocab_size * m.hidden_size}
+            again = {"none": 0.0, "full": needed - 2 * m.seq_length * m.vocab_size * m.hidden_size}
             self.lines.append({
                 "step": step + 1, "loss": loss, "learning_rate": lr, "grad_norm": norm, "loss_scale": 1.0,
                 "skipped": False, "skipped_total": 0, "anomalies_total": 0, "samples": consumed,
                 "tokens": consumed * m.seq_length, "step_tokens": size * m.seq_length,
-                "model_operations": 3 * operations(m) * size,
-                "hardware_operations": (3 * operations(m) + again[c["activations"]["policy"]]) * size,
+                "model_operations": 3 * needed * size,
+                "hardware_operations": (3 * needed + again[c["activations"]["policy"]]) * size,
             })
             if (step + 1) % training["eval_interval"] == 0 or step + 1 == training["steps"]:
                 self.evaluate(step + 1)
