@@ -93,13 +93,17 @@ def within_capacity(
     """Return which copies bool [positions, batch, k] an expert takes: the first ``capacity`` of each sample, by
     position or from the highest score down (of equal scores by position).
 
+    Scores are compared in half their precision. A token that is repeated where a sample starts has the same hidden
+    state each time, and equal scores but for rounding, which is a layout's own.
+
     All arguments are [positions, batch, k] of whole samples; copies that are not ``taking_part`` take no place.
     """
     positions, batch, k = experts.shape
     flat = experts.masked_fill(~taking_part, 1 << 40).transpose(0, 1).reshape(batch, -1)
     order = torch.arange(positions * k, device=flat.device).expand(batch, -1)
     if by_score:
-        order = scores.transpose(0, 1).reshape(batch, -1).sort(dim=1, descending=True, stable=True).indices
+        coarse = scores.to(torch.float32 if scores.dtype == torch.float64 else torch.bfloat16)
+        order = coarse.transpose(0, 1).reshape(batch, -1).sort(dim=1, descending=True, stable=True).indices
     queue = flat.gather(1, order)
     by_expert = queue.sort(dim=1, stable=True)
     place = torch.arange(positions * k, device=flat.device).expand(batch, -1)

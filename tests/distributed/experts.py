@@ -82,8 +82,6 @@ def draw(seed: int) -> ExpertDraw:
     model["num_layers"] = max(stages + r.choice((0, 1, 2)), 2)
     if model["num_layers"] < len(model.get("attention_pattern", ())):
         del model["attention_pattern"]
-    if model.get("sliding_window") == 1:  # equal tokens would have equal scores, whose order hangs on rounding
-        model["sliding_window"] = 2
     experts = r.choice((8, 12)) if (t.tp * t.dp) % 3 else 12
     moe: dict[str, Any] = {**PRESETS[name], "num_experts": experts, "ffn_hidden_size": r.choice((0, 8, 20)),
                            "drop_by": r.choice(("position", "probability")),
