@@ -147,9 +147,12 @@ def loaded(folder: Path) -> Any:
     """Read by transformers itself."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         str(folder), local_files_only=True, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    )
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model.eval()
 
 
 def in_our_names(model: ModelConfig, family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
