@@ -33,6 +33,7 @@ from torch import Tensor
 
 from megatron_port.backend import kernels
 from megatron_port.backend.experts import ExpertOps, own_experts, torch_experts
+from megatron_port.backend.router import Routing
 
 Step = Callable[[], object]
 Clock = Callable[[], float]
@@ -109,13 +110,12 @@ def route_result(case: tuple[int, int, int, int], repeats: int, clock: Clock) ->
     tokens, experts, k, groups = case
     logits, bias = torch.randn(tokens, experts), torch.randn(experts) * 0.05
 
+    routing = Routing(k, groups=groups, top_groups=max(1, groups // 2))
+
     def both_ways(ops: ExpertOps) -> Step:
         def step() -> Tensor:
-            chosen, weights, scores = ops.route(
-                logits, bias, k=k, score="softmax", groups=groups, top_groups=max(1, groups // 2), group_score="top2",
-                normalise=True, scale=1.0,
-            )
-            return ops.route_backward(scores, chosen, weights, scores, score="softmax", normalise=True, scale=1.0)
+            chosen, weights, scores, _ = ops.route(logits, bias, routing)
+            return ops.route_backward(scores, chosen, weights, scores, routing)
 
         return step
 

@@ -35,26 +35,6 @@ mp_routing routing_of(
   return out;
 }
 
-// chosen and weights [tokens, k], scores [tokens, experts]
-std::tuple<Tensor, Tensor, Tensor> route(
-    const Tensor& logits, const std::optional<Tensor>& bias, int64_t k, bool sigmoid, int64_t groups,
-    int64_t top_groups, bool two, bool normalise, double scale) {
-  const char* op = "route";
-  const mp_routing r = routing_of(op, logits, k, sigmoid, groups, top_groups, two, normalise, scale);
-  if (bias.has_value()) check_tensor(op, "bias", *bias, logits, ScalarType::Float, r.experts);
-  const Where where(logits);
-  const int64_t shape[] = {r.tokens, k};
-  Tensor chosen = torch::stable::new_empty(logits, {shape, size_t{2}}, ScalarType::Long);
-  Tensor weights = floats(logits, {r.tokens, k}), scores = torch::stable::empty_like(logits);
-  check_code(
-      forward.on(logits)(
-          where.stream(), &r, static_cast<const float*>(logits.data_ptr()), static_cast<const float*>(pointer(bias)),
-          static_cast<int64_t*>(chosen.data_ptr()), static_cast<float*>(weights.data_ptr()),
-          static_cast<float*>(scores.data_ptr())),
-      logits, op);
-  return {chosen, weights, scores};
-}
-
 void check_chosen(const char* op, const Tensor& chosen, const mp_routing& r, const Tensor& like) {
   check_tensor(op, "chosen", chosen, like, ScalarType::Long, r.tokens * r.k);
   if (!chosen.is_cpu()) return;
@@ -64,6 +44,29 @@ void check_chosen(const char* op, const Tensor& chosen, const mp_routing& r, con
           ("chosen has " + std::to_string(at[i]) + ", which is none of the " + std::to_string(r.experts) +
            " experts").c_str());
   }
+}
+
+// chosen and weights [tokens, k], scores [tokens, experts], margin [tokens]
+std::tuple<Tensor, Tensor, Tensor, Tensor> route(
+    const Tensor& logits, const std::optional<Tensor>& bias, const std::optional<Tensor>& given, int64_t k,
+    bool sigmoid, int64_t groups, int64_t top_groups, bool two, bool normalise, double scale) {
+  const char* op = "route";
+  const mp_routing r = routing_of(op, logits, k, sigmoid, groups, top_groups, two, normalise, scale);
+  if (bias.has_value()) check_tensor(op, "bias", *bias, logits, ScalarType::Float, r.experts);
+  if (given.has_value()) check_chosen(op, *given, r, logits);
+  const Where where(logits);
+  const int64_t shape[] = {r.tokens, k};
+  Tensor chosen = torch::stable::new_empty(logits, {shape, size_t{2}}, ScalarType::Long);
+  Tensor weights = floats(logits, {r.tokens, k}), scores = torch::stable::empty_like(logits);
+  Tensor margin = floats(logits, {r.tokens});
+  check_code(
+      forward.on(logits)(
+          where.stream(), &r, static_cast<const float*>(logits.data_ptr()), static_cast<const float*>(pointer(bias)),
+          static_cast<const int64_t*>(pointer(given)), static_cast<int64_t*>(chosen.data_ptr()),
+          static_cast<float*>(weights.data_ptr()), static_cast<float*>(scores.data_ptr()),
+          static_cast<float*>(margin.data_ptr())),
+      logits, op);
+  return {chosen, weights, scores, margin};
 }
 
 Tensor route_backward(
@@ -91,8 +94,8 @@ Tensor route_backward(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
   m.def(
-      "route(Tensor logits, Tensor? bias, int k, bool sigmoid, int groups, int top_groups, bool two, bool normalise, "
-      "float scale) -> (Tensor chosen, Tensor weights, Tensor scores)");
+      "route(Tensor logits, Tensor? bias, Tensor? given, int k, bool sigmoid, int groups, int top_groups, bool two, "
+      "bool normalise, float scale) -> (Tensor chosen, Tensor weights, Tensor scores, Tensor margin)");
   m.def(
       "route_backward(Tensor scores, Tensor chosen, Tensor? dweights, Tensor? dscores, bool sigmoid, bool normalise, "
       "float scale) -> Tensor");

@@ -2,6 +2,7 @@
 #include "route.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "common.h"
@@ -36,8 +37,8 @@ inline void scores_of(const float* x, float* score, int64_t n, bool sigmoid) {
   for (int64_t i = 0; i < n; i++) score[i] = score[i] / total;
 }
 
-// The first of the largest, which is then taken. n ≥ 1.
-inline int take_largest(float* value, int n) {
+// The first of the largest, which is then taken and was `*largest`. n ≥ 1.
+inline int take_largest(float* value, int n, float* largest) {
   float top = kTaken;
 #pragma omp simd reduction(max : top)
   for (int i = 0; i < n; i++) top = value[i] > top ? value[i] : top;
@@ -45,13 +46,23 @@ inline int take_largest(float* value, int n) {
 #pragma omp simd reduction(min : at)
   for (int i = 0; i < n; i++) at = value[i] == top && i < at ? i : at;
   value[at] = kTaken;
+  *largest = top;
   return at;
+}
+
+// How much more `last` is than the largest that is left; 0 where none is, or where no number says it.
+inline float margin_of(float last, const float* value, int n) {
+  float left = kTaken;
+#pragma omp simd reduction(max : left)
+  for (int i = 0; i < n; i++) left = value[i] > left ? value[i] : left;
+  const float margin = last - left;
+  return std::abs(margin) < kHighest ? margin : 0.0f;  // NaN is not, either
 }
 
 // Takes the experts that are in none of the best groups.
 void limit_groups(const mp_routing& r, float* value) {
   const int size = r.experts / r.groups;
-  float group[MP_MOST_ROUTED];
+  float group[MP_MOST_ROUTED], largest;
   bool allowed[MP_MOST_ROUTED] = {};
   for (int g = 0; g < r.groups; g++) {
     float first = kTaken, second = kTaken;
@@ -61,24 +72,26 @@ void limit_groups(const mp_routing& r, float* value) {
     }
     group[g] = candidate(r.two != 0 ? first + second : first);
   }
-  for (int i = 0; i < r.top_groups; i++) allowed[take_largest(group, r.groups)] = true;
+  for (int i = 0; i < r.top_groups; i++) allowed[take_largest(group, r.groups, &largest)] = true;
   for (int e = 0; e < r.experts; e++) value[e] = allowed[e / size] ? value[e] : kTaken;
 }
 
-void route_token(
-    const mp_routing& r, const float* logits, const float* bias, int64_t* chosen, float* weights, float* scores) {
+// Writes the best experts by score + bias, ascending; returns the margin.
+float choose(const mp_routing& r, const float* scores, const float* bias, int64_t* chosen) {
   alignas(64) float value[MP_MOST_EXPERTS];
-  int found[MP_MOST_ROUTED];
-  scores_of(logits, scores, r.experts, r.score == MP_SIGMOID);
+  float last = 0.0f;
   for (int e = 0; e < r.experts; e++) value[e] = candidate(bias != nullptr ? scores[e] + bias[e] : scores[e]);
   if (r.groups > 1) limit_groups(r, value);
-  for (int j = 0; j < r.k; j++) found[j] = take_largest(value, r.experts);
-  std::sort(found, found + r.k);
+  for (int j = 0; j < r.k; j++) chosen[j] = take_largest(value, r.experts, &last);
+  std::sort(chosen, chosen + r.k);
+  return margin_of(last, value, r.experts);
+}
+
+void weigh(const mp_routing& r, const float* scores, const int64_t* chosen, float* weights) {
   float total = 0.0f;
-  for (int j = 0; j < r.k; j++) total += scores[found[j]];
+  for (int j = 0; j < r.k; j++) total += scores[chosen[j]];
   for (int j = 0; j < r.k; j++) {
-    chosen[j] = found[j];
-    weights[j] = (r.normalise != 0 ? scores[found[j]] / (total + kTiny) : scores[found[j]]) * r.scale;
+    weights[j] = (r.normalise != 0 ? scores[chosen[j]] / (total + kTiny) : scores[chosen[j]]) * r.scale;
   }
 }
 
@@ -117,14 +130,22 @@ void backward_token(
 }  // namespace mp
 
 extern "C" int32_t mp_route(
-    void* stream, const mp_routing* routing, const float* logits, const float* bias, int64_t* chosen, float* weights,
-    float* scores) {
+    void* stream, const mp_routing* routing, const float* logits, const float* bias, const int64_t* given,
+    int64_t* chosen, float* weights, float* scores, float* margin) {
   const mp_routing r = *routing;
   if (!mp_routing_fits(r)) return MP_BAD_SIZE;
 #pragma omp parallel for schedule(static) if (r.tokens * r.experts > mp::kParallelFrom)
   for (int64_t t = 0; t < r.tokens; t++) {
-    const int64_t row = t * r.experts;
-    mp::route_token(r, logits + row, bias, chosen + t * r.k, weights + t * r.k, scores + row);
+    float* score = scores + t * r.experts;
+    int64_t* found = chosen + t * r.k;
+    mp::scores_of(logits + t * r.experts, score, r.experts, r.score == MP_SIGMOID);
+    margin[t] = 0.0f;
+    if (given != nullptr) {
+      std::copy_n(given + t * r.k, r.k, found);
+    } else {
+      margin[t] = mp::choose(r, score, bias, found);
+    }
+    mp::weigh(r, score, found, weights + t * r.k);
   }
   return MP_OK;
 }

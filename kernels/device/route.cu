@@ -1,8 +1,8 @@
 // The router of a mixture of experts; include/route.h says what it computes.
 //
 // A warp takes a token; lane l has its experts l, l + lanes, ... in registers. Each of the k choices is a maximum over
-// the warp and the lowest expert that has it. Bytes: forward the logits in and the scores out, 12 bytes a choice beside
-// them; backward the scores (and their gradient) in, the logits' gradient out.
+// the warp and the lowest expert that has it. Bytes: forward the logits in and the scores out, 12 bytes a choice and 4 a
+// token beside them; backward the scores (and their gradient) in, the logits' gradient out.
 #include "common.cuh"
 #include "route.h"
 
@@ -16,8 +16,9 @@ constexpr float kTiny = 1e-20f;  // added to the sum of weights that may be 0
 struct Route {
   mp_routing r;
   const float *logits, *bias;
+  const int64_t* given;
   int64_t* chosen;
-  float *weights, *scores;
+  float *weights, *scores, *margin;
 };
 
 struct Backward {
@@ -51,9 +52,9 @@ __device__ inline V of_lane(V value, int lane) {
 #endif
 }
 
-// The lowest `index` among the lanes that have the largest `value`; indices are exact as floats.
-__device__ inline int index_of_largest(float value, int index) {
-  const float top = warp_reduce(value, Max());
+// The lowest `index` among the lanes that have the largest `value`, which is `top`; indices are exact as floats.
+__device__ inline int index_of_largest(float value, int index, float& top) {
+  top = warp_reduce(value, Max());
   return static_cast<int>(warp_reduce(value == top ? static_cast<float>(index) : 1e9f, Min()));
 }
 
@@ -92,18 +93,20 @@ __device__ inline uint32_t best_groups(const mp_routing& r, int lane, const floa
     value = candidate(r.two != 0 ? first + second : first);
   }
   uint32_t best = 0;
+  float top;
   for (int i = 0; i < r.top_groups; i++) {
-    const int group = index_of_largest(value, lane);
+    const int group = index_of_largest(value, lane, top);
     best |= 1u << group;
     if (lane == group) value = taken();
   }
   return best;
 }
 
-// Lane j < k gets the expert and score of the j-th choice.
+// Lane j < k gets the expert and score of the j-th choice. Returns the margin.
 template <int PER>
-__device__ inline void choose(
+__device__ inline float choose(
     const mp_routing& r, int lane, float (&value)[PER], const float (&score)[PER], int& expert, float& weight) {
+  float last = 0.0f, left = taken();
   for (int j = 0; j < r.k; j++) {
     float top = taken();
     int at = lane;
@@ -111,7 +114,7 @@ __device__ inline void choose(
     for (int i = 0; i < PER; i++) {
       if (value[i] > top) top = value[i], at = lane + i * MP_WARP;
     }
-    const int winner = index_of_largest(top, at);
+    const int winner = index_of_largest(top, at, last);
     float own = 0.0f;
 #pragma unroll
     for (int i = 0; i < PER; i++) {
@@ -120,6 +123,27 @@ __device__ inline void choose(
     own = of_lane(own, winner % MP_WARP);
     if (lane == j) expert = winner, weight = own;
   }
+#pragma unroll
+  for (int i = 0; i < PER; i++) left = Max()(left, value[i]);
+  const float margin = last - warp_reduce(left, Max());
+  return fabsf(margin) <= -lowest() ? margin : 0.0f;  // NaN is not, either
+}
+
+// Lane j < k gets the score of its expert.
+template <int PER>
+__device__ inline float score_of(int k, int lane, int expert, const float (&score)[PER]) {
+  float found = 0.0f;
+  for (int j = 0; j < k; j++) {
+    const int wanted = of_lane(expert, j);
+    float own = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+      if (lane + i * MP_WARP == wanted) own = score[i];
+    }
+    own = of_lane(own, wanted % MP_WARP);
+    if (lane == j) found = own;
+  }
+  return found;
 }
 
 // Orders what lanes below k hold by expert.
@@ -184,8 +208,15 @@ __global__ void __launch_bounds__(kThreads) route(Route a) {
     }
     int expert = 0;
     float weight = 0.0f;
-    choose(r, lane, value, score, expert, weight);
-    sort_choices(r.k, lane, expert, weight);
+    float margin = 0.0f;
+    if (a.given != nullptr) {
+      if (lane < r.k) expert = static_cast<int>(a.given[token * r.k + lane]);
+      weight = score_of(r.k, lane, expert, score);
+    } else {
+      margin = choose(r, lane, value, score, expert, weight);
+      sort_choices(r.k, lane, expert, weight);
+    }
+    if (lane == 0 && live) a.margin[token] = margin;
     const float sum = sum_of_lanes(r.k, weight) + kTiny;
     if (r.normalise != 0) weight = weight / sum;
     if (lane < r.k && live) {
@@ -269,9 +300,9 @@ unsigned blocks_for(int64_t tokens) {
 }  // namespace mp
 
 extern "C" int32_t mp_route(
-    void* stream, const mp_routing* routing, const float* logits, const float* bias, int64_t* chosen, float* weights,
-    float* scores) {
-  const mp::Route a{*routing, logits, bias, chosen, weights, scores};
+    void* stream, const mp_routing* routing, const float* logits, const float* bias, const int64_t* given,
+    int64_t* chosen, float* weights, float* scores, float* margin) {
+  const mp::Route a{*routing, logits, bias, given, chosen, weights, scores, margin};
   if (!mp_routing_fits(a.r)) return MP_BAD_SIZE;
   if (a.r.tokens == 0) return MP_OK;
   return mp::for_experts(a.r.experts, [&](auto most) {

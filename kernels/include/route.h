@@ -27,10 +27,12 @@ struct mp_routing {
   float scale;
 };
 
-/* chosen [tokens, k], ascending; weights [tokens, k]; scores [tokens, experts]. bias [experts] or NULL. */
+/* chosen [tokens, k], ascending; weights [tokens, k]; scores [tokens, experts]; margin [tokens], the last score + bias
+ * that was chosen less the best one of the allowed groups that was not: 0 where none is left and where it is not finite.
+ * bias [experts] or NULL. given [tokens, k] or NULL: experts in place of a choice, which chosen gets; margin is then 0. */
 int32_t mp_route(
-    void* stream, const struct mp_routing* routing, const float* logits, const float* bias, int64_t* chosen,
-    float* weights, float* scores);
+    void* stream, const struct mp_routing* routing, const float* logits, const float* bias, const int64_t* given,
+    int64_t* chosen, float* weights, float* scores, float* margin);
 
 /* dlogits [tokens, experts] from the gradients of the weights [tokens, k] and of the scores [tokens, experts]; either
  * may be NULL. Nothing flows through the choice. */

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_port.backend import expert_rows, router
 from megatron_port.backend.ops import expert_rows as own_rows
 from megatron_port.backend.ops import route as own_router
-from megatron_port.backend.router import GroupScore, Score
+from megatron_port.backend.router import Routed, Routing
 
 
 class ExpertOps(Protocol):
@@ -30,15 +30,11 @@ class ExpertOps(Protocol):
     def sum_rows_backward(self, grad: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return (dy [rows, h], dweight [tokens, k]); ``place`` names each row once."""
 
-    def route(
-        self, logits: Tensor, bias: Tensor | None, *, k: int, score: Score, groups: int, top_groups: int,
-        group_score: GroupScore, normalise: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (experts int64 [tokens, k] ascending, weights [tokens, k], scores [tokens, E])."""
+    def route(self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None) -> Routed:
+        """Return where tokens go: to the best experts by score + bias, or to ``given`` ones int64 [tokens, k]."""
 
     def route_backward(
-        self, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, *, score: Score,
-        normalise: bool, scale: float,
+        self, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, routing: Routing
     ) -> Tensor:
         """Return the logits' gradient from those of the weights and of the scores."""
 
@@ -65,23 +61,20 @@ class OwnExperts:
     def sum_rows_backward(self, grad: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return own_rows.sum_rows_backward(grad.contiguous(), y, place, weight)
 
-    def route(
-        self, logits: Tensor, bias: Tensor | None, *, k: int, score: Score, groups: int, top_groups: int,
-        group_score: GroupScore, normalise: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return own_router.route(
-            logits.contiguous(), bias, k=k, sigmoid=score == "sigmoid", groups=groups, top_groups=top_groups,
-            two=group_score == "top2", normalise=normalise, scale=scale,
-        )
+    def route(self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None) -> Routed:
+        return Routed(*own_router.route(
+            logits.contiguous(), bias, None if given is None else given.contiguous(), k=routing.k,
+            sigmoid=routing.score == "sigmoid", groups=routing.groups, top_groups=routing.top_groups,
+            two=routing.group_score == "top2", normalise=routing.normalise, scale=routing.scale,
+        ))
 
     def route_backward(
-        self, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, *, score: Score,
-        normalise: bool, scale: float,
+        self, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, routing: Routing
     ) -> Tensor:
         return own_router.route_backward(
             scores, experts, None if dweights is None else dweights.contiguous(),
-            None if dscores is None else dscores.contiguous(), sigmoid=score == "sigmoid", normalise=normalise,
-            scale=scale,
+            None if dscores is None else dscores.contiguous(), sigmoid=routing.score == "sigmoid",
+            normalise=routing.normalise, scale=routing.scale,
         )
 
 

@@ -6,7 +6,7 @@ float64 for proofs; nothing flows through the choice.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,44 +17,78 @@ _TINY = 1e-20
 """Added to the sum of weights, which may be 0 where all scores of the chosen underflow."""
 
 
-def route(
-    logits: Tensor, bias: Tensor | None, *, k: int, score: Score, groups: int, top_groups: int,
-    group_score: GroupScore, normalise: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (experts int64 [tokens, k] ascending, weights [tokens, k], scores [tokens, E]) of logits [tokens, E].
+class Routing(NamedTuple):
+    """How a router chooses and weighs."""
 
-    The k largest score + bias are chosen, from the ``top_groups`` best of ``groups`` equal runs of experts, whose value
-    is their largest or the sum of their two largest. NaN counts as infinity and -inf as the lowest number. The weights
-    are the scores without bias, divided by their sum (``normalise``), times ``scale``.
+    k: int
+    """Experts of a token."""
+    score: Score = "softmax"
+    normalise: bool = True
+    """Divide the weights of a token by their sum."""
+    scale: float = 1.0
+    """Factor on the weights."""
+    groups: int = 1
+    """Equal runs of neighbouring experts, of which a token's experts are in the ``top_groups`` best."""
+    top_groups: int = 1
+    group_score: GroupScore = "top2"
+    """Value of a group: its largest score + bias, or the sum of its two largest."""
+
+
+class Routed(NamedTuple):
+    """What a router gives of logits [tokens, E]."""
+
+    experts: Tensor
+    """int64 [tokens, k]; ascending where the router chose them."""
+    weights: Tensor
+    """[tokens, k]: the scores of the experts without bias, divided by their sum (``normalise``), times ``scale``."""
+    scores: Tensor
+    """[tokens, E]"""
+    margin: Tensor
+    """[tokens]: the last score + bias that was chosen less the best one of the allowed groups that was not; 0 where
+    none is left, where the difference is not finite, and of ``given`` experts."""
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None) -> Routed:
+    """Return where tokens go: to the k largest score + bias of each, or to ``given`` experts int64 [tokens, k].
+
+    NaN counts as infinity and -inf as the lowest number.
     """
-    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
-    value = _comparable(scores if bias is None else scores + bias)
-    if groups > 1:
-        runs = value.unflatten(-1, (groups, -1))
-        of_group = runs.amax(-1) if group_score == "max" else runs.topk(2).values.sum(-1)
-        best = torch.zeros_like(of_group, dtype=torch.bool)
-        best.scatter_(-1, _largest(_comparable(of_group), top_groups), True)
-        value = runs.masked_fill(~best.unsqueeze(-1), float("-inf")).flatten(-2)
-    experts = _largest(value, k).sort(-1).values
+    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    if given is None:
+        experts, margin = _chosen(scores if bias is None else scores + bias, routing)
+    else:
+        experts, margin = given, scores.new_zeros(scores.shape[0])
     weights = scores.gather(-1, experts)
-    if normalise:
+    if routing.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-    return experts, weights * scale, scores
+    return Routed(experts, weights * routing.scale, scores, margin)
+
+
+def _chosen(biased: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    value, k = _comparable(biased), routing.k
+    if routing.groups > 1:
+        runs = value.unflatten(-1, (routing.groups, -1))
+        of_group = runs.amax(-1) if routing.group_score == "max" else runs.topk(2).values.sum(-1)
+        best = torch.zeros_like(of_group, dtype=torch.bool)
+        best.scatter_(-1, _largest(_comparable(of_group), routing.top_groups)[1], True)
+        value = runs.masked_fill(~best.unsqueeze(-1), float("-inf")).flatten(-2)
+    values, order = _largest(value, k + 1)
+    margin = values[..., k - 1] - values[..., k] if values.shape[-1] > k else values.new_zeros(values.shape[0])
+    return order[..., :k].sort(-1).values, margin.where(margin.isfinite(), 0.0)
 
 
 def route_backward(
-    scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, *, score: Score,
-    normalise: bool, scale: float,
+    scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, routing: Routing
 ) -> Tensor:
     """Return the logits' gradient [tokens, E] from those of the weights and of the scores; None: there is none."""
     grad = torch.zeros_like(scores) if dscores is None else dscores
     if dweights is not None:
-        if normalise:
+        if routing.normalise:
             chosen = scores.gather(-1, experts)
             total = chosen.sum(-1, keepdim=True) + _TINY
             dweights = (dweights - (dweights * (chosen / total)).sum(-1, keepdim=True)) / total
-        grad = grad + torch.zeros_like(scores).scatter(-1, experts, dweights * scale)
-    if score == "sigmoid":
+        grad = grad + torch.zeros_like(scores).scatter(-1, experts, dweights * routing.scale)
+    if routing.score == "sigmoid":
         return grad * scores * (1 - scores)
     return scores * (grad - (grad * scores).sum(-1, keepdim=True))
 
@@ -63,6 +97,7 @@ def _comparable(value: Tensor) -> Tensor:
     return value.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=torch.finfo(value.dtype).min)
 
 
-def _largest(value: Tensor, count: int) -> Tensor:
-    """Indices of the largest, the first of equals, which ``topk`` does not promise."""
-    return value.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+def _largest(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest from the highest down and their indices, of equals the first, which ``topk`` does not promise."""
+    values, indices = value.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count], indices[..., :count]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.backend.direct import FirstOrderFunction, first_order
+from megatron_port.backend.router import Routed, Routing
 from megatron_port.config.moe import MoEConfig
 from megatron_port.model.build import BuildContext
 from megatron_port.model.spec import MoESpec
@@ -24,6 +25,7 @@ from megatron_port.parallel.linear import linear
 from megatron_port.parallel.linear_kernels import WIDE
 from megatron_port.parallel.positions import SequencePartition
 from megatron_port.parallel.record import InitSpec, make_record
+from megatron_port.parallel.routing import routed
 from megatron_port.parallel.step import TallySpec
 
 
@@ -66,25 +68,12 @@ class _WithLoss(FirstOrderFunction):
         return grad, ctx.like
 
 
-def ranked(scores: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
-    """Return scores [tokens, E] with those of groups that a token may not go to at minus infinity."""
-    if moe.groups == 1:
-        return scores
-    by_group = scores.unflatten(1, (moe.groups, -1))
-    of_group = by_group.amax(-1) if moe.group_score == "max" else by_group.topk(2, dim=-1).values.sum(-1)
-    best = of_group.sort(dim=-1, descending=True, stable=True).indices[:, : moe.top_groups]
-    allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best, True)
-    out: torch.Tensor = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
-    return out
-
-
-def chosen(scores: torch.Tensor, moe: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts int64 [tokens, k], ascending, with the highest scores [tokens, E], of equal ones the first;
-    and the distance [tokens] of the last score chosen from the next (0 where none is left)."""
-    values, order = ranked(scores, moe).sort(dim=-1, descending=True, stable=True)
-    k = moe.top_k
-    margin = values[:, k - 1] - values[:, k] if k < scores.shape[1] else values.new_zeros(values.shape[0])
-    return order[:, :k].sort(dim=-1).values, margin.masked_fill(margin.isinf(), 0.0)
+def routing_of(moe: MoEConfig) -> Routing:
+    """Return how the router of these layers chooses and weighs."""
+    return Routing(
+        moe.top_k, moe.score, moe.normalize, moe.scale, groups=moe.groups, top_groups=moe.top_groups,
+        group_score=moe.group_score,
+    )
 
 
 def within_capacity(
@@ -128,6 +117,7 @@ class Router(Buffered):
         super().__init__()
         self.index, self.name, self.moe = index, f"layers.{index}.mlp.router", build.model.moe
         self.stream, self.group, self.share = build.stream, build.ctx.over("tp"), share
+        self.routing, self.ops = routing_of(self.moe), build.providers.experts
         self.capacity = self.moe.capacity(build.model.seq_length)
         weight, *bias = (build.unsplit(p, f"layers.{index}") for p in spec.router_parameters)
         self.weight = weight
@@ -143,41 +133,35 @@ class Router(Buffered):
                 add_buffer(self, name, record, build.ctx.device)
 
     def forward(self, x: torch.Tensor) -> Route:
-        moe, context = self.moe, self.stream.current
+        context = self.stream.current
         rows, batch, _ = x.shape
         logits = linear(self._jittered(x), self.weight, self.bias, kernels=WIDE).flatten(0, 1)
-        scores = logits.softmax(dim=-1) if moe.score == "softmax" else logits.sigmoid()
-        own, fixed = self._experts(scores), None if context is None else context.fixed_route(self.index)
-        experts = own if fixed is None else fixed[0]
-        weights = scores.gather(1, experts)
-        if moe.normalize:
-            tiny = 1e-20 if moe.score == "sigmoid" else 0.0  # all of them may underflow
-            weights = weights / (weights.sum(dim=1, keepdim=True) + tiny)
+        fixed = None if context is None else context.fixed_route(self.index)
+        experts, weights, scores, _ = self._routed(logits, None if fixed is None else fixed[0])
         kept = self._kept(experts, scores.detach(), weights.detach(), rows, batch)
         if fixed is not None and kept is not None:
             kept = fixed[1]
         if context is not None:
             context.note_route(self.index, experts, kept)
         if context is not None and torch.is_grad_enabled() and self.training:
-            weights = self._with_losses(weights * moe.scale, logits, scores, experts, rows, batch)
+            weights = self._with_losses(weights, logits, scores, experts, rows, batch)
             self._count(experts, kept)
-        else:
-            weights = weights * moe.scale
         return Route(experts, weights, kept)
 
     # -- the choice --------------------------------------------------------------------------------------------------
 
-    def _experts(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts of each token; in a recomputed pass those of the first."""
-        def choose() -> torch.Tensor:
-            choice = scores.detach() if self.balance_bias is None else scores.detach() + self.balance_bias
-            experts, margin = chosen(choice, self.moe)
-            if self.stream.current is not None:
-                self.stream.current.add_tally("margin", self.index, margin.double().sum())
-            return experts
-
-        context = self.stream.current
-        return choose() if context is None else context.keep(f"{self.name}.experts", choose)
+    def _routed(self, logits: torch.Tensor, fixed: torch.Tensor | None) -> Routed:
+        """The route of each token, to ``fixed`` experts if there are any; in a recomputed pass to those of the
+        first."""
+        context, place = self.stream.current, f"{self.name}.experts"
+        given = fixed if fixed is not None or context is None else context.recalled(place)
+        out = routed(logits, self.balance_bias, given, self.routing, self.ops)
+        if context is not None:
+            context.keep(place, lambda: out.experts)
+            if not context.recomputing:
+                own = out if fixed is None else self.ops.route(logits.detach(), self.balance_bias, self.routing)
+                context.add_tally("margin", self.index, own.margin.double().sum())
+        return out
 
     def _jittered(self, x: torch.Tensor) -> torch.Tensor:
         jitter = self.moe.jitter if self.training and self.stream.enabled else 0.0
@@ -209,7 +193,7 @@ class Router(Buffered):
                 lot = self._drawn("second_expert", rows, 1).flatten(0, 1)
                 second = weights.sort(dim=1, descending=True, stable=True).indices[:, 1:]
                 is_second = torch.arange(2, device=kept.device) == second
-                kept &= ~is_second | (2.0 * weights > lot)
+                kept &= ~is_second | (2.0 * weights > lot * self.moe.scale)
             return self._fitting(experts, scores.gather(1, experts), kept, batch) if self.capacity else kept
 
         return context.keep(f"{self.name}.kept", decide)

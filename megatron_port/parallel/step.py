@@ -186,6 +186,10 @@ class StepContext:
         self.kept[place] = value = make()
         return value
 
+    def recalled(self, place: str) -> torch.Tensor | None:
+        """Return what the first pass kept under this name (:meth:`keep`); None: this is the first pass."""
+        return self.kept.get(place) if self.recomputing else None
+
     def fixed_route(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return what :meth:`RouteKeeper.fixed` does for a layer; None where nobody fixes routes."""
         return None if self.routes is None else self.routes.fixed(layer, self)

@@ -33,17 +33,22 @@ class Rule:
     normalise: bool = True
     scale: float = 1.0
 
-    def run(self, ops: ExpertOps, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.route(
-            logits, bias, k=self.k, score=self.score, groups=self.groups, top_groups=self.top_groups,
-            group_score=self.group_score, normalise=self.normalise, scale=self.scale,
+    @property
+    def routing(self) -> router.Routing:
+        return router.Routing(
+            self.k, self.score, self.normalise, self.scale, groups=self.groups, top_groups=self.top_groups,
+            group_score=self.group_score,
         )
+
+    def run(
+        self, ops: ExpertOps, logits: Tensor, bias: Tensor | None, given: Tensor | None = None
+    ) -> router.Routed:
+        return ops.route(logits, bias, self.routing, given)
 
     def back(
         self, ops: ExpertOps, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None
     ) -> Tensor:
-        return ops.route_backward(scores, experts, dweights, dscores, score=self.score, normalise=self.normalise,
-                                  scale=self.scale)
+        return ops.route_backward(scores, experts, dweights, dscores, self.routing)
 
 
 RULES = [
@@ -64,8 +69,8 @@ def comparable(value: float) -> float:
     return INFINITY if value != value else max(value, lowest)
 
 
-def chosen_by(rule: Rule, values: list[float]) -> list[int]:
-    """The rule in words: the best groups, of their experts the best, of equals the first."""
+def chosen_by(rule: Rule, values: list[float]) -> tuple[list[int], float]:
+    """The rule in words: the best groups, of their experts the best, of equals the first; and the margin."""
     size = rule.experts // rule.groups
     allowed = range(rule.experts)
     if rule.groups > 1:
@@ -75,13 +80,18 @@ def chosen_by(rule: Rule, values: list[float]) -> list[int]:
 
         ordered = sorted(range(rule.groups), key=lambda g: (-of_group(g), g))[: rule.top_groups]
         allowed = [e for e in range(rule.experts) if e // size in ordered]  # type: ignore[assignment]
-    return sorted(sorted(allowed, key=lambda e: (-values[e], e))[: rule.k])
+    best = sorted(allowed, key=lambda e: (-values[e], e))
+    left = [values[e] for e in best[rule.k - 1 : rule.k + 1]]
+    margin = left[0] - left[1] if len(left) == 2 else 0.0
+    return sorted(best[: rule.k]), margin if abs(margin) < INFINITY else 0.0
 
 
-def assert_chosen(rule: Rule, experts: Tensor, scores: Tensor, bias: Tensor | None) -> None:
-    values = (scores if bias is None else scores + bias).cpu()
+def assert_chosen(rule: Rule, out: router.Routed, bias: Tensor | None) -> None:
+    values = (out.scores if bias is None else out.scores + bias).cpu()
     for token, row in enumerate(values.tolist()):
-        assert experts[token].tolist() == chosen_by(rule, list(map(comparable, row))), (rule, token)
+        experts, margin = chosen_by(rule, list(map(comparable, row)))
+        assert out.experts[token].tolist() == experts, (rule, token)
+        assert float(out.margin[token]) == float(torch.tensor(margin)), (rule, token)
 
 
 @providers
@@ -96,9 +106,25 @@ def test_the_choice_is_that_of_the_rule_on_its_own_scores(device: torch.device, 
         logits[11] = -INFINITY
         logits[12] = logits[12] * 100  # scores that underflow to equals
         for given in (None, bias, torch.where(bias > 0, bias, -INFINITY)):
-            experts, weights, scores = rule.run(ops, logits, given)
-            assert experts.dtype == torch.int64 and weights.shape == experts.shape == (14, rule.k)
-            assert_chosen(rule, experts, scores, given)
+            out = rule.run(ops, logits, given)
+            assert out.experts.dtype == torch.int64 and out.weights.shape == out.experts.shape == (14, rule.k)
+            assert_chosen(rule, out, given)
+
+
+@providers
+def test_given_experts_are_those_of_a_choice(device: torch.device, ops: ExpertOps) -> None:
+    """The bits of the router's own choice where they are it; else the weights of those, in their order."""
+    for rule in RULES:
+        logits, bias = (t.to(device) for t in random_logits(rule, 9))
+        first = rule.run(ops, logits, bias)
+        again = rule.run(ops, logits, None, first.experts)
+        assert all(map(torch.equal, again[:3], first[:3])) and not bool(again.margin.any()), rule
+        g = torch.Generator().manual_seed(rule.experts)
+        other = torch.rand(9, rule.experts, generator=g).argsort(-1)[:, : rule.k]
+        experts, weights, scores, margin = rule.run(ops, logits, bias, other.to(device))
+        wanted, _ = exact_router(rule, logits.cpu().double(), other)
+        assert torch.equal(experts.cpu(), other) and torch.equal(scores, first.scores) and not bool(margin.any())
+        assert float(((weights.cpu() - wanted) / wanted).abs().max()) < 16 * ULP, rule
 
 
 def exact_router(rule: Rule, logits: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +151,7 @@ def test_scores_weights_and_gradients(device: torch.device, ops: ExpertOps) -> N
     """Within a few roundings of autograd in fp64 with the same choice."""
     for rule in RULES:
         logits, bias = random_logits(rule, 11, 1)
-        experts, weights, scores = (t.cpu() for t in rule.run(ops, logits.to(device), bias.to(device)))
+        experts, weights, scores, _ = (t.cpu() for t in rule.run(ops, logits.to(device), bias.to(device)))
         leaf = logits.double().requires_grad_()
         exact = exact_router(rule, leaf, experts)
         for found, wanted, roundings in ((weights, exact[0].detach(), 16), (scores, exact[1].detach(), 8)):
@@ -152,7 +178,7 @@ def test_tokens_go_where_topk_sends_them(own: Path, rule: Rule, tokens: int) -> 
     hundred thousand tokens each."""
     kernels.load("cpu")
     logits, bias = random_logits(rule, 100_000 if os.environ.get("SLOW") == "1" else tokens, 3)
-    experts, _, scores = rule.run(own_experts, logits, bias)
+    experts, _, scores, margin = rule.run(own_experts, logits, bias)
     values = (logits.double().softmax(-1) if rule.score == "softmax" else logits.double().sigmoid()) + bias
     allowed = values
     if rule.groups > 1:
@@ -169,6 +195,7 @@ def test_tokens_go_where_topk_sends_them(own: Path, rule: Rule, tokens: int) -> 
     torchs = rule.run(torch_experts, logits[:10_000], bias)
     assert int((experts[:10_000] != torchs[0]).any(-1).sum()) <= 1
     assert torch.allclose(scores[:10_000], torchs[2], rtol=8 * ULP, atol=0)
+    assert torch.allclose(margin[:10_000], torchs[3], rtol=0, atol=8 * ULP * (1 + float(bias.abs().max())))
 
 
 @providers
@@ -176,16 +203,17 @@ def test_sums_of_nothing(device: torch.device, ops: ExpertOps) -> None:
     """Scores that underflow give weights of 0, not NaN; a weight that is always 1 has no gradient."""
     rule = Rule(64, 2, score="sigmoid")
     logits = torch.full((3, 64), -200.0, device=device)
-    experts, weights, scores = rule.run(ops, logits, None)
+    experts, weights, scores, _ = rule.run(ops, logits, None)
     assert experts.tolist() == [[0, 1]] * 3 and not bool(weights.any())
     assert bool(rule.back(ops, scores, experts, torch.ones_like(weights), None).isfinite().all())
     one = Rule(64, 1)
-    experts, weights, scores = one.run(ops, random_logits(one, 5)[0].to(device), None)
+    experts, weights, scores, _ = one.run(ops, random_logits(one, 5)[0].to(device), None)
     assert weights.tolist() == [[1.0]] * 5
     assert not bool(one.back(ops, scores, experts, torch.full_like(weights, 3.7), None).any())
     none = torch.empty(0, 64, device=device)
-    experts, weights, scores = one.run(ops, none, None)
-    assert experts.shape == (0, 1) and one.back(ops, scores, experts, weights, scores).shape == (0, 64)
+    experts, weights, scores, margin = one.run(ops, none, None)
+    assert experts.shape == (0, 1) and margin.shape == (0,)
+    assert one.back(ops, scores, experts, weights, scores).shape == (0, 64)
 
 
 def test_the_same_bits_again_on_any_number_of_threads(device: torch.device) -> None:
@@ -204,8 +232,10 @@ def test_the_same_bits_again_on_any_number_of_threads(device: torch.device) -> N
 def test_opcheck(own: Path) -> None:
     kernels.load("cpu")
     logits, bias = torch.randn(5, 16), torch.randn(16)
-    torch.library.opcheck(torch.ops.megatron_port.route, (logits, bias, 2, True, 4, 2, True, True, 2.5))
-    chosen, weights, scores = torch.ops.megatron_port.route(logits, None, 2, False, 1, 1, False, False, 1.0)
+    torch.library.opcheck(torch.ops.megatron_port.route, (logits, bias, None, 2, True, 4, 2, True, True, 2.5))
+    chosen, weights, scores, _ = torch.ops.megatron_port.route(logits, None, None, 2, False, 1, 1, False, False, 1.0)
+    torch.library.opcheck(
+        torch.ops.megatron_port.route, (logits, None, chosen, 2, False, 1, 1, False, False, 1.0))
     torch.library.opcheck(
         torch.ops.megatron_port.route_backward, (scores, chosen, weights, scores, False, False, 1.0))
 
@@ -214,6 +244,7 @@ def test_opcheck(own: Path) -> None:
     ({"logits": lambda x: x.t()}, "not contiguous"),
     ({"logits": lambda x: x.bfloat16()}, r"must be float32 \[tokens, experts\]"),
     ({"bias": lambda b: b[:-1].contiguous()}, "bias has 15 elements, not 16"),
+    ({"given": lambda g: g[1:]}, "chosen has 2 elements, not 3"),
     ({"k": lambda k: 5}, "cannot choose 5 of 16 experts from the best 1 of 4 groups"),
     ({"groups": lambda g: 3}, "groups are equal"),
     ({"k": lambda k: 0}, "must be from 1 to 512"),
@@ -221,7 +252,8 @@ def test_opcheck(own: Path) -> None:
 ])
 def test_refusals(device: torch.device, change: dict[str, Callable[[Any], Any]], text: str) -> None:
     given: dict[str, Any] = {
-        "logits": torch.randn(3, 16, device=device), "bias": torch.randn(16, device=device), "k": 1, "sigmoid": False,
+        "logits": torch.randn(3, 16, device=device), "bias": torch.randn(16, device=device),
+        "given": torch.zeros(3, 1, dtype=torch.int64, device=device), "k": 1, "sigmoid": False,
         "groups": 4, "top_groups": 1, "two": True, "normalise": True, "scale": 1.0,
     }
     given |= {name: how(given[name]) for name, how in change.items()}

@@ -2,7 +2,7 @@
 
 float32, at most 512 experts, 32 groups and 32 choices. No gradients of their own: ``backend.experts`` puts them
 together. Bytes: forward the logits in and the scores out, backward the scores (and their gradient) in and the logits'
-gradient out; 12 bytes a choice beside them.
+gradient out; 12 bytes a choice and 4 a token beside them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ MOST_EXPERTS, MOST_CHOICES = 512, 32
 
 
 def route(
-    logits: Tensor, bias: Tensor | None, *, k: int, sigmoid: bool, groups: int, top_groups: int, two: bool,
-    normalise: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (experts int64 [tokens, k] ascending, weights [tokens, k], scores [tokens, E]) of contiguous logits.
+    logits: Tensor, bias: Tensor | None, given: Tensor | None, *, k: int, sigmoid: bool, groups: int, top_groups: int,
+    two: bool, normalise: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (experts int64 [tokens, k] ascending, weights [tokens, k], scores [tokens, E], margin [tokens]) of
+    contiguous logits; the experts are ``given`` int64 [tokens, k] where it is a tensor, and the margin then 0.
 
     ``bias`` [E] only chooses. ``two``: a group's value is the sum of its two largest, else its largest.
     """
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.megatron_port.route.default(
-        logits, bias, k, sigmoid, groups, top_groups, two, normalise, scale
+    out: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.megatron_port.route.default(
+        logits, bias, given, k, sigmoid, groups, top_groups, two, normalise, scale
     )
     return out
 
@@ -40,11 +41,11 @@ def route_backward(
 
 
 def _route_shapes(
-    logits: Tensor, bias: Tensor | None, k: int, sigmoid: bool, groups: int, top_groups: int, two: bool,
-    normalise: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    chosen = (logits.shape[0], k)
-    return logits.new_empty(chosen, dtype=torch.int64), logits.new_empty(chosen), torch.empty_like(logits)
+    logits: Tensor, bias: Tensor | None, given: Tensor | None, k: int, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, chosen = logits.shape[0], (logits.shape[0], k)
+    return (logits.new_empty(chosen, dtype=torch.int64), logits.new_empty(chosen), torch.empty_like(logits),
+            logits.new_empty(tokens))
 
 
 def _backward_shape(scores: Tensor, chosen: Tensor, *_: object) -> Tensor:
