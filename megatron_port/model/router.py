@@ -223,8 +223,8 @@ class Router(Buffered):
         positions = self.share.seq_length(rows * self.share.pieces)
         if moe.balance_loss != "none":
             shares = scores if moe.score == "softmax" else scores / (scores.sum(dim=1, keepdim=True) + 1e-20)
-            balance = (self._loads(experts, batch, positions) * shares.unflatten(0, (rows, batch)).sum(0)).sum()
-            balance = balance / positions
+            loads = self._loads(self._counted(scores, experts), batch, positions)
+            balance = (loads * shares.unflatten(0, (rows, batch)).sum(0)).sum() / positions
             context.add_tally("balance_loss", self.index, balance.double())
             terms.append(moe.balance_weight * balance)
         if moe.z_weight:
@@ -236,6 +236,17 @@ class Router(Buffered):
         term = torch.stack(terms).sum() * context.sample_factor
         out: torch.Tensor = _WithLoss.apply(weights, term.to(weights.dtype))
         return out
+
+    def _counted(self, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The choices that a balance loss counts: the token's own, or where a bias balances too those that its scores
+        alone would make (DeepSeek-V3, arXiv 2412.19437, equation 18)."""
+        context = self.stream.current
+        if not self.moe.balance_bias or context is None:
+            return experts
+        return context.keep(
+            f"{self.name}.counted",
+            lambda: scores.detach().sort(dim=1, descending=True, stable=True).indices[:, : self.moe.top_k],
+        )
 
     def _loads(self, experts: torch.Tensor, batch: int, positions: int) -> torch.Tensor:
         """Share of each expert in the choices, times E: [batch, E] of each sample, or [E] of the last step."""

@@ -30,6 +30,7 @@ import torch
 from cases import LR, Order, _alone, _in_fp32, make_batches, providers_of
 from pool import RankPool
 
+from megatron_port.backend.router import Routed
 from megatron_port.config.moe import RoutesConfig
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.batch import MicroBatch
@@ -101,16 +102,18 @@ class Watch:
         self.taken: dict[Token, tuple[int, ...]] = {}
         for module in (m for chunk in engine.chunks for m in chunk.modules() if isinstance(m, Router)):
             module.register_forward_hook(self._after)
-            module._experts = functools.partial(self._chosen, module, module._experts)  # type: ignore[method-assign]
+            module._routed = functools.partial(  # type: ignore[method-assign]
+                self._chosen, module, module._routed
+            )
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _chosen(
-        self, router: Router, choose: Callable[[torch.Tensor], torch.Tensor], scores: torch.Tensor
-    ) -> torch.Tensor:
-        made = choose(scores)
-        biased = scores.detach() if router.balance_bias is None else scores.detach() + router.balance_bias
-        self._last = made, biased
-        return made
+        self, router: Router, choose: Callable[[torch.Tensor, torch.Tensor | None], Routed], logits: torch.Tensor,
+        fixed: torch.Tensor | None,
+    ) -> Routed:
+        own = router.ops.route(logits.detach(), router.balance_bias, router.routing)
+        self._last = own.experts, own.scores if router.balance_bias is None else own.scores + router.balance_bias
+        return choose(logits, fixed)
 
     def _after(self, router: Router, inputs: tuple[torch.Tensor], route: Route) -> None:
         context, (x,) = router.stream.current, inputs

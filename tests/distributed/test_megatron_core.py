@@ -310,9 +310,10 @@ def test_routers_are_megatron_cores(name: str, monkeypatch: pytest.MonkeyPatch) 
     logits = (x @ weight.t()).flatten(0, 1)
     with InFp64OnCpu():
         probs, routed = theirs.topk_routing_with_score_function(logits, moe.top_k, **arguments)
-        shares = theirs.compute_routing_scores_for_aux_loss(logits, moe.top_k, moe.score)[1].unflatten(0, (48, 3))
+        by_score, shares = theirs.compute_routing_scores_for_aux_loss(logits, moe.top_k, moe.score)
         z = theirs.z_loss_func(logits, 1.0)
-    balance = balance_of(shares, routed.unflatten(0, (48, 3)), moe)
+    counted = by_score if moe.balance_bias else routed
+    balance = balance_of(shares.unflatten(0, (48, 3)), counted.unflatten(0, (48, 3)), moe)
     (0.3 * balance + 0.2 * 3 * z).backward()
     assert torch.equal(route.experts, routed.nonzero()[:, 1].view(-1, moe.top_k))
     assert relative(route.weights, probs.gather(1, route.experts)) < 1e-6
