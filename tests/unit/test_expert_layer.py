@@ -25,6 +25,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import active_count, model_flops
 from megatron_port.model.moe import MoE
 from megatron_port.model.router import tally_specs
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.experts import grouped_linear
 from megatron_port.parallel.random import DropoutStream
@@ -162,7 +163,7 @@ def test_the_balance_bias_is_not_cast_and_survives_a_checkpoint() -> None:
     assert bias.dtype == torch.float32 and bool(bias.any())
     kept = bias.clone()
     engine.stage.half()
-    (record, cast), = engine.buffers
+    (record, cast), = recorded_buffers(engine.stage)
     assert cast.dtype == torch.float32 and torch.equal(cast, kept)
     saved = {piece.name: piece for piece in engine.state_pieces()}
     assert torch.equal(saved[record.name].tensor.view(-1), kept)
