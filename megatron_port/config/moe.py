@@ -177,6 +177,12 @@ def _run_problems(config: RunConfig) -> list[str]:
     if ep > 1 and config.engine == "deepspeed":
         out.append(f"engine deepspeed with layout.expert_parallel_size {ep}: it runs experts on every replica; use 1, "
                    'or engine = "native"')
+    if ep > tp and config.numerics.replay_interval:
+        out.append(
+            f"numerics.replay_interval {config.numerics.replay_interval} with layout.expert_parallel_size {ep}: "
+            "another replica has other experts, and computes with other tokens' rows; use an expert_parallel_size of "
+            f"at most tensor_parallel_size {tp}, or replay_interval 0"
+        )
     if config.precision.fp8 != "none":
         out.append(f'precision.fp8 "{config.precision.fp8}" is not built for layers of experts; use fp8 = "none"')
     if config.backend.graphs != "off":

@@ -78,6 +78,10 @@ class Engine(Protocol):
 
     state_check: StateCheck
     """Hashes that :meth:`state_damage` compares."""
+
+    @property
+    def buffers(self) -> Sequence[tuple[ParameterRecord, torch.Tensor]]:
+        """This rank's state that no gradient changes (``parallel.buffers``)."""
     stream: DropoutStream
     """Random streams, and the context of the micro-batch in flight."""
 

@@ -25,8 +25,9 @@ from megatron_port.runtime.logging import ranks_text
 
 CHUNK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 22}
 """Words hashed at a time: what fits a core's cache, and what keeps a GPU busy. Bounds the memory: 16 bytes each."""
-COPIES = (REPLICAS, ("tp",), ("kv_copies",))
-"""Sets of axes over which copies are compared: the first that a parameter is replicated over, then what is left."""
+COPIES = (REPLICAS, ("tp",), ("kv_copies",), ("expert_shard", "expert_replicate"), ("expert_tp",))
+"""Sets of axes over which copies are compared: the first that a parameter is replicated over, then what is left. The
+last two are of experts that ranks divide."""
 
 
 class BitsHash:
@@ -115,7 +116,8 @@ def _explain(
 
 
 def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
-    """Compare the copies of every replicated parameter over data, tensor, key/value and tied groups. Collective.
+    """Compare the copies of every replicated parameter and buffer over data, tensor, key/value, expert and tied groups.
+    Collective.
 
     Costs one pass over this rank's weights, two all-reduces of 8 bytes per parameter for each kind of group, and one
     synchronisation.
@@ -128,6 +130,7 @@ def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
     digest = BitsHash(ctx.device)
     # Each is hashed when its turn comes: under ZeRO stage 3 its values are there only then.
     pairs = [(record, digest(p)) for record, p in engine.named_parameters()]
+    pairs += [(record, digest(buffer)) for record, buffer in engine.buffers]
     if not pairs:
         agree(None)
         return

@@ -15,6 +15,8 @@ from pool import RankPool
 
 from megatron_port.config.schema import MoEConfig, RunConfig
 from megatron_port.engine.native import NativeEngine
+from megatron_port.errors import NumericsError
+from megatron_port.health.replicas import check_replicas
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.experts import Dispatched, plan_exchange, send_home
 from megatron_port.parallel.state import StatePiece
@@ -194,3 +196,33 @@ def test_rows_cross_four_times(ranks: RankPool) -> None:
     tokens, layers, width = 4 * config.model.seq_length, 2, 8
     assert sum(rows for rows, _ in found) == 4 * 3 * 16 * width * tokens * layers
     assert all(counts == layers * 4 // 2 // config.batch.micro_batch_size for _, counts in found)
+
+
+def flipped_copy(config: RunConfig, topology: Topology, what: str) -> str:
+    """Check the replicas, change a copy on the last rank, check again; return what is said."""
+    ctx = ParallelContext.create(topology, "cpu")
+    try:
+        engine = build_engine(config, ctx, providers_of(config))
+        check_replicas(engine, ctx, step=1)
+        held = {r.name.rpartition(".mlp.")[2]: p for r, p in (*engine.named_parameters(), *engine.buffers)}
+        if ctx.rank == topology.world_size - 1:
+            with torch.no_grad():
+                held[what].view(-1)[3] += 1e-6
+        try:
+            check_replicas(engine, ctx, step=2)
+        except NumericsError as error:
+            return str(error)
+        return ""
+    finally:
+        ctx.close()
+
+
+@pytest.mark.parametrize(("topology", "what"), [
+    (Topology(dp=4, ep=2), "experts.up.weight"), (Topology(tp=4, ep=2), "experts.down.weight"),
+    (Topology(tp=2, dp=2, ep=4), "router.balance_bias"),
+], ids=["over replicas", "over a part of tp", "of the bias"])
+def test_copies_of_experts_are_compared(ranks: RankPool, topology: Topology, what: str) -> None:
+    """They lie along what ep leaves of the replicas and of tp."""
+    config = case(topology, balance_bias=True)
+    for said in ranks.run(4, flipped_copy, config, topology, what):
+        assert what in said and "rank 3" in said, said
