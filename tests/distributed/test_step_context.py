@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from cases import LR, make_batches, make_config, providers_of, release_deepspeed
 from pool import RankPool
 
 from megatron_port.config.schema import RunConfig
-from megatron_port.model.gpt import GPTStage
 from megatron_port.model.layers import TransformerLayer
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
@@ -58,9 +58,9 @@ class _TermModel:
         return hook
 
 
+@mock.patch("megatron_port.model.gpt.auxiliary_names", new=lambda depths: ("square", "samples"))
 def _steps(config: RunConfig, topology: Topology) -> list[dict[str, Any]]:
     """Two steps and an evaluation with the term; the function that ranks are sent."""
-    GPTStage.auxiliary_names = ("square", "samples")
     if config.engine == "deepspeed":
         from deepspeed.accelerator import get_accelerator
 
@@ -81,7 +81,6 @@ def _steps(config: RunConfig, topology: Topology) -> list[dict[str, Any]]:
             assert engine.auxiliary.values.tolist() in (before, [0.0, 0.0]), "an evaluation added"
         return out
     finally:
-        GPTStage.auxiliary_names = ()
         if topology.world_size > 1:
             ctx.close()
             if config.engine == "deepspeed":

@@ -117,7 +117,9 @@ def test_groups_cover_every_rank_once_an_axis_and_skip_single_ranks() -> None:
         assert sorted(r for g in groups[axis] for r in g) == list(range(12))
     assert list(groups["embedding"]) == [(g[0], g[-1]) for g in groups["pp"]]
     assert planned(Topology()) == []
-    assert [c.names for c in planned(Topology(dp=4))] == [("dp", "dp+cp", "dp_shard+cp", "world")]
+    assert [c.names for c in planned(Topology(dp=4))] == [
+        ("dp", "dp+cp", "dp_shard+cp", "expert_shard", "expert_shard+expert_replicate", "world")
+    ]
 
 
 @pytest.mark.parametrize("arguments,kept", [
