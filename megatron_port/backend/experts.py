@@ -1,4 +1,4 @@
-"""What a layer of experts has providers for: the router and the moving of rows, in torch ops or own kernels.
+"""Providers of a layer of experts: the router and the moving of rows, in torch ops or own kernels.
 
 None of them has a gradient; the layer's autograd functions put them together (``parallel.experts``).
 """

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What a router gives of logits [tokens, E]."""
+    """Result of a router for logits [tokens, E]."""
 
     experts: Tensor
     """int64 [tokens, k]; ascending where the router chose them."""

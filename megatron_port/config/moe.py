@@ -101,7 +101,7 @@ def experts_of(model: ModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutesConfig:
-    """What a run does with the routes of its tokens; changes no number, except that replay fixes them."""
+    """Log and replay of the routes of a run's tokens; changes no number, except that replay fixes them."""
 
     routes: Literal["none", "log"] = "none"
     """none | log (write the experts of each token of each layer and step to the run's folder)"""

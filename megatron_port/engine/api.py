@@ -41,7 +41,7 @@ class StepResult:
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     """Sums over the global batch of what the model's modules added, by name (``parallel.step``)."""
     tallies: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What they counted in the global batch, by name, in host memory."""
+    """Counts and sums of the global batch by name, in host memory (``parallel.step.Tallies``)."""
 
 
 @dataclass(frozen=True)

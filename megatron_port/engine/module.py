@@ -22,7 +22,7 @@ class StageModule(Protocol):
     auxiliary_names: tuple[str, ...]
     """Names of the sums that modules of the whole model add to in a step (``parallel.step``), alike on every stage."""
     tally_specs: Mapping[str, TallySpec]
-    """What they count, likewise."""
+    """Shapes and dtypes of the counts and sums that they add to, by name, likewise."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Tokens, or the boundary's tensors, in; the boundary's tensors (one may stand alone), or logits, out."""
