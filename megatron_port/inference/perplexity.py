@@ -144,7 +144,7 @@ def _steps(samples: Samples, ctx: ParallelContext, size: int) -> Iterator[list[M
 
 
 def _micro_batch(samples: Samples, ids: tuple[int, ...], ctx: ParallelContext) -> MicroBatch:
-    """What this stage needs of some samples; of those beyond the last one nothing counts."""
+    """Return this stage's part of some samples; of those beyond the last one nothing counts."""
     here = [min(i, len(samples) - 1) for i in ids]
     if not ctx.is_first_stage and not ctx.is_last_stage:
         return MicroBatch(ids, labels_masked=True, document_starts=_stacked([samples.starts(i) for i in here]))
