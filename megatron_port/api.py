@@ -109,7 +109,7 @@ def build_loaders(session: Session) -> Loaders:
         config, dp_rank=ctx.index("dp"), dp_size=ctx.size("dp"), need_tokens=ctx.is_first_stage,
         need_labels=ctx.is_last_stage,
         train_samples=BatchSchedule(config.batch, ctx.size("dp")).samples_before(config.training.steps),
-        partition=sequence_partition(ctx.mesh, ctx.rank),
+        partition=sequence_partition(ctx.mesh, ctx.rank, order=config.layout.cp_order),
     )
 
 

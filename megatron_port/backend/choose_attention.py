@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,8 @@ def choose_attention(
         raise refuse("attention", asked, f"model.attention_dropout is {needs.dropout:g}, and {drops}", "math")
     if asked != "auto" and (lacking := needs.mask.problem(asked)):
         raise refuse("attention", asked, lacking, "math")
+    if needs.dropout > 0.0 and needs.mask.runs:
+        own = replace(own, problem=own.problem or "own attention drops probabilities of whole sequences only")
     if needs.dropout > 0.0 and asked == "auto" and own.problem:
         why = f"auto: attention_dropout {needs.dropout:g}; {own.problem}"
         return attn.math_attention_with(softmax), ProviderRow("attention", "math", why)

@@ -17,6 +17,7 @@ _WORDS = {
     "window": "a window (model.sliding_window)", "softcap": "soft-capped scores (model.attention_softcap)",
     "sinks": "attention sinks (model.attention_sinks)",
     "documents": "attention within documents (data.attention_documents)",
+    "runs": "queries at other positions than the keys (layout.context_parallel_size)",
 }
 
 
@@ -28,6 +29,8 @@ class MaskNeeds:
     softcap: bool = False
     sinks: bool = False
     documents: bool = False
+    runs: bool = False
+    """Queries are some positions of the sequence, and keys all or others."""
 
     @classmethod
     def of(cls, config: RunConfig) -> MaskNeeds:
@@ -38,12 +41,13 @@ class MaskNeeds:
             window="window" in kinds and 0 < model.sliding_window < model.seq_length,
             softcap=model.attention_softcap > 0, sinks=model.attention_sinks,
             documents=config.data.attention_documents == "within",
+            runs=config.layout.context_parallel_size > 1 and config.layout.cp_method != "heads",
         )
 
     @property
     def any(self) -> bool:
         """Whether attention is more than causal."""
-        return self.window or self.softcap or self.sinks or self.documents
+        return self.window or self.softcap or self.sinks or self.documents or self.runs
 
     def problem(self, provider: str) -> str:
         """Return what is needed and the provider cannot do, as a sentence, or nothing."""

@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from megatron_port.config.context import context_problems
 from megatron_port.config.schema import LayoutConfig, RunConfig
 from megatron_port.errors import ConfigError
 
@@ -246,13 +247,8 @@ def _replicas(config: RunConfig, world_size: int | None) -> int:
 
 
 def _axis_problems(config: RunConfig, world_size: int | None) -> list[str]:
-    """Hybrid sharding, and the axes that are planned and not built."""
-    layout, out = config.layout, []
-    if layout.context_parallel_size > 1:
-        out.append(
-            f"layout.context_parallel_size is {layout.context_parallel_size}: context parallelism is not built yet; "
-            "use 1"
-        )
+    """Context and expert parallelism, hybrid sharding."""
+    layout, out = config.layout, context_problems(config)
     replicas, shard = _replicas(config, world_size), layout.shard_size
     out += _expert_problems(layout, replicas)
     if shard and replicas % shard:

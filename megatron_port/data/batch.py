@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_port.parallel.positions import Division
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -14,6 +16,7 @@ class MicroBatch:
     ``sample_ids`` are global sample indices counted from the start of training;
     they key dropout, so every stage needs them. Only the first stage needs
     ``tokens`` and only the last ``labels`` and ``loss_mask``; elsewhere they are None.
+    A context-parallel rank has those of its positions.
     Every stage is told whether labels are masked, because all take part in counting the step's tokens.
     """
 
@@ -27,8 +30,10 @@ class MicroBatch:
     labels_masked: bool = False
     """The last stage has a ``loss_mask``. The same on every stage; without a pipeline the mask alone tells it."""
     document_starts: torch.Tensor | None = None
-    """int32 [batch, seq], on every stage: where in its sample the document of each position starts; None: every sample
-    is one document"""
+    """int32 [batch, seq], on every stage and of the whole sequence: where in its sample the document of each position
+    starts; None: every sample is one document"""
+    division: Division | None = None
+    """How these sequences are divided between context-parallel ranks; None: as the layout says"""
 
     @property
     def masked(self) -> bool:

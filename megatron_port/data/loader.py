@@ -41,7 +41,7 @@ class StepLoader:
             (the first token of an unrelated document) is left out of the loss, as in Megatron-LM.
         need_tokens, need_labels: what this pipeline stage consumes; with neither, no token is read.
         documents: the dataset's samples say where their documents start, which every stage is told.
-        partition: which positions of a sequence this rank holds; tokens, labels, masks and starts are of these.
+        partition: which positions of a sequence this rank holds; tokens, labels and masks are of these.
         remote: a corpus lies in a store; the samples of the step that follows are read beside training.
     """
 
@@ -114,7 +114,7 @@ class StepLoader:
         return self.positions.take(torch.from_numpy(rows), dim=1).contiguous()
 
     def _starts(self, rows: Iterable[np.ndarray | None]) -> torch.Tensor | None:
-        return self._held(np.stack([row for row in rows if row is not None])) if self.documents else None
+        return torch.from_numpy(np.stack([row for row in rows if row is not None])) if self.documents else None
 
     def _pack(
         self, ids: tuple[int, ...], read: Callable[[int], Sample], starts: Callable[[int], np.ndarray | None], *,

@@ -35,6 +35,7 @@ from megatron_port.optim.state_check import Damage, check_of
 from megatron_port.parallel.buffers import Buffered, recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
+from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
@@ -191,7 +192,8 @@ class DeepSpeedEngine:
         batch = self._batches[index]
         self.stream.set_micro_batch(
             self._step, batch.sample_ids, loss_factor=self._loss_factor * self._divisor, global_tokens=self._tokens,
-            document_starts=batch.document_starts, auxiliary=self.auxiliary if self.stream.enabled else None,
+            document_starts=batch.document_starts, division=batch.division,
+            auxiliary=self.auxiliary if self.stream.enabled else None,
             tallies=self.tallies if self.stream.enabled else None, sample_factor=self._divisor / self._samples,
         )
         with contextlib.nullcontext() if self._probe is None else self._probe.forward(index):
@@ -214,7 +216,7 @@ class DeepSpeedEngine:
         ``on_gradients`` gets them summed over replicas and unscaled; costs a collective a tensor.
         """
         self.state_check.verify()
-        sums = device_sums([self._loss_total, self._tokens / self.ctx.size("dp")], self.ctx)
+        sums = device_sums([self._loss_total, self._tokens / self.ctx.size(*REPLICAS)], self.ctx)
         auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
         *self._sums, self._differing = torch.stack(
             [*auxiliary.double(), *sums, self.state_check.differing.double()]
@@ -315,7 +317,7 @@ class DeepSpeedEngine:
                 num_micro_batches=len(micro_batches),
             )
         self.stream.enabled = True
-        total, counted = shared_sums([self._loss_total, self._tokens / self.ctx.size("dp")], self.ctx)
+        total, counted = shared_sums([self._loss_total, self._tokens / self.ctx.size(*REPLICAS)], self.ctx)
         return EvalResult(loss_sum=total, tokens=round(counted))
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:

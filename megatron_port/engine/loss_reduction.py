@@ -30,10 +30,10 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
     if ctx.is_last_stage:
         total += sum(
-            float(b.loss_mask.sum()) if b.loss_mask is not None else len(b.sample_ids) * seq_length
+            float(b.loss_mask.sum()) if b.loss_mask is not None else len(b.sample_ids) * seq_length / ctx.size("cp")
             for b in micro_batches
         )
-        replicas = ctx.over("dp")
+        replicas = ctx.over(*REPLICAS)
         if replicas is not None:
             dist.all_reduce(total, group=replicas)
     stages = ctx.over("pp")
@@ -62,7 +62,7 @@ def ahead_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, dept
             ).sum()
     if not any(b.masked or b.document_starts is not None for b in micro_batches):
         return tuple((counts * ctx.size("dp")).tolist())
-    counts, replicas = counts.to(ctx.device), ctx.over("dp")
+    counts, replicas = counts.to(ctx.device), ctx.over(*REPLICAS)
     if replicas is not None:
         dist.all_reduce(counts, group=replicas)
     return tuple(counts.tolist())

@@ -57,7 +57,7 @@ from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
-from megatron_port.parallel.mesh import SHARDED
+from megatron_port.parallel.mesh import REPLICAS, SHARDED
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
@@ -250,7 +250,7 @@ class NativeEngine:
         self.values.set(StepNumbers(
             lr=lr, loss_factor=used_scale * loss_weight(tokens), tokens=tokens,
             sample_factor=used_scale / global_samples(micro_batches, self.ctx),
-            replica_tokens=tokens / self.ctx.size("dp"), scale=used_scale, largest_loss=largest_loss,
+            replica_tokens=tokens / self.ctx.size(*REPLICAS), scale=used_scale, largest_loss=largest_loss,
             largest_norm=largest_norm,
         ))
         graphs = self.graphs
@@ -376,7 +376,7 @@ class NativeEngine:
         passes = self._run(micro_batches, 0)
         self.progress.at(REDUCE, "loss of the batch")
         self.stream.enabled = True
-        loss_sum, count = shared_sums([passes.total, tokens / self.ctx.size("dp")], self.ctx)
+        loss_sum, count = shared_sums([passes.total, tokens / self.ctx.size(*REPLICAS)], self.ctx)
         return EvalResult(loss_sum=loss_sum, tokens=round(count))
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:

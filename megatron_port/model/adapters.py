@@ -39,6 +39,7 @@ def _drop_for(
 ) -> Drop | None:
     """Return the dropout of the rows that this rank holds, or of its ``own`` of the residual stream: of their ``width``
     features, those from ``offset`` on."""
+    partition = partition.divided(stream.division)
     if own:
         positions = partition.residual(partition.seq_length(rows * partition.pieces))
     else:

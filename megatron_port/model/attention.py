@@ -14,6 +14,7 @@ from megatron_port.model.norm import Norm, ProjectionNorm
 from megatron_port.model.recompute import recompute
 from megatron_port.model.spec import AttentionSpec, Groups
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.context_attention import GatherKeys
 from megatron_port.parallel.linear import Rows
 from megatron_port.parallel.positions import Positions
 
@@ -61,6 +62,7 @@ class SelfAttention(nn.Module):
         self.spec, self.providers, self.stream = spec, build.providers, build.stream
         self.dropout, self.recompute = build.model.attention_dropout, build.recompute == "selective"
         self.rotary, self.partition = build.rotary(spec.rotation), build.partition
+        self.context = GatherKeys(build.ctx.over("cp"))
         self.groups = spec.groups.held(tp) // tp
         self.heads_per_group = spec.groups.heads // spec.groups.held(tp)
         self.head_size = spec.groups.head_size
@@ -84,7 +86,8 @@ class SelfAttention(nn.Module):
 
     def _positions(self, rows: int) -> Positions:
         """Positions of the ``rows`` rows of this rank's queries, keys and values."""
-        return self.partition.held(self.partition.seq_length(rows))
+        partition = self.partition.divided(self.stream.division)
+        return partition.held(partition.seq_length(rows))
 
     def _recomputed(self, attend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Return ``attend(*inputs)``, computed again in the backward pass under selective recompute."""
@@ -93,11 +96,14 @@ class SelfAttention(nn.Module):
         return attend(*inputs)
 
     def _attend_with_dropout(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = q.shape[0]
-        return self.providers.attention(q, k, v, dropout=self._probability_dropout(rows), mask=self._mask(rows))
+        rows, partition = q.shape[0], self.partition.divided(self.stream.division)
+        dropout, mask = self._probability_dropout(rows), self._mask(partition.seq_length(rows))
+        if partition.division.ranks == 1:
+            return self.providers.attention(q, k, v, dropout=dropout, mask=mask)
+        return self.context.attend(self.providers.attention, q, k, v, partition, dropout=dropout, mask=mask)
 
     def _mask(self, rows: int) -> AttentionMask | None:
-        """Return what attention of ``rows`` queries and keys does beyond the causal softmax in this pass, or None."""
+        """Return what attention of all ``rows`` positions does beyond the causal softmax in this pass, or None."""
         spec, context = self.spec, self.stream.current
         window = spec.window if spec.window < rows else 0
         first = None if context is None else context.document_starts
@@ -142,7 +148,8 @@ class SelfAttention(nn.Module):
     @property
     def _packed(self) -> bool:
         """Whether attention takes the projection as it is."""
-        return self.providers.packed_attention is not None and self.rotary is None
+        whole = self.partition.division.ranks == 1
+        return self.providers.packed_attention is not None and self.rotary is None and whole
 
     def attend(self, y: torch.Tensor) -> torch.Tensor:
         """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · d]."""

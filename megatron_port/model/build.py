@@ -67,7 +67,9 @@ class BuildContext:
         self.kernels = make_linear_kernels(providers.fp8)
         self.chunks = layout.tp_overlap_chunks if ctx.size("tp") > 1 else 1
         if partition is None:
-            partition = sequence_partition(ctx.mesh, ctx.rank, sequence_parallel=self.sequence_parallel)
+            partition = sequence_partition(
+                ctx.mesh, ctx.rank, order=layout.cp_order, sequence_parallel=self.sequence_parallel
+            )
         self.partition = partition
         self.residual = ResidualStream(
             partition, stream, model.hidden_dropout, model.hidden_size, providers.bias_dropout_add,

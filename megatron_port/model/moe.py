@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from megatron_port.parallel.collectives import join_shares, take_share
 from megatron_port.parallel.expert_rows import combined, copies
 from megatron_port.parallel.experts import Dispatched, Exchange, grouped_linear, plan_exchange, send_home
 from megatron_port.parallel.linear import linear
-from megatron_port.parallel.positions import sequence_partition
 from megatron_port.parallel.record import SEQUENCE, InitSpec, Shard, attach, make_record
 
 
@@ -68,7 +68,7 @@ class MoE(nn.Module):
         self.group, self.sequence_parallel = ctx.over("tp"), build.sequence_parallel
         self.expert_group, self.num_experts = ctx.over("ep"), spec.num_experts
         self.pieces, self.ops = ctx.size("tp"), build.providers.experts
-        share = sequence_partition(ctx.mesh, ctx.rank, sequence_parallel=self.pieces > 1)
+        share = replace(build.partition, piece=ctx.index("tp"), pieces=self.pieces)
         self.router = Router(index, spec, build, share)
         self.experts = Experts(layer, spec, build)
         self.shared_gate = None

@@ -39,15 +39,16 @@ class ResidualStream:
 
     def positions(self, rows: int) -> Positions:
         """Return the positions of this rank's ``rows`` rows."""
-        return self.partition.residual(self.partition.seq_length(rows * self.partition.pieces))
+        partition = self.partition.divided(self.stream.division)
+        return partition.residual(partition.seq_length(rows * partition.pieces))
 
     def document_starts(self) -> torch.Tensor | None:
         """Return where the document of each of this rank's rows starts, int32 [rows, batch]; None: a sample is one."""
         starts = None if self.stream.current is None else self.stream.current.document_starts
         if starts is None:
             return None
-        rows = starts.shape[1] // self.partition.pieces
-        return starts.t().narrow(0, rows * self.partition.piece, rows)
+        partition = self.partition.divided(self.stream.division)
+        return partition.residual(starts.shape[1]).take(starts.t())
 
     def drop(self, x: torch.Tensor, *, op: str) -> torch.Tensor:
         """Return ``x`` after dropout; ``op`` names the place in the model and keys the mask."""

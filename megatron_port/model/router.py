@@ -173,7 +173,8 @@ class Router(Buffered):
     def _drawn(self, op: str, rows: int, width: int) -> torch.Tensor:
         """Numbers in (0, 1) for this rank's tokens, float64 [rows, batch, width]: functions of sample, position and
         step."""
-        position = self.share.residual(self.share.seq_length(rows * self.share.pieces)).index(self.stream.device)
+        share = self.share.divided(self.stream.division)
+        position = share.residual(share.seq_length(rows * share.pieces)).index(self.stream.device)
         element = position.view(-1, 1, 1) * width + torch.arange(width, device=position.device)
         keys = self.stream.sample_keys(1.0).view(1, -1, 1)
         return uniform(random_bits(element, keys, self.stream.op_key(f"{self.name}.{op}")))

@@ -7,13 +7,13 @@ slices of tokens, labels and masks, and the shape of what passes between stages.
 * the *residual* positions, its rows of the residual stream: under sequence parallelism one of the equal pieces into
   which the tensor-parallel ranks divide the held ones, otherwise all of them.
 
-Today a rank holds the whole sequence. A division of the sequence for attention is another list of chunks in
-:func:`sequence_partition`, and nothing else: every user copes with several runs.
+Context-parallel ranks hold chunks of the sequence (:class:`Division`), which need not be neighbours: every user copes
+with several runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -82,27 +82,95 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class SequencePartition:
-    """How a sequence is divided between the ranks of a replica's stage, seen from one of them.
+class Division:
+    """How the positions of a sequence are divided between the context-parallel ranks of a replica.
 
-    The sequence is cut into ``chunks`` equal chunks, of which this rank holds those numbered ``held`` (ascending). Its
-    residual stream is piece ``piece`` of ``pieces`` of what it holds.
+    The sequence is cut into ``chunks`` equal chunks; ``by_rank``: the numbers of those that each rank holds, ascending,
+    as many on each.
 
     Raises:
-        ValueError: a chunk or a piece that does not exist.
+        ValueError: a chunk that is not held, is held twice or does not exist, or ranks that hold more than others.
     """
 
     chunks: int = 1
-    held_chunks: tuple[int, ...] = (0,)
+    by_rank: tuple[tuple[int, ...], ...] = ((0,),)
+
+    def __post_init__(self) -> None:
+        held = [chunk for ranks in self.by_rank for chunk in ranks]
+        if sorted(held) != list(range(self.chunks)) or any(sorted(ranks) != list(ranks) for ranks in self.by_rank):
+            raise ValueError(f"chunks {self.by_rank} of {self.chunks}: name each once, each rank's in ascending order")
+        if len({len(ranks) for ranks in self.by_rank}) > 1:
+            raise ValueError(f"chunks {self.by_rank}: every rank must hold as many")
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.by_rank)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The chunks in the order in which the ranks hold them, one rank's after another's."""
+        return tuple(chunk for ranks in self.by_rank for chunk in ranks)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks' positions, one rank's after another's, are those of the sequence."""
+        return self.order == tuple(range(self.chunks))
+
+
+WHOLE = Division()
+"""One rank that holds every position."""
+
+
+@lru_cache(maxsize=256)
+def divide(ranks: int, order: str) -> Division:
+    """Return the division that is the same for every micro-batch.
+
+    ``order``: contiguous, one chunk on each rank; zigzag, an early and a late one, so that causal attention costs every
+    rank the same (the i-th and the i-th from the end).
+    """
+    if ranks == 1:
+        return WHOLE
+    if order == "contiguous":
+        return Division(ranks, tuple((i,) for i in range(ranks)))
+    return Division(2 * ranks, tuple((i, 2 * ranks - 1 - i) for i in range(ranks)))
+
+
+@dataclass(frozen=True)
+class SequencePartition:
+    """How a sequence is divided between the ranks of a replica's stage, seen from one of them.
+
+    Between the context-parallel ranks as ``division`` says, of which this one is ``rank``. Its residual stream is piece
+    ``piece`` of ``pieces`` of what it holds.
+
+    Raises:
+        ValueError: a rank or a piece that does not exist.
+    """
+
+    division: Division = WHOLE
+    rank: int = 0
     piece: int = 0
     pieces: int = 1
 
     def __post_init__(self) -> None:
-        held = self.held_chunks
-        if not held or sorted(set(held)) != list(held) or held[0] < 0 or held[-1] >= self.chunks:
-            raise ValueError(f"chunks {held} of {self.chunks}: name each once, in ascending order, from 0")
+        if not 0 <= self.rank < self.division.ranks:
+            raise ValueError(f"rank {self.rank} of {self.division.ranks}")
         if not 0 <= self.piece < self.pieces:
             raise ValueError(f"piece {self.piece} of {self.pieces}")
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the sequence."""
+        return self.division.chunks
+
+    @property
+    def held_chunks(self) -> tuple[int, ...]:
+        """Those of this rank."""
+        return self.division.by_rank[self.rank]
+
+    def divided(self, division: Division | None) -> SequencePartition:
+        """Return the partition of a micro-batch whose sequences are divided in another way (None: as ever)."""
+        return self if division is None else _divided(self, division)
 
     def held(self, seq_length: int) -> Positions:
         """Positions whose tokens, labels, queries, keys and values this rank holds."""
@@ -114,7 +182,12 @@ class SequencePartition:
 
     def seq_length(self, held_rows: int) -> int:
         """Return the length of a sequence of which this rank holds ``held_rows`` positions."""
-        return held_rows * self.chunks // len(self.held_chunks)
+        return held_rows * self.division.ranks
+
+
+@lru_cache(maxsize=256)
+def _divided(partition: SequencePartition, division: Division) -> SequencePartition:
+    return replace(partition, division=division)
 
 
 @lru_cache(maxsize=256)
@@ -141,13 +214,14 @@ WHOLE_SEQUENCE = SequencePartition()
 """A rank that holds every position."""
 
 
-def sequence_partition(mesh: Mesh, rank: int, *, sequence_parallel: bool = False) -> SequencePartition:
+def sequence_partition(
+    mesh: Mesh, rank: int, *, order: str = "zigzag", sequence_parallel: bool = False
+) -> SequencePartition:
     """Return the partition of a layout for one of its ranks.
 
-    ``sequence_parallel``: tensor-parallel ranks divide the residual stream between them; what the rank *holds*, all
-    that a loader needs, does not depend on it.
+    ``order``: ``layout.cp_order``; ``sequence_parallel``: tensor-parallel ranks divide the residual stream between
+    them; what the rank *holds*, all that a loader needs, does not depend on it.
     """
-    if not sequence_parallel:
-        return WHOLE_SEQUENCE
-    tensor = mesh.factors("tp")
-    return SequencePartition(piece=mesh.index(rank, tensor), pieces=mesh.size(tensor))
+    tensor, context = mesh.factors("tp"), mesh.factors("cp")
+    piece, pieces = (mesh.index(rank, tensor), mesh.size(tensor)) if sequence_parallel else (0, 1)
+    return SequencePartition(divide(mesh.size(context), order), mesh.index(rank, context), piece, pieces)

@@ -25,7 +25,7 @@ import torch
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
-from megatron_port.parallel.positions import Positions
+from megatron_port.parallel.positions import Division, Positions
 from megatron_port.parallel.step import AuxiliarySums, RouteKeeper, SampleKey, StepContext, Tallies, pack_documents
 from megatron_port.parallel.to_device import to_device_async
 
@@ -82,7 +82,7 @@ class DropoutStream:
         global_tokens: float | torch.Tensor = 1.0, document_starts: torch.Tensor | None = None,
         auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
         sample_factor: float | torch.Tensor = 1.0, keys: torch.Tensor | None = None,
-        ahead_tokens: tuple[float, ...] = (),
+        ahead_tokens: tuple[float, ...] = (), division: Division | None = None,
     ) -> None:
         """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
 
@@ -93,11 +93,17 @@ class DropoutStream:
         self.current = StepContext(
             samples, loss_factor=loss_factor, global_tokens=global_tokens, auxiliary=auxiliary, tallies=tallies,
             sample_factor=sample_factor, routes=self.routes if self.enabled else None, ahead_tokens=ahead_tokens,
+            division=division,
             document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
             packed_documents=None if document_starts is None else cache(
                 partial(pack_documents, document_starts, self.device)
             ),
         )
+
+    @property
+    def division(self) -> Division | None:
+        """How the sequences in flight are divided between context-parallel ranks; None: as the layout says."""
+        return None if self.current is None else self.current.division
 
     @contextmanager
     def use(self, context: StepContext | None) -> Iterator[None]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_port.backend.mask import PackedDocuments
 from megatron_port.parallel.counter import key_of
+from megatron_port.parallel.positions import Division
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -153,7 +154,10 @@ class StepContext:
     ahead_tokens: tuple[float, ...] = ()
     """The same of each depth of multi-token prediction, from 1 on; last stage only."""
     document_starts: torch.Tensor | None = None
-    """int32 [batch, seq]: where in its sample the document of each position starts; None: a sample is one document."""
+    """int32 [batch, seq], of the whole sequence on every rank: where in its sample the document of each position
+    starts; None: a sample is one document."""
+    division: Division | None = None
+    """How this micro-batch's sequences are divided between context-parallel ranks; None: as the layout says."""
     packed_documents: Callable[[], PackedDocuments] | None = None
     """Gives the same for kernels that take documents as sequences of their own; made at the first call."""
     recomputing: bool = False

@@ -85,7 +85,7 @@ def record_orders(
         loaders = build_loaders(
             c, dp_rank=ctx.index("dp"), dp_size=ctx.size("dp"), need_tokens=ctx.is_first_stage,
             need_labels=ctx.is_last_stage, train_samples=schedule.samples_before(steps),
-            partition=sequence_partition(ctx.mesh, ctx.rank),
+            partition=sequence_partition(ctx.mesh, ctx.rank, order=c.layout.cp_order),
         )
         for order, folder in orders:
             engine = build_engine(c, ctx, session.providers)

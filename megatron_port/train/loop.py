@@ -164,7 +164,7 @@ class Trainer:
             self.config, dp_rank=self.ctx.index("dp"), dp_size=self.ctx.size("dp"),
             need_tokens=self.ctx.is_first_stage, need_labels=self.ctx.is_last_stage,
             train_samples=self.batches.samples_before(self.config.training.steps),
-            partition=sequence_partition(self.ctx.mesh, self.ctx.rank),
+            partition=sequence_partition(self.ctx.mesh, self.ctx.rank, order=self.config.layout.cp_order),
         ), where=str(self.ctx.coords))
 
     def _announce(self, seconds: float, begun_at: Checkpoint | None) -> None:

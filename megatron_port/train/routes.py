@@ -98,7 +98,8 @@ class RunRoutes:
         agreed(self.close)  # on all ranks, before rank 0 removes what came later
         found = filter(None, (_LAYER.fullmatch(record.name) for record, _ in engine.named_parameters()))
         layers = {int(m[1]) if m[1] else config.model.num_layers + int(m[2]) for m in found}
-        rows = sequence_partition(ctx.mesh, ctx.rank, sequence_parallel=True).residual(config.model.seq_length)
+        partition = sequence_partition(ctx.mesh, ctx.rank, order=config.layout.cp_order, sequence_parallel=True)
+        rows = partition.residual(config.model.seq_length)
         self.share = Share(tuple(sorted(layers)), tuple((run.start, run.length) for run in rows.runs))
         if self._replay is not None:
             replay = self._replay

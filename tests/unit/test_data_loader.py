@@ -14,7 +14,7 @@ from megatron_port.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
 from megatron_port.data.loader import StepLoader, build_loaders
 from megatron_port.data.packing import PackedDataset
 from megatron_port.errors import DataError
-from megatron_port.parallel.positions import SequencePartition
+from megatron_port.parallel.positions import SequencePartition, divide
 
 
 def corpus(path, documents=40, length=25, vocab=257, tokenizer="byte", eod=256, seed=0, meta=True):
@@ -118,7 +118,7 @@ def test_eod_mask(setup):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_with_two_runs_of_positions_gets_their_tokens_labels_and_masks(setup, rank):
     run = replace(setup, data=replace(setup.data, mask_eod_loss=True))
-    partition = SequencePartition(chunks=4, held_chunks=(rank, 3 - rank))
+    partition = SequencePartition(divide(2, "zigzag"), rank)
     at = partition.held(8).index(torch.device("cpu"))
     assert at.tolist() == ([0, 1, 6, 7], [2, 3, 4, 5])[rank]
     part = build_loaders(run, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True, partition=partition)

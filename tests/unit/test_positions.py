@@ -23,9 +23,11 @@ from megatron_port.model.norm import Norm
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import (
     WHOLE_SEQUENCE,
+    Division,
     Positions,
     Run,
     SequencePartition,
+    divide,
     sequence_partition,
 )
 from megatron_port.parallel.random import DropoutStream
@@ -41,7 +43,7 @@ MODEL = ModelConfig(
 
 def zigzag(rank: int, ranks: int, *, piece: int = 0, pieces: int = 1) -> SequencePartition:
     """One early and one late chunk each, so that causal attention costs every rank the same."""
-    return SequencePartition(2 * ranks, (rank, 2 * ranks - 1 - rank), piece, pieces)
+    return SequencePartition(divide(ranks, "zigzag"), rank, piece, pieces)
 
 
 def build_of(
@@ -94,10 +96,12 @@ def test_the_layouts_partition(rank: int, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SequencePartition(2, (1, 0)), "ascending"),
-        (lambda: SequencePartition(2, (2,)), "ascending"),
+        (lambda: Division(2, ((1, 0),)), "ascending"),
+        (lambda: Division(2, ((0,), (2,))), "ascending"),
+        (lambda: Division(3, ((0, 1), (2,))), "as many"),
+        (lambda: SequencePartition(rank=1), "rank 1 of 1"),
         (lambda: SequencePartition(piece=2, pieces=2), "piece 2 of 2"),
-        (lambda: SequencePartition(3, (0,)).held(8), "8 tokens does not divide into 3"),
+        (lambda: SequencePartition(divide(3, "contiguous")).held(8), "8 tokens does not divide into 3"),
         (lambda: SequencePartition(piece=0, pieces=3).residual(8), "8 positions do not divide into 3"),
     ],
 )
@@ -115,7 +119,7 @@ def test_positions_from_each_documents_start(piece: int) -> None:
     part = zigzag(1, 2, piece=piece, pieces=2)
     build = build_of(part, dataclasses.replace(MODEL, position_embedding="learned"))
     starts = torch.tensor([[0] * 5 + [5] * 6 + [11] + [12] * 9 + [21] * 11, list(range(SEQ))], dtype=torch.int32)
-    build.stream.set_micro_batch(7, (40, 41), document_starts=part.held(SEQ).take(starts, dim=1))
+    build.stream.set_micro_batch(7, (40, 41), document_starts=starts)
     embedding = Embedding(model_spec(build.model).embedding, build)
     embedding.position_reset = True
     assert embedding.position is not None

@@ -1,0 +1,39 @@
+"""Whether context-parallel ranks can divide a run's sequences as asked."""
+
+from __future__ import annotations
+
+from megatron_port.config.schema import RunConfig
+
+
+def context_unit(config: RunConfig) -> int:
+    """Return what a sequence must be a multiple of: equal chunks, which sequence parallelism divides again."""
+    layout = config.layout
+    chunks = layout.context_parallel_size * (1 if layout.cp_order == "contiguous" else 2)
+    return chunks * (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+
+
+def context_problems(config: RunConfig) -> list[str]:
+    """Name what does not go with ``layout.context_parallel_size`` above 1."""
+    layout, seq = config.layout, config.model.seq_length
+    size = layout.context_parallel_size
+    if size == 1:
+        return []
+    out, unit = [], context_unit(config)
+    if seq % unit:
+        near = [n for n in (seq // unit * unit, (seq // unit + 1) * unit) if n]
+        parts = f"{unit} = {size} ranks × {'1 chunk' if layout.cp_order == 'contiguous' else '2 chunks'}"
+        parts += f" × {layout.tensor_parallel_size} (sequence_parallel)" if layout.sequence_parallel else ""
+        out.append(
+            f'model.seq_length {seq} does not divide by {parts} (layout.context_parallel_size, cp_order '
+            f'"{layout.cp_order}"); use {" or ".join(map(str, near))}'
+        )
+    unbuilt = {
+        f'cp_method "{layout.cp_method}"; use "gather"': layout.cp_method != "gather",
+        f'cp_order "{layout.cp_order}"; use "zigzag"': layout.cp_order == "balanced",
+        f'engine "{config.engine}"; use "native"': config.engine != "native",
+        f"experts (model.moe.num_experts {config.model.moe.num_experts})": config.model.moe.enabled,
+    }
+    out += [
+        f"layout.context_parallel_size {size} is not built yet with {what}" for what, there in unbuilt.items() if there
+    ]
+    return out

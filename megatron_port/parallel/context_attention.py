@@ -1,0 +1,84 @@
+"""Attention of a sequence whose positions context-parallel ranks divide: each has queries, keys and values of its own
+positions, and gets the result of its queries.
+
+``attend(attention, q, k, v, partition, dropout=, mask=)``: q [held, batch, heads/tp, d], k and v [held, batch,
+groups/tp, d] → [held, batch, heads/tp · d]. ``attention``: the provider; ``dropout``: of the held queries; ``mask``: of
+the whole sequence (``first`` [batch, seq]).
+
+:class:`GatherKeys` gathers keys and values of all positions, as Llama 3 does (arXiv 2407.21783, section 3.3.2), and
+puts them in the sequence's order: each query's softmax is then one call over the same keys in the same order as in one
+process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_port.backend.attention import Attention
+from megatron_port.backend.fused import ProbabilityDropout
+from megatron_port.backend.mask import AttentionMask, key_ends
+from megatron_port.parallel.collectives import Group, all_gather_first, reduce_scatter_first
+from megatron_port.parallel.positions import Division, Positions, SequencePartition
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, division: Division) -> torch.Tensor:
+        ctx.group, ctx.division = group, division
+        return in_order(all_gather_first(x, group), division)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return reduce_scatter_first(by_rank(grad, ctx.division), ctx.group), None, None
+
+
+def in_order(x: torch.Tensor, division: Division) -> torch.Tensor:
+    """Return the rows of all positions in the sequence's order from those of the ranks, one rank's after another's:
+    [seq, ...] → same."""
+    places = sorted(range(division.chunks), key=division.order.__getitem__)
+    return x if division.in_order else _rearranged(x, places)
+
+
+def by_rank(x: torch.Tensor, division: Division) -> torch.Tensor:
+    """Return the rows of the ranks, one rank's after another's, from those of all positions in the sequence's order."""
+    return x if division.in_order else _rearranged(x, division.order)
+
+
+def _rearranged(x: torch.Tensor, chunks: list[int] | tuple[int, ...]) -> torch.Tensor:
+    rows = x.shape[0] // len(chunks)
+    return torch.cat([x.narrow(0, chunk * rows, rows) for chunk in chunks])
+
+
+def gather_positions(x: torch.Tensor, group: dist.ProcessGroup | None, division: Division) -> torch.Tensor:
+    """Return the rows of all positions, in the sequence's order: [held, ...] → [seq, ...]; gradients are summed."""
+    return x if group is None else _Gather.apply(x, group, division)  # type: ignore[no-untyped-call]
+
+
+def mask_of_rows(mask: AttentionMask | None, held: Positions, device: torch.device) -> AttentionMask:
+    """Return the mask of queries at the ``held`` positions and keys at all, from the whole sequence's."""
+    mask = mask or AttentionMask()
+    first = None if mask.first is None else held.take(mask.first, dim=1).contiguous()
+    return replace(mask, first=first, end=key_ends(held.index(device)), documents=None)
+
+
+class GatherKeys:
+    """Attention of a rank's queries to the keys of all positions, which are gathered.
+
+    ``group``: the context-parallel ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def attend(
+        self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, partition: SequencePartition, *,
+        dropout: ProbabilityDropout | None, mask: AttentionMask | None,
+    ) -> torch.Tensor:
+        """Return the result of this rank's queries; see the module's docstring. Collective."""
+        held = partition.held(partition.seq_length(q.shape[0]))
+        keys, values = (gather_positions(x, self.group, partition.division) for x in (k, v))
+        return attention(q, keys, values, dropout=dropout, mask=mask_of_rows(mask, held, q.device))
