@@ -29,6 +29,7 @@ from megatron_port.config.schema import (
 from megatron_port.data.batch import MicroBatch
 from megatron_port.optim.schedules import BatchSchedule
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.positions import sequence_partition
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity import half_precision
 from megatron_port.parity.comparison import Deviation, Run
@@ -137,9 +138,10 @@ Batches = Callable[[int], list[MicroBatch]]
 
 
 def make_batches(config: RunConfig, ctx: ParallelContext, reordering: Reordering | None = None) -> Batches:
-    """This replica's micro-batches of a step, by the data law of docs/architecture.md."""
+    """This rank's micro-batches of a step, by the data law of docs/architecture.md."""
     dp = ctx.size("dp")
     schedule = BatchSchedule(config.batch, dp)
+    held = sequence_partition(ctx.mesh, ctx.rank, order=config.layout.cp_order).held(config.model.seq_length)
 
     def batches(step: int) -> list[MicroBatch]:
         out = []
@@ -156,9 +158,9 @@ def make_batches(config: RunConfig, ctx: ParallelContext, reordering: Reordering
             out.append(
                 MicroBatch(
                     ids,
-                    tokens=tokens[:, :-1] if ctx.is_first_stage else None,
-                    labels=tokens[:, 1:] if ctx.is_last_stage else None,
-                    loss_mask=torch.stack(masks) if masks and ctx.is_last_stage else None,
+                    tokens=held.take(tokens[:, :-1], dim=1) if ctx.is_first_stage else None,
+                    labels=held.take(tokens[:, 1:], dim=1) if ctx.is_last_stage else None,
+                    loss_mask=held.take(torch.stack(masks), dim=1) if masks and ctx.is_last_stage else None,
                     labels_masked=bool(masks),
                     document_starts=torch.stack(starts) if starts else None,
                 )
