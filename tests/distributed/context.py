@@ -118,9 +118,7 @@ class ContextDraw(fuzz.Draw):
     def describe(self) -> dict[str, object]:
         """For the results file."""
         documents, mask, _ = self.config.name.split("-")
-        layout = self.config.layout
-        return {**super().describe(), "cp": self.topology.cp, "method": layout.cp_method, "order": layout.cp_order,
-                "documents": documents, "mask": mask, "plain": self.plain}
+        return {**super().describe(), "documents": documents, "mask": mask, "plain": self.plain}
 
 
 def draw(seed: int) -> ContextDraw:
