@@ -261,7 +261,8 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
         single = SingleRuns(
             there, ordered, lambda: read_recorded(out / PLAIN), lambda: read_recorded(out / WIDE), noisy
         )
-        worst = max(worst, _verdict(layout, within_rounding(config, read_recorded(out / layout), single)))
+        found = within_rounding(config_for(config, layout), read_recorded(out / layout), single)
+        worst = max(worst, _verdict(layout, found))
     return worst
 
 
