@@ -80,5 +80,5 @@ def emulate() -> LazyCommunicators:
         return [work for work in works if work is not None]
 
     dist.batch_isend_irecv = batch  # type: ignore[assignment]
-    dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment]
+    dist.get_backend = lambda group=None: dist.Backend("nccl")  # type: ignore[assignment]
     return state

@@ -176,7 +176,7 @@ class EmbeddingPipe(nn.Module):
         self.cut = cut
         self.word_embeddings = nn.Module()
         self.word_embeddings.weight = cut.parameter("word", cut.padded, cut.hidden, dim=0)
-        self.position_embeddings = nn.Module()
+        self.position_embeddings: Any = nn.Module()
         self.position_embeddings.weight = cut.parameter("position", cut.seq, cut.hidden)
 
     @property
@@ -196,7 +196,7 @@ class LMHeadPipe(nn.Module):
     def __init__(self, cut: Cut) -> None:
         super().__init__()
         self.cut = cut
-        self.lm_head = nn.Module()
+        self.lm_head: Any = nn.Module()
         self.lm_head.weight = cut.parameter("head", cut.padded, cut.hidden, dim=0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -442,10 +442,10 @@ class RankPool:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for link in ready:
-                rank = waiting.pop(link)  # type: ignore[arg-type]
+            for link in [link for link in waiting if link in ready]:
+                rank = waiting.pop(link)
                 try:
-                    answers[rank] = _receive(link)  # type: ignore[arg-type]
+                    answers[rank] = _receive(link)
                 except (EOFError, OSError):
                     answers[rank] = ("error", "Died", "the rank's process ended", "", None)
                 if answers[rank][0] == "error":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ GPT = {"num_layers": 2, "hidden_size": 32, "head_dim": 16}
 LLAMA = {**GPT, "num_query_groups": 2, "position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu",
          "ffn_hidden_size": 128, "add_bias": False, "tie_embeddings": False}
 SP = {"sequence_parallel": True}
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[dict[str, Any], str, list[tuple[Topology, dict[str, Any]]]]] = {
     "tensorwise": (GPT, "on", [
         (Topology(2, 1, 1), SP), (Topology(4, 1, 1), {"recompute": "full"}),
         (Topology(2, 2, 1), {**SP, "pipeline_schedule": "zb-h1"}),
@@ -95,7 +96,7 @@ LAYOUTS = {
 }
 
 
-def fp8_config(recipe: str, *, engine: str = "native", **layout: object) -> RunConfig:
+def fp8_config(recipe: str, *, engine: str = "native", **layout: Any) -> RunConfig:
     """The products are the reference's: torch's are the same on a CPU, but torch 2.11 has none there."""
     model, own, _ = LAYOUTS[recipe]
     config = make_config(engine=engine, dtype="bf16", model=model, layout=layout, own_kernels=own, fp8=recipe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -114,7 +114,7 @@ def their_step(
     return model, hf.in_our_names(config.model, HFFolder(folder).family, grads), float(loss.detach())
 
 
-CASES = {
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], Any]] = {
     "gpt2": (lambda: hf.gpt2(16), {"sequence_parallel": True}, "fp32"),
     "gpt2 fp64": (lambda: hf.gpt2(16), {"sequence_parallel": True}, "fp64"),
     "neox": (lambda: hf.neox(16), {"sequence_parallel": True}, "fp32"),
@@ -234,12 +234,12 @@ def greedy(folder: Path, prompt: list[int], count: int) -> tuple[list[int], list
 KEY_NOISE = 32 * 2.0**-24
 """Key biases' gradients, zero but for rounding, in units of the query biases' (docs/parity.md): 23 roundoffs of fp32
 were measured here, 12 in transformers."""
-GENERATE = {
+GENERATE: dict[str, Callable[..., Any]] = {
     "gpt2": lambda **c: hf.gpt2(256, **c), "neox": lambda **c: hf.neox(256, **c),
     "llama": lambda **c: hf.llama(256, **c), "qwen2": lambda **c: hf.small("qwen2", 256, sliding_window=20, **c),
     **{family: partial(hf.small, family, 256) for family in ("gemma3_text", "gptj")},
 }
-MORE = {
+MORE: dict[str, Callable[..., Any]] = {
     family: partial(hf.small, family, 256) for family in family_names() if family not in (*GENERATE, "gpt_neox")
 }
 """Families whose keys and values are kept as those of the others, with windows of 7 or 8 where they have some: only

@@ -41,7 +41,9 @@ MODEL: dict[str, Any] = {
     "activation": "gelu", "add_bias": True, "tie_embeddings": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
     "init_std": 0.1, "norm_epsilon": 1e-5,
 }
-OPTIMIZER = {"lr": 5e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1, "clip_grad": 1.0}
+OPTIMIZER: dict[str, Any] = {
+    "lr": 5e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1, "clip_grad": 1.0,
+}
 SCALE, WINDOW = 1024.0, 100
 """fp16: doubles three times and never overflows here, whoever rounds what."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -59,7 +61,7 @@ class Masters:
     """(name, shape, first element, values): not split over tp."""
 
 
-def config_of(engine: str, dtype: str, provider: str, dp: int) -> RunConfig:
+def config_of(engine: Any, dtype: Any, provider: Any, dp: int) -> RunConfig:
     return RunConfig(
         seed=SEED, engine=engine, model=ModelConfig(**MODEL),
         layout=LayoutConfig(data_parallel_size=dp, vocab_padding_multiple=1, reduce_bucket_size=3000),

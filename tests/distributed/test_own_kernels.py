@@ -6,12 +6,13 @@ Single operations are held to this in tests/kernels; layouts, with the kernels o
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from cases import make_config, single_run
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"tie_embeddings": True},
     "llama": {"tie_embeddings": False, "num_query_groups": 2, "position_embedding": "rope", "normalization": "rmsnorm",
               "activation": "swiglu", "add_bias": False},

@@ -238,7 +238,7 @@ PAIRS = [
 """Two key/value heads: on tp 4 each is held twice. With ep the model has experts, and their routers both buffers."""
 
 
-def chunks_of(topology: Topology) -> dict[str, object]:
+def chunks_of(topology: Topology) -> dict[str, Any]:
     """The layout's fields that go with the topology's chunks."""
     return {
         "virtual_pipeline_size": topology.vp, "pipeline_schedule": "zb-v" if topology.folded else "1f1b",

@@ -15,6 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -77,9 +78,9 @@ def test_wrong_python_is_refused(
     assert stopped.value.code == errors.EXIT_ENVIRONMENT and "3.10 to 3.13" in capsys.readouterr().err
 
 
-def make_setup(script: ModuleType, root: Path, ran: list[str], device: str = "cpu", broken: str = "") -> object:
+def make_setup(script: ModuleType, root: Path, ran: list[str], device: str = "cpu", broken: str = "") -> Any:
     """A Setup on an empty folder whose phases only say that they ran; ``broken`` is interrupted."""
-    script.ROOT = root
+    vars(script)["ROOT"] = root
     setup = script.Setup(device=device, torch_version="2.13.0", torch_index="")
     setup.toolkit = lambda build=None: None
     (root / ".cache" / "setup").mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from commands import Commands
 from twin import checkpoint
+from twin.data import Blend
 from twin.run import Twin
 
 STEPS = 20
@@ -36,7 +37,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "cluster": {"peak_tflops": PEAK_TFLOPS},
     "backend": {"device": "cpu"},
 }
-GPT = {
+GPT: dict[str, Any] = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 4, "ffn_hidden_size": 128,
     "vocab_size": 257, "seq_length": 32, "position_embedding": "learned", "normalization": "layernorm",
     "activation": "gelu", "add_bias": True, "tie_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.0,
@@ -217,8 +218,9 @@ def test_the_run_has_what_could_go_wrong(corpora: list[str]) -> None:
     assert rates[3] < rates[4] == max(rates) and rates[17] == rates[19] == TABLES["optimizer"]["min_lr"]
     sizes = {line["step_tokens"] // GPT["seq_length"] for line in steps}
     assert sizes == {4, 6, 8}
-    drawn = steps[-1]["samples"]
-    assert twin.train.counts[0] / twin.train.period * drawn > 1.5 * twin.train.parts[0].size, "no corpus is repeated"
+    drawn, blend = steps[-1]["samples"], twin.train
+    assert isinstance(blend, Blend)
+    assert blend.counts[0] / blend.period * drawn > 1.5 * blend.parts[0].size, "no corpus is repeated"
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 10, 20]
     assert TABLES["training"]["eval_batches"] * 8 <= twin.valid.size
     masked = [float((twin.valid.stored(i).tokens[:-1] == 256).mean()) for i in range(24)]

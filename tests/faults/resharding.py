@@ -85,7 +85,7 @@ class RoundTrip:
 def draw(seed: int) -> RoundTrip:
     """Both sides of one model; every run with the same seed gives the same."""
     r = random.Random(f"crossing-{seed}")
-    model = {
+    model: dict[str, Any] = {
         "num_layers": r.choice((3, 4)), "hidden_size": 32, "num_attention_heads": 4,
         "vocab_size": r.choice((53, 64, 97)), "seq_length": 16,
         "tie_embeddings": r.random() < 0.6, "hidden_dropout": r.choice((0.0, 0.1)),
@@ -249,9 +249,9 @@ def state_faults(before: Path, after: Path, names: set[str], *, same_precision: 
             moved = max(moved, float(a.abs().max()))
         if moved == 0.0:
             out.append(f"{kind} is zero everywhere: nothing was compared")
-    a, b = one.scalars, two.scalars
-    if a["optimizer_steps"] != b["optimizer_steps"] or (same_precision and a != b):
-        out.append(f"scalars {a} against {b}")
+    here, there = one.scalars, two.scalars
+    if here["optimizer_steps"] != there["optimizer_steps"] or (same_precision and here != there):
+        out.append(f"scalars {here} against {there}")
     return out
 
 

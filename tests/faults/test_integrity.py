@@ -95,8 +95,9 @@ def flip_in_run(config: RunConfig, topology: Topology, flip: Flip | None) -> tup
     real = trainer.engine.train_step
 
     def act(after: bool) -> None:
-        mine = flip is not None and ctx.rank == flip.rank and flip.after is after
-        if mine and trainer.progress.step == flip.step - after:
+        if flip is None or ctx.rank != flip.rank or flip.after is not after:
+            return
+        if trainer.progress.step == flip.step - after:
             memory = tensor_of(trainer.engine, flip)
             memory.view(WORD[memory.element_size()])[flip.element] ^= 1 << flip.bit
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -127,7 +127,7 @@ def run(
     return Ending(code, command.output(), folder, error_at - fired, ended_at - fired, left, mine)
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "stop": {"rank": 1},
     "stop-rank-0": {"kind": "stop", "rank": 0},
     "gil": {"rank": 1},
@@ -168,7 +168,7 @@ def endings(
     with ThreadPoolExecutor(3) as pool:
         yield {
             name: pool.submit(run, commands, tmp_path_factory.mktemp(name),
-                              **{"kind": name, **options})  # type: ignore[arg-type]
+                              **{"kind": name, **options})
             for name, options in CASES.items() if name in wanted
         }
 

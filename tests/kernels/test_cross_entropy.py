@@ -147,6 +147,7 @@ def test_the_same_bits_again_on_any_number_of_threads(device: torch.device) -> N
             leaf = x.bfloat16().to(device).requires_grad_()
             loss = _loss(leaf, labels.to(device), own_cross_entropy)
             loss.sum().backward()
+            assert leaf.grad is not None
             seen.append((loss, leaf.grad))
     finally:
         torch.set_num_threads(threads)
@@ -197,7 +198,7 @@ def test_under_recompute(device: torch.device, ops: CrossEntropyOps) -> None:
     kept = plain.detach().clone().requires_grad_()
     run(plain).sum().backward()
     checkpoint(run, kept, use_reentrant=False).sum().backward()
-    assert plain.grad is not None and torch.equal(plain.grad, kept.grad)
+    assert plain.grad is not None and kept.grad is not None and torch.equal(plain.grad, kept.grad)
 
 
 def test_opcheck(device: torch.device) -> None:

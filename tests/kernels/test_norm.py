@@ -86,7 +86,7 @@ def test_a_slot_of_partial_sums_has_at_least_32_rows(built: Path) -> None:
 def test_only_the_sum_or_only_the_norm_is_used(device: torch.device) -> None:
     x, residual, weight = (t.float().to(device).requires_grad_() for t in _inputs(5, 24, 3))
     norm.add_rms_norm(x, residual, weight, EPS)[1].sum().backward()
-    assert torch.equal(x.grad, torch.ones_like(x)) and weight.grad is None
+    assert x.grad is not None and torch.equal(x.grad, torch.ones_like(x)) and weight.grad is None
     x.grad = residual.grad = None
     norm.add_rms_norm(x, residual, weight, EPS)[0].sum().backward()
     assert x.grad is not None and torch.equal(x.grad, residual.grad)
@@ -107,7 +107,8 @@ def test_no_rows_give_zeros(device: torch.device) -> None:
     weight, bias = (torch.ones(24, device=device, requires_grad=True) for _ in range(2))
     norm.layer_norm(x, weight, bias, EPS).sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
-    assert torch.equal(weight.grad.cpu(), torch.zeros(24)) and torch.equal(bias.grad.cpu(), torch.zeros(24))
+    for p in (weight, bias):
+        assert p.grad is not None and torch.equal(p.grad.cpu(), torch.zeros(24))
 
 
 def test_a_gradient_of_the_gradient_is_refused(device: torch.device) -> None:

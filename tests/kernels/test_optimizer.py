@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,9 @@ class Case:
             for k in range(steps)
         ]
 
-    def step(self, number: int, **other: object) -> None:
+    def step(self, number: int, **other: Any) -> None:
         """Own update number (from 1)."""
-        given = {"grad_scale": None, "skip": None, **HYPER, **other}
+        given: dict[str, Any] = {"grad_scale": None, "skip": None, **HYPER, **other}
         given.setdefault("step", torch.tensor(number, device=self.masters[0].device))
         optimizer.adamw_(self.weights, self.masters, self.grads[number - 1], self.exp_avg, self.exp_avg_sq, **given)
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def fake_devices(cluster: Cluster, numbers: dict[str, int]) -> None:
 
 
 @pytest.fixture
-def eight_devices(cluster: Cluster) -> Cluster:
+def eight_devices(cluster: Cluster) -> Iterator[Cluster]:
     """Nodes that claim eight devices; n3 claims seven."""
     fake_devices(cluster, {name: 7 if name == "n3" else 8 for name in cluster.nodes})
     yield cluster

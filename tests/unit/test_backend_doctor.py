@@ -114,7 +114,9 @@ def test_an_installed_extension_that_does_not_load_is_slow(monkeypatch: pytest.M
             return cpp.load("amp_C", ["amp_C.cpp"])
 
     installed = {"flash-attn": "2.8.3", "apex": "0.1"}
-    there = {"flash_attn_2_cuda": SimpleNamespace(fwd=1), "amp_C": SimpleNamespace(multi_tensor_scale=1)}
+    there: dict[str, Any] = {
+        "flash_attn_2_cuda": SimpleNamespace(fwd=1), "amp_C": SimpleNamespace(multi_tensor_scale=1),
+    }
     monkeypatch.setattr(doctor_machine, "version", installed.get)
     monkeypatch.setattr(
         doctor_backend, "optional_import", lambda n: (there.get(n), "" if n in there else f"{n}: no symbol")

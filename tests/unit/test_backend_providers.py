@@ -77,8 +77,9 @@ def test_math_softmax_is_wide_in_bf16() -> None:
     out = math_attention(q, k, v)
     assert out.dtype == torch.bfloat16
     error = (out.double() - reference(q, k, v, True)).abs().max()
+    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     eager = torch.nn.functional.scaled_dot_product_attention(
-        *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True, enable_gqa=True
+        heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True
     ).permute(2, 0, 1, 3).reshape(64, 1, -1)
     assert error <= 2 * (eager.double() - reference(q, k, v, True)).abs().max() + 1e-3
 
@@ -304,7 +305,7 @@ def test_dropout_on_probabilities_needs_counters() -> None:
         ({"attention": "fa3"}, "needs a GPU"),
     ],
 )
-def test_what_was_asked_for_and_cannot_serve_is_an_error(config: dict[str, str], says: str) -> None:
+def test_what_was_asked_for_and_cannot_serve_is_an_error(config: dict[str, Any], says: str) -> None:
     with pytest.raises(EnvironmentFault, match=says):
         choose(**config)
 

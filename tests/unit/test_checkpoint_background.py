@@ -20,7 +20,7 @@ from megatron_port.checkpoint.background import BackgroundSave, Finished, HostBu
 from megatron_port.checkpoint.peers import Peers
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.checkpoint.shard import bytes_of, plan_shard
-from megatron_port.checkpoint.writer import save_checkpoint
+from megatron_port.checkpoint.writer import save_checkpoint, write_part
 from megatron_port.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.model.shapes import parameter_shapes
@@ -39,7 +39,7 @@ def part(rank: int, tensor: torch.Tensor) -> StatePiece:
 def test_what_is_saved_is_what_was_there_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training continues in place while the threads are held up; the second save uses the same memory."""
     go = threading.Event()
-    real = background.write_part
+    real = write_part
 
     def late(*args: Any, **kwargs: Any) -> None:
         assert go.wait(20)
@@ -76,7 +76,7 @@ def test_what_is_saved_is_what_was_there_at_the_start(tmp_path: Path, monkeypatc
 def test_a_rank_that_fails_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All hear the same message, at a poll; the earlier checkpoint stays, nothing is left, the next save works."""
     save_checkpoint(tmp_path, state(1), [whole("w", torch.ones(6))])
-    real, broken = background.write_part, threading.Event()
+    real, broken = write_part, threading.Event()
     broken.set()
 
     def fails(rank: int, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ def test_a_rank_that_fails_in_the_background(tmp_path: Path, monkeypatch: pytest
 
     results = over_threads(3, act)
     assert results[0] == results[1] == results[2]
-    (failure, in_flight, latest), again = results[0]  # type: ignore[misc]
+    (failure, in_flight, latest), again = results[0]
     assert "rank 1 on" in failure and "the disk of this rank is full" in failure and in_flight is None
     assert latest == tmp_path / "step-00000001" and again is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000003"]
@@ -114,7 +114,7 @@ def test_the_thread_yields_to_training(tmp_path: Path, monkeypatch: pytest.Monke
     if sys.platform != "linux":
         pytest.skip("threads have priorities of their own on Linux only")
     seen: list[int] = []
-    real = background.write_part
+    real = write_part
 
     def looks(*args: Any, **kwargs: Any) -> None:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
@@ -288,7 +288,7 @@ def test_saves_without_a_limit_and_the_last_one(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_save_in_flight_is_waited_for_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub, real = Stub(tmp_path), background.write_part
+    stub, real = Stub(tmp_path), write_part
 
     def slow(*args: Any, **kwargs: Any) -> None:
         time.sleep(0.3)

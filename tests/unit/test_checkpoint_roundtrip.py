@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from megatron_port.checkpoint import writer
 from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.peers import Peers
 from megatron_port.checkpoint.reader import find_latest, open_checkpoint
@@ -66,13 +67,13 @@ class ThreadPeers(Peers):
         return most
 
 
-def over_threads(world: int, action: Callable[[ThreadPeers], object]) -> list[object]:
+def over_threads(world: int, action: Callable[[ThreadPeers], Any]) -> list[Any]:
     """Results or exceptions of all ranks."""
     board: list[str | None] = [None] * world
     barrier = threading.Barrier(world)
     sums: list[list[int]] = [[] for _ in range(world)]
 
-    def one(rank: int) -> object:
+    def one(rank: int) -> Any:
         try:
             return action(ThreadPeers(rank, board, barrier, sums))
         except Exception as error:  # handed back for the assertions
@@ -103,7 +104,7 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Shape, Shape]
 
 
 def pieces_of(
-    name: str, kind: str, tensor: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]], draw: st.DrawFn
+    name: str, kind: str, tensor: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]], draw: Callable[..., Any]
 ) -> list[StatePiece]:
     """Each box cut into random flat ranges, as ZeRO cuts a rank's slice."""
     out = []
@@ -318,7 +319,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         rename(a, b)
 
-    monkeypatch.setattr(writer.os, "rename", killed)
+    monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, state(1), [whole("w", torch.full((4,), 2.0))])
     monkeypatch.undo()
@@ -345,7 +346,7 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, monkeypatch: pytest.
         for name in calls:
             monkeypatch.setattr(os, name, partial(call, name))
         # The tidying after a failure does not run when a process is killed.
-        monkeypatch.setattr(writer.shutil, "rmtree", lambda path, ignore_errors=False: None)
+        monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
         ended = False
         try:
             save_checkpoint(folder, state(2), [whole("w", torch.ones(4))])

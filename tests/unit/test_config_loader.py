@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -227,7 +228,8 @@ def test_hash_follows_what_determines_training() -> None:
 
 
 def test_every_field_has_help() -> None:
-    for cls in (RunConfig, *(type(v) for v in vars(RunConfig()).values() if hasattr(v, "__dataclass_fields__"))):
+    classes: list[Any] = [type(v) for v in vars(RunConfig()).values() if hasattr(v, "__dataclass_fields__")]
+    for cls in (RunConfig, *classes):
         helps = field_help(cls)
         plain = {n for n in cls.__dataclass_fields__ if not hasattr(getattr(RunConfig(), n, None), "__dict__")}
         assert plain <= set(helps), f"{cls.__name__}: {plain - set(helps)}"

@@ -23,7 +23,7 @@ TEXTS = ["one", "zwei é", "日本語\n\n", "x" * 5000, "<|endoftext|> is text",
 def documents(prefix):
     data = IndexedDataset(prefix)
     data.verify()
-    return [BYTE.decode(data.document(i)) for i in range(data.num_documents)]
+    return [BYTE.decode(data.document(i).tolist()) for i in range(data.num_documents)]
 
 
 def lines(texts=TEXTS, key="text", **more):
@@ -47,7 +47,8 @@ def test_json_lines_in_every_packing(tmp_path, name, workers, monkeypatch):
     path = write(tmp_path / name, b"\xef\xbb\xbf" + lines() + b"\n \n")
     done = prepare([path], tmp_path / "c", tokenizer=BYTE, workers=workers)
     assert documents(tmp_path / "c") == TEXTS and done.documents == 6
-    assert done.source_bytes == path.stat().st_size == IndexedDataset(tmp_path / "c").meta.source_bytes
+    meta = IndexedDataset(tmp_path / "c").meta
+    assert meta is not None and done.source_bytes == path.stat().st_size == meta.source_bytes
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "c.bin", "c.idx", "c.meta.json"])
 
 
@@ -162,7 +163,7 @@ def test_damaged_records(tmp_path, fault, workers):
         done = go(policy)
         assert documents(tmp_path / "out" / "c") == expected
         meta = IndexedDataset(tmp_path / "out" / "c").meta
-        assert (meta.left_out, meta.repaired) == (done.left_out, done.repaired)
+        assert meta is not None and (meta.left_out, meta.repaired) == (done.left_out, done.repaired)
         assert done.left_out + done.repaired == (3 if fault == "key" else 1) and "a.jsonl" in done.notes[0]
         assert (done.repaired == 1) == (expected is repaired and repaired is not skipped and repaired != skipped)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import filecmp
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +27,7 @@ def oracle():
     pytest.importorskip("megatron.core.datasets.helpers_cpp", exc_type=ImportError,
                         reason="this megatron-core has no compiled helpers for this Python")
 
-    class Oracle:
-        pass
-
-    found = Oracle()
-    found.blended, found.gpt, found.indexed, found.split = blended_dataset, gpt_dataset, indexed_dataset, Split
-    return found
+    return SimpleNamespace(blended=blended_dataset, gpt=gpt_dataset, indexed=indexed_dataset, split=Split)
 
 
 class FakeTokenizer:
@@ -132,6 +129,7 @@ def test_documents_start_where_megatron_resets(oracle, tmp_path):
     row = np.arange(seq)
     for k in range(40):
         starts, item = ours.starts(k), theirs[k]
+        assert starts is not None
         assert np.array_equal(row - starts, item["position_ids"])
         seen = (row[None] >= starts[:, None]) & (row[None] <= row[:, None])
         assert np.array_equal(~seen, item["attention_mask"][0])
@@ -211,7 +209,7 @@ def test_a_whole_blend_through_megatrons_own_builder(oracle, tmp_path):
         "data.split=[0.9, 0.1, 0.0]", "data.order=megatron", f"model.seq_length={seq}", "model.vocab_size=300",
         "seed=1234"]).config
     ours = build_loaders(run, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True, train_samples=samples)
-    blend = ours.train.dataset
+    blend: Any = ours.train.dataset
     corpus_index, sample_index = blend.given
     assert corpus_index.tobytes() == theirs.dataset_index.tobytes()
     assert sample_index.tobytes() == theirs.dataset_sample_index.tobytes()
@@ -227,9 +225,9 @@ def test_a_whole_blend_through_megatrons_own_builder(oracle, tmp_path):
 def test_indices_do_not_depend_on_how_they_are_cut(tmp_path, monkeypatch, chunk):
     lengths = np.random.default_rng(7).integers(0, 40, 60).astype(np.int32)
     case = {"seq_length": 16, "num_samples": 300, "seed": 5}
-    whole = mo.build_indices(lengths, 2, 58, **case)
+    whole = mo.build_indices(lengths, 2, 58, **case)  # type: ignore[arg-type]  # numbers by name
     monkeypatch.setattr(mo, "CHUNK", chunk)
-    cut = mo.build_indices(lengths, 2, 58, **case)
+    cut = mo.build_indices(lengths, 2, 58, **case)  # type: ignore[arg-type]
     assert all(np.array_equal(getattr(whole, n), getattr(cut, n)) for n in ("document", "sample", "shuffle"))
 
 

@@ -22,7 +22,7 @@ BYTE = ByteTokenizer()
 def documents(prefix):
     data = IndexedDataset(prefix)
     data.verify()
-    return [BYTE.decode(data.document(i)) for i in range(data.num_documents)]
+    return [BYTE.decode(data.document(i).tolist()) for i in range(data.num_documents)]
 
 
 def test_a_file_is_a_document_and_ends_with_eod(tmp_path):
@@ -35,6 +35,7 @@ def test_a_file_is_a_document_and_ends_with_eod(tmp_path):
     assert documents(tmp_path / "c") == ["first\n\n\nstill first", "second é"]
     data = IndexedDataset(tmp_path / "c")
     assert [int(data.document(i)[-1]) for i in (0, 1)] == [256, 256]
+    assert data.meta is not None
     assert (done.documents, done.tokens, data.meta.source_files, data.meta.source_bytes) == (2, 30, 3, 30)
 
 

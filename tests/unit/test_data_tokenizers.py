@@ -12,7 +12,7 @@ import pytest
 from megatron_port.data.format import meta_path, read_meta, tokenizer_name
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import prepare
-from megatron_port.data.tokenizer import encode_array, get_tokenizer, gpt2_directory, identity
+from megatron_port.data.tokenizer import encode_array, get_tokenizer, gpt2_directory, identity, identity_of
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.errors import DataError
 
@@ -36,8 +36,8 @@ def test_a_trained_bpe(bpe):
     assert np.array_equal(encode_array(tokenizer, TEXT), ids)
     every = "".join(map(chr, range(1, 0x250)))
     assert tokenizer.decode(tokenizer.encode(every)) == every
-    assert get_tokenizer(str(bpe)).hash == get_tokenizer(str(bpe.parent)).hash == tokenizer.hash == identity(
-        f"hf:{bpe}")["hash"]
+    same = [identity_of(t)["hash"] for t in (tokenizer, get_tokenizer(str(bpe)), get_tokenizer(str(bpe.parent)))]
+    assert same == [identity(f"hf:{bpe}")["hash"]] * 3
 
 
 def test_training_faults(tmp_path, bpe):
@@ -78,7 +78,7 @@ def test_tiktokens_own_gpt2_from_its_cache(tmp_path, monkeypatch):
     shutil.copy(root / "vocab.bpe", tmp_path / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
     theirs = get_tokenizer("tiktoken:gpt2", directory=tmp_path)
     assert theirs.encode(TEXT) == get_tokenizer("gpt2").encode(TEXT) and theirs.eod_id == 50256
-    assert theirs.decode(theirs.encode(TEXT)) == TEXT and len(theirs.hash) == 64
+    assert theirs.decode(theirs.encode(TEXT)) == TEXT and len(identity_of(theirs)["hash"]) == 64
     with pytest.raises(DataError, match="no special piece '<end>'"):
         get_tokenizer("tiktoken:gpt2#<end>", directory=tmp_path)
     with pytest.raises(DataError, match="it has .*cl100k_base"):
@@ -108,10 +108,10 @@ def test_a_corpus_keeps_its_tokenizer(tmp_path, bpe):
     (tmp_path / "a.txt").write_text(TEXT)
     prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=get_tokenizer(f"hf:{bpe}"), workers=2)
     meta = read_meta(tmp_path / "c")
-    assert meta.tokenizer == "hf:c.tokenizer.json#<|endoftext|>" and meta.eod_id == 299
+    assert meta is not None and meta.tokenizer == "hf:c.tokenizer.json#<|endoftext|>" and meta.eod_id == 299
     assert (tmp_path / "c.tokenizer.json").read_bytes() == bpe.read_bytes()
     again = get_tokenizer(tokenizer_name(tmp_path / "c", meta))
-    assert again.hash == meta.tokenizer_hash
+    assert identity_of(again)["hash"] == meta.tokenizer_hash
     assert again.decode(IndexedDataset(tmp_path / "c").document(0).tolist()) == TEXT
 
 
@@ -119,7 +119,9 @@ def test_a_corpus_keeps_its_tokenizer(tmp_path, bpe):
 def test_a_sidecar_may_not_point_elsewhere(tmp_path, name):
     (tmp_path / "a.txt").write_text(TEXT)
     prepare([tmp_path / "a.txt"], tmp_path / "c", tokenizer=get_tokenizer("byte"))
-    meta = replace(read_meta(tmp_path / "c"), tokenizer=name)
+    found = read_meta(tmp_path / "c")
+    assert found is not None
+    meta = replace(found, tokenizer=name)
     with pytest.raises(DataError, match="not beside the corpus"):
         tokenizer_name(tmp_path / "c", meta)
 
@@ -149,7 +151,7 @@ def test_which_piece_ends_a_document(tmp_path, bpe):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<fin>"}}')
     found = get_tokenizer(str(tmp_path))
     assert found.eod_id == 299 and found.name.endswith("tokenizer.json#<fin>")
-    assert get_tokenizer(found.name).hash == found.hash
+    assert identity_of(get_tokenizer(found.name)) == identity_of(found)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a readable tokenizer.json"):
         get_tokenizer(str(tmp_path))

@@ -266,7 +266,7 @@ def test_providers_agree() -> None:
 # ---- a whole model
 
 
-def config(recipe: str = "tensorwise", *, recompute: Any = "none", **layout: object) -> RunConfig:
+def config(recipe: Any = "tensorwise", *, recompute: Any = "none", **layout: object) -> RunConfig:
     return RunConfig(
         engine="native",
         model=ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=61, seq_length=16,
@@ -306,7 +306,7 @@ def test_recompute_changes_no_bit(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_only_the_layers_linears_are_in_8_bits(recipe: str, activation: str) -> None:
+def test_only_the_layers_linears_are_in_8_bits(recipe: str, activation: Any) -> None:
     run = config(recipe)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, activation=activation, ffn_hidden_size=64))
     _, _, engine = steps(run, 1)
@@ -437,7 +437,7 @@ def planned(fp8: str, *more: str) -> tuple[float, float]:
     for setting in settings:
         name, _, value = setting.partition("=")
         table, _, key = name.rpartition(".")
-        typed = int(value) if value.isdigit() else value
+        typed: Any = int(value) if value.isdigit() else value
         run = changed(run, **{table: {key: typed}}) if table else dataclasses.replace(run, **{key: typed})
     case, _ = case_of(run, 1)
     machine = machine_of(run)

@@ -161,7 +161,9 @@ class Bomb:
 
 def test_a_pickle_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    value = {"a": [1, -5, 2**70, 1.5, None, True, "ü", b"x"], ("t", 2): {3: Bomb()}, "size": torch.Size((2, 3))}
+    value: dict[Any, Any] = {
+        "a": [1, -5, 2**70, 1.5, None, True, "ü", b"x"], ("t", 2): {3: Bomb()}, "size": torch.Size((2, 3)),
+    }
     for protocol in range(2, 6):
         found = read_inert(pickle.dumps(value, protocol=protocol), "x")
         assert found["size"].args == ((2, 3),) and found["size"].name == "torch.Size"

@@ -57,13 +57,13 @@ class Setting:
 
 def test_nothing_of_the_file_runs(tmp_path: Path) -> None:
     """Objects become names and attributes; tensors arrive as they are; what would run does not."""
-    value = {
+    value: dict[Any, Any] = {
         "args": argparse.Namespace(**ARGS), "bomb": Bomb(tmp_path / "bomb"), "setting": Setting(),
         "tensors": [torch.arange(6).view(2, 3).t(), torch.tensor(2.5, dtype=torch.bfloat16)],
         3: ("a", None, float("inf")),
         "generator": torch.get_rng_state(), "dtype": torch.bfloat16,
     }
-    value["again"] = value["tensors"][0]  # type: ignore[index]
+    value["again"] = value["tensors"][0]
     torch.save(value, tmp_path / "file.pt")
     (tmp_path / "scratch").mkdir()
     notes: list[str] = []
@@ -74,7 +74,7 @@ def test_nothing_of_the_file_runs(tmp_path: Path) -> None:
     assert isinstance(tree["args"], Stubbed) and tree["args"].name == "argparse.Namespace"
     assert tree["args"].state == ARGS and tree["setting"].get("numel") == 3
     assert tree["bomb"].name == "builtins.eval"
-    assert torch.equal(tree["tensors"][0], value["tensors"][0])  # type: ignore[index]
+    assert torch.equal(tree["tensors"][0], value["tensors"][0])
     assert torch.equal(tree["again"], value["again"]) and tree["tensors"][1].dtype == torch.bfloat16
     assert tree[3] == ["a", None, "inf"] and tree["dtype"] == "torch.bfloat16"
     torch.save({"bomb": Method(tmp_path / "bomb")}, tmp_path / "file.pt")

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,7 +150,7 @@ def test_what_fails_stops_it_and_is_done_again(site: Site) -> None:
     ],
 )
 def test_a_mismatch_is_told_before_anything_is_compiled_against_it(
-    site: Site, more: dict[str, str], text: str
+    site: Site, more: dict[str, Any], text: str
 ) -> None:
     assert text in site.run(code=3, **more)
     assert not any("git clone" in call for call in site.calls())

@@ -16,7 +16,6 @@ from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage, build_stage
 from megatron_port.model.shapes import model_records
-from megatron_port.optim import gradients
 from megatron_port.optim.gradients import (
     global_square_norm,
     owned_gradients,
@@ -132,7 +131,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[torch.dtype, int, object]] = []
-        monkeypatch.setattr(gradients.dist, "all_reduce", self)
+        monkeypatch.setattr(dist, "all_reduce", self)
 
     def __call__(self, tensor: torch.Tensor, group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
         self.calls.append((tensor.dtype, tensor.numel(), group))

@@ -41,17 +41,17 @@ ROUTED = {**LLAMA, "moe": MoEConfig(
 )}
 
 
-def run(model: dict, dtype: str = "bf16", recompute: Any = "none", **layout: object) -> RunConfig:
+def run(model: dict[str, Any], dtype: Any = "bf16", recompute: Any = "none", **layout: Any) -> RunConfig:
     base = {"vocab_padding_multiple": 8, "data_parallel_size": 1}
     return RunConfig(
-        model=ModelConfig(**model), layout=LayoutConfig(**{**base, **layout}),  # type: ignore[arg-type]
+        model=ModelConfig(**model), layout=LayoutConfig(**{**base, **layout}),
         activations=ActivationsConfig(policy=recompute),
         batch=BatchConfig(micro_batch_size=2, global_batch_size=8), precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(synthetic=True), engine="native",
     )
 
 
-LAYOUTS = [
+LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 4}, {"data_parallel_size": 4},
     {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2},
     {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "recompute": "full"},
@@ -83,9 +83,11 @@ LAYOUTS = [
 EXPERTS = range(17, 26)
 
 
-MODELS = {"gpt": (GPT, "bf16"), "dropout": ({**GPT, "hidden_dropout": 0.1}, "fp32"), "llama": (LLAMA, "bf16"),
-          "fp64": (LLAMA, "fp64"), "shared": (LLAMA, "bf16"), "one head": ({**GPT, "num_query_groups": 1}, "fp32"),
-          "experts": (ROUTED, "bf16")}
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt": (GPT, "bf16"), "dropout": ({**GPT, "hidden_dropout": 0.1}, "fp32"), "llama": (LLAMA, "bf16"),
+    "fp64": (LLAMA, "fp64"), "shared": (LLAMA, "bf16"), "one head": ({**GPT, "num_query_groups": 1}, "fp32"),
+    "experts": (ROUTED, "bf16"),
+}
 CASES = [*(("gpt", i) for i in range(15)), ("dropout", 4), ("dropout", 7), ("llama", 6), ("fp64", 3),
          ("shared", 15), ("shared", 16), ("one head", 15), *(("experts", i) for i in EXPERTS)]
 
@@ -103,17 +105,18 @@ def test_bytes_are_those_of_a_real_rank(name: str, number: int) -> None:
             with Traffic(ctx) as trace:
                 engine.train_step(batches(resolved, ctx), step=0, lr=1e-3)
             assert not trace.other
+        buckets: Any = engine.sharded.buckets  # type: ignore[attr-defined]
         held: dict[str, int] = {"plain": 0, "partial": 0, "shared": 0, "tied": 0, "experts": 0}
-        for bucket in engine.sharded.buckets:  # type: ignore[attr-defined]
+        for bucket in buckets:
             for kind, elements in kinds_of(bucket, ctx.mesh).items():
                 held[kind] += elements
         planned = step_traffic(case, stage, held).bytes
         if case.zero_stage == 3:  # layers are gathered in whole, and padded more or less than others
             planned = pytest.approx(planned, rel=2e-3)  # type: ignore[assignment]
         assert trace.bytes == planned, f"stage {stage}"
-        parameters = sum(len(b.plan.slots) for b in engine.sharded.buckets)  # type: ignore[attr-defined]
+        parameters = sum(len(b.plan.slots) for b in buckets)
         padding = sum(held.values()) - sum(bucket_elements(case, stage).values())
-        assert 0 <= padding <= ALIGN * (parameters + case.dp * len(engine.sharded.buckets))  # type: ignore[attr-defined]
+        assert 0 <= padding <= ALIGN * (parameters + case.dp * len(buckets))
 
 
 def kinds_of(bucket: Bucket, mesh: Mesh) -> dict[str, int]:

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -170,13 +171,13 @@ def test_worked_numbers_of_an_envelope() -> None:
     assert widest(8192, peak=330e12, link=32e9) == pytest.approx(2.4, abs=0.05)
     assert widest(8192, peak=989e12, link=450e9) == pytest.approx(11.2, abs=0.05)
     assert widest(8192, peak=989e12, link=900e9) == pytest.approx(22, abs=0.5)
-    machine = {"peak": 312e12, "utilisation": 0.5, "devices": 1024}
+    machine: dict[str, Any] = {"peak": 312e12, "utilisation": 0.5, "devices": 1024}
     assert arithmetic.days(arithmetic.training_flops(175e9, 300e9), **machine) == pytest.approx(22.8, abs=0.05)
     model = load("models/gpt-175b").config.model
     assert arithmetic.days(model_flops(model) / 2048 * 300e9, **machine) == pytest.approx(23.4, abs=0.05)
     assert arithmetic.bubble_fraction(128, 512) == pytest.approx(0.248, abs=0.0005)
     assert arithmetic.bubble_fraction(8, 64, 3) == 7 / 192
-    layer = {"sequence": 2048, "batch": 4, "hidden": 6144, "heads": 64}
+    layer: dict[str, Any] = {"sequence": 2048, "batch": 4, "hidden": 6144, "heads": 64}
     assert arithmetic.layer_activations(**layer) == pytest.approx(2048 * 4 * 6144 * (34 + 5 * 64 * 2048 / 6144))
     assert arithmetic.layer_activations(**layer, tensor=8, sequence_parallel=True, scores=False) * 48 == pytest.approx(
         9.56 * 2**30, rel=0.001

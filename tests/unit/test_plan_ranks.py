@@ -47,7 +47,7 @@ MASKED = {
     **LLAMA, "sliding_window": 40, "attention_pattern": ("window", "full", "full"), "attention_sinks": True,
     "attention_softcap": 5.0, "activation": "swiglu_clamped",
 }
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA, "masked": MASKED, "olmo": OLMO,
     "gemma": GEMMA, "gptj": GPTJ,
     "experts": {**LLAMA, "moe": MoEConfig(num_experts=8, ffn_hidden_size=96)},
@@ -121,7 +121,7 @@ class Momentum(ElementwiseRule):
         """Change nothing."""
 
 
-def run_of(model: str, dtype: str, layout: dict) -> RunConfig:
+def run_of(model: str, dtype: Any, layout: dict[str, Any]) -> RunConfig:
     base = {"zero_stage": 0, "vocab_padding_multiple": 8, "data_parallel_size": 1}
     layout = dict(layout)
     policy: Any = layout.pop("recompute", "none")

@@ -129,6 +129,7 @@ def test_lib_serves_where_there_is_no_lib64(tmp_path: Path) -> None:
 def test_the_message_lists_what_was_tried(tmp_path: Path) -> None:
     wrapper = script(tmp_path / "bin" / "nvcc", "#!/bin/sh\nexit 0\n")
     problems = cuda.find_toolkit({"CUDA_HOME": str(wrapper.parents[1])}, None, wanted="13.0", pip_headers=True)
+    assert isinstance(problems, list)
     text = cuda.advice(problems, "13.0")
     for words in ("no whole toolkit of CUDA 13.0", "does not run", "Nothing was downloaded", "CUDA_HOME", "lib64/"):
         assert words in text

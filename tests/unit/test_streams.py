@@ -172,7 +172,7 @@ def test_masks_of_any_two_places_are_unrelated(
     a: tuple[int, int, int, str], b: tuple[int, int, int, str], which: int
 ) -> None:
     """``which``: the parts of (seed, step, sample, op), as bits, in which the two differ."""
-    mixed = tuple(y if which >> i & 1 else x for i, (x, y) in enumerate(zip(a, b)))
+    mixed: Any = tuple(y if which >> i & 1 else x for i, (x, y) in enumerate(zip(a, b)))
     if mixed == a:
         return
     masks = []
@@ -217,7 +217,7 @@ class Told:
 
 
 def test_a_corpus_ahead_of_its_share_is_not_read_beyond_its_end() -> None:
-    parts = [Told(n) for n in (1, 1, 1, 10)]
+    parts: list[Any] = [Told(n) for n in (1, 1, 1, 10)]
     mine = BlendedDataset(parts, [1.0, 1.0, 1.0, 29.0])
     for k in range(len(mine)):
         mine.sample(k)
@@ -231,7 +231,8 @@ def test_blends_are_the_twins_and_each_corpus_has_its_own_seed(
 ) -> None:
     weights = data.draw(st.lists(st.integers(1, 30).map(float), min_size=len(sizes), max_size=len(sizes)))
     period = sum(quantised(weights))
-    ours, parts = [Told(n) for n in sizes], [Told(n) for n in sizes]
+    ours: list[Any] = [Told(n) for n in sizes]
+    parts = [Told(n) for n in sizes]
     mine = BlendedDataset(ours, weights)
     assert quantised(weights) == twin_data.shares(weights)
     if period > 4096:  # the twin's pattern is made in plain Python

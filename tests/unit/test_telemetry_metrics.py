@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -101,7 +102,7 @@ def test_a_line_that_the_disk_cut_does_not_spoil_the_next(tmp_path: Path) -> Non
 def test_a_step_without_a_loss_is_a_step(tmp_path: Path) -> None:
     """Every label of it was masked; the evaluation after it is another line, and a resume keeps both."""
     path = tmp_path / "metrics.jsonl"
-    lines = [{"step": 1, "loss": None, "grad_norm": 0.0}, {"step": 1, "validation_loss": 2.0}]
+    lines: list[dict[str, Any]] = [{"step": 1, "loss": None, "grad_norm": 0.0}, {"step": 1, "validation_loss": 2.0}]
     for resumed in (0, 1):
         writer = MetricsWriter(path, resumed)
         for line in lines if resumed == 0 else ():

@@ -381,10 +381,12 @@ def test_a_hub_that_is_killed_or_stopped_is_replaced_and_misses_who_does_not_ret
     other.sendall(wire.pack(wire.HELLO, process.where["secret"], 1, "h2", 1, 0, "pp 0, dp 1, tp 0", 0))
     until(lambda: set(client._roster) == {0, 1})
     number, first = client.sock.fileno(), process.pid
+    assert first is not None
     os.kill(first, signal.SIGSTOP)
     until(lambda: notes)
     assert notes == ["the watch was started again: it was stopped or hung"] and not Path(f"/proc/{first}").exists()
     second = process.pid
+    assert second is not None
     assert client.sock.fileno() == number  # the signal handlers write there
     other.close()
     until(lambda: client._heard and not client.spoken.is_set())

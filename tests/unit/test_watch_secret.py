@@ -7,6 +7,7 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from megatron_port.runtime.master_store import connect
 from megatron_port.watch import secret
 from megatron_port.watch.secret import look_up, publish
 
-WHERE = {"address": "127.0.0.1", "port": 4321, "secret": "0123456789abcdef0123456789abcdef"}
+WHERE: dict[str, Any] = {"address": "127.0.0.1", "port": 4321, "secret": "0123456789abcdef0123456789abcdef"}
 SHARED = "f00dfacef00dfacef00dfacef00dface"
 
 
