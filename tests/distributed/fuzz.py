@@ -103,7 +103,8 @@ class Draw:
                 "mtp_layers", "mtp_weight")
         return {
             "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
-            "cp": t.cp, "method": c.layout.cp_method, "order": c.layout.cp_order, "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
+            "cp": t.cp, "method": c.layout.cp_method, "order": c.layout.cp_order,
+            "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
             "recomputed": list(c.activations.layers),
             "schedule": c.layout.pipeline_schedule, "vp": c.layout.virtual_pipeline_size,
             "zero_stage": c.layout.zero_stage, "shard": c.layout.shard_size,
