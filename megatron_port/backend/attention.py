@@ -12,15 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_port.backend.cpu_upcast import product
 from megatron_port.backend.fused import CausalSoftmax, ProbabilityDropout, torch_causal_softmax
-from megatron_port.backend.mask import AttentionMask, masked_softmax
+from megatron_port.backend.mask import AttentionMask, masked_softmax, query_runs
 
 
 class Attention(Protocol):
@@ -100,9 +102,8 @@ def refuse_dropout(name: str, dropout: ProbabilityDropout | None) -> None:
 
 def refuse_mask(name: str, mask: AttentionMask) -> None:
     """Raise ValueError for what only the project's own attention and math can do."""
-    if mask.sinks is not None or mask.end is not None:
-        what = "attention sinks" if mask.sinks is not None else "queries and keys at other positions"
-        raise ValueError(f"attention provider {name} cannot serve {what}; use own or math")
+    if mask.sinks is not None:
+        raise ValueError(f"attention provider {name} cannot serve attention sinks; use own or math")
 
 
 def fold_batch(x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +136,8 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
 
     A window and documents take a mask of queries · keys bytes, for each sample where documents differ, made in every
     layer, and no work is saved by it: all scores are computed, the later half too. Of a GPU's kernels cuDNN's, the
-    memory-efficient one and math's take masks, not flash attention.
+    memory-efficient one and math's take masks, not flash attention. Queries at other positions are served run by run,
+    over the keys up to the last of the run; without window and documents flash attention takes those too.
     """
     order = list(kernels)
 
@@ -150,35 +152,59 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal, mask)
         refuse_dropout("sdpa", dropout)
-        gqa = q.shape[2] != k.shape[2]
         if order:
             _prefer(order)
-        visible = None if mask is None else _sdpa_mask(mask, q, k)
-        if visible is not None and visible.shape[0] > 1:
-            qt, kt, vt = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(qt, kt, vt, attn_mask=visible, enable_gqa=gqa)
-            return out.permute(2, 0, 1, 3).reshape(q.shape[0], q.shape[1], -1)
-        qt, kt, vt = (fold_batch(x).transpose(1, 2) for x in (q, k, v))
-        causal = causal and visible is None
-        out = F.scaled_dot_product_attention(qt, kt, vt, attn_mask=visible, is_causal=causal, enable_gqa=gqa)
-        return out.transpose(1, 2).reshape(q.shape[0], q.shape[1], -1)
+        if mask is None:
+            return _sdpa(q, k, v, None, causal)
+        refuse_mask("sdpa", mask)
+        if mask.softcap:
+            raise ValueError("attention provider sdpa cannot serve soft-capped scores; use own, math or flash_attn")
+        if mask.end is None:
+            return _sdpa(q, k, v, mask.visible(q.shape[0], k.shape[0], q.device), False)
+        parts = [
+            _sdpa(q[row : row + count], k[low:high], v[low:high], _run_bias(mask, row, count, low, high), False)
+            for row, count, low, high in query_runs(mask, k.shape[0])
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return attention
 
 
-def _sdpa_mask(mask: AttentionMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the keys that each query sees, as torch's attention takes them: bool [batch or 1, 1, queries, keys]."""
-    refuse_mask("sdpa", mask)
-    if mask.softcap:
-        raise ValueError("attention provider sdpa cannot serve soft-capped scores; use own, math or flash_attn")
-    return mask.visible(q.shape[0], k.shape[0], q.device)
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, causal: bool
+) -> torch.Tensor:
+    """torch's attention in the package's shapes. ``visible``: bool [batch or 1, 1, queries, keys], or torch's bias."""
+    gqa = q.shape[2] != k.shape[2]
+    if visible is not None and visible.dim() == 4 and visible.shape[0] > 1:
+        qt, kt, vt = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(qt, kt, vt, attn_mask=visible, enable_gqa=gqa)
+        return out.permute(2, 0, 1, 3).reshape(q.shape[0], q.shape[1], -1)
+    qt, kt, vt = (fold_batch(x).transpose(1, 2) for x in (q, k, v))
+    causal = causal and visible is None
+    out = F.scaled_dot_product_attention(qt, kt, vt, attn_mask=visible, is_causal=causal, enable_gqa=gqa)
+    return out.transpose(1, 2).reshape(q.shape[0], q.shape[1], -1)
+
+
+def _run_bias(mask: AttentionMask, row: int, count: int, low: int, high: int) -> torch.Tensor:
+    """Return what a run of queries sees of the keys [low, high), as torch's attention takes it."""
+    if not mask.window and mask.first is None:
+        return causal_lower_right(count, high - low)  # no bytes where a kernel knows it
+    assert mask.end is not None
+    rows = slice(row, row + count)
+    first = None if mask.first is None else mask.first[:, rows] - low
+    end = mask.end[rows] - low
+    return replace(mask, first=first, end=end).visible(count, high - low, end.device)
 
 
 def flash_attention(
     function: Callable[..., torch.Tensor], varlen: Callable[..., torch.Tensor] | None = None
 ) -> Attention:
     """The flash-attn package's ``flash_attn_func`` (Dao, arXiv 2307.08691), and ``flash_attn_varlen_func`` for
-    documents; fp16 and bf16 on a GPU."""
+    documents; fp16 and bf16 on a GPU.
+
+    The last query sees the last key (since 2.1), so that queries at other positions are served run by run, and under
+    documents by the runs of each document.
+    """
 
     def attention(
         q: torch.Tensor,
@@ -192,20 +218,38 @@ def flash_attention(
         check_shapes(q, k, v, causal, mask)
         refuse_dropout("flash_attn", dropout)
         options = {} if mask is None else _flash_options(mask)
-        if mask is None or mask.first is None:
-            out = function(fold_batch(q), fold_batch(k), fold_batch(v), causal=causal, **options)
-            return out.reshape(q.shape[0], q.shape[1], -1)
-        if varlen is None or mask.documents is None:
-            raise ValueError("attention provider flash_attn needs flash_attn_varlen_func and AttentionMask.documents")
-        documents = mask.documents()
-        offsets, longest = documents.offsets, documents.longest
-        out = varlen(
-            *(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)), cu_seqlens_q=offsets, cu_seqlens_k=offsets,
-            max_seqlen_q=longest, max_seqlen_k=longest, causal=True, **options,
-        )
-        return out.view(q.shape[1], q.shape[0], -1).transpose(0, 1).contiguous()
+        if mask is not None and mask.first is not None:
+            return _flash_documents(varlen, q, k, v, mask, options)
+        runs = [(0, q.shape[0], 0, k.shape[0])] if mask is None or mask.end is None else query_runs(mask, k.shape[0])
+        parts = [
+            function(*map(fold_batch, (q[row : row + count], k[low:high], v[low:high])), causal=causal, **options)
+            for row, count, low, high in runs
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return out.reshape(q.shape[0], q.shape[1], -1)
 
     return attention
+
+
+def _flash_documents(
+    varlen: Callable[..., torch.Tensor] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    mask: AttentionMask, options: dict[str, Any],
+) -> torch.Tensor:
+    """flash-attn's function for sequences of different lengths: documents, or the runs of queries in each."""
+    if varlen is None or mask.documents is None:
+        raise ValueError("attention provider flash_attn needs flash_attn_varlen_func and AttentionMask.documents")
+    documents = mask.documents()
+    offsets, longest, keys = documents.offsets, documents.longest, documents.keys
+    if (keys is None) != (mask.end is None):
+        raise ValueError("AttentionMask.documents are of other queries than its end")
+    q_flat, k_flat, v_flat = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+    if keys is not None:
+        k_flat, v_flat = k_flat.index_select(0, keys.rows), v_flat.index_select(0, keys.rows)
+    out = varlen(
+        q_flat, k_flat, v_flat, cu_seqlens_q=offsets, cu_seqlens_k=offsets if keys is None else keys.offsets,
+        max_seqlen_q=longest, max_seqlen_k=longest if keys is None else keys.longest, causal=True, **options,
+    )
+    return out.view(q.shape[1], q.shape[0], -1).transpose(0, 1).contiguous()
 
 
 def _flash_options(mask: AttentionMask) -> dict[str, Any]:

@@ -248,4 +248,5 @@ def _sdpa(
 
 def _all_scores(needs: AttentionNeeds) -> str:
     """Cost of a mask in torch's attention, in words."""
-    return "computes all scores, whatever the mask leaves" if needs.mask.any else ""
+    hides = needs.mask.window or needs.mask.documents
+    return "computes all scores, whatever the mask leaves" if hides else ""

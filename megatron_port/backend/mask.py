@@ -15,6 +15,17 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class PackedKeys:
+    """The keys of :class:`PackedDocuments` whose queries are not the whole sequence."""
+
+    rows: Tensor
+    """int64 [n]: rows of the keys, counted among batch · keys, document after document."""
+    offsets: Tensor
+    """int32 [documents + 1]: where those of each begin, and their number n."""
+    longest: int
+
+
+@dataclass(frozen=True)
 class PackedDocuments:
     """The documents of a micro-batch, sample after sample, as kernels of variable lengths take them."""
 
@@ -22,6 +33,8 @@ class PackedDocuments:
     """int32 [documents + 1], on the device: where each begins among the batch · seq tokens, and their number."""
     longest: int
     """Tokens of the longest document."""
+    keys: PackedKeys | None = None
+    """None: the rows of the queries. Else a document is one run of queries, and its keys end with the last of them."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,13 @@ class AttentionMask:
     end: Tensor | None = None
     """int32 [queries], contiguous: one more than the last key row that each query may see. May exceed the keys, or
     leave none: the query's result is then zeros."""
-    documents: Callable[[], PackedDocuments] | None = None
+    runs: tuple[tuple[int, int], ...] | None = None
+    """The same as ``end``, on the host: (``end`` of the first, number) of each run of queries of which each sees a key
+    more than the one before it."""
+    documents: Callable[..., PackedDocuments] | None = None
     """Gives what ``first`` says for kernels that take documents as sequences of their own; made at the first call."""
+    earliest: Callable[[int], int] | None = None
+    """Gives the least ``first`` of a query over the batch, on the host; None: 0."""
 
     @property
     def ranges(self) -> bool:
@@ -79,6 +97,24 @@ def key_ends(queries: Tensor, first_key: int = 0) -> Tensor:
     """Return ``AttentionMask.end`` for queries at these positions, int [queries], and keys that are neighbouring
     positions from ``first_key`` on. ``first``, which counts positions too, moves by as much."""
     return (queries + (1 - first_key)).to(torch.int32)
+
+
+def query_runs(mask: AttentionMask, keys: int) -> list[tuple[int, int, int, int]]:
+    """Return (first row, number, first key, end of the keys) of each run of neighbouring queries: the last of them sees
+    the last of these keys, and none of them a key outside.
+
+    Raises:
+        ValueError: the mask does not say on the host what its queries see, or some would see more than ``keys``.
+    """
+    if mask.runs is None:
+        raise ValueError("queries and keys at other positions need AttentionMask.runs")
+    if (stop := max(end + count - 1 for end, count in mask.runs)) > keys:
+        raise ValueError(f"AttentionMask.runs reach to key {stop} of {keys}")
+    out, row = [], 0
+    for end, count in mask.runs:
+        out.append((row, count, max(end - mask.window, 0) if mask.window else 0, end + count - 1))
+        row += count
+    return out
 
 
 def masked_softmax(scores: Tensor, mask: AttentionMask) -> Tensor:

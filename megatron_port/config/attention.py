@@ -9,7 +9,8 @@ from typing import Any
 from megatron_port.config.schema import ModelConfig, RunConfig
 
 SERVED = {
-    "sdpa": frozenset({"window", "documents"}), "flash_attn": frozenset({"window", "softcap", "documents"}),
+    "sdpa": frozenset({"window", "documents", "runs"}),
+    "flash_attn": frozenset({"window", "softcap", "documents", "runs"}),
     "fa3": frozenset[str](), "fa4": frozenset[str](),  # they stand in torch's place, which gives them no window
 }
 """Parts of a mask that each provider can do (fields of :class:`MaskNeeds`); own and math can do all of it."""
@@ -35,13 +36,14 @@ class MaskNeeds:
     @classmethod
     def of(cls, config: RunConfig) -> MaskNeeds:
         """Return the needs of a run's model and of its data."""
-        model = config.model
+        model, layout = config.model, config.layout
+        divided = layout.context_parallel_size > 1
         kinds = model.attention_pattern[: model.num_layers] or ("window",)
         return cls(
             window="window" in kinds and 0 < model.sliding_window < model.seq_length,
             softcap=model.attention_softcap > 0, sinks=model.attention_sinks,
             documents=config.data.attention_documents == "within",
-            runs=config.layout.context_parallel_size > 1 and config.layout.cp_method != "heads",
+            runs=divided and layout.cp_method != "heads",
         )
 
     @property

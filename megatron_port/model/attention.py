@@ -14,7 +14,7 @@ from megatron_port.model.norm import Norm, ProjectionNorm
 from megatron_port.model.recompute import recompute
 from megatron_port.model.spec import AttentionSpec, Groups
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.context_attention import GatherKeys
+from megatron_port.parallel.context_attention import DropoutOf
 from megatron_port.parallel.linear import Rows
 from megatron_port.parallel.positions import Positions
 
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
         self.spec, self.providers, self.stream = spec, build.providers, build.stream
         self.dropout, self.recompute = build.model.attention_dropout, build.recompute == "selective"
         self.rotary, self.partition = build.rotary(spec.rotation), build.partition
-        self.context = GatherKeys(build.ctx.over("cp"))
+        self.context = build.context_attention()
         self.groups = spec.groups.held(tp) // tp
         self.heads_per_group = spec.groups.heads // spec.groups.held(tp)
         self.head_size = spec.groups.head_size
@@ -97,10 +97,10 @@ class SelfAttention(nn.Module):
 
     def _attend_with_dropout(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows, partition = q.shape[0], self.partition.divided(self.stream.division)
-        dropout, mask = self._probability_dropout(rows), self._mask(partition.seq_length(rows))
-        if partition.division.ranks == 1:
-            return self.providers.attention(q, k, v, dropout=dropout, mask=mask)
-        return self.context.attend(self.providers.attention, q, k, v, partition, dropout=dropout, mask=mask)
+        mask = self._mask(partition.seq_length(rows))
+        if self.context is None:
+            return self.providers.attention(q, k, v, dropout=self._probability_dropout(rows), mask=mask)
+        return self.context.attend(q, k, v, partition, dropout_of=self._dropout_of, mask=mask)
 
     def _mask(self, rows: int) -> AttentionMask | None:
         """Return what attention of all ``rows`` positions does beyond the causal softmax in this pass, or None."""
@@ -109,16 +109,31 @@ class SelfAttention(nn.Module):
         first = None if context is None else context.document_starts
         if not window and not spec.softcap and self.sinks is None and first is None:
             return None
-        packed = None if context is None else context.packed_documents
-        return AttentionMask(window=window, softcap=spec.softcap, sinks=self.sinks, first=first, documents=packed)
+        packed, earliest = (None, None) if context is None else (context.packed_documents, context.earliest_key)
+        return AttentionMask(
+            window=window, softcap=spec.softcap, sinks=self.sinks, first=first, documents=packed, earliest=earliest
+        )
 
     def _probability_dropout(self, rows: int) -> ProbabilityDropout | None:
         """Return the dropout of the probabilities of ``rows`` queries in this pass; None where nothing is dropped."""
+        dropout_of = self._dropout_of
+        return None if dropout_of is None else dropout_of(self._positions(rows))
+
+    @property
+    def _dropout_of(self) -> DropoutOf | None:
+        """The dropout of any of the layer's probabilities in this pass; None where nothing is dropped."""
         if self.dropout == 0.0 or not self.stream.enabled:
             return None
-        return self.stream.probability_dropout(
-            self.dropout, op=self.op, head_offset=self.head_offset, positions=self._positions(rows)
-        )
+
+        def dropout_of(
+            queries: Positions, *, first_head: int = 0, keys: Positions | None = None, seq_length: int = 0
+        ) -> ProbabilityDropout:
+            return self.stream.probability_dropout(
+                self.dropout, op=self.op, head_offset=self.head_offset + first_head, positions=queries, keys=keys,
+                seq_length=seq_length,
+            )
+
+        return dropout_of
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Return [seq, batch, groups/tp, heads of a group + 2, d]: a group's queries, key, value; normed if asked."""
@@ -148,8 +163,7 @@ class SelfAttention(nn.Module):
     @property
     def _packed(self) -> bool:
         """Whether attention takes the projection as it is."""
-        whole = self.partition.division.ranks == 1
-        return self.providers.packed_attention is not None and self.rotary is None and whole
+        return self.providers.packed_attention is not None and self.rotary is None and self.context is None
 
     def attend(self, y: torch.Tensor) -> torch.Tensor:
         """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · d]."""

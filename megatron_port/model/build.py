@@ -21,6 +21,7 @@ from megatron_port.model.spec import LinearSpec, ParameterSpec, Rotation
 from megatron_port.parallel.adapter import Adapter
 from megatron_port.parallel.chunked import ChunkedColumnParallelLinear, ChunkedRowParallelLinear
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.context_attention import ContextAttention, GatherKeys
 from megatron_port.parallel.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import padded_vocab_size, vocab_parameter
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows
@@ -76,6 +77,13 @@ class BuildContext:
             providers.bias_dropout_add_norm, model.residual_multiplier,
         )
         self._rotary: dict[Rotation, RotaryTables | None] = {}
+
+    def context_attention(self) -> ContextAttention | None:
+        """Return how attention reaches the positions of other context-parallel ranks; None: there are none."""
+        group = self.ctx.over("cp")
+        if group is None:  # one rank, or none are connected: nothing is computed then
+            return None
+        return GatherKeys(group, self.providers.attention)
 
     def rotary(self, rotation: Rotation) -> RotaryTables | None:
         """Return the tables that all layers of a kind of rotation share; None: they need none."""

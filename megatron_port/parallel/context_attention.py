@@ -1,19 +1,18 @@
 """Attention of a sequence whose positions context-parallel ranks divide: each has queries, keys and values of its own
 positions, and gets the result of its queries.
 
-``attend(attention, q, k, v, partition, dropout=, mask=)``: q [held, batch, heads/tp, d], k and v [held, batch,
-groups/tp, d] → [held, batch, heads/tp · d]. ``attention``: the provider; ``dropout``: of the held queries; ``mask``: of
-the whole sequence (``first`` [batch, seq]).
-
+:class:`ContextAttention` is what a method is; ``parallel.head_attention`` and ``parallel.ring_attention`` have others.
 :class:`GatherKeys` gathers keys and values of all positions, as Llama 3 does (arXiv 2407.21783, section 3.3.2), and
 puts them in the sequence's order: each query's softmax is then one call over the same keys in the same order as in one
-process.
+process. They are kept for the backward pass as attention keeps its inputs; where attention is computed again there
+(``recompute``), they are gathered again with it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,29 @@ from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.mask import AttentionMask, key_ends
 from megatron_port.parallel.collectives import Group, all_gather_first, reduce_scatter_first
 from megatron_port.parallel.positions import Division, Positions, SequencePartition
+
+
+class DropoutOf(Protocol):
+    """Dropout of any of a layer's probabilities: of queries at these positions, from this rank's head ``first_head``
+    on. ``keys``: positions of the columns in a sequence of ``seq_length``; None: all of it."""
+
+    def __call__(
+        self, queries: Positions, *, first_head: int = 0, keys: Positions | None = None, seq_length: int = 0
+    ) -> ProbabilityDropout: ...
+
+
+class ContextAttention(Protocol):
+    """A method of context parallelism."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, partition: SequencePartition, *,
+        dropout_of: DropoutOf | None, mask: AttentionMask | None,
+    ) -> torch.Tensor:
+        """Return the result [held, batch, heads/tp · d] of this rank's queries. Collective.
+
+        q [held, batch, heads/tp, d], k and v [held, batch, groups/tp, d]; ``mask``: of the whole sequence, None where
+        it is causal and no more.
+        """
 
 
 class _Gather(torch.autograd.Function):
@@ -61,8 +83,11 @@ def gather_positions(x: torch.Tensor, group: dist.ProcessGroup | None, division:
 def mask_of_rows(mask: AttentionMask | None, held: Positions, device: torch.device) -> AttentionMask:
     """Return the mask of queries at the ``held`` positions and keys at all, from the whole sequence's."""
     mask = mask or AttentionMask()
-    first = None if mask.first is None else held.take(mask.first, dim=1).contiguous()
-    return replace(mask, first=first, end=key_ends(held.index(device)), documents=None)
+    return replace(
+        mask, end=key_ends(held.index(device)), runs=tuple((start + 1, length) for start, length in held.runs),
+        first=None if mask.first is None else held.take(mask.first, dim=1).contiguous(),
+        documents=None if mask.documents is None else partial(mask.documents, held),
+    )
 
 
 class GatherKeys:
@@ -71,14 +96,15 @@ class GatherKeys:
     ``group``: the context-parallel ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, attention: Attention) -> None:
+        self.group, self.attention = group, attention
 
     def attend(
-        self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, partition: SequencePartition, *,
-        dropout: ProbabilityDropout | None, mask: AttentionMask | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, partition: SequencePartition, *,
+        dropout_of: DropoutOf | None, mask: AttentionMask | None,
     ) -> torch.Tensor:
-        """Return the result of this rank's queries; see the module's docstring. Collective."""
+        """Gather the keys and values, and attend to them."""
         held = partition.held(partition.seq_length(q.shape[0]))
         keys, values = (gather_positions(x, self.group, partition.division) for x in (k, v))
-        return attention(q, keys, values, dropout=dropout, mask=mask_of_rows(mask, held, q.device))
+        dropout = None if dropout_of is None else dropout_of(held)
+        return self.attention(q, keys, values, dropout=dropout, mask=mask_of_rows(mask, held, q.device))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -50,17 +51,25 @@ class Positions:
         """Largest position plus one."""
         return max(run.start + run.length for run in self.runs)
 
+    @property
+    def first_rows(self) -> list[int]:
+        """The row of the first position of each run."""
+        return [0, *accumulate(run.length for run in self.runs)][:-1]
+
     def piece(self, index: int, pieces: int) -> Positions:
         """Return piece ``index`` of equal pieces, in row order. Raises ValueError where they would not be equal."""
         size, left = divmod(self.count, pieces)
         if left:
             raise ValueError(f"{self.count} positions do not divide into {pieces} equal pieces")
-        first, last, passed, runs = index * size, (index + 1) * size, 0, []
-        for run in self.runs:
-            begin, end = max(first - passed, 0), min(last - passed, run.length)
+        return self.rows(index * size, size)
+
+    def rows(self, first: int, count: int) -> Positions:
+        """Return the positions of ``count`` rows from ``first`` on."""
+        runs = []
+        for run, row in zip(self.runs, self.first_rows, strict=True):
+            begin, end = max(first - row, 0), min(first + count - row, run.length)
             if begin < end:
                 runs.append(Run(run.start + begin, end - begin))
-            passed += run.length
         return Positions(tuple(runs))
 
     def take(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:

@@ -25,8 +25,16 @@ import torch
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
-from megatron_port.parallel.positions import Division, Positions
-from megatron_port.parallel.step import AuxiliarySums, RouteKeeper, SampleKey, StepContext, Tallies, pack_documents
+from megatron_port.parallel.positions import Division, Positions, Run
+from megatron_port.parallel.step import (
+    AuxiliarySums,
+    RouteKeeper,
+    SampleKey,
+    StepContext,
+    Tallies,
+    earliest_start,
+    pack_documents,
+)
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -97,6 +105,10 @@ class DropoutStream:
             document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
             packed_documents=None if document_starts is None else cache(
                 partial(pack_documents, document_starts, self.device)
+            ),
+            # Starts of a recorded step are on the device, and the host does not wait for them.
+            earliest_key=None if document_starts is None or not document_starts.is_cpu else cache(
+                partial(earliest_start, document_starts)
             ),
         )
 
@@ -187,24 +199,36 @@ class DropoutStream:
         return self.probability_dropout(p, op=op, head_offset=head_offset, positions=positions).drop(probs)
 
     def probability_dropout(
-        self, p: float, *, op: str, head_offset: int, positions: Positions
+        self, p: float, *, op: str, head_offset: int, positions: Positions, keys: Positions | None = None,
+        seq_length: int = 0,
     ) -> ProbabilityDropout:
-        """Return the dropout of the probabilities of queries at these positions, for the samples in flight."""
-        keys, key2 = self.sample_keys(p), self.op_key(op)
+        """Return the dropout of the probabilities of queries at these positions, for the samples in flight.
+
+        ``keys``: those of the columns, of a sequence of ``seq_length``; None: the columns are all its positions.
+        """
+        sample_keys, key2 = self.sample_keys(p), self.op_key(op)
+        drop = partial(
+            _drop_probabilities, sample_keys=sample_keys, key2=key2, p=p, head_offset=head_offset, positions=positions,
+            keys=keys, seq_length=seq_length,
+        )
         return ProbabilityDropout(
-            drop=partial(_drop_probabilities, keys=keys, key2=key2, p=p, head_offset=head_offset, positions=positions),
-            keys=keys, op_key=key2, p=p, head_offset=head_offset,
-            first_query=positions.runs[0].start if len(positions.runs) == 1 else None,
+            drop=drop, keys=sample_keys, op_key=key2, p=p, head_offset=head_offset,
+            first_query=positions.runs[0].start if len(positions.runs) == 1 and keys is None else None,
         )
 
 
 def _drop_probabilities(
-    probs: torch.Tensor, *, keys: torch.Tensor, key2: int, p: float, head_offset: int, positions: Positions
+    probs: torch.Tensor, *, sample_keys: torch.Tensor, key2: int, p: float, head_offset: int, positions: Positions,
+    keys: Positions | None, seq_length: int,
 ) -> torch.Tensor:
     _, heads, _, cols = probs.shape
-    dev = probs.device
+    dev, width = probs.device, seq_length or cols
     a = torch.arange(head_offset, head_offset + heads, dtype=torch.int64, device=dev).view(1, -1, 1, 1)
-    i = positions.index(dev).view(1, 1, -1, 1)
-    threshold = drop_threshold(p)
-    keep = keep_mask(keys.view(-1, 1, 1, 1), key2, threshold, a * cols + i, width=cols, offset=0, count=cols)
+    row = a * width + positions.index(dev).view(1, 1, -1, 1)
+    runs = (Run(0, cols),) if keys is None else keys.runs
+    parts = [
+        keep_mask(sample_keys.view(-1, 1, 1, 1), key2, drop_threshold(p), row, width=width, offset=start, count=count)
+        for start, count in runs
+    ]
+    keep = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     return probs * keep.to(probs.dtype) * keep_scale(p)

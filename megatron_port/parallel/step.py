@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_port.backend.mask import PackedDocuments
+from megatron_port.backend.mask import PackedDocuments, PackedKeys
 from megatron_port.parallel.counter import key_of
-from megatron_port.parallel.positions import Division
+from megatron_port.parallel.positions import Division, Positions
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -134,11 +134,38 @@ class Tallies:
         return self._views(flat)
 
 
-def pack_documents(starts: torch.Tensor, device: torch.device) -> PackedDocuments:
-    """Return the documents of ``starts`` (int32 [batch, seq], on the host) as kernels of variable lengths take them."""
-    first = (starts == torch.arange(starts.shape[1])).flatten().nonzero().flatten()
-    offsets = torch.cat((first, first.new_tensor([starts.numel()]))).to(torch.int32)
-    return PackedDocuments(to_device_async(offsets, device), int(offsets.diff().max()))
+def pack_documents(starts: torch.Tensor, device: torch.device, queries: Positions | None = None) -> PackedDocuments:
+    """Return the documents of ``starts`` (int32 [batch, seq], on the host) as kernels of variable lengths take them.
+
+    ``queries``: of some positions, each run of which is cut where documents start; the keys of such a piece are those
+    of its document up to its own last position.
+    """
+    index = torch.arange(starts.shape[1]) if queries is None else queries.index(starts.device)
+    low, (batch, count) = starts[:, index].to(torch.int64), (starts.shape[0], len(index))
+    begins = low == index
+    begins[:, [0] if queries is None else queries.first_rows] = True
+    first = begins.flatten().nonzero().flatten()
+    offsets = torch.cat((first, first.new_tensor([batch * count])))
+    packed = PackedDocuments(_offsets(offsets, device), int(offsets.diff().max()))
+    if queries is None:
+        return packed
+    since = low.flatten()[first]
+    lengths = index.expand(batch, count).flatten()[offsets[1:] - 1] + 1 - since
+    bounds = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+    rows = torch.arange(int(bounds[-1])) + (first // count * starts.shape[1] + since - bounds[:-1]).repeat_interleave(
+        lengths
+    )
+    keys = PackedKeys(to_device_async(rows, device), _offsets(bounds, device), int(lengths.max()))
+    return replace(packed, keys=keys)
+
+
+def earliest_start(starts: torch.Tensor, position: int) -> int:
+    """Return the first position of the document of a position, in the sample where it is the least."""
+    return int(starts[:, position].min())
+
+
+def _offsets(bounds: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return to_device_async(bounds.to(torch.int32), device)
 
 
 @dataclass(frozen=True)
@@ -158,8 +185,11 @@ class StepContext:
     starts; None: a sample is one document."""
     division: Division | None = None
     """How this micro-batch's sequences are divided between context-parallel ranks; None: as the layout says."""
-    packed_documents: Callable[[], PackedDocuments] | None = None
-    """Gives the same for kernels that take documents as sequences of their own; made at the first call."""
+    packed_documents: Callable[..., PackedDocuments] | None = None
+    """Gives the same for kernels that take documents as sequences of their own, of all queries or of those given
+    (:func:`pack_documents`); made at the first call."""
+    earliest_key: Callable[[int], int] | None = None
+    """Gives the first position that the document of a position has in some sample, on the host; None: 0."""
     recomputing: bool = False
     """The forward pass runs again, for its backward pass."""
     auxiliary: AuxiliarySums | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -18,6 +19,8 @@ from megatron_port.backend.fused import torch_causal_softmax, torch_split_rotary
 from megatron_port.backend.mask import AttentionMask, key_ends
 from megatron_port.backend.ops import attention as own
 from megatron_port.backend.packed_math import packed_math_attention
+from megatron_port.parallel.context_attention import mask_of_rows
+from megatron_port.parallel.positions import Positions, Run
 from megatron_port.parallel.step import pack_documents
 
 SEQ, BATCH, HEADS, GROUPS, SIZE = 13, 2, 4, 2, 6
@@ -145,25 +148,28 @@ def test_queries_and_keys_at_other_positions(name: str, runs: str) -> None:
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    """flash-attn's function by its documentation: [b, s, heads, d]; a window of (left, right) keys beside the own."""
+    """flash-attn's function by its documentation: [b, s, heads, d]; a window of (left, right) keys beside the own; the
+    last query sees the last key."""
     left, right = options.get("window_size", (-1, -1))
     assert options["causal"] and right in (-1, 0)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    places = tuple(range(q.shape[0]))
+    keys = tuple(range(k.shape[0]))
     out = by_definition(
-        q, k, v, None, window=left + 1, softcap=options.get("softcap", 0.0), queries=places, keys=places
+        q, k, v, None, window=left + 1, softcap=options.get("softcap", 0.0), queries=keys[-q.shape[0] :], keys=keys
     )
     return out.view(q.shape).transpose(0, 1)
 
 
 def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
     """The same for sequences one after the other, [tokens, heads, d]."""
-    offsets = options.pop("cu_seqlens_q").tolist()
-    assert options.pop("cu_seqlens_k").tolist() == offsets
-    longest = {options.pop("max_seqlen_q"), options.pop("max_seqlen_k")}
-    assert longest == {max(b - a for a, b in itertools.pairwise(offsets))}
-    parts = [flash(*(x[None, a:b] for x in (q, k, v)), **options)[0] for a, b in itertools.pairwise(offsets)]
-    return torch.cat(parts)
+    parts = []
+    for of in "qk":
+        offsets = options.pop(f"cu_seqlens_{of}")
+        assert offsets.dtype == torch.int32 and options.pop(f"max_seqlen_{of}") == int(offsets.diff().max())
+        parts.append(list(itertools.pairwise(offsets.tolist())))
+    return torch.cat([
+        flash(q[None, a:b], k[None, c:d], v[None, c:d], **options)[0] for (a, b), (c, d) in zip(*parts, strict=True)
+    ])
 
 
 def test_torchs_and_flash_attn_get_what_they_take() -> None:
@@ -191,6 +197,34 @@ def test_torchs_and_flash_attn_get_what_they_take() -> None:
         math_attention(*given()[:3], causal=False, mask=AttentionMask(window=2))
     with pytest.raises(ValueError, match="needs flash_attn_varlen_func"):
         flash_attention(flash)(*given()[:3], mask=AttentionMask(first=STARTS))
+
+
+HELD = (Positions.contiguous(3, 2), Positions((Run(0, 2), Run(5, 6))), Positions((Run(3, 1), Run(8, 2), Run(11, 2))))
+"""Positions whose queries a rank has, as runs that begin in the middle of documents and at their first tokens."""
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("name", ["none", *MASKS])
+def test_runs_of_queries_in_a_longer_sequence(name: str, held: Positions) -> None:
+    """As context-parallel ranks have them, for providers that take neighbours: one call for each run, or one for the
+    runs in each document. Without a list of the runs they refuse."""
+    options = MASKS.get(name, {})
+    index = held.index(STARTS.device)
+    starts = options.get("starts")
+    documents = None if starts is None else functools.partial(pack_documents, starts, starts.device)
+    whole = AttentionMask(options.get("window", 0), options.get("softcap", 0.0), None, starts, documents=documents)
+    mask = mask_of_rows(whole, held, STARTS.device)
+    q, k, v, _ = given()
+    places = tuple(index.tolist())
+    wanted = results(lambda q, k, v: by_definition(q, k, v, None, **options, queries=places), (q[index], k, v))
+    providers = {"sdpa": sdpa_attention(), "flash_attn": flash_attention(flash, varlen)}
+    for attention in [providers[n] for n in providers if n != "sdpa" or not whole.softcap]:
+        close(results(functools.partial(attention, mask=mask), (q[index], k, v)), wanted, 1e-12)
+        unlisted = dataclasses.replace(mask, runs=None, first=None, documents=None)
+        with pytest.raises(ValueError, match=r"need AttentionMask\.runs"):
+            attention(q[index], k, v, mask=unlisted)
+        with pytest.raises(ValueError, match=r"reach to key \d+ of 4"):
+            attention(q[index], k[:4], v[:4], mask=dataclasses.replace(mask, first=None, documents=None))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
