@@ -29,6 +29,7 @@ from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.experts import ExpertOps, own_experts, own_limit, torch_experts
 from megatron_port.backend.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
 from megatron_port.backend.packed_math import packed_math_attention
+from megatron_port.backend.partial_attention import PARTIALS
 from megatron_port.backend.providers import ProviderRow, Providers, optional_import
 from megatron_port.config.attention import CAUSAL, MaskNeeds
 from megatron_port.config.moe import MoEConfig
@@ -384,6 +385,7 @@ def choose_providers(
         attention=attention, layer_norm=layer_norm, rms_norm=rms_norm, bias_gelu=bias_gelu, swiglu=swiglu,
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,
         optimizer=optimizer, table=tuple(rows), fp8=products,
+        partial_attention=PARTIALS.get(attention_row.provider),
         packed_attention=_packed_attention(attention_row.provider, device, softmax, split_rotary),
         bias_dropout_add_norm=_own_dropout_norm() if together else None, experts=experts,
     )

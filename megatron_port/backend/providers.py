@@ -11,6 +11,7 @@ from megatron_port.backend import fused
 from megatron_port.backend.cross_entropy import CrossEntropyOps, torch_cross_entropy
 from megatron_port.backend.experts import ExpertOps, torch_experts
 from megatron_port.backend.fp8 import Fp8
+from megatron_port.backend.partial_attention import MathPartial, PartialAttention
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Providers:
     optimizer: str
     """own (engine native) | torch | deepspeed (CPUAdam on a CPU, FusedAdam on a GPU) | apex"""
     table: tuple[ProviderRow, ...]
+    partial_attention: PartialAttention | None = None
+    """The same attention over parts of the keys, in fp32, where the provider has it."""
     packed_attention: fused.PackedAttention | None = None
     """The same attention of a projection that is not split, where the provider has it."""
     bias_dropout_add_norm: fused.BiasDropoutAddNorm | None = None
@@ -72,4 +75,5 @@ def torch_providers() -> Providers:
         attention=attn.math_attention, layer_norm=fused.torch_layer_norm, rms_norm=fused.torch_rms_norm,
         bias_gelu=fused.torch_bias_gelu, swiglu=fused.torch_swiglu, split_rotary=fused.torch_split_rotary,
         bias_dropout_add=None, cross_entropy=torch_cross_entropy, optimizer="torch", table=table,
+        partial_attention=MathPartial(),
     )

@@ -19,6 +19,7 @@ _WORDS = {
     "sinks": "attention sinks (model.attention_sinks)",
     "documents": "attention within documents (data.attention_documents)",
     "runs": "queries at other positions than the keys (layout.context_parallel_size)",
+    "partials": "partial results in fp32 (layout.cp_method = \"ring\")",
 }
 
 
@@ -32,6 +33,8 @@ class MaskNeeds:
     documents: bool = False
     runs: bool = False
     """Queries are some positions of the sequence, and keys all or others."""
+    partials: bool = False
+    """Results over parts of the keys, which are merged."""
 
     @classmethod
     def of(cls, config: RunConfig) -> MaskNeeds:
@@ -43,13 +46,13 @@ class MaskNeeds:
             window="window" in kinds and 0 < model.sliding_window < model.seq_length,
             softcap=model.attention_softcap > 0, sinks=model.attention_sinks,
             documents=config.data.attention_documents == "within",
-            runs=divided and layout.cp_method != "heads",
+            runs=divided and layout.cp_method != "heads", partials=divided and layout.cp_method == "ring",
         )
 
     @property
     def any(self) -> bool:
         """Whether attention is more than causal."""
-        return self.window or self.softcap or self.sinks or self.documents or self.runs
+        return self.window or self.softcap or self.sinks or self.documents or self.runs or self.partials
 
     def problem(self, provider: str) -> str:
         """Return what is needed and the provider cannot do, as a sentence, or nothing."""

@@ -27,8 +27,8 @@ def context_problems(config: RunConfig) -> list[str]:
             f'model.seq_length {seq} does not divide by {parts} (layout.context_parallel_size, cp_order '
             f'"{layout.cp_order}"); use {" or ".join(map(str, near))}'
         )
+    out += _head_problems(config) if layout.cp_method == "heads" else []
     unbuilt = {
-        f'cp_method "{layout.cp_method}"; use "gather"': layout.cp_method != "gather",
         f'cp_order "{layout.cp_order}"; use "zigzag"': layout.cp_order == "balanced",
         f'engine "{config.engine}"; use "native"': config.engine != "native",
         f"experts (model.moe.num_experts {config.model.moe.num_experts})": config.model.moe.enabled,
@@ -37,3 +37,18 @@ def context_problems(config: RunConfig) -> list[str]:
         f"layout.context_parallel_size {size} is not built yet with {what}" for what, there in unbuilt.items() if there
     ]
     return out
+
+
+def _head_problems(config: RunConfig) -> list[str]:
+    """Name the sizes that leave context-parallel ranks without equal heads."""
+    tensor, size = config.layout.tensor_parallel_size, config.layout.context_parallel_size
+    queries, keys = config.model.num_attention_heads // tensor, config.model.kv_heads_held(tensor) // tensor
+    if not keys or keys % size == 0 or (size % keys == 0 and queries % size == 0):
+        return []
+    legal = [n for n in range(2, queries + 1) if keys % n == 0 or (n % keys == 0 and queries % n == 0)]
+    other = f"context_parallel_size {', '.join(map(str, legal))} or " if legal else ""
+    return [
+        f'layout.cp_method "heads": context_parallel_size {size} must divide the {keys} key/value heads of a rank '
+        f"(tensor_parallel_size {tensor}), or be a multiple of them that divides its {queries} query heads; use {other}"
+        'cp_method "gather"'
+    ]

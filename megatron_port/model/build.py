@@ -11,6 +11,7 @@ from torch import nn
 from megatron_port.backend.providers import Providers
 from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.schema import LayoutConfig, ModelConfig
+from megatron_port.errors import ConfigError
 from megatron_port.model.activation_sites import LayerActivations
 from megatron_port.model.adapter_spec import adapter_spec
 from megatron_port.model.adapters import make_adapter
@@ -24,12 +25,14 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.context_attention import ContextAttention, GatherKeys
 from megatron_port.parallel.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import padded_vocab_size, vocab_parameter
+from megatron_port.parallel.head_attention import ExchangeHeads
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from megatron_port.parallel.linear_kernels import make_linear_kernels
 from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.positions import SequencePartition, sequence_partition
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import SEQUENCE, InitSpec, Shard, attach, make_record
+from megatron_port.parallel.ring_attention import RingKeys
 from megatron_port.parallel.swap import SwapSpace
 
 
@@ -59,7 +62,7 @@ class BuildContext:
         self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
         self.dtype, self.loss, self.position_reset = dtype, loss, position_reset
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
-        self.recompute = recompute
+        self.recompute, self.cp_method = recompute, layout.cp_method
         self.layer_activations = layer_activations or {}
         # Under sequence parallelism tensor-parallel ranks hold nothing alike.
         self.parking = ParkingPlaces(SwapSpace(ctx.device), None if self.sequence_parallel else ctx.over("tp"))
@@ -79,11 +82,23 @@ class BuildContext:
         self._rotary: dict[Rotation, RotaryTables | None] = {}
 
     def context_attention(self) -> ContextAttention | None:
-        """Return how attention reaches the positions of other context-parallel ranks; None: there are none."""
+        """Return how attention reaches the positions of other context-parallel ranks; None: there are none.
+
+        Raises:
+            ConfigError: the provider of attention cannot serve the method.
+        """
         group = self.ctx.over("cp")
         if group is None:  # one rank, or none are connected: nothing is computed then
             return None
-        return GatherKeys(group, self.providers.attention)
+        if self.cp_method == "ring":
+            if self.providers.partial_attention is None:
+                raise ConfigError(
+                    'layout.cp_method "ring" needs partial results in fp32, which this provider of attention does not '
+                    'give; set backend.attention = "math" or cp_method = "gather"'
+                )
+            return RingKeys(group, self.providers.partial_attention)
+        method = ExchangeHeads if self.cp_method == "heads" else GatherKeys
+        return method(group, self.providers.attention)
 
     def rotary(self, rotation: Rotation) -> RotaryTables | None:
         """Return the tables that all layers of a kind of rotation share; None: they need none."""

@@ -49,6 +49,31 @@ def packed_attention(
     return out
 
 
+def partial_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    """Return the kernel's own results, without autograd: out [s, b, groups, heads of a group, d], and the largest score
+    and 1 / Σ exp(score - largest) of each query [b, groups, heads of a group, 2, s], both 0 where it sees no key."""
+    out: tuple[Tensor, Tensor] = torch.ops.megatron_port.attention_forward.default(
+        q.unflatten(2, (k.shape[2], -1)), k, v, k.shape[-1] ** -0.5, True, None, 0, 0, 0, mask.first, mask.end, None,
+        0, mask.softcap,
+    )
+    return out
+
+
+def partial_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: Tensor, mask: AttentionMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what these keys add to dq, dk, dv, where ``out`` [s, b, heads, d] and ``rows`` [b, heads, 2, s] are those
+    of more keys than these."""
+    groups = k.shape[2]
+    q, dout, out = (x.unflatten(2, (groups, -1)).contiguous() for x in (q, dout, out))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    torch.ops.megatron_port.attention_backward_.default(
+        dout, q, k, v, out, rows.unflatten(1, (groups, -1)).contiguous(), dq, dk, dv, k.shape[-1] ** -0.5, True, None,
+        0, 0, 0, mask.first, mask.end, None, 0, mask.softcap, None,
+    )
+    return dq.flatten(2, 3), dk, dv
+
+
 def _sinks(mask: AttentionMask | None) -> Tensor | None:
     """The sinks in fp32, in which the kernel sums their gradient."""
     return None if mask is None or mask.sinks is None else mask.sinks.float()

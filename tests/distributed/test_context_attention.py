@@ -1,0 +1,208 @@
+"""Attention of sequences that ranks divide, by every method, against plain attention of the whole sequence in fp64.
+
+The oracle shares no code with the package: dense scores, and the twin's dropout.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankPool
+from twin.streams import dropout_factors
+
+from megatron_port.backend import kernels
+from megatron_port.backend.attention import Attention, math_attention, sdpa_attention
+from megatron_port.backend.fused import ProbabilityDropout
+from megatron_port.backend.mask import AttentionMask
+from megatron_port.backend.ops import attention as own
+from megatron_port.backend.partial_attention import PARTIALS
+from megatron_port.parallel.context_attention import ContextAttention, GatherKeys
+from megatron_port.parallel.head_attention import ExchangeHeads
+from megatron_port.parallel.positions import Division, Positions, SequencePartition, divide
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.ring_attention import RingKeys
+from megatron_port.parallel.step import earliest_start, pack_documents
+
+SEED, STEP, OP = 3, 5, "layers.0.attention.probs"
+METHODS = ("gather", "heads", "ring")
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One attention of one rank's heads, for ranks that divide its positions."""
+
+    seed: int
+    method: str
+    provider: str
+    dtype: torch.dtype
+    division: Division
+    seq: int
+    heads: int
+    groups: int
+    window: int
+    softcap: float
+    has_sinks: bool
+    starts: torch.Tensor | None
+    dropout: float
+
+    @property
+    def samples(self) -> list[int]:
+        return [7, 1 << 40]
+
+    def inputs(self) -> Tensors:
+        """q, k, v and sinks: scores far from 0, sinks among them."""
+        draw = torch.Generator().manual_seed(self.seed)
+        shapes = [(self.seq, 2, n, 6) for n in (self.heads, self.groups, self.groups)]
+        q, k, v = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+        return 3.0 * q, k, v, torch.randn(self.heads, generator=draw, dtype=torch.float64)
+
+    def weights(self) -> torch.Tensor:
+        """What each element of the result counts in the loss."""
+        draw = torch.Generator().manual_seed(-self.seed - 1)
+        return torch.randn(self.seq, 2, self.heads * 6, generator=draw, dtype=torch.float64)
+
+
+def divisions(r: random.Random, ranks: int) -> list[Division]:
+    """The two that are fixed, and one of several runs each."""
+    chunks = list(range(4 * ranks))
+    r.shuffle(chunks)
+    drawn = tuple(tuple(sorted(chunks[4 * i : 4 * i + 4])) for i in range(ranks))
+    return [divide(ranks, "contiguous"), divide(ranks, "zigzag"), Division(4 * ranks, drawn)]
+
+
+def draw_of(seed: int, ranks: int) -> Draw:
+    """A pure function; method, division and documents come in turn."""
+    r = random.Random(seed)
+    method, division = METHODS[seed % 3], divisions(r, ranks)[seed // 3 % 3]
+    provider = "math" if seed % 5 else r.choice(["own", "sdpa"] if method != "ring" else ["own"])
+    plain = provider == "sdpa"
+    dropout = 0.3 if r.random() < 0.4 and (provider == "math" or (provider == "own" and method == "heads")) else 0.0
+    seq, groups = division.chunks * r.choice((1, 2, 3)) * (2 if division.chunks < 8 else 1), r.choice((1, 2, 4))
+    heads = groups * r.choice((1, 2, 4))
+    if method == "heads":
+        groups = r.choice([n for n in (1, 2, 4, 8) if n % ranks == 0 or ranks % n == 0])
+        heads = max(groups, ranks) * r.choice((1, 2))
+    return Draw(
+        seed, method, provider, torch.float32 if provider == "own" else torch.float64, division, seq, heads, groups,
+        window=r.choice((0, 0, 1, 3, seq // 2)), softcap=0.0 if plain else r.choice((0.0, 1.5)),
+        has_sinks=not plain and r.random() < 0.5, starts=documents(r, seq, seq // division.chunks), dropout=dropout,
+    )
+
+
+def documents(r: random.Random, seq: int, chunk: int) -> torch.Tensor | None:
+    """Where documents start: none, drawn ones, many of one token, chunks that are documents."""
+    kind = r.choice(("none", "drawn", "short", "edges"))
+    if kind == "none":
+        return None
+    rows = []
+    for sample in range(2):
+        edges = {0, *r.sample(range(seq), {"drawn": 3, "short": seq * 2 // 3, "edges": 1}[kind])}
+        edges |= set(range(0, seq, chunk)) if kind == "edges" and sample == 0 else set()
+        rows.append([max(e for e in edges if e <= i) for i in range(seq)])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def dense(draw: Draw, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The whole sequence by definition: [seq, batch, heads · d]."""
+    shared = draw.heads // draw.groups
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(shared, 2)) / q.shape[-1] ** 0.5
+    scores = draw.softcap * torch.tanh(scores / draw.softcap) if draw.softcap else scores
+    i, j = torch.arange(draw.seq)[:, None], torch.arange(draw.seq)[None]
+    hidden = (j > i) | ((j <= i - draw.window) if draw.window else (j < 0))
+    if draw.starts is not None:
+        hidden = hidden | (j < draw.starts[:, :, None])
+    scores = scores.masked_fill(hidden.expand(2, draw.seq, draw.seq)[:, None], float("-inf"))
+    if draw.has_sinks:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(2, -1, draw.seq, 1)), -1)
+    probs = torch.softmax(scores, -1)[..., : draw.seq]
+    if draw.dropout:  # this rank has the second half of the layer's heads
+        shape = 2 * draw.heads, draw.seq, draw.seq
+        probs = probs * dropout_factors(SEED, STEP, draw.samples, OP, shape, draw.dropout)[:, draw.heads :]
+    return torch.einsum("bhqk,kbhd->qbhd", probs, v.repeat_interleave(shared, 2)).flatten(2)
+
+
+def expected(draw: Draw) -> Tensors:
+    """The result and the gradients of all inputs."""
+    leaves = [x.requires_grad_() for x in draw.inputs()]
+    out = dense(draw, *leaves)
+    grads = torch.autograd.grad(out, leaves, draw.weights(), allow_unused=True, materialize_grads=True)
+    return (out.detach(), *grads)
+
+
+def provider_of(draw: Draw) -> Attention:
+    kernels.load("cpu")
+    return {"math": math_attention, "own": own.attention, "sdpa": sdpa_attention()}[draw.provider]
+
+
+def method_of(draw: Draw, group: dist.ProcessGroup) -> ContextAttention:
+    if draw.method == "ring":
+        return RingKeys(group, PARTIALS[draw.provider])
+    return (GatherKeys if draw.method == "gather" else ExchangeHeads)(group, provider_of(draw))
+
+
+def attend(draw: Draw, method: ContextAttention, rank: int, inputs: Tensors, sinks: torch.Tensor) -> torch.Tensor:
+    """The result of a rank's queries, given its rows."""
+    stream = DropoutStream(SEED, torch.device("cpu"))
+    stream.set_micro_batch(STEP, draw.samples)
+
+    def dropout_of(
+        queries: Positions, *, first_head: int = 0, keys: Positions | None = None, seq_length: int = 0
+    ) -> ProbabilityDropout:
+        return stream.probability_dropout(
+            draw.dropout, op=OP, head_offset=draw.heads + first_head, positions=queries, keys=keys,
+            seq_length=seq_length,
+        )
+
+    mask = AttentionMask(
+        draw.window, draw.softcap, sinks if draw.has_sinks else None, draw.starts,
+        documents=None if draw.starts is None else partial(pack_documents, draw.starts, draw.starts.device),
+        earliest=None if draw.starts is None else partial(earliest_start, draw.starts),
+    )
+    q, k, v = inputs
+    out = method.attend(
+        q, k, v, SequencePartition(draw.division, rank), dropout_of=dropout_of if draw.dropout else None,
+        mask=mask if draw.window or draw.softcap or draw.has_sinks or draw.starts is not None else None,
+    )
+    stream.set_micro_batch(STEP + 1, [9, 9])  # the backward pass runs when others are in flight
+    return out
+
+
+def on_ranks(draws: list[Draw]) -> list[list[float]]:
+    """The largest deviation of the result and of each gradient, in parts of the largest element; on each rank. Groups
+    are of every second rank where there are two, as with tensor parallelism."""
+    ranks, world = draws[0].division.ranks, dist.get_world_size()
+    groups = [dist.new_group(list(range(i, world, world // ranks))) for i in range(world // ranks)]
+    group = groups[dist.get_rank() % len(groups)]
+    rank = dist.get_rank(group)
+    out = []
+    for draw in draws:
+        held = SequencePartition(draw.division, rank).held(draw.seq)
+        leaves = [x.to(draw.dtype).requires_grad_() for x in (*map(held.take, draw.inputs()[:3]), draw.inputs()[3])]
+        result = attend(draw, method_of(draw, group), rank, tuple(leaves[:3]), leaves[3])
+        grads = torch.autograd.grad(
+            result, leaves, held.take(draw.weights()).to(draw.dtype), allow_unused=True, materialize_grads=True
+        )
+        dist.all_reduce(grads[3], group=group)
+        want = expected(draw)
+        want = (*map(held.take, want[:4]), want[4])
+        pairs = zip((result, *grads), want, strict=True)
+        out.append([float((a.detach() - b).abs().max()) / max(1.0, float(b.abs().max())) for a, b in pairs])
+    return out
+
+
+@pytest.mark.parametrize("ranks_of_a_sequence", [2, 4])
+def test_every_method_is_attention_of_the_whole_sequence(ranks: RankPool, ranks_of_a_sequence: int) -> None:
+    draws = [draw_of(seed, ranks_of_a_sequence) for seed in range(45)]
+    found = ranks.run(4, on_ranks, draws)
+    bad = [
+        f"rank {rank}: {draw}: {deviations}"
+        for rank, results in enumerate(found) for draw, deviations in zip(draws, results, strict=True)
+        if max(deviations) > (1e-12 if draw.dtype == torch.float64 else 4e-6)
+    ]
+    assert not bad, f"{len(bad)} of {4 * len(draws)}:\n" + "\n".join(bad)

@@ -1,0 +1,51 @@
+"""Which of another rank's keys queries see, in rows, against the definition by positions."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import torch
+
+from megatron_port.backend.mask import AttentionMask
+from megatron_port.parallel.key_blocks import key_blocks, key_ranges
+from megatron_port.parallel.positions import Positions, Run
+from megatron_port.parallel.step import earliest_start
+
+
+def drawn(r: random.Random, seq: int) -> Positions:
+    """Some runs of a sequence, in ascending order."""
+    edges = sorted(r.sample(range(seq + 1), 2 * r.randint(1, 3)))
+    return Positions(tuple(Run(a, b - a) for a, b in zip(edges[::2], edges[1::2])))
+
+
+def test_blocks_hold_all_that_is_seen_and_ranges_say_what() -> None:
+    """400 draws: what a query sees is in the block of its run, nothing else is seen in it, and where nobody sees a key
+    there is no block."""
+    blocks_of_nothing = 0
+    for seed in range(400):
+        r = random.Random(seed)
+        seq = r.randint(8, 24)
+        queries, keys, window = drawn(r, seq), drawn(r, seq), r.choice((0, 1, 3))
+        starts = None
+        if seed % 2:
+            edges = [{0, *r.sample(range(seq), 3)} for _ in range(2)]
+            starts = torch.tensor([[max(e for e in some if e <= i) for i in range(seq)] for some in edges])
+            starts = starts.to(torch.int32)
+        blocks = key_blocks(
+            queries, keys, window=window, earliest=None if starts is None else partial(earliest_start, starts)
+        )
+        q, k = (x.index(torch.device("cpu")) for x in (queries, keys))
+        seen = (k <= q[:, None]).expand(2, -1, -1).clone()
+        seen &= (k > q[:, None] - window) if window else True
+        seen &= k >= starts[:, q, None] if starts is not None else True
+        found = torch.zeros_like(seen)
+        for first_query, count, first_key, width in blocks:
+            rows, columns = queries.rows(first_query, count), keys.rows(first_key, width)
+            first, end = key_ranges(rows, columns, 2, torch.device("cpu"), window=window, starts=starts)
+            visible = AttentionMask(first=first, end=end).visible(count, width, torch.device("cpu"))
+            found[:, first_query : first_query + count, first_key : first_key + width] = visible[:, 0]
+        assert torch.equal(found, seen), seed
+        assert starts is not None or all(seen[:, a : a + n, b : b + m].any() for a, n, b, m in blocks), seed
+        blocks_of_nothing += len(queries.runs) - len(blocks)
+    assert blocks_of_nothing > 100
