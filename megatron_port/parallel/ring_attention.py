@@ -84,7 +84,7 @@ class RingStep:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         self._sent, self._out = x, torch.empty_like(x)
         ahead, behind = (dist.get_global_rank(group, (rank + by) % size) for by in (1, -1))
-        # One batch: on a GPU both are one launch, and no order of sends and receives can make ranks wait in a circle.
+        # One batch: on a GPU both are one launch, and ranks cannot deadlock by their order.
         self._works = dist.batch_isend_irecv([
             dist.P2POp(dist.isend, x, ahead, group), dist.P2POp(dist.irecv, self._out, behind, group)
         ])
