@@ -103,6 +103,25 @@ def model_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS, docu
     return whole + added - spec.head.forward_flops(seq)
 
 
+def causal_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0) -> float:
+    """:func:`model_flops` with half of attention's: of each pair of positions only the later one sees the other."""
+    cores = sum(
+        count * layer.attention.core_flops(model.seq_length, document) for layer, count in model_spec(model).kinds()
+    )
+    return model_flops(model, tuning, document) - 3 * cores / 2
+
+
+def attention_counted(model: ModelConfig, document: float = 0.0) -> str:
+    """Return which operations of attention :func:`model_flops` counts, in words, to be printed beside MFU."""
+    seen = f"all pairs of {model.seq_length:,} positions"
+    if document and document < model.seq_length:
+        seen = f"all pairs of positions within documents of {document:,.0f} tokens"
+    windows = {layer.attention.window for layer, _ in model_spec(model).kinds()} - {0}
+    if windows:
+        seen += f", in windows of {min(windows):,} where a layer has one"
+    return f"attention counted in full: {seen}, causal or not"
+
+
 def hardware_flops(
     model: ModelConfig, recompute: str = "none", tp: int = 1, dropped: Sequence[Sequence[str]] = (),
     tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0,

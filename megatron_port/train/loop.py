@@ -25,7 +25,7 @@ from megatron_port.health.numerics import NumericsGuard
 from megatron_port.health.replay import check_replay_settings, replay_on_neighbour
 from megatron_port.health.replicas import check_replicas
 from megatron_port.launch.outcome import FINISHED, SAVED, AttemptOutcome, write_outcome
-from megatron_port.model.flops import counted, hardware_flops, model_flops
+from megatron_port.model.flops import attention_counted, counted, hardware_flops, model_flops
 from megatron_port.model.multi_token import further_loss
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
@@ -77,7 +77,7 @@ class TrainingResult:
     validation_loss: float | None
 
 
-def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
+def closing_lines(config: RunConfig, rates: list[tuple[float, float]], document: float = 0.0) -> str:
     """Return the speed of this attempt, as hardware and as model FLOPs, beside what was published.
 
     ``rates``: (hardware, model) TFLOP/s per device of each step. The median without the first step, which warms up.
@@ -91,7 +91,8 @@ def closing_lines(config: RunConfig, rates: list[tuple[float, float]]) -> str:
 
     lines = [
         f"TFLOP/s per {config.cluster.device_label}, median of {len(later)} step{'s' if len(later) > 1 else ''}: "
-        f"hardware {hardware:.4g}{share(hardware, 'HFU')}, model {model:.4g}{share(model, 'MFU')}"
+        f"hardware {hardware:.4g}{share(hardware, 'HFU')}, model {model:.4g}{share(model, 'MFU')}; "
+        f"{attention_counted(config.model, document)}"
     ]
     published = config.telemetry.published_tflops
     if published:
@@ -251,7 +252,7 @@ class Trainer:
         else:
             saving.await_copies()
         if self.rates:
-            self.session.logger.log(closing_lines(c, list(self.rates)))
+            self.session.logger.log(closing_lines(c, list(self.rates), self.document))
         return TrainingResult(p, EXIT_CODES[level if unfinished else 0], validation)
 
     def _replay(self) -> None:
