@@ -104,7 +104,7 @@ def case_of_row(row: dict[str, str], source: Source, assumed: dict[str, int] | N
     micro, batch = _number(row["micro_batch"], 1), int(row["global_batch"])
     vp = _number(row["vp_interleave"], 1)
     return Case(
-        model=model, engine=source.engine, tp=tp, pp=pp, vp=vp, dp=dp, cp=cp,
+        model=model, engine=source.engine, tp=tp, pp=pp, vp=vp, dp=dp, cp=cp, cp_method="ring",
         sequence_parallel="SP" in row["recompute"] or source.engine is NEMO,
         zero_stage=_number(row["zero"], 0), schedule="1f1b",
         recompute=row["recompute"].removesuffix("+SP"), micro_batch=micro,

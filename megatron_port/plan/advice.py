@@ -19,7 +19,7 @@ from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Case, Machine, case_of
 from megatron_port.plan.memory import StageMemory
 from megatron_port.plan.offload import host_problem
-from megatron_port.plan.search import fullest
+from megatron_port.plan.search import LEAST_HELD, fullest
 from megatron_port.plan.step import plan_step
 
 Change = dict[str, Any]
@@ -78,7 +78,9 @@ def _changes(config: RunConfig, case: Case, machine: Machine) -> Iterator[Change
         yield {"layout.sequence_parallel": True}
     if config.model.moe.enabled:
         yield {"layout.expert_parallel_size": 2 * case.ep}
-    for name, size in (("tensor", case.tp), ("pipeline", case.pp)):
+    longer = case.model.seq_length // (2 * case.cp) >= LEAST_HELD
+    context = (("context", case.cp),) if longer else ()
+    for name, size in (("tensor", case.tp), ("pipeline", case.pp), *context):
         dp = config.layout.data_parallel_size
         halved = {"layout.data_parallel_size": dp // 2} if dp > 1 else {}
         split = {"layout.pipeline_split": ()} if name == "pipeline" and config.layout.pipeline_split else {}

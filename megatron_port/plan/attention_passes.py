@@ -77,6 +77,9 @@ class _Heads:
 
     q: float
     k: float
+    """Of the positions that the rank holds."""
+    all_k: float
+    """Of those that its attention sees: of the whole sequence where context-parallel ranks gather them."""
     scores: float
     grouped: bool
     """Several query heads read one key head."""
@@ -88,10 +91,12 @@ class _Heads:
 def _heads(s: Sizes, spec: LayerSpec) -> _Heads:
     groups, tp, w = spec.attention.groups, s.case.tp, s.case.width
     tokens = s.tokens / tp
+    k = tokens * groups.held(tp) * groups.head_size * w
     return _Heads(
-        q=tokens * groups.heads * groups.head_size * w, k=tokens * groups.held(tp) * groups.head_size * w,
-        scores=groups.heads / tp * s.case.model.seq_length * s.tokens / s.case.cp * w,
-        grouped=groups.heads > groups.held(tp), masked=spec.attention.is_masked(s.case.model.seq_length),
+        q=tokens * groups.heads * groups.head_size * w, k=k, all_k=k * s.case.cp,
+        scores=groups.heads / tp * s.case.model.seq_length * s.tokens * w,
+        grouped=groups.heads > groups.held(tp),
+        masked=spec.attention.is_masked(s.case.model.seq_length) or s.case.cp > 1,
         capped=spec.attention.softcap > 0,
     )
 
@@ -100,6 +105,8 @@ def _core(t: Tape, s: Sizes, spec: LayerSpec, y: Value) -> Value:
     """Attention of the packed projection; queries, keys and values are split from it, and rotated."""
     h, again = _heads(s, spec), s.case.recompute == "selective"
     rotary = uses_tables(s.case.model, spec.attention)
+    if s.case.cp > 1:
+        return _context_core(t, s, h, _split(t, s, h, y, rotary=rotary))
     if s.case.flash or not s.torch:
         if rotary:
             y = t.note(t.block(y.size), [y], lambda grad, saved: [t.block(h.q + 2 * h.k)])
@@ -111,6 +118,34 @@ def _core(t: Tape, s: Sizes, spec: LayerSpec, y: Value) -> Value:
     if again:
         return t.checkpoint(lambda tape, q, k, v: _scores_core(tape, s, h, q, k, v), q, k, v)
     return _scores_core(t, s, h, q, k, v)
+
+
+def _context_core(t: Tape, s: Sizes, h: _Heads, heads: tuple[Value, Value, Value]) -> Value:
+    """``parallel.context_attention``: keys and values of all positions are gathered for the queries of this rank."""
+    def attend(t: Tape, q: Value, k: Value, v: Value) -> Value:
+        program = _fused_core if s.case.flash else _scores_core
+        return program(t, s, h, q, _gathered(t, s, h, k), _gathered(t, s, h, v))
+
+    if s.case.recompute == "selective":
+        return t.checkpoint(attend, *heads)
+    return attend(t, *heads)
+
+
+def _gathered(t: Tape, s: Sizes, h: _Heads, x: Value) -> Value:
+    """Keys or values of all positions: the ranks' own, one after another, are put in the sequence's order."""
+    size, whole, moved = h.k, h.all_k, s.case.cp_order != "contiguous"
+
+    def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
+        arranged = t.block(whole) if moved else grad
+        own = t.block(size)
+        del arranged
+        return [own]
+
+    block = t.block(whole)
+    if moved:
+        block, arrived = t.block(whole), block
+        del arrived
+    return t.note(block, [x], backward)
 
 
 def _split(t: Tape, s: Sizes, h: _Heads, y: Value, *, rotary: bool) -> tuple[Value, Value, Value]:
@@ -150,6 +185,11 @@ def _fused_core(t: Tape, s: Sizes, h: _Heads, q: Value, k: Value, v: Value) -> V
         del parts
         return [whole]
 
+    def apart(grad: Block, saved: list[Block]) -> list[Block | None]:
+        return [t.block(h.q), t.block(h.all_k), t.block(h.all_k)]
+
+    if s.case.cp > 1:
+        return t.note(out, [q, k, v], apart, [q.block, k.block, v.block, out, rows])
     return t.note(out, [q], backward, [q.block, out, rows])
 
 
@@ -160,8 +200,8 @@ def _scores_core(t: Tape, s: Sizes, h: _Heads, q: Value, k: Value, v: Value) -> 
     if h.grouped:
         grouped = t.note(t.block(q_size), [grouped], lambda grad, saved: [grad])
     scores = t.note(
-        product(t, s, h.q, h.k, h.scores), [grouped, k],
-        lambda grad, saved: [product(t, s, h.scores, h.k, h.q), product(t, s, h.scores, h.q, h.k)],
+        product(t, s, h.q, h.all_k, h.scores), [grouped, k],
+        lambda grad, saved: [product(t, s, h.scores, h.all_k, h.q), product(t, s, h.scores, h.q, h.all_k)],
         [grouped.block, k.block],
     )
     probs = _softmax(t, s, h, scores)
@@ -169,9 +209,9 @@ def _scores_core(t: Tape, s: Sizes, h: _Heads, q: Value, k: Value, v: Value) -> 
         probs = drop(t, s, probs) if h.masked else _drop_probabilities(t, s, probs)
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
-        return [product(t, s, h.q, h.k, h.scores), product(t, s, h.scores, h.q, h.k)]
+        return [product(t, s, h.q, h.all_k, h.scores), product(t, s, h.scores, h.q, h.all_k)]
 
-    out = t.note(product(t, s, h.scores, h.k, h.q), [probs, v], backward, [probs.block, v.block])
+    out = t.note(product(t, s, h.scores, h.all_k, h.q), [probs, v], backward, [probs.block, v.block])
     return t.note(t.block(q_size), [out], lambda grad, saved: [grad])
 
 
@@ -211,9 +251,11 @@ def _masked_softmax(t: Tape, s: Sizes, h: _Heads, scores: Value) -> Value:
     block = t.block(wide)
     probs = t.note(block, [values], lambda grad, saved: [t.block(wide)], [block])
     del block
-    if s.ratio == 1:
+    if s.ratio > 1:
+        probs = t.note(t.block(size), [probs], lambda grad, saved: [t.block(wide)])
+    if s.case.cp == 1:
         return probs
-    return t.note(t.block(size), [probs], lambda grad, saved: [t.block(wide)])
+    return t.note(t.block(size), [probs], lambda grad, saved: [t.block(size)])  # rows that see no key
 
 
 def _drop_probabilities(t: Tape, s: Sizes, probs: Value) -> Value:

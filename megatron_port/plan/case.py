@@ -67,6 +67,10 @@ class Engine:
     expert_overlap: str = "none"
     """All-to-all of tokens: none | shared (one of a layer's two beside the block that every token passes) | passes
     (beside the passes of another micro-batch: DualPipe)"""
+    keeps_keys: bool = True
+    """Under context parallelism gathered keys and values are kept for backward instead of gathered again."""
+    overlaps_keys: bool = False
+    """Their gathering runs beside attention as far as it can."""
     sends_once_per_node: bool = False
     """A token goes once to each node with experts of its own, and is copied there (DeepEP)."""
     unfused_ops: float = 1.0
@@ -111,6 +115,10 @@ class Case:
     vp: int = 1
     dp: int = 1
     cp: int = 1
+    cp_method: str = "gather"
+    """How attention sees the whole sequence: gather | heads | ring (``plan.context``)."""
+    cp_order: str = "zigzag"
+    """Which positions a rank holds: contiguous | zigzag | balanced."""
     ep: int = 1
     """Ranks of a stage among which the experts of a layer are divided: its first tp, then cp, then dp ones."""
     etp: int = 1
@@ -268,7 +276,7 @@ class Case:
         """The layout in one short line."""
         parts = [f"tp {self.tp}" + ("+sp" if self.sequence_parallel else ""), f"pp {self.pp}"]
         parts += [f"vp {self.vp}"] if self.vp > 1 else []
-        parts += [f"cp {self.cp}"] if self.cp > 1 else []
+        parts += [f"cp {self.cp} by {self.cp_method}, {self.cp_order}"] if self.cp > 1 else []
         parts += [f"dp {self.dp}" + (f" in shards of {self.shard_size}" if self.shard_copies > 1 else "")]
         parts += [f"ep {self.ep}" + (f" x etp {self.etp}" if self.etp > 1 else "")] if self.model.moe.enabled else []
         parts += [f"micro-batch {self.micro_batch}", f"recompute {'by plan' if self.dropped else self.recompute}"]
@@ -347,7 +355,8 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         engine = replace(engine, reduce_bytes=2)
     case = Case(
         model=config.model, engine=engine, tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
-        cp=layout.context_parallel_size, ep=layout.expert_parallel_size, imbalance=config.moe.imbalance,
+        cp=layout.context_parallel_size, cp_method=layout.cp_method, cp_order=layout.cp_order,
+        ep=layout.expert_parallel_size, imbalance=config.moe.imbalance,
         sequence_parallel=layout.sequence_parallel and tp > 1, tensor_chunks=chunks if tp > 1 else 1,
         zero_stage=layout.zero_stage, shard=layout.shard_size,
         reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,

@@ -18,13 +18,16 @@ class Cost:
     forward_exchange: float = 0.0
     """The same of all-to-all between expert-parallel ranks."""
     backward_exchange: float = 0.0
+    forward_context: float = 0.0
+    """The same of what ranks that share a sequence exchange."""
+    backward_context: float = 0.0
 
     @property
     def parts(self) -> tuple[float, ...]:
         """All of them."""
         return (
             self.forward, self.backward, self.forward_tensor, self.backward_tensor, self.forward_exchange,
-            self.backward_exchange,
+            self.backward_exchange, self.forward_context, self.backward_context,
         )
 
     def __add__(self, other: Cost) -> Cost:
@@ -38,6 +41,6 @@ class Cost:
     def passes(self) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass, communication included."""
         return (
-            self.forward + self.forward_tensor + self.forward_exchange,
-            self.backward + self.backward_tensor + self.backward_exchange,
+            self.forward + self.forward_tensor + self.forward_exchange + self.forward_context,
+            self.backward + self.backward_tensor + self.backward_exchange + self.backward_context,
         )

@@ -7,6 +7,8 @@ from megatron_port.model.spec import LayerSpec, LinearSpec, MLPSpec
 from megatron_port.plan.activations import site_bytes
 from megatron_port.plan.adapters import adapter_seconds
 from megatron_port.plan.case import Case
+from megatron_port.plan.context import context_cost, forward_again
+from megatron_port.plan.context_balance import work_imbalance
 from megatron_port.plan.cost import Cost
 from megatron_port.plan.experts import exchange_seconds, expert_cost
 from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds
@@ -35,7 +37,7 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     if case.flash and rates.attention_forward:
         padded = next((size for size in HEAD_SIZES if size >= d), d)
         seen = layer.attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
-        flops = 4 * heads * queries * keys * padded * CAUSAL * seen
+        flops = 4 * heads * queries * keys * padded * CAUSAL * seen * _imbalance(case, layer)
         return (
             flops / rates.attention_forward + rates.launch,
             2.5 * flops / rates.attention_backward + 2 * rates.launch,
@@ -49,6 +51,14 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     forward = rates.stream(scores * (2 * w + dropout * (2 * w + 1)), 1 + dropout)
     backward = rates.stream(scores * (3 * w + dropout * (2 * w + 1)), 1 + dropout)
     return product + forward, 2 * product + backward
+
+
+def _imbalance(case: Case, layer: LayerSpec) -> float:
+    """Attention work of the busiest of the ranks that share a sequence, by the mean."""
+    if case.cp == 1 or case.cp_method == "heads":  # each has as many heads of all positions
+        return 1.0
+    m, window = case.model, layer.attention.window
+    return work_imbalance(case.cp_order, case.cp, m.seq_length, window, case.document, case.micro_batch)
 
 
 def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
@@ -135,7 +145,8 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
     hidden_forward, hidden_backward = _hidden(case, regions, each, forward_each, products, weights)
     beside = _beside_exchange(case, layer, rates, links, forward, backward + again)
-    return Cost(
+    shared = context_cost(case, layer, rates, links, (core, core_back), again=case.recompute != "none")
+    return shared + Cost(
         forward=forward, backward=backward + again,
         forward_tensor=regions * forward_each - hidden_forward + means + shares,
         backward_tensor=regions * each - hidden_backward + tensor_again + means + shares,
@@ -195,12 +206,14 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     rotated = rates.stream(split * heads * 2 * w + split * (normed + heads if normed else 0) * 2 * w, 1)
     output, up = layer.attention.output, layer.dense.up
     projections = sum(product(linear) for linear in layer.attention.projections)
+    core = attention_seconds(case, layer, rates)
+    keys = forward_again(context_cost(case, layer, rates, links, core, again=False))
     return {
         "norm1": norm, "norm2": norm,
         "qkv": Cost(
             backward=projections + rotated, backward_tensor=entry + _head_means(case, layer, links, group)
         ),
-        "core": Cost(backward=attention_seconds(case, layer, rates)[0]),
+        "core": keys + Cost(backward=core[0]),
         "residual": Cost(
             backward=product(output) + rates.stream(stream * (3 * w + mask), 1), backward_tensor=exit_
         ),

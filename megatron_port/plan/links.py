@@ -113,6 +113,15 @@ class Links:
         alone = self.network_share(group) / group.local  # each rank sends for itself
         return max(inside, outside / alone) + self.far
 
+    def hop(self, size: float, group: Span) -> float:
+        """Seconds in which every rank of a group sends ``size`` bytes to the next one."""
+        if group.size <= 1 or size <= 0:
+            return 0.0
+        inside = size / self.local_bandwidth(group) if group.local > 1 else 0.0
+        if group.nodes == 1:
+            return inside + self.near
+        return max(inside, size / (self.network_share(group) / group.local)) + self.far
+
     def transfer(self, size: float, case: Case) -> float:
         """Seconds of one activation between neighbouring stages, while all ranks of a node do the same."""
         distance = case.tp * case.dp * case.cp

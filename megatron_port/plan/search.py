@@ -14,9 +14,11 @@ from itertools import product
 from typing import Any
 
 from megatron_port.config.checks import problems
+from megatron_port.config.choices import CHOICES
 from megatron_port.config.layout import divisors, expert_cuts, legal_tensor_sizes, with_values
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.plan.case import Case, Machine, balanced_split
+from megatron_port.plan.context_balance import work_imbalance
 from megatron_port.plan.elements import expert_elements, stage_elements, trained_elements
 from megatron_port.plan.memory import StageMemory, held_bytes, stage_memory
 from megatron_port.plan.step import StepPlan, plan_step
@@ -24,6 +26,17 @@ from megatron_port.plan.step import StepPlan, plan_step
 RECOMPUTE = ("none", "selective", "full")
 FINALISTS = 16
 """Layouts that are simulated before the best are named."""
+LEAST_HELD = 4096
+"""Positions that a rank holds at the least where a search divides sequences; below, other axes serve."""
+
+
+NEUTRAL: dict[str, Any] = {
+    "layout.tensor_parallel_size": 1, "layout.pipeline_parallel_size": 1, "layout.virtual_pipeline_size": 1,
+    "layout.pipeline_split": (), "layout.sequence_parallel": False, "layout.expert_parallel_size": 1,
+    "batch.micro_batch_size": 1, "cluster.nodes": 0,
+    "data": DataConfig(synthetic=True),
+}
+"""A layout that any run has: what is wrong with it is not the layout's fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,12 @@ class Options:
     """ZeRO stages; empty: the case's."""
     experts: tuple[int, ...] = (1,)
     """Expert-parallel sizes, of which those are tried that fit the other sizes."""
+    context: tuple[int, ...] = (1,)
+    """Context-parallel sizes."""
+    methods: tuple[str, ...] = ("gather",)
+    """Methods of context parallelism, of which those are tried that fit the other sizes."""
+    orders: tuple[str, ...] = ("zigzag",)
+    """Orders of a sequence's positions, of which the most even is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +104,8 @@ def options_of(config: RunConfig, case: Case) -> Options:
     return Options(
         worlds=(case.world,), tensor=tuple(t for t in tensor if t <= config.cluster.gpus_per_node),
         most_stages=config.model.num_layers, chunks=(1, 2, 3, 4, 6, 8) if interleaves else (1,),
-        experts=_expert_sizes(config),
+        experts=_expert_sizes(config), context=_context_sizes(config, case.world),
+        methods=_context_choices(config, "cp_method"), orders=_context_choices(config, "cp_order"),
     )
 
 
@@ -95,17 +115,39 @@ def _expert_sizes(config: RunConfig) -> tuple[int, ...]:
     return tuple(divisors(moe.num_experts)) if moe.enabled and config.engine == "native" else (1,)
 
 
+def _takes(config: RunConfig, size: int, **values: str) -> bool:
+    """Whether a run's engine and model take a context-parallel size, whatever else its layout is."""
+    layout = {f"layout.{name}": value for name, value in values.items()}
+    found = problems(with_values(config, {
+        **NEUTRAL, **layout, "layout.context_parallel_size": size, "layout.data_parallel_size": 1,
+    }))
+    return not any("context_parallel_size" in p or "cp_" in p for p in found)
+
+
+def _context_sizes(config: RunConfig, world: int) -> tuple[int, ...]:
+    """Context-parallel sizes that a run's model and engine allow and its sequences are long enough for."""
+    own, seq = config.layout.context_parallel_size, config.model.seq_length
+    sizes = {c for c in divisors(world) if seq // c >= LEAST_HELD} | {1, own}
+    return tuple(c for c in sorted(sizes) if c == own or _takes(config, c))
+
+
+def _context_choices(config: RunConfig, name: str) -> tuple[str, ...]:
+    """Values of a field of context parallelism that the engine takes, the run's own first."""
+    own = getattr(config.layout, name)
+    return (own, *(v for v in CHOICES[f"layout.{name}"] if v != own and _takes(config, 2, **{name: str(v)})))
+
+
 def layouts(base: Case, options: Options) -> Iterator[Case]:
     """Every legal layout of ``base``'s model, engine and global batch on the options' ranks."""
     for world in options.worlds:
-        for tp in options.tensor:
-            for pp in divisors(world // tp) if world % tp == 0 else []:
-                dp = world // (tp * pp)
+        for tp, cp in product(options.tensor, options.context):
+            for pp in divisors(world // (tp * cp)) if world % (tp * cp) == 0 else []:
+                dp = world // (tp * cp * pp)
                 if pp > options.most_stages or base.global_batch % dp:
                     continue
                 for vp in options.chunks:
                     if vp == 1 or (pp > 1 and base.model.num_layers % (pp * vp) == 0):
-                        yield from _of_split(replace(base, tp=tp, pp=pp, vp=vp, dp=dp), options)
+                        yield from _of_split(replace(base, tp=tp, pp=pp, vp=vp, cp=cp, dp=dp), options)
 
 
 def _of_split(base: Case, options: Options) -> Iterator[Case]:
@@ -116,7 +158,8 @@ def _of_split(base: Case, options: Options) -> Iterator[Case]:
         names = names or ("1f1b",)
     if base.pp == 1:
         names = names[:1]  # without a pipeline all are the same
-    sequence = [s for s in options.sequence if not s or (base.tp > 1 and base.model.seq_length % base.tp == 0)]
+    held = base.model.seq_length // base.cp
+    sequence = [s for s in options.sequence if not s or (base.tp > 1 and held % base.tp == 0)]
     recompute = [r for r in options.recompute if r != "selective" or not base.flash]  # fused attention keeps no scores
     for micro in options.micro:
         count, rest = divmod(base.global_batch // base.dp, micro)
@@ -126,11 +169,27 @@ def _of_split(base: Case, options: Options) -> Iterator[Case]:
             for again in recompute:
                 for zero, shard in product(options.zero or (base.zero_stage,), options.shards or (base.shard,)):
                     legal = expert_cuts(base.tp, base.cp, base.dp, math.gcd(shard, base.dp))[1]
-                    for name, ep in product(names, [e for e in options.experts if e in legal]):
+                    sizes = [e for e in options.experts if e in legal]
+                    for name, ep, (method, order) in product(names, sizes, _ways_of_context(base, micro, options)):
                         yield replace(
                             base, micro_batch=micro, micro_batches=count, sequence_parallel=split_sequence,
                             recompute=again, dropped=(), zero_stage=zero, shard=shard, schedule=name, ep=ep,
+                            cp_method=method, cp_order=order,
                         )
+
+
+def _ways_of_context(base: Case, micro: int, options: Options) -> list[tuple[str, str]]:
+    """(method, order) of context parallelism to try; one where sequences are not divided."""
+    if base.cp == 1:
+        return [(base.cp_method, base.cp_order)]
+    seq = base.model.seq_length
+    orders = [order for order in options.orders if order != "zigzag" or seq % (2 * base.cp) == 0]
+    even = min(
+        orders, key=lambda order: work_imbalance(order, base.cp, seq, document=base.document, samples=micro),
+        default=base.cp_order,
+    )
+    heads = max(base.model.kv_heads // base.tp, 1) % base.cp == 0
+    return [(method, even) for method in options.methods if method != "heads" or heads]
 
 
 def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
@@ -147,6 +206,11 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
         "layout.zero_stage": case.zero_stage, "batch.micro_batch_size": case.micro_batch,
         "layout.pipeline_schedule": case.schedule,
     }
+    if case.cp > 1 or config.layout.context_parallel_size > 1:
+        out |= {
+            "layout.context_parallel_size": case.cp, "layout.cp_method": case.cp_method,
+            "layout.cp_order": case.cp_order,
+        }
     if config.model.moe.enabled:
         out["layout.expert_parallel_size"] = case.ep
     if config.activations.policy == "plan" and not case.dropped:
@@ -215,12 +279,13 @@ def finalists(
 
 
 def distance(a: Case, b: Case) -> float:
-    """Return how far two layouts are apart: octaves of tp and pp, half of those of dp, ep, micro-batch and chunks; half
-    a point for each switch and each ZeRO stage."""
+    """Return how far two layouts are apart: octaves of tp and pp, half of those of dp, cp, ep, micro-batch and chunks;
+    half a point for each switch and each ZeRO stage."""
     whole = (a.tp, b.tp), (a.pp, b.pp)
-    half = (a.dp, b.dp), (a.micro_batch, b.micro_batch), (a.vp, b.vp), (a.ep, b.ep)
+    half = (a.dp, b.dp), (a.micro_batch, b.micro_batch), (a.vp, b.vp), (a.ep, b.ep), (a.cp, b.cp)
     octaves = sum(abs(math.log2(x / y)) for x, y in whole) + sum(abs(math.log2(x / y)) / 2 for x, y in half)
     switches = 0.5 * (a.sequence_parallel != b.sequence_parallel) + 0.5 * (a.recompute != b.recompute)
+    switches += 0.5 * (a.cp_method != b.cp_method and a.cp > 1 and b.cp > 1)
     return octaves + switches + 0.5 * abs(a.zero_stage - b.zero_stage)
 
 

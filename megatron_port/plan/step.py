@@ -7,7 +7,7 @@ from functools import lru_cache, reduce
 from statistics import NormalDist
 
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.flops import hardware_flops, model_flops
+from megatron_port.model.flops import causal_flops, hardware_flops, model_flops
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.cost import Cost
@@ -31,6 +31,8 @@ class Split:
     """Tensor-parallel collectives that nothing hides."""
     experts: float
     """All-to-all of tokens between expert-parallel ranks that nothing hides."""
+    context: float
+    """Keys, values and their gradients between ranks that share a sequence, beyond what attention hides."""
     pipeline: float
     """Activations between stages, where they hold up compute."""
     bubble: float
@@ -61,6 +63,8 @@ class StepPlan:
     samples: int
     model_tflops: float
     """Model FLOPs per second of one device, 10^12 (recompute not counted)."""
+    causal_tflops: float
+    """Model FLOPs with half of attention's, the pairs that the causal mask leaves."""
     hardware_tflops: float
     """With recompute."""
     mfu: float
@@ -150,11 +154,12 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     pipeline = min(sends * transfer, line.span - line.busy[worst])
     data = data_seconds(case, links, forward, backward)
     exchange = m * sum(c.forward_exchange + c.backward_exchange for c in mine)
-    compute = line.busy[worst] - tensor - exchange
+    context = m * sum(c.forward_context + c.backward_context for c in mine)
+    compute = line.busy[worst] - tensor - exchange - context
     # Every pass waits for its neighbours and every step for all: the pace is that of the slowest device at computing.
     jitter = machine.hardware.jitter * slowest_of(case.world) * compute
     split = Split(
-        compute=compute, tensor=tensor, experts=exchange, pipeline=pipeline,
+        compute=compute, tensor=tensor, experts=exchange, context=context, pipeline=pipeline,
         bubble=line.span - line.busy[worst] - pipeline, data=data,
         optimizer=optimizer_seconds(case, rates) + offloaded(case, machine).seconds,
         jitter=jitter,
@@ -171,12 +176,14 @@ def slowest_of(devices: int) -> float:
 def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepPlan:
     """Rates from seconds. Samples are those asked for: what fractional accumulation adds is not counted as work."""
     seconds, peak = split.total, machine.cluster.peak_tflops * (2 if case.dtype == "fp8" else 1)
-    model = model_flops(case.model, case.fine_tuning, case.document) * case.global_batch / seconds / case.world / 1e12
+    each = case.global_batch / seconds / case.world / 1e12
+    model = model_flops(case.model, case.fine_tuning, case.document) * each
     recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
     executed = hardware_flops(case.model, recompute, case.tp, case.dropped, case.fine_tuning, case.document)
-    hardware = executed * case.global_batch / seconds / case.world / 1e12
+    hardware = executed * each
     return StepPlan(
         split=split, seconds=seconds, samples=case.global_batch, model_tflops=model, hardware_tflops=hardware,
+        causal_tflops=causal_flops(case.model, case.fine_tuning, case.document) * each,
         mfu=model / peak, hfu=hardware / peak,
         tokens_per_second=case.global_batch * case.model.seq_length / seconds, timeline=line,
     )

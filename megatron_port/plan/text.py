@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megatron_port.model.flops import active_count, counted, model_flops, trained_count
+from megatron_port.model.flops import active_count, attention_counted, counted, model_flops, trained_count
 from megatron_port.plan import arithmetic
 from megatron_port.plan.activation_plan import describe, stage_counts
 from megatron_port.plan.activations import layer_activation_bytes
@@ -88,12 +88,15 @@ def _memory(plan: Plan) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     step, budget, label = plan.step, plan.budget, plan.machine.cluster.device_label
-    shown = {name: s for name, s in step.split.parts().items() if name != "experts" or plan.case.model.moe.enabled}
+    unused = {"experts": not plan.case.model.moe.enabled, "context": plan.case.cp == 1}
+    shown = {name: s for name, s in step.split.parts().items() if not unused.get(name)}
     parts = "  ".join(f"{name} {s / step.seconds:.1%}" for name, s in shown.items())
     return [
         f"step      {step.seconds:.2f} s: {parts}",
         f"rate      model {step.model_tflops:.1f} TFLOP/s per {label} (MFU {step.mfu:.1%}), hardware, recompute "
         f"counted, {step.hardware_tflops:.1f} (HFU {step.hfu:.1%}); {step.tokens_per_second:,.0f} tokens/s",
+        f"          {attention_counted(plan.case.model, plan.case.document)}; with the causal half of it model "
+        f"{step.causal_tflops:.1f} TFLOP/s (MFU {step.mfu * step.causal_tflops / step.model_tflops:.1%})",
         f"budget    {budget.tokens:.4g} tokens: {budget.steps:,} steps, {_span(budget.days)}, "
         f"{budget.node_hours:{',.0f' if budget.node_hours >= 10 else '.2g'}} node-hours",
     ]
@@ -188,8 +191,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         ],
         "step": {
             "seconds": step.seconds, "split": step.split.parts(), "model_tflops": step.model_tflops,
-            "hardware_tflops": step.hardware_tflops, "mfu": step.mfu, "hfu": step.hfu,
-            "tokens_per_second": step.tokens_per_second,
+            "causal_tflops": step.causal_tflops, "hardware_tflops": step.hardware_tflops, "mfu": step.mfu,
+            "hfu": step.hfu, "tokens_per_second": step.tokens_per_second,
         },
         "budget": asdict(plan.budget),
         "ways": [{"set": way.change, "seconds": way.seconds, "bytes": way.memory.total} for way in plan.ways],
@@ -200,6 +203,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _layout(case: Any) -> dict[str, Any]:
     keys = (
         "tp", "pp", "vp", "dp", "cp", "sequence_parallel", "recompute", "micro_batch", "micro_batches", "zero_stage",
-        "schedule", "shard", "state_tensors", "offload", "ep", "imbalance",
+        "schedule", "shard", "state_tensors", "offload", "ep", "imbalance", "cp_method", "cp_order",
     )
     return {key: getattr(case, key) for key in keys} | {"split": list(case.split)}

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import MoESpec
-from megatron_port.parallel.mesh import WORLD, purposes
+from megatron_port.parallel.mesh import REPLICAS, SHARDED, WORLD, purposes
 from megatron_port.parallel.topology import Topology
 from megatron_port.plan.case import Case
+from megatron_port.plan.context import context_bytes
 from megatron_port.plan.elements import (
     bucket_elements,
     expert_elements,
@@ -25,8 +26,8 @@ from megatron_port.plan.experts import routed
 from megatron_port.plan.layer import ends_at_product
 
 Key = tuple[str, str]
-"""(axis: tp | kv_copies | dp | dp_shard+cp | dp_replicate | ep | expert_shard | expert_replicate | expert_tp | pp |
-embedding | world, kind: all-reduce | all-gather | reduce-scatter | all-to-all | send | broadcast)."""
+"""(axis: tp | kv_copies | cp | dp | dp+cp | dp_shard+cp | dp_replicate | ep | expert_shard | expert_replicate |
+expert_tp | pp | embedding | world, kind: all-reduce | all-gather | reduce-scatter | all-to-all | send | broadcast)."""
 SUMS = 16
 """Bytes of the loss and its tokens, shared once per step (two float64)."""
 NORM = 8
@@ -80,6 +81,10 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
     for moe, count in routing:
         for (axis, kind), size in expert_traffic(case, moe).bytes.items():
             out.add(axis, kind, count * size)
+    if case.cp > 1:
+        for layer, count in stage_kinds(case, stage):
+            for kind, size in context_bytes(case, layer).items():
+                out.add("cp", kind, count * size)
     between = whole / case.tp if case.sequence_parallel else whole
     if case.pp > 1:
         ends = [case.grid.virtual_stage(stage, chunk) for chunk in range(case.vp)]
@@ -130,19 +135,20 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
     whole -= apart
     if replicas > 1:
         reduced = max(case.engine.reduce_bytes, case.wide) if case.dtype == "fp64" else case.engine.reduce_bytes
-        out.add("dp", "all-reduce", SUMS)
+        every = axis_of(case, *REPLICAS)
+        out.add(every, "all-reduce", SUMS)
         if shards > 1:
             passes = case.micro_batches if case.shards_sums else 1
-            within = "dp" if case.shard_copies == 1 else "dp_shard+cp"
+            within = axis_of(case, *SHARDED)
             out.add(within, "reduce-scatter", passes * whole * reduced)
             rest = False if apart else None
             of_rest = trained_elements(case, stage) - (expert_elements(case, stage) if apart else 0)
             gathers = gathered_elements(case, stage, experts=rest) / of_rest
             out.add(within, "all-gather", gathers * whole * case.width)
             if case.shard_copies > 1:  # sums of shards, in full width
-                out.add("dp_replicate", "all-reduce", whole // shards * case.wide)
+                out.add(axis_of(case, "dp_replicate"), "all-reduce", whole // shards * case.wide)
         else:
-            out.add("dp", "all-reduce", whole * reduced)
+            out.add(every, "all-reduce", whole * reduced)
         if apart:
             _add_experts(out, case, stage, apart, reduced)
     if case.expert_sums > 1 and not apart:

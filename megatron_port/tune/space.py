@@ -8,12 +8,13 @@ from typing import Any
 
 from megatron_port.config.checks import check, problems
 from megatron_port.config.choices import CHOICES
-from megatron_port.config.layout import with_values
+from megatron_port.config.layout import model_ranks, with_values
 from megatron_port.config.schema import DataConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.search import (
     FINALISTS,
+    NEUTRAL,
     Candidate,
     finalists,
     legal_chunks,
@@ -67,6 +68,7 @@ class Space:
 
 PARAMETERS = (
     "world", "tp", "pp", "vp", "ep", "sequence_parallel", "micro_batch", "recompute", "zero_stage", "schedule",
+    "cp", "cp_method", "cp_order",
 )
 """What of a layout is free; dp and accumulation follow."""
 
@@ -91,7 +93,7 @@ def make_space(config: RunConfig, *, world_size: int | None = None, nodes: Seque
     worlds = tuple(sorted({n * config.cluster.gpus_per_node for n in nodes})) or (_world(config, world_size),)
     many = nodes[0] if nodes else config.cluster.nodes if world_size is None else 0
     config = with_values(config, {"cluster.nodes": many, "layout.data_parallel_size": 0})
-    neutral = with_values(config, _NEUTRAL)
+    neutral = with_values(config, {**NEUTRAL, "layout.context_parallel_size": 1})
     if legal_chunks(config.layout.pipeline_schedule, 2) and not legal_chunks(config.layout.pipeline_schedule, 1):
         neutral = with_values(neutral, {"layout.pipeline_schedule": "1f1b"})  # zb-v has two chunks a stage, always
     check(neutral, world_size=1)
@@ -107,15 +109,6 @@ def make_space(config: RunConfig, *, world_size: int | None = None, nodes: Seque
     return Space(config=config, machine=machine, world=max(worlds), candidates=tuple(found))
 
 
-_NEUTRAL: dict[str, Any] = {
-    "layout.tensor_parallel_size": 1, "layout.pipeline_parallel_size": 1, "layout.virtual_pipeline_size": 1,
-    "layout.pipeline_split": (), "layout.sequence_parallel": False, "layout.expert_parallel_size": 1,
-    "batch.micro_batch_size": 1, "cluster.nodes": 0,
-    "data": DataConfig(synthetic=True),
-}
-"""A layout that any run has: what is wrong with it is not the layout's fault."""
-
-
 def _world(config: RunConfig, world_size: int | None) -> int:
     """Return the devices to tune for. Raises ConfigError where their number is open."""
     if world_size is not None:
@@ -128,7 +121,7 @@ def _world(config: RunConfig, world_size: int | None) -> int:
             "nothing says how many devices to tune for; give --nodes N (or cluster.nodes), or --nproc N for N "
             "processes on this machine"
         )
-    told = layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.data_parallel_size
+    told = model_ranks(layout) * layout.data_parallel_size
     return config.cluster.nodes * config.cluster.gpus_per_node or told
 
 

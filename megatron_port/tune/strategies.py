@@ -107,7 +107,7 @@ class ByDeepHyper:
             self.search.tell([(self._point(candidate), trial.model_tflops if good else f"F_{trial.status}")])
 
 
-_WORDS = ("recompute", "schedule")
+_WORDS = ("recompute", "schedule", "cp_method", "cp_order")
 
 
 def _told(value: Any) -> Any:

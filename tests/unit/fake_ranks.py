@@ -19,6 +19,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import Engine
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.positions import sequence_partition
 from megatron_port.pipeline.transfer import Arrival
 from megatron_port.session.assemble import build_engine, topology_of
 
@@ -57,7 +58,8 @@ def batches(config: RunConfig, ctx: ParallelContext) -> list[MicroBatch]:
     """This rank's micro-batches of one step."""
     b, s = config.batch.micro_batch_size, config.model.seq_length
     count = config.batch.global_batch_size // (b * ctx.topology.dp)
-    ids = torch.arange(b * s).reshape(b, s) % config.model.vocab_size
+    held = sequence_partition(ctx.mesh, ctx.rank, order=config.layout.cp_order).held(s)
+    ids = held.take(torch.arange(b * s).reshape(b, s) % config.model.vocab_size, dim=1)
     return [
         MicroBatch(tuple(range(i * b, (i + 1) * b)), ids if ctx.is_first_stage else None,
                    ids if ctx.is_last_stage else None, None)

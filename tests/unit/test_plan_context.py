@@ -1,0 +1,141 @@
+"""Context parallelism in plans: bytes and seconds of the exchange, the busiest rank, memory by rank, the search."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_port.config.checks import problems
+from megatron_port.config.layout import with_values
+from megatron_port.config.loader import load
+from megatron_port.config.schema import RunConfig
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.flops import attention_counted, causal_flops, model_flops
+from megatron_port.plan import context_balance
+from megatron_port.plan.case import Machine, case_of, machine_of
+from megatron_port.plan.chunk import layer_bytes
+from megatron_port.plan.context import context_bytes, context_cost, head_bytes
+from megatron_port.plan.context_balance import work_imbalance
+from megatron_port.plan.links import Links
+from megatron_port.plan.memory import plan_memory
+from megatron_port.plan.rates import Rates
+from megatron_port.plan.search import options_of, search, settings_of
+from megatron_port.plan.step import plan_step
+from megatron_port.plan.verdict import make_plan
+
+
+def run(**values: object) -> RunConfig:
+    """Llama-3 8B with 32,768 positions on two DGX H100."""
+    layout = {"tensor_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 4, **values}
+    base = load("runs/llama-70b-1node-8gpu", ["layout.zero_stage=1", "offload.optimizer=none"]).config
+    model = replace(load("models/llama-8b").config.model, seq_length=32768)
+    cluster = load("clusters/dgx-h100").config
+    return replace(
+        with_values(base, {"layout.data_parallel_size": 0, **{f"layout.{k}": v for k, v in layout.items()}}),
+        model=model, cluster=replace(cluster.cluster, nodes=2), hardware=cluster.hardware,
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("method", ["gather", "heads", "ring"])
+def test_the_seconds_of_the_exchange_move_its_bytes(method: str, recompute: str) -> None:
+    """With links of 1 GB/s, no hops' latency and attention that hides nothing."""
+    config = run()
+    case = replace(case_of(config)[0], cp_method=method, recompute=recompute)
+    hardware = replace(config.hardware, node_gb=1.0, node_efficiency=1.0, node_latency_us=0.0, package_devices=1)
+    links = Links.of(Machine(cluster=config.cluster, hardware=hardware))
+    layer = model_spec(case.model).layers[0]
+    found = context_cost(case, layer, Rates.of(machine_of(config)), links, (0.0, 0.0), again=recompute != "none")
+    share = 1 if method == "ring" else 3 / 4  # of a buffer, what leaves a rank of four
+    moved = share * sum(context_bytes(case, layer).values())
+    assert (found.forward_context + found.backward_context) * 1e9 == pytest.approx(moved)
+    assert found.forward > 0  # tensors are put in order
+    own = head_bytes(case, layer)
+    assert own.queries == 32768 / 4 * 32 / 2 * 128 * 2 and own.keys_values == own.queries / 2
+
+
+def test_attention_hides_a_ring_and_nothing_of_a_gather() -> None:
+    config = run()
+    machine, layer = machine_of(config), model_spec(config.model).layers[0]
+    rates, links = Rates.of(machine), Links.of(machine)
+    ring, gather = (replace(case_of(config)[0], cp_method=method) for method in ("ring", "gather"))
+    exposed = [context_cost(ring, layer, rates, links, (t, t), again=False).forward_context for t in (0.0, 1e-4, 1.0)]
+    assert exposed[0] > exposed[1] > exposed[2] == 0.0
+    whole = context_cost(gather, layer, rates, links, (1.0, 1.0), again=False)
+    assert whole.forward_context == context_cost(gather, layer, rates, links, (0.0, 0.0), again=False).forward_context
+    half = replace(gather, engine=replace(gather.engine, overlaps_keys=True))
+    assert context_cost(half, layer, rates, links, (1.0, 1.0), again=False).forward_context == whole.forward_context / 2
+    plans = {case.cp_method: plan_step(case, machine).split for case in (ring, gather)}
+    assert plans["ring"].context < plans["gather"].context
+    assert plan_step(replace(gather, cp=1, dp=8), machine).split.context == 0.0
+
+
+def brute(order: str, cp: int, seq: int, window: int, starts: list[int]) -> float:
+    """Work of the busiest rank over the mean, position by position."""
+    first = [max(s for s in starts if s <= i) for i in range(seq)]
+    work = [min(i - first[i] + 1, window or seq) - 0.5 for i in range(seq)]  # as areas, not as counts
+    chunks = cp if order == "contiguous" else 2 * cp
+    loads = [0.0] * cp
+    for i, each in enumerate(work):
+        chunk = i * chunks // seq
+        loads[chunk if chunk < cp else 2 * cp - 1 - chunk] += each
+    return max(loads) * cp / sum(loads)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_the_busiest_rank_is_that_of_every_position(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(3)
+    for cp, window in ((2, 0), (4, 0), (4, 96), (8, 0)):
+        starts = sorted({0, *(draw.randrange(512) for _ in range(draw.choice((0, 1, 5))))})
+        monkeypatch.setattr(context_balance, "_starts", lambda *_, starts=starts: starts)
+        context_balance.work_imbalance.cache_clear()
+        found = work_imbalance(order, cp, 512, window, 100.0)
+        assert found == pytest.approx(brute(order, cp, 512, window, starts), rel=0.02 if window else 1e-9)
+    context_balance.work_imbalance.cache_clear()
+    monkeypatch.undo()
+    assert work_imbalance("contiguous", 4, 4096) == pytest.approx(2 - 1 / 4) and work_imbalance("zigzag", 4, 4096) == 1
+    long, short = (work_imbalance("zigzag", 4, 65536, 0, document) for document in (30000.0, 1000.0))
+    assert long > short > 1.1  # documents undo what zigzag is for
+    assert work_imbalance("balanced", 4, 65536, 0, 1000.0) == 1
+    with pytest.raises(ValueError, match="contiguous, zigzag, balanced"):
+        work_imbalance("striped", 4, 4096)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_memory_is_divided_as_the_tokens_are(fused: bool) -> None:
+    """Within 2 % of 1 / cp, gathered keys and values left out; state over replicas × cp to the byte."""
+    case = replace(case_of(run(context_parallel_size=1))[0], flash=fused, recompute="none", dp=8, kernels="own")
+    whole = layer_bytes(case, 0)
+    for cp in (2, 4, 8):
+        divided = replace(case, cp=cp, dp=8 // cp)
+        own = head_bytes(divided, model_spec(case.model).layers[0]).keys_values
+        gathered = cp * own - (own if fused else 0)
+        scores = 0.0 if fused else 32768**2 * 16 * 2 / cp  # rows that see no key are masked once more
+        assert (layer_bytes(divided, 0) - gathered - scores) * cp == pytest.approx(whole, rel=0.02)
+        machine = machine_of(run())
+        assert plan_memory(divided, machine)[0].static == plan_memory(case, machine)[0].static
+
+
+def test_the_search_divides_long_sequences_as_training_would() -> None:
+    config = run()
+    case, machine = case_of(config)[0], machine_of(config)
+    options = replace(options_of(config, case), recompute=("full",), micro=(1,), chunks=(1,))
+    assert options.context == (1, 2, 4, 8) and options.methods[0] == "gather" and options.orders[0] == "zigzag"
+    found = search(case, machine, options)
+    assert {c.case.cp for c in found} == {1, 2, 4, 8}
+    for candidate in found[::9]:
+        assert not problems(with_values(config, settings_of(config, candidate.case))), candidate.case.label()
+    short = with_values(run(context_parallel_size=1), {"model.seq_length": 4096})
+    assert options_of(short, case_of(short)[0]).context == (1,)
+
+
+def test_a_plan_says_which_pairs_of_positions_it_counts() -> None:
+    plan = make_plan(run(), tokens=1e9, neighbours=False)
+    model = plan.case.model
+    half = 6 * model.seq_length**2 * 32 * 128  # of the 4·s²·a·d of a layer's forward, and of twice that backward
+    assert model_flops(model) - causal_flops(model) == 32 * half
+    assert plan.step.causal_tflops / plan.step.model_tflops == causal_flops(model) / model_flops(model)
+    assert attention_counted(model) == "attention counted in full: all pairs of 32,768 positions, causal or not"
+    assert "within documents of 2,000 tokens" in attention_counted(model, 2000.0)
