@@ -65,6 +65,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
         "conversations", "JSON lines, Parquet or Arrow with messages, conversations, or prompt and completion; the "
         "loss is that of the assistant's turns")
     chat.add_argument("--chat", action="store_true", help="the input is conversations")
+    chat.add_argument("--preference", action="store_true", help="the input is pairs: chosen, rejected and their prompt")
+    chat.add_argument("--longest-pair", type=int, default=0, metavar="TOKENS", help="refuse pairs of more (with "
+                      "--bad-input skip: leave them out); a sample holds model.seq_length + 1")
     chat.add_argument("--chat-template", default="", metavar="FILE", help="a Jinja file, chatml or plain (default: the "
                       "tokenizer's own)")
     chat.add_argument("--chat-fields", nargs=2, metavar=("QUESTION", "ANSWER"), help="two text fields to read instead; "
@@ -159,7 +162,10 @@ def _prepare(args: argparse.Namespace) -> int:
     finally:
         line.close()
     print(f"{done.prefix}: {done.documents} documents, {done.tokens} tokens from {done.source_bytes} bytes")
-    if chat:
+    if chat and chat.fields.preference:
+        print(f"{done.documents // 2} pairs by {chat.template.source}: {done.counted} of {done.tokens} tokens are of "
+              f"answers; next: megatron-port evaluate MODEL --reference {done.prefix}")
+    elif chat:
         print(f"conversations by {chat.template.source}: {done.counted} of {done.tokens} tokens are the assistant's")
     if done.left_out or done.repaired:
         print(f"damaged records: {done.left_out} left out, {done.repaired} repaired; the first:")
@@ -170,11 +176,18 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatRecipe | None:
     """How conversations become tokens; None: the input is texts."""
-    if not args.chat:
+    if not args.preference and args.longest_pair:
+        raise ConfigError("--longest-pair is for --preference")
+    if not (args.chat or args.preference):
         if args.chat_template or args.chat_fields:
             raise ConfigError("--chat-template and --chat-fields are for --chat")
         return None
     key = args.json_key if args.json_key != "text" else ""
+    if args.preference:
+        if args.chat or key or args.chat_fields or args.longest_pair < 0:
+            raise ConfigError("--preference reads chosen, rejected and prompt: leave --chat, --json-key and "
+                              "--chat-fields out, and give --longest-pair a number of tokens")
+        return chat_recipe(tokenizer, args.chat_template, ChatFields(preference=True, longest_pair=args.longest_pair))
     if key and args.chat_fields:
         raise ConfigError(f"--json-key {key} names a list of messages, --chat-fields two texts; give one of them")
     pair = (args.chat_fields[0], args.chat_fields[1]) if args.chat_fields else None
@@ -207,6 +220,8 @@ def _inspect(args: argparse.Namespace) -> int:
             rows["damaged"] = f"{meta.left_out} left out, {meta.repaired} repaired"
         if meta.mask_xxh3:
             rows |= {"assistant's tokens": meta.counted, "template hash": meta.chat}
+        if meta.pairs:
+            rows["pairs"] = meta.pairs
     rows.update(_documents(corpus, args.seq_length))
     rows["unigram entropy"] = f"{unigram_entropy(corpus):.4f} nats per token"
     for key, value in rows.items():

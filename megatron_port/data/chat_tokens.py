@@ -30,6 +30,7 @@ from megatron_port.data.chat_template import (
     special_pieces,
 )
 from megatron_port.data.conversations import ChatFields, ConversationRefusal, messages_of
+from megatron_port.data.preferences import preference_of
 from megatron_port.data.tokenizer import Spans, Tokenizer
 from megatron_port.errors import DataError
 
@@ -64,21 +65,55 @@ class ChatRecipe:
         Raises:
             ConversationRefusal: the record, or what the template makes of it, cannot be used.
         """
-        messages = messages_of(record, self.fields)
+        return self._encoded(messages_of(record, self.fields), append_eod)[:2]
+
+    def documents(self, record: object, *, append_eod: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the documents of a record: one conversation, or the two of a preference."""
+        if self.fields.preference:
+            return self.encode_pair(record, append_eod=append_eod)
+        return [self.encode(record, append_eod=append_eod)]
+
+    def encode_pair(self, record: object, *, append_eod: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return what :meth:`encode` does of the chosen and of the rejected conversation of a preference; only the
+        tokens of what follows the prompt count.
+
+        Raises:
+            ConversationRefusal: the record, or what the template makes of it, cannot be used.
+        """
+        found = preference_of(record)
+        both = [self._encoded(messages, append_eod, found.shared) for messages in (found.chosen, found.rejected)]
+        if both[0][2] != both[1][2]:
+            raise ConversationRefusal(f"{self.template.source} renders the prompt of the chosen answer otherwise than "
+                                      "that of the rejected one")
+        tokens, most = sum(len(ids) for ids, _, _ in both), self.fields.longest_pair
+        if 0 < most < tokens:
+            raise ConversationRefusal(f"the two have {tokens} tokens together, more than --longest-pair {most}")
+        return [(ids, counted) for ids, counted, _ in both]
+
+    def _encoded(
+        self, messages: Sequence[Message], append_eod: bool, shared: int = 0
+    ) -> tuple[np.ndarray, np.ndarray, str]:
+        """Return (ids, which count, the text before the first answer); answers among the first ``shared`` messages do
+        not count."""
         self._check_content(messages)
         try:
             rendered = answers_of(self.template, messages)
         except TemplateRefusal as error:
             raise ConversationRefusal(str(error)) from None
+        assert rendered.answers is not None
+        turns, before = (sum(m["role"] == "assistant" for m in part) for part in (messages, messages[:shared]))
+        if before and len(rendered.answers) != turns:
+            raise ConversationRefusal(f"{self.template.source} marks {len(rendered.answers)} answers of {turns} "
+                                      "assistant's turns, so those of the prompt are not to be told apart")
+        rendered = Rendered(rendered.text, rendered.answers[before:])
         spans = self.tokenizer.encode_spans(rendered.text)
         counted = counted_tokens(spans, rendered)
-        if not counted.any():
+        if not counted.any() or not rendered.answers:
             raise ConversationRefusal("no token of an answer is left to learn from")
-        assert rendered.answers is not None
-        end = self.tokenizer.eod_id
+        end, prompt = self.tokenizer.eod_id, rendered.text[: rendered.answers[0][0]]
         if append_eod and end not in spans.ids[spans.first >= rendered.answers[-1][0]]:
-            return np.append(spans.ids, end), np.append(counted, counted[-1])
-        return spans.ids, counted
+            return np.append(spans.ids, end), np.append(counted, counted[-1]), prompt
+        return spans.ids, counted, prompt
 
     def _check_content(self, messages: Sequence[Message]) -> None:
         for i, message in enumerate(messages):

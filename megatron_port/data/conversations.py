@@ -37,6 +37,10 @@ class ChatFields:
     """Key of the list of messages; empty: ``messages`` or ``conversations``."""
     pair: tuple[str, str] | None = None
     """Keys of the question and the answer; None: ``prompt`` and ``completion``."""
+    preference: bool = False
+    """Records are preferences (``data.preferences``): two documents of each."""
+    longest_pair: int = 0
+    """Tokens that the two together may have; 0: any number."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -46,7 +50,7 @@ class ChatFields:
 
     def columns(self, names: Iterable[str]) -> list[str]:
         """Return the columns of a table that matter."""
-        wanted = {*self.keys, *PREFERENCES, *NOT_READ, "system"}
+        wanted = {*self.keys, *PREFERENCES, *NOT_READ, "system", "prompt"}
         return [name for name in names if name in wanted]
 
 
@@ -59,11 +63,12 @@ def messages_of(record: object, fields: ChatFields) -> list[dict[str, str]]:
     if not isinstance(record, dict):
         what = "an array; write one object per line (jq -c '.[]' FILE)" if isinstance(record, list) else "no object"
         raise ConversationRefusal(f"the line is {what}")
-    present = {key: value for key, value in record.items() if not _empty(value)}
+    present = non_empty(record)
     if all(key in present for key in PREFERENCES):
-        raise ConversationRefusal(f"a preference record ({_names(present)}); --chat reads conversations")
+        raise ConversationRefusal(f"a preference record ({names(present)}); --chat reads conversations, and "
+                                  "--preference such pairs")
     found = _read(present, fields)
-    _refuse_extras(present, "the record")
+    refuse_extras(present, "the record")
     if "system" in present and found[0]["role"] != "system":
         found.insert(0, {"role": "system", "content": _text(present["system"], "system")})
     if not any(message["role"] == "assistant" for message in found):
@@ -78,14 +83,14 @@ def _read(present: Mapping[str, Any], fields: ChatFields) -> list[dict[str, str]
             if key in present:
                 return _messages(present[key], key)
     if question in present and answer in present:
-        return [*_side(present[question], question, "user"), *_side(present[answer], answer, "assistant")]
+        return [*side(present[question], question, "user"), *side(present[answer], answer, "assistant")]
     raise ConversationRefusal(
-        f"no conversation under {_names(fields.keys)}; found the keys {_names(present) or 'of nothing'}. Name the "
+        f"no conversation under {names(fields.keys)}; found the keys {names(present) or 'of nothing'}. Name the "
         "list of messages with --json-key, or two text fields with --chat-fields QUESTION ANSWER")
 
 
-def _side(value: object, key: str, role: str) -> list[dict[str, str]]:
-    """One side of a pair: a text, or messages."""
+def side(value: object, key: str, role: str) -> list[dict[str, str]]:
+    """Return one side of a pair as messages: a text is one by ``role``. Raises ConversationRefusal."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and "type" not in value[0]:
         return _messages(value, key)
     return [{"role": role, "content": _text(value, key)}]
@@ -99,14 +104,14 @@ def _messages(value: object, key: str) -> list[dict[str, str]]:
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, str]:
     present = {key: value for key, value in message.items() if value is not None and value != []}
-    _refuse_extras(present, where)
+    refuse_extras(present, where)
     keys = ("role", "content") if "role" in present else ("from", "value")
     if set(present) != set(keys):
-        raise ConversationRefusal(f"{where} has the keys {_names(present)}; expected role and content, or from and "
+        raise ConversationRefusal(f"{where} has the keys {names(present)}; expected role and content, or from and "
                                   "value")
     role = present[keys[0]]
     if not isinstance(role, str) or role not in ROLES:
-        raise ConversationRefusal(f"{where} is by {role!r:.40}; read are {_names(ROLES)}")
+        raise ConversationRefusal(f"{where} is by {role!r:.40}; read are {names(ROLES)}")
     return {"role": ROLES[role], "content": _text(present[keys[1]], where)}
 
 
@@ -124,16 +129,18 @@ def _text(value: object, where: str) -> str:
     return "".join(parts)
 
 
-def _refuse_extras(present: Mapping[str, Any], where: str) -> None:
+def refuse_extras(present: Mapping[str, Any], where: str) -> None:
+    """Raise ConversationRefusal for tool calls, images and the like in a record or a message."""
     for key, what in NOT_READ.items():
         if key in present:
-            raise ConversationRefusal(f"{where} has {what} ({_names(present)}), which --chat does not read")
+            raise ConversationRefusal(f"{where} has {what} ({names(present)}), which --chat does not read")
 
 
-def _empty(value: object) -> bool:
-    """Whether a value says nothing; tables write one for each key that another row has."""
-    return value is None or value == [] or value == {} or value == ""
+def non_empty(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record says; tables write an empty value for each key that another row has."""
+    return {key: value for key, value in record.items() if value not in (None, [], {}, "")}
 
 
-def _names(keys: Iterable[object]) -> str:
+def names(keys: Iterable[object]) -> str:
+    """Return keys for a message, the first dozen."""
     return ", ".join(str(key)[:40] for key in list(keys)[:12])

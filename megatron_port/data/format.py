@@ -122,6 +122,8 @@ class CorpusMeta:
     """Tokens that count as labels, by the .mask file."""
     chat: str = ""
     """sha256 of ``<prefix>.chat.json``, which has the template of these conversations. Empty: no conversations."""
+    pairs: int = 0
+    """Preferences: documents 2 k and 2 k + 1 are the chosen and the rejected conversation of pair k. 0: no pairs."""
     format: int = 1
 
 

@@ -276,7 +276,8 @@ class _Job:
             eod_id=tokenizer.eod_id if self.recipe.append_eod else -1, tokenizer_hash=known["hash"],
             source_bytes=reader.bytes_read, source_files=len(reader.sources),
             source_xxh3=reader.source_hash.hexdigest(), left_out=self.journal.left_out, repaired=self.journal.repaired,
-            chat=chat.hash if chat else ""))
+            chat=chat.hash if chat else "",
+            pairs=self.writer.documents // 2 if chat and chat.fields.preference else 0))
 
 
 def _keep_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:

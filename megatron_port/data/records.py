@@ -97,13 +97,14 @@ def _documents(block: Block, recipe: Recipe, out: Encoded) -> Iterator[tuple[str
         return
     for where, raw in _raw(block):
         try:
-            ids, counted = recipe.chat.encode(_json(raw, recipe), append_eod=recipe.append_eod)
+            made = recipe.chat.documents(_json(raw, recipe), append_eod=recipe.append_eod)
         except (ConversationRefusal, _Bad) as fault:
             if recipe.bad_input == STOP:
                 raise DataError(f"{where}: {fault}. --bad-input skip leaves such records out") from None
             _note(out, f"{where}: {fault}", repaired=False)
             continue
-        yield where, ids, counted
+        for ids, counted in made:
+            yield where, ids, counted
 
 
 def texts_of(block: Block, recipe: Recipe) -> Iterator[str]:
