@@ -1,4 +1,5 @@
-"""``megatron-port evaluate SOURCE --data PREFIX | --text FILE | --tasks A,B``: how well a model predicts."""
+"""``megatron-port evaluate SOURCE --data PREFIX | --text FILE | --tasks A,B | --reference PREFIX``: how well a model
+predicts."""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
                       "run's masks, documents and packing")
     what.add_argument("--text", metavar="FILE", help="perplexity on this text (UTF-8), by the model's tokenizer")
     what.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval-harness (pip install lm-eval)")
+    what.add_argument("--reference", metavar="PREFIX", help="write PREFIX.reference: the log-probabilities of "
+                      "a corpus' answers, which training.loss=dpo needs (docs/preferences.md)")
     parser.add_argument("--stride", type=int, default=0, metavar="N",
                         help="tokens between windows; below model.seq_length each token sees more before it (default: "
                         "seq_length)")
@@ -68,17 +71,32 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
     config = inference_config(
         weights, [*corpus, *args.overrides], info.world_size, micro_batch=args.micro_batch_size
     )
+    if args.reference:
+        from megatron_port.inference.reference import reference_config
+
+        config = reference_config(config, args.reference, args.overrides)
     if args.tasks:
         from megatron_port.inference.lm_eval_adapter import require_harness
 
         require_harness()
     with open_session(config, info, quiet=True) as session:
-        result = _tasks(args, session, weights) if args.tasks else _perplexity(args, session, weights)
+        made = _tasks if args.tasks else _reference if args.reference else _perplexity
+        result = made(args, session, weights)
         if session.is_rank_zero and args.json:
             from megatron_port.checkpoint.disk import write_text
 
             write_text(Path(args.json), json.dumps(result, indent=1, default=str) + "\n")
     return 0
+
+
+def _reference(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
+    from megatron_port.data.reference import reference_path
+    from megatron_port.inference.reference import compute_reference
+
+    header = compute_reference(args.reference, session, weights)
+    session.logger.log(f"{reference_path(args.reference)}: log-probabilities by {weights.path}")
+    return {"source": str(weights.path), "corpus": args.reference, "fingerprint": header.fingerprint,
+            "dtype": header.dtype}
 
 
 def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
@@ -112,10 +130,12 @@ def _corpus(args: argparse.Namespace, config: RunConfig) -> tuple[Samples, int]:
 
     from megatron_port.data.indexed import IndexedDataset
     from megatron_port.data.packing import PackedDataset
+    from megatron_port.data.pairs import check_pairs
     from megatron_port.data.run_datasets import index_folder, within_documents
     from megatron_port.inference.perplexity import StreamWindows
 
     corpus, data, model = IndexedDataset(args.data), config.data, config.model
+    check_pairs([corpus], wanted=False)
     if data.packing == "first_fit":
         if args.stride or args.max_tokens:
             raise ConfigError('--stride and --max-tokens cut a stream, and under data.packing = "first_fit" a sample '

@@ -24,6 +24,7 @@ from megatron_port.config.moe import moe_problems
 from megatron_port.config.multi_token import mtp_problems
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.offload import offload_problems
+from megatron_port.config.preference import preference_problems
 from megatron_port.config.ranges import Range
 from megatron_port.config.rope import rope_problems
 from megatron_port.config.schema import RunConfig
@@ -59,7 +60,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
         found += [*_relations(config), *fp8_problems(config), *moe_problems(config)]
     found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
     found += [*_engine_problems(config), *offload_problems(config), *graph_problems(config)]
-    found += fine_tuning_problems(config)
+    found += [*fine_tuning_problems(config), *preference_problems(config)]
     found += activation_problems(
         config.activations, num_layers=config.model.num_layers,
         described=config.cluster.memory_gb > 0 and bool(config.hardware.device or config.hardware.matmul_tflops),

@@ -124,6 +124,8 @@ def config_hash(config: RunConfig) -> str:
     }
     if config.training.loss != TrainingConfig.loss:  # it came after the first checkpoints
         parts["loss"] = config.training.loss
+    if config.training.on_pairs:
+        parts["dpo_beta"] = config.training.dpo_beta
     if config.fine_tuning.enabled:
         parts["fine_tuning"] = {k: v for k, v in as_dict(config.fine_tuning).items() if k != "adapters"}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -226,14 +226,22 @@ class TrainingConfig:
     steps: Count = 100
     """Optimizer steps."""
     loss: str = "cross_entropy"
-    """Loss that training minimises, averaged over tokens: cross_entropy, or a loss that a plugin registers. Evaluations
-    always report the cross-entropy."""
+    """Loss that training minimises: cross_entropy, or one that a plugin registers, averaged over tokens, of which
+    evaluations report the cross-entropy; or dpo, averaged over pairs of answers (docs/preferences.md)."""
+    dpo_beta: Positive = 0.1
+    """With loss = "dpo": factor of the rewards, which are log-probabilities less those of the reference. Larger: the
+    model stays nearer to it."""
     eval_interval: CountOrZero = 0
     """Steps between evaluations; 0: only at the end when eval_batches > 0."""
     eval_batches: CountOrZero = 0
     """Global batches in one evaluation, at most the whole split, of which each sample counts once; 0: none."""
     log_interval: Count = 1
     """Steps between lines on the console (metrics.jsonl has every step)."""
+
+    @property
+    def on_pairs(self) -> bool:
+        """Whether samples are pairs of answers, and the loss is a mean over them."""
+        return self.loss == "dpo"
 
 
 @dataclass(frozen=True, kw_only=True)

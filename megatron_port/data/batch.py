@@ -34,6 +34,9 @@ class MicroBatch:
     starts; None: every sample is one document"""
     division: Division | None = None
     """How these sequences are divided between context-parallel ranks; None: as the layout says"""
+    reference: torch.Tensor | None = None
+    """float64 [batch, 2], on the last stage, of samples that are pairs: the reference's log-probability of the chosen
+    and the rejected answer"""
 
     @property
     def masked(self) -> bool:

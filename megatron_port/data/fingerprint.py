@@ -9,11 +9,12 @@ from typing import Any
 
 from megatron_port.data.format import chat_path, meta_path, tokenizer_name
 from megatron_port.data.indexed import IndexedDataset
+from megatron_port.data.reference import read_header
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.data.tokenizer_files import content_hash, read_file
 from megatron_port.errors import DataError
 
-COMPARED = ("tokens", "documents", "tokenizer_hash", "bin_xxh3", "mask_xxh3", "chat")
+COMPARED = ("tokens", "documents", "tokenizer_hash", "bin_xxh3", "mask_xxh3", "chat", "reference")
 
 
 def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
@@ -21,9 +22,11 @@ def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
     out = []
     for corpus in corpora:
         meta = corpus.meta
+        reference = read_header(corpus.prefix) if meta is not None and meta.pairs else None
         known = {} if meta is None else {
             "tokenizer": meta.tokenizer, "tokenizer_hash": meta.tokenizer_hash, "bin_xxh3": meta.bin_xxh3,
             "source_xxh3": meta.source_xxh3, **({"mask_xxh3": meta.mask_xxh3} if meta.mask_xxh3 else {}),
+            **({"reference": reference.xxh3} if reference else {}),
             **({"chat": meta.chat, "chat_file": str(chat_path(corpus.prefix).absolute())} if meta.chat else {})}
         counts = {"tokens": corpus.num_tokens, "documents": corpus.num_documents}
         out.append({"prefix": corpus.name, **counts, **known})

@@ -41,13 +41,14 @@ class StepLoader:
             (the first token of an unrelated document) is left out of the loss, as in Megatron-LM.
         need_tokens, need_labels: what this pipeline stage consumes; with neither, no token is read.
         documents: the dataset's samples say where their documents start, which every stage is told.
+        pairs: samples are pairs of answers, and have the reference's log-probabilities.
         partition: which positions of a sequence this rank holds; tokens, labels and masks are of these.
         remote: a corpus lies in a store; the samples of the step that follows are read beside training.
     """
 
     def __init__(self, dataset: TokenDataset, *, seq_length: int, micro_batch_size: int, dp_rank: int, dp_size: int,
                  seed: int, eod_id: int, mask_eod_loss: bool, need_tokens: bool, need_labels: bool,
-                 documents: bool = False, partition: SequencePartition = WHOLE_SEQUENCE,
+                 documents: bool = False, pairs: bool = False, partition: SequencePartition = WHOLE_SEQUENCE,
                  remote: bool = False) -> None:
         if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
             raise ValueError(f"replica {dp_rank} of {dp_size}, micro-batch {micro_batch_size}")
@@ -55,6 +56,7 @@ class StepLoader:
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self.eod_id, self.mask_eod_loss = eod_id, mask_eod_loss
         self.need_tokens, self.need_labels, self.documents = need_tokens, need_labels, documents
+        self.pairs = pairs
         self.positions = partition.held(seq_length)
         self.ahead = ReadAhead(lambda k: dataset.draw(seed, k)) if remote else None
 
@@ -116,6 +118,12 @@ class StepLoader:
     def _starts(self, rows: Iterable[np.ndarray | None]) -> torch.Tensor | None:
         return torch.from_numpy(np.stack([row for row in rows if row is not None])) if self.documents else None
 
+    def _reference(self, rows: Sequence[Sample]) -> torch.Tensor | None:
+        """Return float64 [batch, 2], zeros for samples that fill up a batch; None: not for this stage."""
+        if not (self.pairs and self.need_labels):
+            return None
+        return torch.from_numpy(np.stack([np.zeros(2) if row.reference is None else row.reference for row in rows]))
+
     def _pack(
         self, ids: tuple[int, ...], read: Callable[[int], Sample], starts: Callable[[int], np.ndarray | None], *,
         counted: int | None = None, masked: bool = False,
@@ -143,7 +151,7 @@ class StepLoader:
                 mask[counted:] = 0.0
         return MicroBatch(sample_ids=ids, tokens=tokens if self.need_tokens else None,
                           labels=self._held(both[:, 1:]) if self.need_labels else None,
-                          loss_mask=mask, labels_masked=masked,
+                          loss_mask=mask, labels_masked=masked, reference=self._reference(rows),
                           document_starts=self._starts(row.starts for row in rows))
 
 
@@ -253,7 +261,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
         d, seq_length=run.model.seq_length, micro_batch_size=run.batch.micro_batch_size, dp_rank=dp_rank,
         dp_size=dp_size, seed=run.seed, eod_id=eod, mask_eod_loss=data.mask_eod_loss,
         need_tokens=need_tokens, need_labels=need_labels, documents=within_documents(run), partition=partition,
-        remote=remote) for d in sets]
+        pairs=run.training.on_pairs, remote=remote) for d in sets]
     assert loaders[0] is not None, "the training split was checked above"
     return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod,
                    tokenizer=tokenizer, data_fingerprint=fingerprint)

@@ -98,13 +98,16 @@ def build_indices(edges: np.ndarray, seq_length: int, make: Make = in_memory) ->
     return PackedIndices(position, length, first)
 
 
-def document_splits(data: IndexedDataset, fractions: tuple[float, ...]) -> list[tuple[int, int]]:
-    """Return [first, end) of the documents of each split, by tokens: cut at the document nearest to each share."""
+def document_splits(data: IndexedDataset, fractions: tuple[float, ...], *, unit: int = 1) -> list[tuple[int, int]]:
+    """Return [first, end) of the documents of each split, by tokens: cut at the document nearest to each share.
+
+    ``unit``: so many neighbours stay together.
+    """
     total = float(sum(fractions))
     cuts, running = [0], 0.0
     for share in fractions[:-1]:
         running += share / total
-        cuts.append(max(_nearest(data, running * data.num_tokens), cuts[-1]))
+        cuts.append(max(_nearest(data, running * data.num_tokens) // unit * unit, cuts[-1]))
     cuts.append(data.num_documents)
     return [(lo, hi) if share else (lo, lo) for lo, hi, share in zip(cuts, cuts[1:], fractions)]
 

@@ -21,6 +21,8 @@ from megatron_port.data.index_cache import cached_arrays, content_key
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.order import derive
 from megatron_port.data.packing import PackedDataset, document_splits
+from megatron_port.data.pairs import PairDataset, check_pairs
+from megatron_port.data.reference import read_reference
 from megatron_port.data.remote import RemoteCache
 
 SPLITS = ("train", "valid", "test")
@@ -61,7 +63,8 @@ def corpus_datasets(
     Raises:
         DataError: a corpus that is too small.
     """
-    if run.data.packing == "first_fit":
+    check_pairs(corpora, wanted=run.training.on_pairs)
+    if run.data.packing == "first_fit" or run.training.on_pairs:
         return _packed(run, corpora, check=check)
     if run.data.order == "megatron":
         return _megatron(run, corpora, train_samples, check=check)
@@ -89,7 +92,9 @@ def _stateless(run: RunConfig, corpora: Sequence[IndexedDataset]) -> list[TokenD
 
 
 def _packed(run: RunConfig, corpora: Sequence[IndexedDataset], *, check: bool) -> list[TokenDataset | None]:
-    ranges = [document_splits(c, run.data.split) for c in corpora]
+    pairs = run.training.on_pairs
+    ranges = [document_splits(c, run.data.split, unit=1 + pairs) for c in corpora]
+    references = [read_reference(c) for c in corpora] if pairs else []
     made: list[TokenDataset | None] = []
     for index, split in enumerate(SPLITS):
         parts: list[PackedDataset] = []
@@ -98,9 +103,11 @@ def _packed(run: RunConfig, corpora: Sequence[IndexedDataset], *, check: bool) -
             first, end = ranges[i][index]
             if split != "train" and corpus.document_start(first) == corpus.document_start(end):
                 continue
-            parts.append(PackedDataset(
-                corpus, first=first, end=end, seq_length=run.model.seq_length, vocab_size=run.model.vocab_size,
-                cache=index_folder(run), check=check,
+            s, v = run.model.seq_length, run.model.vocab_size
+            parts.append(PairDataset(
+                corpus, references[i], first=first, end=end, seq_length=s, vocab_size=v
+            ) if pairs else PackedDataset(
+                corpus, first=first, end=end, seq_length=s, vocab_size=v, cache=index_folder(run), check=check,
             ))
             shares.append(run.data.weights[i] if run.data.weights else float(parts[-1].tokens))
         made.append(_joined(parts, shares))

@@ -17,6 +17,8 @@ class Sample:
     """int32 [seq]: where in the sample the document of each position starts; None: the sample is one document"""
     counted: np.ndarray | None = None
     """bool [seq]: whether the label of a position has a loss; None: all do"""
+    reference: np.ndarray | None = None
+    """float64 [2], of a pair: the reference's log-probability of the chosen and the rejected answer"""
 
 
 def document_starts(edges: np.ndarray, seq_length: int) -> np.ndarray:

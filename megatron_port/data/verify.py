@@ -31,6 +31,8 @@ from megatron_port.data.format import (
     meta_path,
     read_meta,
 )
+from megatron_port.data.indexed import IndexedDataset
+from megatron_port.data.reference import read_reference, reference_path
 from megatron_port.errors import DataError
 
 MOST_FAULTS = 20
@@ -105,6 +107,8 @@ def verify(prefix: str | Path, *, vocab_size: int | None = None) -> Report:
         _check_mask(mask_path(prefix), index, meta, report)
     if meta.chat:
         _check_chat(chat_path(prefix), meta, report)
+    if meta.pairs:
+        _check_pairs(prefix, index, meta, report)
     return report
 
 
@@ -300,6 +304,21 @@ def _check_chat(path: Path, meta: CorpusMeta, report: Report) -> None:
         report.checked.append(f"sha256 of the chat template {found} matches")
     else:
         report.add(path, -1, "sha256", meta.chat, found)
+
+
+def _check_pairs(prefix: str | Path, index: _Index, meta: CorpusMeta, report: Report) -> None:
+    """Two documents of each pair; the reference's log-probabilities, where there are any."""
+    if index.documents != 2 * meta.pairs:
+        report.add(meta_path(prefix), -1, f"documents of {meta.pairs} pairs", 2 * meta.pairs, index.documents)
+        return
+    report.checked.append(f"{meta.pairs} pairs")
+    if reference_path(prefix).exists():
+        try:
+            header = read_reference(IndexedDataset(prefix)).header
+        except DataError as error:
+            report.add(reference_path(prefix), -1, str(error), "the log-probabilities of this corpus", "others")
+        else:
+            report.checked.append(f"log-probabilities by {header.weights}, xxh3-128 {header.xxh3} matches")
 
 
 def _check_counts(path: Path, meta: CorpusMeta, index: _Index, report: Report) -> None:

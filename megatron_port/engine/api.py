@@ -31,7 +31,7 @@ class StepResult:
     loss: float
     """Mean over all loss tokens of the global batch, before the update (nats); 0 where ``tokens`` is 0."""
     tokens: int
-    """Loss tokens of the global batch."""
+    """Loss tokens of the global batch; pairs, where the loss is of pairs."""
     grad_norm: float | None
     """Global L2 norm before clipping, loss scale and batch weighting removed; None if it is not finite."""
     skipped: bool = False
@@ -108,7 +108,8 @@ class Engine(Protocol):
         (before a save; costs a pass over the state and a host synchronisation)."""
 
     def micro_batch_losses(self) -> Sequence[torch.Tensor]:
-        """The sum of token losses of each micro-batch of the last step (scalars; empty but on the last stage)."""
+        """The sum of token losses of each micro-batch of the last step, in engine native also of the last evaluation
+        (scalars; empty but on the last stage)."""
 
     def nonfinite_gradients(self) -> list[str]:
         """Parameters whose gradient, summed over replicas by the last step, is not finite; empty where it is gone."""

@@ -15,7 +15,8 @@ from megatron_port.parallel.step import AuxiliarySums
 
 
 def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, seq_length: int) -> float:
-    """Loss tokens of a step over all replicas, on every rank before its first forward pass.
+    """Loss tokens of a step over all replicas, on every rank before its first forward pass; of pairs, whose loss has a
+    term each, their number.
 
     Where nothing is masked the count is known. Masks are on the last stage only, which sums them over its replicas and
     tells the other stages: 8 bytes, and a host synchronisation, because the loss factor is a number. Collective.
@@ -30,7 +31,8 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
     if ctx.is_last_stage:
         total += sum(
-            float(b.loss_mask.sum()) if b.loss_mask is not None else len(b.sample_ids) * seq_length / ctx.size("cp")
+            len(b.sample_ids) * seq_length / ctx.size("cp") if b.loss_mask is None
+            else float(b.loss_mask.sum() if b.reference is None else b.loss_mask.any(dim=1).sum())
             for b in micro_batches
         )
         replicas = ctx.over(*REPLICAS)
@@ -87,6 +89,11 @@ def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) ->
         v.double() if isinstance(v, torch.Tensor) else torch.full((), v, dtype=torch.float64, device=ctx.device)
         for v in values
     ])
+    return summed_over_replicas(packed, ctx)
+
+
+def summed_over_replicas(packed: torch.Tensor, ctx: ParallelContext) -> torch.Tensor:
+    """Sum over replicas, in place, what the last stage holds; the same on every rank, as :func:`device_sums`."""
     replicas, stages, tensor = ctx.over(*REPLICAS), ctx.over("pp"), ctx.over("tp")
     if replicas is not None:
         dist.all_reduce(packed, group=replicas)

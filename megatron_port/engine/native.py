@@ -374,6 +374,7 @@ class NativeEngine:
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         self.values.set(StepNumbers(tokens=tokens))
         passes = self._run(micro_batches, 0)
+        self._losses = passes.losses
         self.progress.at(REDUCE, "loss of the batch")
         self.stream.enabled = True
         loss_sum, count = shared_sums([passes.total, tokens / self.ctx.size(*REPLICAS)], self.ctx)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_port.data.batch import MicroBatch
 
-FIELDS = ("tokens", "labels", "loss_mask", "document_starts")
+FIELDS = ("tokens", "labels", "loss_mask", "document_starts", "reference")
 """The tensors of a micro-batch."""
 Shapes = tuple[tuple[int, ...] | int | None, ...]
 """Samples of each micro-batch, and the shape of each of ``FIELDS``."""

@@ -74,7 +74,7 @@ def perplexity(engine: Engine, ctx: ParallelContext, samples: Samples, *, micro_
         DataError: an id that the model does not have, or no label counts.
     """
     total, counted = 0.0, 0
-    for step in _steps(samples, ctx, micro_batch_size):
+    for step in sample_steps(samples, ctx, micro_batch_size):
         result = engine.eval_step(step)
         total, counted = total + result.loss_sum, counted + result.tokens
     if not counted:
@@ -132,8 +132,9 @@ class StreamWindows:
         return document_starts(self.documents(start, min(self.seq_length, self.tokens - start)), self.seq_length)
 
 
-def _steps(samples: Samples, ctx: ParallelContext, size: int) -> Iterator[list[MicroBatch]]:
-    """Micro-batches of this replica, as many on each, :data:`MICRO_BATCHES` at a time."""
+def sample_steps(samples: Samples, ctx: ParallelContext, size: int) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of this replica, as many on each, :data:`MICRO_BATCHES` at a time; of samples beyond the
+    last one, which fill up, nothing counts."""
     replicas, own = ctx.size("dp"), ctx.index("dp")
     rounds = -(-len(samples) // (size * replicas))
     for first in range(0, rounds, MICRO_BATCHES):

@@ -49,6 +49,7 @@ class BuildContext:
         layer_activations: by the index of the layer, where ``recompute`` is none.
         position_reset: learned positions are counted from each document's start.
         fine_tuning: which linears have adapters.
+        dpo_beta: of the loss of pairs (``model.preference``); 0: the loss is of tokens.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class BuildContext:
         stream: DropoutStream, dtype: torch.dtype, loss: TokenLoss = vocab_parallel_cross_entropy,
         partition: SequencePartition | None = None, recompute: str = "none",
         layer_activations: Mapping[int, LayerActivations] | None = None, position_reset: bool = False,
-        fine_tuning: FineTuningConfig = NO_ADAPTERS,
+        fine_tuning: FineTuningConfig = NO_ADAPTERS, dpo_beta: float = 0.0,
     ) -> None:
-        self.fine_tuning = fine_tuning
+        self.fine_tuning, self.dpo_beta = fine_tuning, dpo_beta
         self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
         self.dtype, self.loss, self.position_reset = dtype, loss, position_reset
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1

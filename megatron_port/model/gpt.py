@@ -13,6 +13,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.moe import MoE
 from megatron_port.model.multi_token import Prediction, auxiliary_names, build_predictions, further_losses
+from megatron_port.model.preference import REWARDS, pair_loss_sum
 from megatron_port.model.router import tally_specs
 
 
@@ -50,8 +51,8 @@ class GPTStage(nn.Module):
             self.head = Head(spec.head, build, table if spec.head.weight.tied else None)
             further = build_predictions(spec.head, build, self.head, table)
         self.predictions = nn.ModuleList(further)
-        self.auxiliary_names = auxiliary_names(build.model.mtp_layers)
-        self.mtp_weight, self.stream = build.model.mtp_weight, build.stream
+        self.auxiliary_names = (*auxiliary_names(build.model.mtp_layers), *(REWARDS if build.dpo_beta else ()))
+        self.mtp_weight, self.dpo_beta, self.stream = build.model.mtp_weight, build.dpo_beta, build.stream
 
     @property
     def units(self) -> list[nn.Module]:
@@ -69,13 +70,15 @@ class GPTStage(nn.Module):
         return x if self.head is None else self.head(x)
 
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Sum of the token losses of a micro-batch, a scalar (last stage only).
+        """Sum of the token losses of a micro-batch, or of the losses of its pairs, a scalar (last stage only).
 
         In training its gradient is also that of the losses of further tokens, which the value leaves out.
         """
         if self.head is None:
             raise ValueError("loss_sum on a stage without the head")
         losses = self.head.token_losses(logits, labels)
+        if self.dpo_beta:
+            return pair_loss_sum(losses, mask, self.stream.current, self.dpo_beta)
         total = losses.sum() if mask is None else (losses * mask).sum()
         if not (self.predictions and self.training and torch.is_grad_enabled()):
             return total

@@ -91,11 +91,12 @@ class DropoutStream:
         auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
         sample_factor: float | torch.Tensor = 1.0, keys: torch.Tensor | None = None,
         ahead_tokens: tuple[float, ...] = (), division: Division | None = None,
+        reference: torch.Tensor | None = None,
     ) -> None:
         """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
 
-        ``document_starts``: on the host, or of a recorded step memory on the device; ``keys``: memory with the samples'
-        keys, of a recorded step.
+        ``document_starts``, ``reference``: on the host, or of a recorded step memory on the device; ``keys``: memory
+        with the samples' keys, of a recorded step.
         """
         samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         self.current = StepContext(
@@ -103,6 +104,7 @@ class DropoutStream:
             sample_factor=sample_factor, routes=self.routes if self.enabled else None, ahead_tokens=ahead_tokens,
             division=division,
             document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
+            reference=None if reference is None else to_device_async(reference, self.device),
             packed_documents=None if document_starts is None else cache(
                 partial(pack_documents, document_starts, self.device)
             ),

@@ -185,6 +185,8 @@ class StepContext:
     starts; None: a sample is one document."""
     division: Division | None = None
     """How this micro-batch's sequences are divided between context-parallel ranks; None: as the layout says."""
+    reference: torch.Tensor | None = None
+    """float64 [batch, 2], last stage only: of pairs, the reference's log-probability of either answer."""
     packed_documents: Callable[..., PackedDocuments] | None = None
     """Gives the same for kernels that take documents as sequences of their own, of all queries or of those given
     (:func:`pack_documents`); made at the first call."""

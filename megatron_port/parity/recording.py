@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.loader import build_loaders
+from megatron_port.engine.step_inputs import FIELDS
 from megatron_port.errors import CheckpointError
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.positions import sequence_partition
@@ -60,7 +61,7 @@ def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBat
         parts = [getattr(b, field) for b in batches]
         return None if any(p is None for p in parts) else torch.cat(parts)
 
-    tokens, labels, mask, starts = (rows(field) for field in ("tokens", "labels", "loss_mask", "document_starts"))
+    tokens, labels, mask, starts, reference = map(rows, FIELDS)
     out = []
     for start in range(0, len(ids), size):
         pick = order[start : start + size]
@@ -68,6 +69,7 @@ def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBat
             tuple(ids[i] for i in pick), tokens=None if tokens is None else tokens[pick],
             labels=None if labels is None else labels[pick], loss_mask=None if mask is None else mask[pick],
             document_starts=None if starts is None else starts[pick],
+            reference=None if reference is None else reference[pick],
         ))
     return out
 

@@ -31,7 +31,7 @@ from megatron_port.model.shapes import LAST_STEP
 from megatron_port.model.upcycled_reader import UpcycledWeights
 from megatron_port.parallel.state import StateReader
 from megatron_port.runtime.agreement import agreed
-from megatron_port.session.base_weights import check_base, fingerprint
+from megatron_port.session.base_weights import check_base, fingerprint, other_references
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
 
@@ -232,12 +232,14 @@ def load_initial(engine: Engine, session: Session) -> str:
     def load_own() -> Weights:
         weights = open_initial(config)
         engine.load_weights(_with_adapters(config, weights.read))
+        notes.append(other_references(config, weights.read, str(weights.path)) if session.is_rank_zero else "")
         weights.close()
         return weights
 
+    notes: list[str] = []
     weights = agreed(load_own, where=str(session.ctx.coords))
     carry_companions(weights.path, session)
-    return f"weights from {weights.path}; moments and counters start fresh"
+    return f"weights from {weights.path}; moments and counters start fresh{notes[0]}"
 
 
 def carry_companions(source: Path, session: Session) -> None:
@@ -286,7 +288,7 @@ def inference_config(weights: Weights, overrides: Sequence[str], world_size: int
         "layout.pipeline_schedule=1f1b", "activations.policy=none", "layout.elastic=false",
         "offload.optimizer=none", "offload.weights=none", "offload.fraction=1.0", "offload.nvme_path=",
         f"batch.micro_batch_size={micro_batch}", f"batch.global_batch_size={micro_batch * world_size}",
-        "batch.rampup_start=0",
+        "batch.rampup_start=0", "training.loss=cross_entropy",
     ]
     if weights.run_file is None:
         neutral += ["precision.dtype=fp32", "data.synthetic=true"]

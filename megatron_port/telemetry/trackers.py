@@ -22,6 +22,9 @@ from megatron_port.telemetry.metrics import Record
 TAGS = {
     "loss": "loss/train",
     "mtp_loss": "loss/mtp",
+    "chosen_reward": "rewards/chosen",
+    "reward_margin": "rewards/margin",
+    "reward_accuracy": "rewards/accuracy",
     "validation_loss": "loss/validation",
     "learning_rate": "optimizer/learning_rate",
     "grad_norm": "optimizer/grad_norm",

@@ -27,6 +27,7 @@ from megatron_port.health.replicas import check_replicas
 from megatron_port.launch.outcome import FINISHED, SAVED, AttemptOutcome, write_outcome
 from megatron_port.model.flops import attention_counted, counted, hardware_flops, model_flops
 from megatron_port.model.multi_token import further_loss
+from megatron_port.model.preference import reward_means
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.optim.state_check import Damage
 from megatron_port.parallel.positions import sequence_partition
@@ -403,6 +404,7 @@ class Trainer:
         hardware = executed * size / seconds / devices / 1e12
         record = {
             "step": p.step, "loss": r.loss if r.tokens else None, "mtp_loss": further_loss(r.auxiliary),
+            **reward_means(r.auxiliary, r.tokens),
             "learning_rate": lr, "loss_scale": r.loss_scale, "skipped": r.skipped,
             "skipped_total": p.skipped, "anomalies_total": self.numerics.anomalies_total,
             "samples": p.samples, "tokens": p.samples * c.model.seq_length,

@@ -109,14 +109,19 @@ def test_state_that_changed_between_replays_is_found() -> None:
 
 
 def test_inputs_lie_where_they_lay() -> None:
-    inputs = StepInputs(batches_of(0), torch.device("cpu"))
+    def pairs_of(step: int) -> list[MicroBatch]:
+        drawn = torch.Generator().manual_seed(step)
+        return [dataclasses.replace(b, reference=torch.rand(len(b.sample_ids), 2, generator=drawn, dtype=torch.float64))
+                for b in batches_of(step)]
+
+    inputs = StepInputs(pairs_of(0), torch.device("cpu"))
 
     def places() -> list[int]:
         return [getattr(b, name).data_ptr() for b in inputs.batches for name in FIELDS]
 
     where = places()
     for step in (1, 2):
-        batches = batches_of(step)
+        batches = pairs_of(step)
         inputs.load(batches, [(step, -1), (-step, 1 << 62)])
         for mine, given in zip(inputs.batches, batches):
             for name in FIELDS:
