@@ -191,11 +191,16 @@ def _plain_model(r: random.Random, t: Topology) -> dict[str, Any]:
 
 
 def _heads(r: random.Random, t: Topology, method: str, model: dict[str, Any]) -> dict[str, Any]:
-    """Of the method "heads", as many key/value heads on a tensor-parallel rank as cp divides."""
+    """Heads for the method "heads": of keys and values on a tensor-parallel rank a multiple of cp, or one, which has
+    copies then."""
     if method != "heads":
         return {}
-    groups = t.tp * t.cp * r.choice((1, 1, 2))
-    heads = groups * (1 if "kv_lora_rank" in model else r.choice((1, 2)))
+    latent = "kv_lora_rank" in model
+    if latent or r.random() < 0.7:
+        groups = t.tp * t.cp * r.choice((1, 1, 2))
+        heads = groups * (1 if latent else r.choice((1, 2)))
+    else:
+        groups, heads = t.tp, t.tp * t.cp * r.choice((1, 2))
     return {"num_attention_heads": heads, "num_query_groups": 0 if groups == heads else groups,
             "head_dim": model["head_dim"] or 4}
 
@@ -292,7 +297,7 @@ def run_draws(ranks: RankPool, draws: Sequence[ContextDraw]) -> list[tuple[fuzz.
             d for d in draws if (d.topology.world_size, d.config.engine == "deepspeed") == (world, deepspeed)
         ]
         cases = [(d.config, d.topology) for d in members]
-        results = ranks.run(world, run_ranks, cases, timeout=60.0 + 30.0 * len(cases), deepspeed=deepspeed)
+        results = ranks.run(world, run_ranks, cases, timeout=120.0 + 60.0 * len(cases), deepspeed=deepspeed)
         out += [(d, judge(d, [result[i] for result in results])) for i, d in enumerate(members)]
     return out
 
