@@ -25,9 +25,10 @@ from megatron_port.checkpoint.disk import write_text
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.folder import building
-from megatron_port.interop.names import Foreign, megatron_names
+from megatron_port.interop.names import Foreign, canonical_names, megatron_names
 from megatron_port.interop.sidecar import model_of, write_sidecar
 from megatron_port.optim.rules import AdamW
+from megatron_port.parallel.state import BUFFER
 
 DEEPSPEED_VERSION = "0.19.8"
 """The version whose loader this was checked with; loaders ask that it be 0.3.17 or later."""
@@ -40,7 +41,7 @@ _GROUPS = 8
 def export_universal(checkpoint: Checkpoint, out: Path, *, names: str = "megatron") -> Path:
     """Write ``checkpoint`` to the new folder ``out``, which is what DeepSpeed's ``load_checkpoint`` takes.
 
-    ``names``: ``megatron`` or ``canonical``.
+    ``names``: ``megatron`` or ``canonical``. A buffer, which only canonical names have, is a parameter without moments.
 
     Raises:
         CheckpointError: the source is damaged or has no moments, ``out`` exists, or the disk is full or refuses.
@@ -52,19 +53,19 @@ def export_universal(checkpoint: Checkpoint, out: Path, *, names: str = "megatro
         )
     state = checkpoint.manifest.state
     model = model_of(dict(state.config), str(checkpoint.path))
-    table = megatron_names(model)
-    unknown = [name for name in checkpoint.names() if name not in table]
+    table = megatron_names(model) if names == "megatron" else canonical_names(model)
+    kinds = {name: tuple(KINDS) for name in checkpoint.names()} | dict.fromkeys(checkpoint.names(BUFFER), (BUFFER,))
+    unknown = [name for name in kinds if name not in table]
     if unknown:
         raise CheckpointError(f"{checkpoint.path}: {unknown[0]} is not a parameter of the model in its configuration")
     steps = int(checkpoint.scalars.get("optimizer_steps", checkpoint.step))
-    needed = 4 * sum(prod(checkpoint.shape(n, k)) for k in KINDS for n in checkpoint.names(k))
+    needed = 4 * sum(prod(checkpoint.shape(name, kind)) for name, each in kinds.items() for kind in each)
     with building(out, needed) as part:
         tag = f"global_step{state.step}"
         folder = part / tag
         (folder / "zero").mkdir(parents=True)
-        for name in checkpoint.names():
-            there = table[name].name if names == "megatron" else name
-            _write_parameter(checkpoint, name, folder / "zero" / there, table[name], steps)
+        for name, each in kinds.items():
+            _write_parameter(checkpoint, name, each, folder / "zero" / table[name].name, table[name], steps)
         torch.save(_optimizer_state(), folder / "zero" / "optimizer_state.pt")
         torch.save(_model_states(checkpoint, names), folder / "mp_rank_00_model_states.pt")
         write_sidecar(folder, checkpoint, names)
@@ -72,10 +73,12 @@ def export_universal(checkpoint: Checkpoint, out: Path, *, names: str = "megatro
     return out
 
 
-def _write_parameter(checkpoint: Checkpoint, name: str, folder: Path, foreign: Foreign, steps: int) -> None:
+def _write_parameter(
+    checkpoint: Checkpoint, name: str, kinds: tuple[str, ...], folder: Path, foreign: Foreign, steps: int
+) -> None:
     folder.mkdir()
-    shape = checkpoint.shape(name)
-    for kind, file in KINDS.items():
+    for kind in kinds:
+        shape = checkpoint.shape(name, kind)
         tensor = checkpoint.read(name, kind, (0,) * len(shape), shape).reshape(foreign.shape)
         # The keys are DeepSpeed's (deepspeed/checkpoint/constants.py): how a rank of any tp cuts its slice out of it.
         entry: dict[str, Any] = {"param": tensor.float(), "cat_dim": foreign.cat_dim or 0}
@@ -83,7 +86,7 @@ def _write_parameter(checkpoint: Checkpoint, name: str, folder: Path, foreign: F
             entry["vocab_tensor"] = True
         if foreign.parts > 1:
             entry["param_n_sub_params"] = foreign.parts
-        torch.save(entry, folder / f"{file}.pt")
+        torch.save(entry, folder / f"{KINDS.get(kind, 'fp32')}.pt")
     # A 0-dim integer tensor: torch's optimizers add to it in place, DeepSpeed's use it as an integer.
     torch.save(torch.tensor(steps), folder / "step.pt")
 

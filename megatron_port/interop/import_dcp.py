@@ -23,7 +23,8 @@ from megatron_port.interop.inert import MAX_BYTES, Inert, read_inert
 from megatron_port.interop.pickle_size import check_torch_file, first_line
 from megatron_port.interop.sidecar import model_of, read_sidecar
 from megatron_port.interop.staged import Stage
-from megatron_port.model.shapes import model_records, parameter_shapes
+from megatron_port.model.shapes import buffer_shapes, model_records, parameter_shapes
+from megatron_port.parallel.state import BUFFER, WEIGHT
 
 METADATA = ".metadata"
 _MAX_CHUNK = 1 << 33
@@ -61,9 +62,10 @@ def read_dcp(source: Path, stage: Stage, model: ModelConfig | None = None) -> Im
     sidecar = read_sidecar(source)
     model = model or model_of(sidecar.config if sidecar else {}, str(source))
     rule = saved_rule(sidecar.config if sidecar else None)
-    for name, record in model_records(model).items():
-        shape = record.shape
-        for kind in ("weight", *rule.kinds(record)):
+    wanted = [(r.name, r.shape, (WEIGHT, *rule.kinds(r))) for r in model_records(model).values()]
+    wanted += [(name, shape, (BUFFER,)) for name, shape in buffer_shapes(model).items()]
+    for name, shape, kinds in wanted:
+        for kind in kinds:
             entry = entries.get(dcp_key(name, kind))
             if entry is None:
                 continue

@@ -17,10 +17,11 @@ from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import Imported, whole
 from megatron_port.interop.export_universal import KINDS
 from megatron_port.interop.folder import tagged_folder
-from megatron_port.interop.names import Foreign, megatron_names
+from megatron_port.interop.names import Foreign, canonical_names, megatron_names
 from megatron_port.interop.pickle_size import check_torch_file, first_line
 from megatron_port.interop.sidecar import model_of, read_sidecar
-from megatron_port.parallel.state import StatePiece
+from megatron_port.model.shapes import buffer_shapes, parameter_shapes
+from megatron_port.parallel.state import BUFFER, StatePiece
 
 
 def universal_folder(source: Path) -> Path | None:
@@ -36,23 +37,22 @@ def read_universal(folder: Path, model: ModelConfig | None = None) -> Imported:
     """
     sidecar = read_sidecar(folder)
     model = model or model_of(sidecar.config if sidecar else {}, str(folder))
-    table = megatron_names(model)
     present = {p.name for p in (folder / "zero").iterdir() if p.is_dir()}
-    canonical = sidecar.names == "canonical" if sidecar else set(table) <= present
-    names = {ours: ours if canonical else foreign.name for ours, foreign in table.items()}
-    extra = sorted(present - set(names.values()))
+    canonical = sidecar.names == "canonical" if sidecar else set(parameter_shapes(model)) <= present
+    table, buffers = canonical_names(model) if canonical else megatron_names(model), buffer_shapes(model)
+    extra = sorted(present - {foreign.name for foreign in table.values()})
     if extra:
         raise CheckpointError(f"{folder / 'zero' / extra[0]}: no parameter of the model; give its --model FILE.toml")
     pieces: list[StatePiece] = []
     steps: set[int] = set()
-    for ours, there in names.items():
-        place = folder / "zero" / there
+    for ours, foreign in table.items():
+        place = folder / "zero" / foreign.name
         if not place.is_dir():
             raise CheckpointError(f"{place} is missing: {ours} of the model has no tensors; give its --model FILE.toml")
-        for kind, file in KINDS.items():
+        for kind, file in ({BUFFER: "fp32"} if ours in buffers else KINDS).items():
             path = place / f"{file}.pt"
             if path.is_file():
-                pieces.append(whole(ours, kind, table[ours].record.shape, _tensor(path, table[ours])))
+                pieces.append(whole(ours, kind, foreign.record.shape, _tensor(path, foreign)))
         if (place / "step.pt").is_file():
             steps.add(_integer(load_plain(place / "step.pt"), place / "step.pt"))
     if len(steps) > 1:

@@ -18,6 +18,7 @@ from math import prod
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
+from megatron_port.model.saved_state import state_records
 from megatron_port.model.shapes import model_records
 from megatron_port.parallel.record import ParameterRecord
 
@@ -86,15 +87,20 @@ def canonical_of(there: str) -> str | None:
 
 def megatron_names(model: ModelConfig) -> dict[str, Foreign]:
     """Canonical name → :class:`Foreign`, for every parameter of ``model``."""
-    return {name: _foreign(record, model) for name, record in model_records(model).items()}
+    return {name: _foreign(record, _name(name, model), model) for name, record in model_records(model).items()}
 
 
-def _foreign(record: ParameterRecord, model: ModelConfig) -> Foreign:
-    packed = record.name.rpartition(".")[0].endswith("mlp.up") and model.gated
+def canonical_names(model: ModelConfig) -> dict[str, Foreign]:
+    """Canonical name → :class:`Foreign` of that name, for every parameter of ``model`` and every buffer."""
+    return {name: _foreign(record, name, model) for name, record in state_records(model).items()}
+
+
+def _foreign(record: ParameterRecord, there: str, model: ModelConfig) -> Foreign:
+    packed = record.name.rpartition(".")[0].endswith(("mlp.up", "mlp.shared.up")) and model.gated
     shape = (prod(record.shape[:2]), *record.shape[2:]) if packed else record.shape
     cat_dim = None if record.split_dim is None else record.split_dim - packed
     vocabulary = record.name in ("embedding.word.weight", "head.weight")
-    return Foreign(record, _name(record.name, model), shape, cat_dim, 2 if packed else 1, vocabulary)
+    return Foreign(record, there, shape, cat_dim, 2 if packed else 1, vocabulary)
 
 
 def _name(ours: str, model: ModelConfig) -> str:

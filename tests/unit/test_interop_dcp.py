@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interop_cases import GPT2, KINDS, LLAMA, random_state, same, saved
+from interop_cases import EXPERTS, GPT2, KINDS, LLAMA, random_state, same, saved
 
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.checkpoint.slices import slabs
@@ -55,7 +55,7 @@ def test_torch_reads_it_in_another_process(tmp_path: Path, model: ModelConfig) -
     assert {float(t) for k, t in read.items() if k.endswith("/step")} == {11.0}
 
 
-@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("model", [GPT2, EXPERTS], ids=["gpt2", "experts"])
 def test_it_comes_back(tmp_path: Path, model: ModelConfig) -> None:
     checkpoint = saved(tmp_path / "ours", model)
     export_dcp(checkpoint, tmp_path / "dcp", chunk_bytes=512)

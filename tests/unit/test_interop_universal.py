@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from interop_cases import GPT2, LLAMA, random_state, same, saved
+from interop_cases import EXPERTS, GPT2, LLAMA, random_state, same, saved
 
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.config.schema import ModelConfig
@@ -64,8 +64,10 @@ def test_deepspeeds_loader_reads_it(tmp_path: Path, model: ModelConfig, tp: int)
             assert torch.equal(whole.reshape(-1), truth[ours, kind].reshape(-1)), (ours, kind)
 
 
-@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("names", ["megatron", "canonical"])
+@pytest.mark.parametrize(
+    ("model", "names"), [(GPT2, "megatron"), (LLAMA, "megatron"), (GPT2, "canonical"), (EXPERTS, "canonical")],
+    ids=["gpt2 megatron", "llama megatron", "gpt2 canonical", "experts canonical"],
+)
 def test_it_comes_back(tmp_path: Path, model: ModelConfig, names: str) -> None:
     checkpoint = saved(tmp_path / "ours", model)
     out = export_universal(checkpoint, tmp_path / "universal", names=names)
@@ -145,3 +147,5 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint that can be imported"):
         import_checkpoint(tmp_path, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+    with pytest.raises(CheckpointError, match=r"mlp.router.* no such parameter; .* --names canonical"):
+        export_universal(saved(tmp_path / "experts", EXPERTS), tmp_path / "x")
