@@ -19,14 +19,16 @@ from typing import Any
 
 import fuzz
 import torch
-from cases import _alone, make_batches, make_config, providers_of, release_deepspeed
+from cases import Order, Reordering, _alone, make_batches, make_config, providers_of, release_deepspeed
 from pool import RankPool
+from undecided import Choice, Follower, undecided
 
 from megatron_port.config.schema import MoEConfig, RunConfig
 from megatron_port.model.router import Route, Router
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
+from megatron_port.parity.reduction_order import ORDERS, apply_reduction_order
 from megatron_port.parity.run_record import RankTrace, record_run
 from megatron_port.session.assemble import build_engine
 
@@ -42,8 +44,6 @@ PRESETS: dict[str, dict[str, Any]] = {
                     "shared_ffn_hidden_size": 24},
 }
 """Of what is published, with few experts (configs/moe)."""
-Choice = tuple[int, int, int, int, tuple[int, ...]]
-"""Step, layer, sample, position, and the experts that the token is sent to, dropped copies as -1 - expert."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +125,10 @@ class ExpertTrace:
     buffers: dict[str, torch.Tensor]
 
 
-def run_rank(config: RunConfig, topology: Topology, steps: int = STEPS) -> ExpertTrace:
-    """Train on this rank; the function that ranks are sent."""
+def run_rank(
+    config: RunConfig, topology: Topology, steps: int = STEPS, order: Order = None, follower: Follower | None = None
+) -> ExpertTrace:
+    """Train on this rank; the function that ranks are sent. ``order``: of one process's sums."""
     layout = config.layout
     ctx = ParallelContext.create(dataclasses.replace(
         topology, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v",
@@ -135,6 +137,11 @@ def run_rank(config: RunConfig, topology: Topology, steps: int = STEPS) -> Exper
     engine: Any = None
     try:
         engine = build_engine(config, ctx, providers_of(config))
+        reordering = order if isinstance(order, Reordering) else None
+        if reordering is not None:
+            apply_reduction_order(engine.stage, reordering)
+        if follower is not None:
+            follower.attach(engine)
         routes: list[Choice] = []
         exact = config.precision.dtype == "fp64"
         for module in engine.stage.modules():
@@ -150,7 +157,7 @@ def run_rank(config: RunConfig, topology: Topology, steps: int = STEPS) -> Exper
 
         engine.train_step = train_step
         trace = record_run(
-            engine, ctx, make_batches(config, ctx), steps=steps, lr=lambda step: 1e-2, evaluate=True,
+            engine, ctx, make_batches(config, ctx, reordering), steps=steps, lr=lambda step: 1e-2, evaluate=True,
             # In fp32 weights differ by what Adam makes of rounding, and an evaluation has its own close choices.
             evaluate_after=exact, gradient_steps=steps if exact else 1,
         )
@@ -183,15 +190,33 @@ def run_ranks(cases: Sequence[tuple[RunConfig, Topology]], steps: int) -> list[E
 
 
 def judge(one: ExpertDraw, ranks: Sequence[ExpertTrace], steps: int) -> list[Deviation]:
-    """Compare with one process: routes and exact counts too, and what balances experts, of which none may differ."""
+    """Compare with one process: routes and exact counts too, and what balances experts, of which none may differ.
+
+    In fp32 routes may where rounding decides (:mod:`undecided`); one process then follows those of the layout.
+    """
+    alone, out = _single(one, steps), []
+    found = sorted(choice for rank in ranks for choice in rank.routes)
+    where = "" if found == sorted(alone.routes) else _first(alone.routes, found)
+    if where and one.config.precision.dtype == "fp32" and len(found) == len(alone.routes):
+        followers = [Follower(found) for _ in ORDERS]
+        alone, *_ = [_single(one, steps, order, follower) for order, follower in zip(ORDERS, followers, strict=True)]
+        out, where = undecided(followers[0], followers[1:]), ""
+    return [*out, Deviation("routes", where, float(bool(where)), 0.0), *_compared(one, alone, ranks)]
+
+
+def _single(
+    one: ExpertDraw, steps: int, order: Order = None, follower: Follower | None = None
+) -> ExpertTrace:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        alone = run_rank(_alone(one.config), Topology(), steps)
+        return run_rank(_alone(one.config), Topology(), steps, order, follower)
     finally:
         torch.set_num_threads(threads)
-    found = sorted(choice for rank in ranks for choice in rank.routes)
-    where = "" if found == sorted(alone.routes) else _first(alone.routes, found)
+
+
+def _compared(one: ExpertDraw, alone: ExpertTrace, ranks: Sequence[ExpertTrace]) -> list[Deviation]:
+    """Counts, buffers, sums, losses and gradients."""
     exact = [
         (f"{name} of step {step}", torch.equal(total, rank.tallies[step][name]))
         for rank in ranks for step, totals in enumerate(alone.tallies)
@@ -206,7 +231,7 @@ def judge(one: ExpertDraw, ranks: Sequence[ExpertTrace], steps: int) -> list[Dev
         for name, total in totals.items() if total.dtype == torch.float64
     ]
     return [
-        Deviation("routes", where, float(bool(where)), 0.0), Deviation("counts", str(differing), len(differing), 0.0),
+        Deviation("counts", str(differing), len(differing), 0.0),
         Deviation("sums", max(sums)[1], max(sums)[0], 1e-3 if narrow else 1e-9),
         *compare(
             Run.of([alone.trace]), Run.of([rank.trace for rank in ranks]), FP32 if narrow else FP64, one.config.model,
