@@ -95,6 +95,15 @@ def offload(rows: Rows) -> str:
             "last committed step and ended as the unbroken run, to the bit")
 
 
+def resharding_experts(rows: Rows) -> str:
+    """26 checkpoints between sizes of ep and engines."""
+    kinds = len({r["from"] for r in rows} | {r["to"] for r in rows})
+    equal = sum(r["state"] == "equal to the bit" for r in rows)
+    worst = max((r["loss"] for r in rows if r["loss"] != "not compared"), default=0.0)
+    return (f"{len(rows)} checkpoints between {kinds} ways to hold experts: {equal} arrived equal to the bit, and the "
+            f"next loss in fp32 within {worst:.1e}")
+
+
 def resharding_zero(rows: Rows) -> str:
     """30 checkpoints between ZeRO stages, shard sizes, offload and engines."""
     kinds = len({r["from"] for r in rows} | {r["to"] for r in rows})
@@ -113,11 +122,14 @@ PARTS: dict[str, tuple[str, list[str], Callable[[Rows], str]]] = {
     "corpus": ("big_corpus.py", ["--gigabytes", "10"], corpus),
     "offload": ("offload_kills.py", ["--times", "30"], offload),
     "resharding-zero": ("resharding_zero.py", ["--times", "30"], resharding_zero),
+    "resharding-experts": ("resharding_experts.py", ["--times", "26"], resharding_experts),
+    "kills-experts": ("kills.py", ["--seeds", "0-29", "--experts"], kills),
+    "chaos-experts": ("chaos.py", ["--seconds", "300", "--mean", "20", "--ep", "2"], chaos),
 }
 """Name → (program in tests/faults, its arguments, the line of the table)."""
 WHOLE = {
     "kills": 100, "resharding": 30, "corruptions": 300, "readers": 10_000, "chaos": 1, "corpus": 1, "offload": 30,
-    "resharding-zero": 30,
+    "resharding-zero": 30, "resharding-experts": 26, "kills-experts": 30, "chaos-experts": 1,
 }
 """What a part must have done to be complete."""
 
@@ -164,9 +176,9 @@ def mark(part: str, made: dict[str, str]) -> None:
 def run(part: str, seconds: float, extra: list[str]) -> int:
     """Run or resume one part. Return its exit code; 0 if it is done already."""
     program, arguments, _ = PARTS[part]
-    if part in ("chaos", "corpus", "corruptions") and read(part) and not extra:
+    if part in ("chaos", "chaos-experts", "corpus", "corruptions") and read(part) and not extra:
         return 0
-    resumable = part in ("kills", "resharding", "offload", "resharding-zero")
+    resumable = part.startswith(("kills", "resharding", "offload"))
     limit = ["--seconds", f"{seconds:g}"] if resumable and seconds != float("inf") else []
     RESULTS.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FAULTS / program), *arguments, *limit, "--out", str(results_file(part)), *extra]
@@ -185,7 +197,7 @@ def table(parts: list[str]) -> int:
         failed = sum(not r["ok"] for r in rows)
         whole = done(part, rows) >= WHOLE[part]
         state = f"FAILED {failed}" if failed else "ok" if whole else "unfinished" if rows else "not run"
-        print(f"{part:<10} {state:<10} {PARTS[part][2](rows) if rows else ''}")
+        print(f"{part:<18} {state:<10} {PARTS[part][2](rows) if rows else ''}")
         bad += failed + (not whole)
     return 1 if bad else 0
 

@@ -148,6 +148,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--ep", type=int, default=0, help="a model with experts, divided over so many ranks")
     parser.add_argument("--save-interval", type=int, default=5)
     parser.add_argument("--set", dest="sets", action="append", default=[], help="as of train")
     parser.add_argument("--out", type=Path, required=True)
@@ -158,7 +159,7 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, Commands(Path(folder) / "logs") as commands:
         row = chaos(
-            commands, Path(folder) / "home", Layout(args.tp, args.pp, args.dp), sets, seed=args.seed,
+            commands, Path(folder) / "home", Layout(args.tp, args.pp, args.dp, args.ep), sets, seed=args.seed,
             seconds=args.seconds, mean=args.mean,
         )
     row["ok"] = row["ok"] and row["goodput"] >= args.goodput

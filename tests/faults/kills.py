@@ -29,6 +29,7 @@ from commands import Command, Commands
 from small_runs import Layout, Run, resumed_at, saved_steps, trajectory
 
 LAYOUTS = (Layout(tp=2), Layout(pp=2, dp=2), Layout(dp=2), Layout(tp=2, pp=2))
+EXPERTS = (Layout(dp=2, ep=2), Layout(tp=2, dp=2, ep=4), Layout(pp=2, dp=2, ep=2))
 DOWN_S = 10.0
 """After a rank died everything must be down within this."""
 START_S = 90.0
@@ -279,6 +280,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seeds", default="0-99", help="first-last")
     parser.add_argument("--steps", type=int, default=STEPS, help="of one chain")
+    parser.add_argument("--experts", action="store_true", help="models with experts, divided over ranks, instead")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()
@@ -286,10 +288,10 @@ def main() -> int:
     seeds = range(int(first), int(last or first) + 1)
     done = {json.loads(line)["seed"] for line in args.out.read_text().splitlines()} if args.out.exists() else set()
     until = time.monotonic() + args.seconds
-    bad = 0
+    bad, layouts = 0, EXPERTS if args.experts else LAYOUTS
     with tempfile.TemporaryDirectory(prefix="kills-") as scratch, Commands(Path(scratch) / "logs") as commands:
-        for index, layout in enumerate(LAYOUTS):
-            todo = [s for s in seeds if s % len(LAYOUTS) == index and s not in done]
+        for index, layout in enumerate(layouts):
+            todo = [s for s in seeds if s % len(layouts) == index and s not in done]
             if todo and time.monotonic() < until:
                 home = Path(scratch) / str(index)
                 outcomes = strike_all(commands, home, layout, todo, steps=args.steps, out=args.out, until=until)

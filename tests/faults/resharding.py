@@ -15,7 +15,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,9 @@ from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import LayoutConfig, RunConfig
 from megatron_port.engine.api import Engine
+from megatron_port.model.saved_state import state_records
 from megatron_port.model.shapes import parameter_shapes
+from megatron_port.optim.rules import ADAMW, mixed_kinds, state_kinds
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP32, FP64, SPREAD_FACTOR, Deviation, Run, Tolerance, compare, spread
@@ -64,6 +66,7 @@ class Side:
         words += [f"{layout.virtual_pipeline_size} chunks"] if layout.virtual_pipeline_size > 1 else []
         words += [f"ZeRO-{layout.zero_stage}"] if t.dp > 1 else []
         words += [f"shards over {layout.shard_size}"] if layout.shard_size else []
+        words += [f"ep{layout.expert_parallel_size}"] if c.model.moe.enabled else []
         words += [f"padding {layout.vocab_padding_multiple}"] if layout.vocab_padding_multiple > 1 else []
         return " ".join([*words, f"micro-batch {c.batch.micro_batch_size}"])
 
@@ -170,11 +173,14 @@ def _steps(engine: Engine, config: RunConfig, ctx: ParallelContext, start: int, 
 
 
 def _save(engine: Engine, config: RunConfig, folder: Path) -> None:
+    records = state_records(config.model)
     state = SavedState(
-        step=SAVE_AT, samples=0, tokens=0, layout=config.layout, config={}, scalars=engine.scalar_state(), extra={}
+        step=SAVE_AT, samples=0, tokens=0, layout=config.layout, config={}, scalars=engine.scalar_state(), extra={},
+        kinds=mixed_kinds(state_kinds(ADAMW, records.values())),
     )
     save_checkpoint(
-        folder, state, engine.state_pieces(), peers=peers_of(dist.group.WORLD), expected=parameter_shapes(config.model)
+        folder, state, engine.state_pieces(), peers=peers_of(dist.group.WORLD),
+        expected={name: record.shape for name, record in records.items()},
     )
 
 
@@ -232,13 +238,18 @@ def _whole(checkpoint: Checkpoint, name: str, kind: str) -> torch.Tensor:
     return checkpoint.read(name, kind, (0,) * len(shape), shape)
 
 
-def state_faults(before: Path, after: Path, names: set[str], *, same_precision: bool) -> list[str]:
+def state_faults(
+    before: Path, after: Path, names: set[str], *, same_precision: bool, buffers: Set[str] = frozenset()
+) -> list[str]:
     """In what two checkpoints differ, every tensor gathered whole. No tolerance."""
     one, two = (open_checkpoint(p / directory_name(SAVE_AT)) for p in (before, after))
     out = []
     if not set(one.names()) == set(two.names()) == names:
         out.append(f"parameters {sorted(set(one.names()) ^ set(two.names()))}")
-    if one.kinds() != ("exp_avg", "exp_avg_sq", "weight") or two.kinds() != one.kinds():
+    if not set(one.names("buffer")) == set(two.names("buffer")) == buffers:
+        out.append(f"buffers {sorted(one.names('buffer'))} against {sorted(two.names('buffer'))}")
+    kinds = (*(["buffer"] if buffers else []), "exp_avg", "exp_avg_sq", "weight")
+    if one.kinds() != kinds or two.kinds() != kinds:
         out.append(f"kinds {one.kinds()} against {two.kinds()}")
     for kind in one.kinds():
         moved = 0.0

@@ -39,6 +39,12 @@ device = "cpu"
 attention = "math"
 """
 
+EXPERTS = (
+    "model.moe.num_experts=8", "model.moe.ffn_hidden_size=64", "model.moe.balance_bias=true",
+    "model.moe.balance_loss=previous_step", "model.moe.capacity_factor=1.25",
+)
+"""What a layout with ``ep`` trains: routers with both buffers, and tokens that are dropped."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -47,6 +53,8 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 0
+    """0: a model without experts."""
 
     @property
     def ranks(self) -> int:
@@ -54,11 +62,13 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
-        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+        return f"tp{self.tp} pp{self.pp} dp{self.dp}" + (f" ep{self.ep}" if self.ep else "")
 
     def sets(self) -> tuple[str, ...]:
         """What ``--set`` takes."""
+        experts = (f"layout.expert_parallel_size={self.ep}", *EXPERTS) if self.ep else ()
         return (
+            *experts,
             f"layout.tensor_parallel_size={self.tp}", f"layout.pipeline_parallel_size={self.pp}",
             f"layout.data_parallel_size={self.dp}", f"layout.sequence_parallel={'true' if self.tp > 1 else 'false'}",
         )
