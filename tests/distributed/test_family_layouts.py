@@ -27,7 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def draws(family: str, world: int) -> list[Draw]:
-    """Each layout of ``world`` ranks with sequence parallelism and without, one more with a key/value head shared."""
+    """Each layout of ``world`` ranks with sequence parallelism and without, one more with a key/value head shared; the
+    first and every other one with its experts, if it has any, divided over two ranks."""
     model = model_from_hf(hf.small(family, length=16).to_dict(), family)
     values = {**vars(model), "num_layers": 2, **OPTIONS.get(family, {})}
     out = []
@@ -35,10 +36,12 @@ def draws(family: str, world: int) -> list[Draw]:
         if tp * pp * dp != world or (sequence and tp == 1):
             continue
         groups = 1 if sequence and model.kv_heads != model.num_attention_heads else model.kv_heads
+        ep = 2 if model.moe.enabled and tp * dp > 1 and len(out) % 2 == 0 else 1
         config = make_config(
-            dtype="fp64", model={**values, "num_query_groups": groups}, layout={"sequence_parallel": sequence}
+            dtype="fp64", model={**values, "num_query_groups": groups},
+            layout={"sequence_parallel": sequence, "expert_parallel_size": ep},
         )
-        out.append(Draw(len(out), config, Topology(tp, pp, dp)))
+        out.append(Draw(len(out), config, Topology(tp, pp, dp, ep=ep)))
     return out
 
 
