@@ -256,7 +256,7 @@ def run_draws(
         ]
         cases = [(d.config, d.topology) for d in members]
         results = [run_ranks(cases, steps)] if world == 1 else ranks.run(
-            world, run_ranks, cases, steps, timeout=60.0 + 30.0 * len(cases), deepspeed=deepspeed
+            world, run_ranks, cases, steps, timeout=60.0 + 10.0 * steps * len(cases), deepspeed=deepspeed
         )
         out += [(d, judge(d, [result[i] for result in results], steps)) for i, d in enumerate(members)]
     return out

@@ -244,7 +244,7 @@ def run_draws(ranks: RankPool, draws: Sequence[fuzz.Draw]) -> list[tuple[fuzz.Dr
                 at = f"{folder}/{one.seed}"
                 _single(_alone(one.config), at, logs=True, follows=False)
                 cases.append((one.config, one.topology, at))
-            found = ranks.run(world, run_ranks, cases, timeout=60.0 + 60.0 * len(cases)) if world > 1 else [
+            found = ranks.run(world, run_ranks, cases, timeout=60.0 + 120.0 * len(cases)) if world > 1 else [
                 run_ranks(cases)
             ]
             out += [(one, judge(one, case[2], [rank[i] for rank in found]))
