@@ -162,12 +162,12 @@ class Trainer:
         self.committer.resumed(loaded.manifest.lineage, state.step)
 
     def _load_data(self) -> Loaders:
+        c, ctx = self.config, self.ctx
         return agreed(lambda: build_loaders(
-            self.config, dp_rank=self.ctx.index("dp"), dp_size=self.ctx.size("dp"),
-            need_tokens=self.ctx.is_first_stage, need_labels=self.ctx.is_last_stage,
-            train_samples=self.batches.samples_before(self.config.training.steps),
-            partition=sequence_partition(self.ctx.mesh, self.ctx.rank, order=self.config.layout.cp_order),
-        ), where=str(self.ctx.coords))
+            c, dp_rank=ctx.index("dp"), dp_size=ctx.size("dp"), need_tokens=ctx.is_first_stage,
+            need_labels=ctx.is_last_stage, train_samples=self.batches.samples_before(c.training.steps),
+            partition=sequence_partition(ctx.mesh, ctx.rank, order=c.layout.cp_order),
+        ), where=str(ctx.coords))
 
     def _announce(self, seconds: float, begun_at: Checkpoint | None) -> None:
         c, t, log = self.config, self.ctx.topology, self.session.logger.log
