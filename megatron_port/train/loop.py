@@ -176,8 +176,7 @@ class Trainer:
             f"model {c.model.name}: {counted(c.model, c.fine_tuning)}; layout tp {t.tp} x pp {t.pp} x dp {t.dp}"
             f"{', sequence parallel' if c.layout.sequence_parallel and t.tp > 1 else ''}, ZeRO-{c.layout.zero_stage}, "
             f"recompute {'by plan' if c.activations.choices else c.activations.policy}, "
-            f"{c.precision.dtype}, engine {c.engine}; "
-            f"model built in {seconds:.1f} s"
+            f"{c.precision.dtype}, engine {c.engine}; model built in {seconds:.1f} s"
         )
         every = self.engine.state_check.interval
         if every != 1:
