@@ -134,10 +134,11 @@ def _layout(manifest: Manifest) -> str:
     config = manifest.state.config if isinstance(manifest.state.config, dict) else {}
     short = {
         "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "virtual_pipeline_size": "vp",
-        "data_parallel_size": "dp", "zero_stage": "zero",
+        "context_parallel_size": "cp", "data_parallel_size": "dp", "zero_stage": "zero",
     }
     parts = [
-        f"{name} {layout[key]}" for key, name in short.items() if key in layout and (name, layout[key]) != ("vp", 1)
+        f"{name} {layout[key]}" for key, name in short.items()
+        if key in layout and (name, layout[key]) not in (("vp", 1), ("cp", 1))
     ]
     precision = config.get("precision")
     dtype = precision.get("dtype") if isinstance(precision, dict) else None

@@ -12,6 +12,7 @@ from megatron_port.config.checks import check, topology_sizes
 from megatron_port.config.choices import CHOICES, plain_type
 from megatron_port.config.dump import leaves, to_toml, toml_value
 from megatron_port.config.layout import model_ranks
+from megatron_port.config.layout_name import sizes_text
 from megatron_port.config.loader import field_help
 from megatron_port.config.schema import RunConfig
 from megatron_port.model.flops import counted, document_of, model_flops
@@ -53,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
 def summary(config: RunConfig, world_size: int | None) -> str:
     """Return one paragraph on a legal configuration: its size, its split and its batch."""
     tp, pp, dp = topology_sizes(config, world_size)
-    batch = config.batch
+    batch, sizes = config.batch, sizes_text(tp, pp, dp, config.layout.context_parallel_size)
     step = model_flops(config.model, config.fine_tuning, document_of(config.data)) * batch.global_batch_size
     return (
         f"{config.name} is legal.\n"
         f"  model   {config.model.name}: {counted(config.model, config.fine_tuning)}\n"
-        f"  layout  tp {tp} x pp {pp} x dp {dp} = {model_ranks(config.layout) * dp} ranks, engine {config.engine}, "
+        f"  layout  {sizes} = {model_ranks(config.layout) * dp} ranks, engine {config.engine}, "
         f"ZeRO-{config.layout.zero_stage}, {config.precision.dtype}, recompute {config.activations.policy}\n"
         f"  batch   {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} x "
         f"{batch.global_batch_size // (batch.micro_batch_size * dp)} accumulated x dp {dp}; "

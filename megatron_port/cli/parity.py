@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, exit_code_of, load_run
+from megatron_port.config.layout import model_ranks
 from megatron_port.config.layout_name import parse_layout
 from megatron_port.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
 
@@ -49,8 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def world_of(layout: LayoutConfig) -> int:
     """Ranks that a layout needs."""
-    return (layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.data_parallel_size
-            * layout.context_parallel_size)
+    return model_ranks(layout) * layout.data_parallel_size
 
 
 def config_for(config: RunConfig, layout: str) -> RunConfig:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.config.layout import model_ranks
 from megatron_port.config.loader import DEFAULT, Loaded
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.document_length import with_document_length
@@ -73,7 +74,7 @@ def with_nodes(loaded: Loaded) -> tuple[RunConfig, str]:
     layout, per_node = config.layout, config.cluster.gpus_per_node
     if config.cluster.nodes or layout.data_parallel_size or loaded.origins["cluster.nodes"] != DEFAULT or per_node < 1:
         return config, ""
-    nodes = max(1, -(-layout.tensor_parallel_size * layout.pipeline_parallel_size // per_node))
+    nodes = max(1, -(-model_ranks(layout) // per_node))
     what = f"{nodes} node{'s' if nodes > 1 else ''} of {per_node} devices"
     return (replace(config, cluster=replace(config.cluster, nodes=nodes)),
             f"planned for {what}: the run says neither cluster.nodes nor data_parallel_size; --nodes N plans for N")

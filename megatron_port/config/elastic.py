@@ -18,7 +18,8 @@ from megatron_port.config.layout import (
     pipeline_problems,
     with_values,
 )
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.layout_name import sizes_text
+from megatron_port.config.schema import LayoutConfig, RunConfig
 from megatron_port.errors import ConfigError
 
 
@@ -36,8 +37,9 @@ def elastic_layout(config: RunConfig, world_size: int) -> ElasticChoice:
     """The layout of ``config`` on ``world_size`` ranks, by the rule of docs/elastic.md.
 
     In this order: tp, pp and micro-batch as they are; another pp; another tp (within a node) with the pp that then
-    is nearest; and only then the same search with smaller micro-batches. Nearest is measured in octaves, and of two
-    as near the larger is taken (it needs less memory a rank). A layout that fits is returned as it is.
+    is nearest; and only then the same search with smaller micro-batches, and at last with smaller divisors of cp.
+    Nearest is measured in octaves, and of two as near the larger is taken (it needs less memory a rank). A layout
+    that fits is returned as it is.
 
     Raises:
         ConfigError: ``world_size`` is below 1, or no split of the model and the global batch fits that many ranks.
@@ -46,18 +48,23 @@ def elastic_layout(config: RunConfig, world_size: int) -> ElasticChoice:
         return ElasticChoice(config, "")
     base = _free_of_world(config)
     if world_size >= 1:
-        for micro in _micro_batches(base):
-            for tp, pp in _splits(base, world_size):
-                found = _candidate(base, world_size, tp, pp, micro)
-                if not layout_problems(found, world_size):
-                    return ElasticChoice(found, _line(config, found, world_size))
+        for cp in _context_sizes(base, world_size):
+            for micro in _micro_batches(base):
+                for tp, pp in _splits(base, world_size // cp):
+                    found = _candidate(base, world_size // cp, tp, pp, cp, micro)
+                    if not layout_problems(found, world_size):
+                        return ElasticChoice(found, _line(config, found, world_size))
     layout = config.layout
     raise ConfigError(
         f"layout.elastic: no legal layout for {world_size} ranks: num_layers {config.model.num_layers}, "
         f"num_attention_heads {config.model.num_attention_heads} and global_batch_size "
-        f"{config.batch.global_batch_size} cannot be split so that tp × pp × dp = {world_size} (the run asks for tp "
-        f"{layout.tensor_parallel_size} × pp {layout.pipeline_parallel_size}); start another number of ranks"
+        f"{config.batch.global_batch_size} cannot be split so that {_product(layout)} = {world_size} (the run asks for "
+        f"tp {layout.tensor_parallel_size} × pp {layout.pipeline_parallel_size}); start another number of ranks"
     )
+
+
+def _product(layout: LayoutConfig) -> str:
+    return "tp × pp × cp × dp" if layout.context_parallel_size > 1 else "tp × pp × dp"
 
 
 def _free_of_world(config: RunConfig) -> RunConfig:
@@ -69,13 +76,18 @@ def _by_nearness(asked: int, legal: list[int]) -> list[int]:
     return sorted(legal, key=lambda n: (round(octaves(n, asked), 9), -n))
 
 
+def _context_sizes(config: RunConfig, world: int) -> list[int]:
+    """The cp asked for, then its smaller divisors: each cuts the sequence where the one asked for does."""
+    return [c for c in sorted(divisors(config.layout.context_parallel_size), reverse=True) if world % c == 0]
+
+
 def _micro_batches(config: RunConfig) -> list[int]:
     """The micro-batch asked for, then its smaller divisors."""
     return sorted(divisors(config.batch.micro_batch_size), reverse=True)
 
 
 def _splits(config: RunConfig, world: int) -> Iterator[tuple[int, int]]:
-    """Yield (tp, pp) in order of preference."""
+    """Yield (tp, pp) of ``world`` ranks, those of one cp position, in order of preference."""
     layout = config.layout
     most = config.model.num_layers // layout.virtual_pipeline_size
     tensor_sizes = [t for t in legal_tensor_sizes(config, world) if world % t == 0]
@@ -84,9 +96,9 @@ def _splits(config: RunConfig, world: int) -> Iterator[tuple[int, int]]:
             yield tp, pp
 
 
-def _candidate(config: RunConfig, world: int, tp: int, pp: int, micro: int) -> RunConfig:
+def _candidate(config: RunConfig, world: int, tp: int, pp: int, cp: int, micro: int) -> RunConfig:
     found = with_values(config, {
-        "layout.tensor_parallel_size": tp, "layout.pipeline_parallel_size": pp,
+        "layout.tensor_parallel_size": tp, "layout.pipeline_parallel_size": pp, "layout.context_parallel_size": cp,
         "layout.data_parallel_size": world // (tp * pp), "batch.micro_batch_size": micro,
     })
     if found.layout.pipeline_split and pipeline_problems(found):
@@ -99,7 +111,8 @@ def _line(asked: RunConfig, found: RunConfig, world: int) -> str:
 
     def sizes(config: RunConfig, dp: int | str) -> str:
         layout = config.layout
-        return f"tp {layout.tensor_parallel_size} x pp {layout.pipeline_parallel_size} x dp {dp}"
+        tp, pp, cp = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.context_parallel_size
+        return sizes_text(tp, pp, dp, cp)
 
     was, now = asked.batch.micro_batch_size, found.batch.micro_batch_size
     micro = f", micro-batch {now} instead of {was}" if now != was else ""

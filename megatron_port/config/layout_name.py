@@ -55,3 +55,9 @@ def layout_name(layout: LayoutConfig) -> str:
         if part in ALWAYS or size > (0 if part == "shard" else 1):
             parts.append(f"{part}{size}")
     return "".join(parts) + ("sp" if layout.sequence_parallel else "")
+
+
+def sizes_text(tp: int, pp: int, dp: int | str, cp: int = 1, times: str = "x") -> str:
+    """Return the sizes that multiply to the number of ranks, ``tp 2 x pp 4 x dp 8``; cp where it is above 1."""
+    parts = [f"tp {tp}", f"pp {pp}", *([f"cp {cp}"] if cp > 1 else []), f"dp {dp}"]
+    return f" {times} ".join(parts)

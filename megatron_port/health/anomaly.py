@@ -24,6 +24,7 @@ from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import Engine, StepLimits, StepResult
 from megatron_port.engine.probe import NOWHERE, Probe, StepDiagnostics, trace_diagnostics
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.topology import Coordinates
 from megatron_port.runtime.agreement import broadcast_text
 from megatron_port.runtime.atomic import write_bytes
 from megatron_port.session.session import Session
@@ -75,7 +76,7 @@ def describe(found: StepDiagnostics, micro_batches: Sequence[MicroBatch], ctx: P
     m = chosen_micro_batch(found)
     at = ctx.coords
     out: dict[str, Any] = {
-        "rank": ctx.rank, "host": socket.gethostname(), "pp": at.pp, "dp": at.dp, "tp": at.tp,
+        "rank": ctx.rank, "host": socket.gethostname(), "pp": at.pp, "dp": at.dp, "cp": at.cp, "tp": at.tp,
         "micro_batch": m, "sample_ids": list(micro_batches[m].sample_ids)[:LISTED] if m is not None else None,
         "phase": found.phase or None, "module": found.module or None,
         "non_finite_gradients": found.nonfinite_gradients[:LISTED],
@@ -169,7 +170,7 @@ def investigate(
         "grad_norm": result.grad_norm, "loss_scale": result.loss_scale, "loss_limit": limits.loss,
         "grad_norm_limit": limits.grad_norm, "first_sample": first, "samples": count, "verdict": verdict,
         "replay": {"loss": again.loss, "grad_norm": again.grad_norm, "same_bits": equal},
-        "culprit": told, "layout": {"tp": ctx.topology.tp, "pp": ctx.topology.pp, "dp": ctx.topology.dp},
+        "culprit": told, "layout": {axis: ctx.size(axis) for axis in ("tp", "pp", "dp", "cp")},
         "policy": session.config.numerics.on_anomaly, "summary": summary,
     }
     if session.is_rank_zero:
@@ -182,7 +183,8 @@ def _summary(
 ) -> str:
     where = "no rank's own numbers show it: it arises in a sum over ranks, or left no trace"
     if told is not None:
-        place = f"rank {told['rank']} on {told['host']} (pp {told['pp']}, dp {told['dp']}, tp {told['tp']})"
+        at = Coordinates(pp=told["pp"], dp=told["dp"], tp=told["tp"], cp=told.get("cp"))
+        place = f"rank {told['rank']} on {told['host']} ({at})"
         batch = ""
         if "micro_batch" in told:
             ids = told["sample_ids"]

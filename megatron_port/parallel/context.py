@@ -106,8 +106,8 @@ class ParallelContext:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != topology.world_size:
             raise EnvironmentFault(
-                f"{world} process{'es are' if world > 1 else ' is'} running, and the layout tp {topology.tp} × "
-                f"pp {topology.pp} × dp {topology.dp} needs {topology.world_size}; start {topology.world_size} "
+                f"{world} process{'es are' if world > 1 else ' is'} running, and the layout "
+                f"{topology.sizes('×')} needs {topology.world_size}; start {topology.world_size} "
                 f"processes or change the layout"
             )
         if not dist.is_initialized():

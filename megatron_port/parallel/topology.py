@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_port.config.layout_name import sizes_text
 from megatron_port.errors import ConfigError
 from megatron_port.parallel.mesh import Mesh
 
@@ -26,9 +27,12 @@ class Coordinates:
     pp: int
     dp: int
     tp: int
+    cp: int | None = None
+    """None: every rank has whole sequences."""
 
     def __str__(self) -> str:
-        return f"pp {self.pp}, dp {self.dp}, tp {self.tp}"
+        context = "" if self.cp is None else f"cp {self.cp}, "
+        return f"pp {self.pp}, dp {self.dp}, {context}tp {self.tp}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,10 @@ class Topology:
             raise ConfigError(f"layout: shard size {self.shard} does not divide dp {self.dp}")
         _ = self.mesh  # refuses what makes no grid
 
+    def sizes(self, times: str = "x") -> str:
+        """Return ``tp 2 x pp 4 x dp 8``, with cp where it divides sequences: the product is the number of ranks."""
+        return sizes_text(self.tp, self.pp, self.dp, self.cp, times)
+
     @cached_property
     def mesh(self) -> Mesh:
         """Mesh of the layout."""
@@ -81,8 +89,8 @@ class Topology:
         """Return the grid point of a global rank. Raises ValueError outside the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
-        at = {axis: self.mesh.index(rank, self.mesh.factors(axis)) for axis in ("pp", "dp", "tp")}
-        return Coordinates(**at)
+        axes = ("pp", "dp", "tp", "cp") if self.cp > 1 else ("pp", "dp", "tp")
+        return Coordinates(**{axis: self.mesh.index(rank, self.mesh.factors(axis)) for axis in axes})
 
     def first_rank(self, **at: int) -> int:
         """Return the first rank at these positions, e.g. ``first_rank(pp=1, tp=3)``; axes not named are at 0."""

@@ -35,6 +35,12 @@ from megatron_port.plan.memory import held_bytes
 from megatron_port.session.assemble import build_model, layers_by_chunk, topology_of
 from megatron_port.session.weights import open_initial
 
+AXES = (
+    ("tp", "share each layer"), ("cp", "share the positions of a sequence"), ("dp", "replicas of a slice"),
+    ("pp", "stages"),
+)
+"""Axes and what their ranks are to one another."""
+
 
 @dataclass(frozen=True)
 class StageSummary:
@@ -99,7 +105,9 @@ def every(ranks: tuple[int, ...]) -> str:
 def group_lines(topology: Topology, gpus_per_node: int) -> list[str]:
     """Return a line per axis: how many groups of what size, the first of them, and how many nodes it spans."""
     lines = []
-    for axis, what in (("tp", "share each layer"), ("dp", "replicas of a slice"), ("pp", "stages")):
+    for axis, what in AXES:
+        if axis == "cp" and topology.cp == 1:
+            continue
         first = topology.mesh.members(0, topology.mesh.factors(axis))
         size = len(first)
         nodes = len({rank // gpus_per_node for rank in first})
@@ -145,7 +153,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
         config.fine_tuning, document,
     )
     lines = [
-        f"{config.model.name}: {counted(config.model, config.fine_tuning)}; tp {tp} x pp {pp} x dp {dp} = "
+        f"{config.model.name}: {counted(config.model, config.fine_tuning)}; {topology.sizes()} = "
         f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",
         f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} "
         f"replicas; pipeline bubble {(pp - 1) / micro:.1%} of the useful time",
@@ -158,7 +166,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     whole = all_stages or len(stages) <= 8
     for s in stages if whole else [*stages[:4], *stages[-4:]]:
         first = topology.first_rank(pp=s.stage)
-        ranks = f"{first}-{first + tp * dp - 1}"
+        ranks = f"{first}-{first + topology.world_size // pp - 1}"
         lines.append(f"{s.stage:>5}  {ranks:<13}  {s.layers:>6}  {s.parameters:>17,}  {s.static_bytes / 1e9:8.2f} GB")
         if not whole and s.stage == 3:
             between = stages[4:-4]

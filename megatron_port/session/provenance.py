@@ -60,7 +60,7 @@ def environment(session: Session) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpus": os.cpu_count(),
         "device": device, "ranks": info.world_size,
         "launcher": info.launcher, "attempt": attempt_name(),
-        "layout": f"tp {t.tp} x pp {t.pp} x dp {t.dp}", "versions": versions,
+        "layout": t.sizes(), "versions": versions,
         "providers": session.providers.describe(),
     }
     return {key: value for key, value in found.items() if value not in ("", None)}

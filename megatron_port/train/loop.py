@@ -173,7 +173,7 @@ class Trainer:
         c, t, log = self.config, self.ctx.topology, self.session.logger.log
         log(self.session.providers.describe())
         log(
-            f"model {c.model.name}: {counted(c.model, c.fine_tuning)}; layout tp {t.tp} x pp {t.pp} x dp {t.dp}"
+            f"model {c.model.name}: {counted(c.model, c.fine_tuning)}; layout {t.sizes()}"
             f"{', sequence parallel' if c.layout.sequence_parallel and t.tp > 1 else ''}, ZeRO-{c.layout.zero_stage}, "
             f"recompute {'by plan' if c.activations.choices else c.activations.policy}, "
             f"{c.precision.dtype}, engine {c.engine}; model built in {seconds:.1f} s"

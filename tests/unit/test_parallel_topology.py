@@ -142,3 +142,6 @@ def test_a_world_of_another_size_is_refused() -> None:
 
 def test_coordinates_read_well() -> None:
     assert str(Coordinates(pp=1, dp=0, tp=3)) == "pp 1, dp 0, tp 3"
+    topology = Topology(tp=2, pp=3, dp=2, cp=2)
+    assert str(topology.coordinates(11)) == "pp 1, dp 0, cp 1, tp 1" and topology.sizes() == "tp 2 x pp 3 x cp 2 x dp 2"
+    assert topology.first_rank(pp=1, cp=1, tp=1) == 11 and Topology(dp=2).sizes("×") == "tp 1 × pp 1 × dp 2"
