@@ -6,10 +6,16 @@ from megatron_port.config.schema import RunConfig
 
 
 def context_unit(config: RunConfig) -> int:
-    """Return what a sequence must be a multiple of: equal chunks, which sequence parallelism divides again."""
+    """Return what a sequence must be a multiple of: equal chunks, which sequence parallelism divides again, as layers of
+    experts do."""
     layout = config.layout
     chunks = layout.context_parallel_size * (1 if layout.cp_order == "contiguous" else 2)
-    return chunks * (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+    return chunks * (layout.tensor_parallel_size if _divides_rows(config) else 1)
+
+
+def _divides_rows(config: RunConfig) -> bool:
+    """Whether tensor-parallel ranks divide what a rank holds."""
+    return config.layout.sequence_parallel or config.model.moe.enabled
 
 
 def context_problems(config: RunConfig) -> list[str]:
@@ -22,7 +28,7 @@ def context_problems(config: RunConfig) -> list[str]:
     if seq % unit:
         near = [n for n in (seq // unit * unit, (seq // unit + 1) * unit) if n]
         parts = f"{unit} = {size} ranks × {'1 chunk' if layout.cp_order == 'contiguous' else '2 chunks'}"
-        parts += f" × {layout.tensor_parallel_size} (sequence_parallel)" if layout.sequence_parallel else ""
+        parts += f" × tensor_parallel_size {layout.tensor_parallel_size}" if _divides_rows(config) else ""
         out.append(
             f'model.seq_length {seq} does not divide by {parts} (layout.context_parallel_size, cp_order '
             f'"{layout.cp_order}"); use {" or ".join(map(str, near))}'
@@ -30,8 +36,6 @@ def context_problems(config: RunConfig) -> list[str]:
     out += _head_problems(config) if layout.cp_method == "heads" else []
     unbuilt = {
         f'cp_order "{layout.cp_order}"; use "zigzag"': layout.cp_order == "balanced",
-        f'engine "{config.engine}"; use "native"': config.engine != "native",
-        f"experts (model.moe.num_experts {config.model.moe.num_experts})": config.model.moe.enabled,
     }
     out += [
         f"layout.context_parallel_size {size} is not built yet with {what}" for what, there in unbuilt.items() if there

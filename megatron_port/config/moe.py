@@ -166,7 +166,7 @@ def _router_problems(model: ModelConfig) -> list[str]:
 
 def _run_problems(config: RunConfig) -> list[str]:
     moe, layout, out = config.model.moe, config.layout, []
-    ep, tp = layout.expert_parallel_size, layout.tensor_parallel_size
+    ep, tp, cp = layout.expert_parallel_size, layout.tensor_parallel_size, layout.context_parallel_size
     if moe.num_experts % ep:
         out.append(f"layout.expert_parallel_size {ep} does not divide model.moe.num_experts {moe.num_experts}")
     if config.model.seq_length % tp:
@@ -177,11 +177,12 @@ def _run_problems(config: RunConfig) -> list[str]:
     if ep > 1 and config.engine == "deepspeed":
         out.append(f"engine deepspeed with layout.expert_parallel_size {ep}: it runs experts on every replica; use 1, "
                    'or engine = "native"')
-    if ep > tp and config.numerics.replay_interval:
+    if ep > tp * cp and config.numerics.replay_interval:
         out.append(
             f"numerics.replay_interval {config.numerics.replay_interval} with layout.expert_parallel_size {ep}: "
             "another replica has other experts, and computes with other tokens' rows; use an expert_parallel_size of "
-            f"at most tensor_parallel_size {tp}, or replay_interval 0"
+            f"at most tensor_parallel_size {tp}{f' x context_parallel_size {cp}' if cp > 1 else ''}, or "
+            "replay_interval 0"
         )
     if config.precision.fp8 != "none":
         out.append(f'precision.fp8 "{config.precision.fp8}" is not built for layers of experts; use fp8 = "none"')

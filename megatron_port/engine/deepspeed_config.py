@@ -13,8 +13,11 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
 
 
-def deepspeed_config(config: RunConfig, *, dp: int, micro_batches: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for ``micro_batches`` micro-batches on each of ``dp`` replicas.
+def deepspeed_config(config: RunConfig, *, replicas: int, micro_batches: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for ``micro_batches`` micro-batches on each of ``replicas`` of the weights.
+
+    Ranks that share the positions of a sequence are replicas of their own to it; its batch size, of which it only
+    checks that it is the product, counts a sample on each of them.
 
     Raises ConfigError for what this engine cannot do right.
     """
@@ -38,7 +41,7 @@ def deepspeed_config(config: RunConfig, *, dp: int, micro_batches: int) -> dict[
     out: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": micro_batches,
-        "train_batch_size": batch.micro_batch_size * micro_batches * dp,
+        "train_batch_size": batch.micro_batch_size * micro_batches * replicas,
         "steps_per_print": 10**12,
         "gradient_clipping": config.optimizer.clip_grad,
         "zero_optimization": {

@@ -98,7 +98,7 @@ class DeepSpeedEngine:
         self._differing = 0.0
         self._loss_total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         micro_batches = config.batch.global_batch_size // (config.batch.micro_batch_size * ctx.size("dp"))
-        settings = deepspeed_config(config, dp=ctx.size("dp"), micro_batches=micro_batches)
+        settings = deepspeed_config(config, replicas=ctx.size(*REPLICAS), micro_batches=micro_batches)
         self.engine = self._initialize(deepspeed_pipeline, settings, optimizer_provider)
         self.parameters = recorded_parameters(self.stage)
         self.quantized_weight_cache = QuantizedWeightCache()
@@ -254,9 +254,10 @@ class DeepSpeedEngine:
         probe: Probe | None = None,
     ) -> StepResult:
         """Take one optimizer step (``engine.api.Engine``)."""
-        count, dp = len(micro_batches), self.ctx.size("dp")
+        count = len(micro_batches)
         if count != self.engine.micro_batches:
-            self.engine.set_train_batch_size(count * self.config.batch.micro_batch_size * dp)
+            each = self.config.batch.micro_batch_size * self.ctx.size(*REPLICAS)  # as DeepSpeed counts
+            self.engine.set_train_batch_size(count * each)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.stream.enabled = True

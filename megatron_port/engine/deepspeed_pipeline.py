@@ -61,7 +61,7 @@ class SingleStagePipelineModule(PipelineModule):  # type: ignore[misc] # DeepSpe
         with torch.no_grad():
             super().__init__(
                 layers=[LayerSpec(_ModuleHolder, build) for _ in range(t.pp)],
-                topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
+                topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp * t.cp),
                 loss_fn=loss_fn,
                 partition_method="uniform",
                 activation_checkpoint_interval=0,

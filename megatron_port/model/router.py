@@ -20,6 +20,7 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.spec import MoESpec
 from megatron_port.parallel.buffers import Buffered, add_buffer
 from megatron_port.parallel.collectives import all_gather_first
+from megatron_port.parallel.context_attention import in_order
 from megatron_port.parallel.counter import random_bits, uniform
 from megatron_port.parallel.linear import linear
 from megatron_port.parallel.linear_kernels import WIDE
@@ -116,7 +117,8 @@ class Router(Buffered):
     def __init__(self, index: int, spec: MoESpec, build: BuildContext, share: SequencePartition) -> None:
         super().__init__()
         self.index, self.name, self.moe = index, f"layers.{index}.mlp.router", build.model.moe
-        self.stream, self.group, self.share = build.stream, build.ctx.over("tp"), share
+        self.stream, self._share = build.stream, share
+        self.tensor_group, self.context_group = build.ctx.over("tp"), build.ctx.over("cp")
         self.routing, self.ops = routing_of(self.moe), build.providers.experts
         self.capacity = self.moe.capacity(build.model.seq_length)
         weight, *bias = (build.unsplit(p, f"layers.{index}") for p in spec.router_parameters)
@@ -131,6 +133,11 @@ class Router(Buffered):
                     f"{self.name}.{name}", (self.moe.num_experts,), build.ctx, init=InitSpec("zeros"), decay=False
                 )
                 add_buffer(self, name, record, build.ctx.device)
+
+    @property
+    def share(self) -> SequencePartition:
+        """Return which positions the rows are of in this pass."""
+        return self._share.divided(self.stream.division)
 
     def forward(self, x: torch.Tensor) -> Route:
         context = self.stream.current
@@ -173,7 +180,7 @@ class Router(Buffered):
     def _drawn(self, op: str, rows: int, width: int) -> torch.Tensor:
         """Numbers in (0, 1) for this rank's tokens, float64 [rows, batch, width]: functions of sample, position and
         step."""
-        share = self.share.divided(self.stream.division)
+        share = self.share
         position = share.residual(share.seq_length(rows * share.pieces)).index(self.stream.device)
         element = position.view(-1, 1, 1) * width + torch.arange(width, device=position.device)
         keys = self.stream.sample_keys(1.0).view(1, -1, 1)
@@ -203,14 +210,17 @@ class Router(Buffered):
         self, experts: torch.Tensor, scores: torch.Tensor, taking_part: torch.Tensor, batch: int
     ) -> torch.Tensor:
         """Which copies of this rank's tokens are within the capacity of their sample, parts of which others have."""
-        mine = [t.unflatten(0, (-1, batch)) for t in (experts, scores, taking_part)]
-        group = self.group if self.share.pieces > 1 else None
-        whole = [all_gather_first(t.to(torch.uint8) if t.dtype == torch.bool else t, group) for t in mine]
+        mine = [t.unflatten(0, (-1, batch)) for t in (experts, scores, taking_part.to(torch.uint8))]
+        whole = [self._of_the_sample(t) for t in mine]
         fits = within_capacity(
             whole[0], whole[1], whole[2].bool(), self.capacity, by_score=self.moe.drop_by == "probability"
         )
-        rows = mine[0].shape[0]
-        return fits.narrow(0, self.share.piece * rows if group is not None else 0, rows).flatten(0, 1)
+        return self.share.residual(len(fits)).take(fits).flatten(0, 1)
+
+    def _of_the_sample(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' rows of whole samples, [rows, ...] → [positions, ...], in the order of the positions."""
+        held = all_gather_first(x, self.tensor_group)
+        return in_order(all_gather_first(held, self.context_group), self.share.division)
 
     # -- balance -----------------------------------------------------------------------------------------------------
 
@@ -256,8 +266,9 @@ class Router(Buffered):
         number = self.moe.num_experts
         sample = torch.arange(batch, device=experts.device).repeat(experts.shape[0] // batch)
         counts = torch.bincount((sample[:, None] * number + experts).flatten(), minlength=batch * number)
-        if self.group is not None and self.share.pieces > 1:
-            dist.all_reduce(counts, group=self.group)
+        for group in (self.tensor_group, self.context_group):
+            if group is not None:
+                dist.all_reduce(counts, group=group)
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         return counts.view(batch, number).to(wide) * (number / (self.moe.top_k * positions))
 

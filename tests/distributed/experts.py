@@ -33,6 +33,8 @@ from megatron_port.parity.run_record import RankTrace, record_run
 from megatron_port.session.assemble import build_engine
 
 STEPS = 3
+DIVIDED = 1000
+"""From this seed on context-parallel ranks divide the sequences."""
 PRESETS: dict[str, dict[str, Any]] = {
     "switch": {"top_k": 1, "normalize": False, "every": 2, "jitter": 0.01, "capacity_factor": 1.25,
                "balance_loss": "sequence"},
@@ -56,13 +58,15 @@ class ExpertDraw(fuzz.Draw):
         """For the results file."""
         moe = self.config.model.moe
         changed = {name: value for name, value in dataclasses.asdict(moe).items() if value != getattr(MoEConfig, name)}
-        return {**super().describe(), "ep": self.topology.ep, "preset": self.preset, "moe": changed}
+        return {**super().describe(), "ep": self.topology.ep, "cp": self.topology.cp,
+                "order": self.config.layout.cp_order, "preset": self.preset, "moe": changed}
 
 
 def legal_ep(t: Topology, experts: int) -> list[int]:
     """Sizes of ep that divide the experts and fit a layout."""
-    cuts = (t.tp, t.tp * (t.shard or t.dp), t.tp * t.dp)
-    stage = t.tp * t.dp
+    each = t.tp * t.cp
+    cuts = (t.tp, each, each * (t.shard or t.dp), each * t.dp)
+    stage = each * t.dp
     return [e for e in range(1, stage + 1) if stage % e == 0 and experts % e == 0
             and all(cut % e == 0 or e % cut == 0 for cut in cuts)]
 
@@ -73,16 +77,25 @@ def draw(seed: int) -> ExpertDraw:
     name = list(PRESETS)[seed % len(PRESETS)]
     while True:
         t, batch = fuzz._sizes(r)
-        if t.tp * t.dp > 1 or r.random() < 0.1:
+        if seed >= DIVIDED:
+            t = dataclasses.replace(t, dp=max(t.dp // 2, 1), cp=r.choice((2, 2, 4)))
+            batch = {"micro_batch_size": r.choice((1, 2)), "global_batch_size": 4 * t.dp}
+            if t.world_size > 8:
+                continue
+        if t.tp * t.dp * t.cp > 1 or r.random() < 0.1:
             break
     engine = "deepspeed" if seed % 9 == 5 else "native"
     model, layout = fuzz._model(r, t), fuzz._layout(r, t, engine)
+    if t.cp > 1:
+        order = r.choice(("zigzag", "contiguous"))
+        layout |= {"context_parallel_size": t.cp, "cp_order": order}
+        model["seq_length"] = t.tp * t.cp * (2 if order == "zigzag" else 1) * r.choice((1, 2, 3))
     layout["recompute"] = r.choice(("none", "selective", "full"))
     stages = t.pp * layout.get("virtual_pipeline_size", 1)
     model["num_layers"] = max(stages + r.choice((0, 1, 2)), 2)
     if model["num_layers"] < len(model.get("attention_pattern", ())):
         del model["attention_pattern"]
-    experts = r.choice((8, 12)) if (t.tp * t.dp) % 3 else 12
+    experts = r.choice((8, 12)) if (t.tp * t.cp * t.dp) % 3 else 12
     moe: dict[str, Any] = {**PRESETS[name], "num_experts": experts, "ffn_hidden_size": r.choice((0, 8, 20)),
                            "drop_by": r.choice(("position", "probability")),
                            "shared_gate": name == "deepseek-v3" and r.random() < 0.3,
