@@ -6,8 +6,7 @@ from megatron_port.config.schema import RunConfig
 
 
 def context_unit(config: RunConfig) -> int:
-    """Return what a sequence must be a multiple of: equal chunks, which sequence parallelism divides again, as layers of
-    experts do."""
+    """Return what a sequence must be a multiple of: equal chunks, which tensor-parallel ranks may divide again."""
     layout = config.layout
     chunks = layout.context_parallel_size * (1 if layout.cp_order == "contiguous" else 2)
     return chunks * (layout.tensor_parallel_size if _divides_rows(config) else 1)

@@ -67,11 +67,12 @@ def _size_problems(config: RunConfig) -> list[str]:
         near = either(multiples(m.ffn_size, ALIGN * t))
         numbers = f"ffn_hidden_size {m.ffn_size} / tensor_parallel_size {t} = {m.ffn_size // t} inputs on a rank"
         say("mlp.down has", numbers, f"use ffn_hidden_size {near}")
-    tokens = m.seq_length * config.batch.micro_batch_size
+    held = m.seq_length // config.layout.context_parallel_size
+    tokens = held * config.batch.micro_batch_size
     # Under rowwise the products that sum over tokens stay in bf16.
     if config.precision.fp8 == "tensorwise" and off(tokens):
-        unit = ALIGN // math.gcd(ALIGN, m.seq_length)
+        unit = ALIGN // math.gcd(ALIGN, held)
         near = either(multiples(config.batch.micro_batch_size, unit))
-        say("the weights' gradients sum over", f"seq_length {m.seq_length} × micro_batch_size "
+        say("the weights' gradients sum over", f"{held} positions × micro_batch_size "
             f"{config.batch.micro_batch_size} = {tokens} tokens", f"use micro_batch_size {near}")
     return out

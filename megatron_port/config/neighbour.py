@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_port.config.choices import SIZES
+from megatron_port.config.context import context_problems
 from megatron_port.config.dump import leaves
 from megatron_port.config.layout import (
     asked_world,
@@ -27,6 +28,7 @@ _SPLIT = (
     "layout.tensor_parallel_size",
     "layout.pipeline_parallel_size",
     "layout.data_parallel_size",
+    "layout.context_parallel_size",
     "batch.micro_batch_size",
     "batch.global_batch_size",
 )
@@ -39,6 +41,7 @@ class Neighbour:
     tp: int
     pp: int
     dp: int
+    cp: int
     micro_batch: int
     global_batch: int
     other: tuple[tuple[str, Any], ...] = ()
@@ -46,14 +49,15 @@ class Neighbour:
 
     def apply(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with this layout."""
-        split = (self.tp, self.pp, self.dp, self.micro_batch, self.global_batch)
+        split = (self.tp, self.pp, self.dp, self.cp, self.micro_batch, self.global_batch)
         return with_values(config, {**dict(self.other), **dict(zip(_SPLIT, split))})
 
     def __str__(self) -> str:
         rest = "".join(f", {name} {list(v) if isinstance(v, tuple) else v}" for name, v in self.other)
+        context = f"context_parallel_size {self.cp} × " if self.cp > 1 else ""
         return (
-            f"tensor_parallel_size {self.tp} × pipeline_parallel_size {self.pp} × data_parallel_size {self.dp} = "
-            f"{self.tp * self.pp * self.dp} ranks, micro_batch_size {self.micro_batch}, "
+            f"tensor_parallel_size {self.tp} × pipeline_parallel_size {self.pp} × {context}data_parallel_size "
+            f"{self.dp} = {self.tp * self.pp * self.cp * self.dp} ranks, micro_batch_size {self.micro_batch}, "
             f"global_batch_size {self.global_batch}{rest}"
         )
 
@@ -72,13 +76,14 @@ def legal_neighbour(config: RunConfig, world_size: int | None) -> Neighbour | No
     layout, batch = fixed.layout, fixed.batch
     asked = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
     best: tuple[float, Neighbour] | None = None
-    for t, p, d in _grids(fixed, asked_world(fixed, world_size)):
+    world, c = asked_world(fixed, world_size), layout.context_parallel_size
+    for t, p, d in _grids(fixed, None if world is None else world // c):
         cost = 1.0 * octaves(t, asked[0]) + 1.0 * octaves(p, asked[1]) + (0.5 * octaves(d, asked[2] or d))
         if best and cost >= best[0]:
             continue
         micro, whole, change = _near_batch(batch.micro_batch_size, batch.global_batch_size, d)
         if best is None or cost + change < best[0]:
-            best = (cost + change, Neighbour(t, p, d, micro, whole))
+            best = (cost + change, Neighbour(t, p, d, c, micro, whole))
     if best is None:
         return None
     found = replace(best[1], other=tuple((k, v) for k, v in repairs.items() if k not in _SPLIT))
@@ -110,6 +115,11 @@ def _repairs(config: RunConfig, world_size: int | None) -> dict[str, Any]:
         out["model.num_query_groups"] = min(groups, key=lambda n: octaves(n, c.model.kv_heads))
     if c.layout.virtual_pipeline_size > c.model.num_layers:
         out["layout.virtual_pipeline_size"] = 1
+    context = c.layout.context_parallel_size
+    ways = [n for n in divisors(asked_world(c, world_size) or context)
+            if not context_problems(with_values(c, {"layout.context_parallel_size": n}))]
+    if context not in ways and ways:
+        out["layout.context_parallel_size"] = min(ways, key=lambda n: octaves(n, context))
     told = c.cluster.nodes * c.cluster.gpus_per_node
     if told and world_size is not None and told != world_size:
         out["cluster.nodes"] = 0
@@ -117,7 +127,8 @@ def _repairs(config: RunConfig, world_size: int | None) -> dict[str, Any]:
 
 
 def _grids(config: RunConfig, world: int | None) -> Iterator[tuple[int, int, int]]:
-    """Every legal (tp, pp, dp) on ``world`` ranks; without a world, those nearest to what is asked."""
+    """Every legal (tp, pp, dp) on ``world`` ranks, those of one cp position; without a world, those nearest to what is
+    asked."""
     layout = config.layout
     most = config.model.num_layers // layout.virtual_pipeline_size
     tensor_sizes = legal_tensor_sizes(config, world)

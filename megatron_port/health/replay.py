@@ -26,6 +26,7 @@ from megatron_port.engine.probe import NOWHERE, Probe
 from megatron_port.errors import ConfigError, NumericsError
 from megatron_port.health.replicas import BitsHash, check_replicas
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.runtime.agreement import agree, gather_names
 from megatron_port.session.session import Session
@@ -149,51 +150,53 @@ def _compute(
 def _first_difference(
     ctx: ParallelContext, digest: BitsHash, mine: torch.Tensor, again: torch.Tensor
 ) -> tuple[int, list[int]] | None:
-    """Return (entry, suspected replicas) of the first result that two replicas disagree on; equal in a dp group.
+    """Return (entry, suspects by their positions in the group) of the first result that two replicas disagree on; equal
+    in a group of replicas.
 
-    Replica k's results are ``mine`` on k and ``again`` on k + 1. Where all agree, 16 bytes per replica are exchanged.
+    Replica k's results are ``mine`` on k and ``again`` on k + 1, and of the ranks that share the positions of its
+    sequences each compares with the one at its place. Where all agree, 16 bytes per rank are exchanged.
     """
-    if ctx.over("dp") is None:
+    dp, cp = ctx.size("dp"), ctx.size("cp")
+    if dp == 1:
         differs = (mine != again).nonzero().flatten().tolist()
         return (differs[0], [0]) if differs else None
-    dp = ctx.size("dp")
-    if _gathered(ctx, torch.stack([digest(mine), digest(again)])) == "equal":
+    pairs = torch.stack(_gathered(ctx, torch.stack([digest(mine), digest(again)]))).tolist()
+    behind = {r: (r + cp) % (dp * cp) for r in range(dp * cp)}  # who computed rank r's part again
+    if all(pairs[r][0] == pairs[other][1] for r, other in behind.items()):
         return None
-    table = [torch.empty((2, len(mine)), dtype=torch.int64, device=mine.device) for _ in range(dp)]
-    dist.all_gather(table, torch.stack([mine, again]), group=ctx.over("dp"))
+    table = _gathered(ctx, torch.stack([mine, again]))
     first: dict[int, int] = {}
-    for k in range(dp):
-        differs = (table[k][0] != table[(k + 1) % dp][1]).nonzero().flatten().tolist()
+    for r, other in behind.items():
+        differs = (table[r][0] != table[other][1]).nonzero().flatten().tolist()
         if differs:
-            first[k] = differs[0]
+            first[r] = differs[0]
     entry = min(first.values())
     # Who is in more of the disagreements that begin there is at fault; two replicas cannot tell.
-    votes = Counter(r for k, at in first.items() if at == entry for r in {k, (k + 1) % dp})
+    votes = Counter(rank for r, at in first.items() if at == entry for rank in {r, behind[r]})
     most = max(votes.values())
     return entry, sorted(r for r, n in votes.items() if n == most)
 
 
-def _gathered(ctx: ParallelContext, pair: torch.Tensor) -> str:
-    """``equal`` where every replica's own result is what the next one made of it."""
-    dp = ctx.size("dp")
-    pairs = [torch.empty_like(pair) for _ in range(dp)]
-    dist.all_gather(pairs, pair, group=ctx.over("dp"))
-    values = torch.stack(pairs).tolist()
-    return "equal" if all(values[k][0] == values[(k + 1) % dp][1] for k in range(dp)) else "different"
+def _gathered(ctx: ParallelContext, mine: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensor of each rank that holds a replica of this one's weights; collective over them."""
+    parts = [torch.empty_like(mine) for _ in range(ctx.size(*REPLICAS))]
+    dist.all_gather(parts, mine, group=ctx.over(*REPLICAS))
+    return parts
 
 
 def _explain(ctx: ParallelContext, what: str, suspects: Sequence[int], first_sample: int, step: int) -> NumericsError:
-    """Return the error that names the suspects. Collective over the dp group."""
-    members, hosts = [ctx.rank], ["this host"]
-    group = ctx.over("dp")
-    if group is not None:
+    """Return the error that names the suspects. Collective over the replicas."""
+    members, hosts, alone = [ctx.rank], ["this host"], ctx.size("dp") == 1
+    group = ctx.over(*REPLICAS)
+    if group is not None and not alone:
         members = dist.get_process_group_ranks(group)
         hosts = gather_names(socket.gethostname(), group=group, device=ctx.device)
     named = [f"rank {members[r]} on {hosts[r]}" for r in suspects]
     verdict = f"{named[0]} computes wrongly" if len(named) == 1 else f"{' or '.join(named[:4])} computes wrongly"
-    if ctx.size("tp") > 1:
-        verdict += ", or another rank of its tensor-parallel group"
-    how = "the same ranks computed it twice" if group is None else "another replica computed it again"
+    beside = [name for axis, name in (("tp", "tensor"), ("cp", "context")) if ctx.size(axis) > 1]
+    if beside:
+        verdict += f", or another rank of its {'- or '.join(beside)}-parallel group"
+    how = "the same ranks computed it twice" if alone else "another replica computed it again"
     return NumericsError(
         f"replay of samples from {first_sample} after step {step}: {what} came out with other bits when {how}: "
         f"{verdict}. Weights and samples were the same: suspect the device (`megatron-port preflight node`), leave the "

@@ -25,9 +25,9 @@ from megatron_port.runtime.logging import ranks_text
 
 CHUNK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 22}
 """Words hashed at a time: what fits a core's cache, and what keeps a GPU busy. Bounds the memory: 16 bytes each."""
-COPIES = (REPLICAS, ("tp",), ("kv_copies",), ("expert_shard", "expert_replicate"), ("expert_tp",))
+COPIES = (REPLICAS, ("tp",), ("kv_copies",), ("expert_shard",), ("expert_replicate",), ("expert_tp",))
 """Sets of axes over which copies are compared: the first that a parameter is replicated over, then what is left. The
-last two are of experts that ranks divide."""
+last three are of experts that ranks divide."""
 
 
 class BitsHash:

@@ -18,6 +18,7 @@ from megatron_port.errors import PortError
 from megatron_port.inference.kv_cache import CacheSlot, KeyValueCache
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.buffers import recorded_buffers
+from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.state import BUFFER, StateReader
@@ -122,8 +123,9 @@ class InferenceModel:
         return value
 
     def over_replicas(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over the replicas, in place; for results that each has a part of, zeros elsewhere."""
-        group = self.ctx.over("dp")
+        """Sum over the replicas, in place; for results that each has a part of, zeros elsewhere. Ranks that share the
+        positions of a sequence have the same results, of which the first one's count."""
+        group = self.ctx.over(*REPLICAS)
         if group is not None:
-            dist.all_reduce(value, group=group)
+            dist.all_reduce(value.zero_() if self.ctx.index("cp") else value, group=group)
         return value

@@ -22,6 +22,7 @@ import torch
 from megatron_port.config.schema import RunConfig
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of, random_bits
+from megatron_port.parallel.mesh import REPLICAS
 
 ROW = 4096
 """Words (32 bits) with one hash: 8 bytes are kept for 16 KiB of state, twice."""
@@ -40,7 +41,7 @@ def chosen_interval(setting: int, *, tokens: int, device: torch.device) -> int:
     """Return ``numerics.state_check_interval`` with -1 resolved.
 
     Args:
-        tokens: of one replica's step.
+        tokens: of a step, on one rank.
     """
     if setting >= 0:
         return setting
@@ -49,7 +50,7 @@ def chosen_interval(setting: int, *, tokens: int, device: torch.device) -> int:
 
 def check_of(config: RunConfig, ctx: ParallelContext) -> StateCheck:
     """Return the check that a run asks for."""
-    tokens = config.batch.global_batch_size * config.model.seq_length // ctx.size("dp")
+    tokens = config.batch.global_batch_size * config.model.seq_length // ctx.size(*REPLICAS)
     setting = config.numerics.state_check_interval
     return StateCheck(ctx.device, chosen_interval(setting, tokens=tokens, device=ctx.device))
 

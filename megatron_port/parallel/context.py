@@ -47,8 +47,8 @@ from megatron_port.parallel.topology import Coordinates, Topology
 from megatron_port.runtime.logging import ranks_text
 from megatron_port.runtime.progress import START, ProgressTracker
 
-STAGES = ("pp", REVERSE)
-"""Groups whose ranks also send to one another, each to its two neighbours in the ring of stages."""
+RINGS = ("pp", REVERSE, "cp")
+"""Groups whose ranks may send to one another, each to its two neighbours in a ring."""
 RELATIONS = (EMBEDDING, REVERSE)
 """Purposes that are no set of axes, or whose ranks are another purpose's."""
 
@@ -129,7 +129,7 @@ class ParallelContext:
         return ctx
 
     def _warm_up(self, name: str, group: dist.ProcessGroup, progress: ProgressTracker) -> None:
-        """Make the communicator of a group by using it, and in a ring of stages the connections between neighbours.
+        """Make the communicator of a group by using it, and in a ring the connections between neighbours.
 
         Every rank is in at most one group of a purpose and comes to the purposes in one order, so a group only waits
         for ranks that are still at an earlier purpose: no deadlock. All messages of the ring are one batch, because
@@ -142,7 +142,7 @@ class ParallelContext:
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.device
         try:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-            if name in STAGES:
+            if name in RINGS:
                 _greet_neighbours(group, members, self.rank, device)
         except (dist.DistError, RuntimeError) as error:
             raise EnvironmentFault(

@@ -220,7 +220,7 @@ SHARDED = ("dp_shard", "cp")
 """Of these, the axes over which ZeRO splits optimizer state."""
 SETS = (
     ("tp",), ("dp",), ("pp",), ("cp",), REPLICAS, SHARDED, ("kv_copies",), ("ep",),
-    ("dp_replicate",), ("expert_shard",), ("expert_replicate",), ("expert_shard", "expert_replicate"), ("expert_tp",),
+    ("dp_replicate",), ("expert_shard",), ("expert_replicate",), ("expert_tp",),
 )
 """Sets of axes that some code asks for a group over; see ``ParallelContext.over``."""
 EMBEDDING, REVERSE, WORLD = "embedding", "pp_reverse", "world"
@@ -237,7 +237,9 @@ def purposes(mesh: Mesh, *, tied_ends: bool, reverse: bool) -> list[Purpose]:
         reverse: a second queue between stages, for gradients.
     """
     pipeline = mesh.factors("pp")
-    listed = [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[:3]]
+    # Replicas that see other samples alone need none of their own: what they tell each other is little.
+    left_out = [("dp",)] if mesh.factors("cp") else []
+    listed = [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[:3] if axes not in left_out]
     if tied_ends:
         listed.append(Purpose(EMBEDDING, pipeline, ends=(0, -1), queue=2))  # its own, even with two stages
     if reverse:

@@ -24,13 +24,13 @@ from megatron_port.errors import ConfigError
 
 def run(
     *, tp: int = 1, pp: int = 1, dp: int = 0, micro: int = 1, batch: int = 64, layers: int = 24, heads: int = 16,
-    nodes: int = 0, gpus: int = 8, split: tuple[int, ...] = (), sequence_parallel: bool = False,
+    nodes: int = 0, gpus: int = 8, split: tuple[int, ...] = (), sequence_parallel: bool = False, cp: int = 1,
 ) -> RunConfig:
     return RunConfig(
         model=ModelConfig(num_layers=layers, hidden_size=heads * 8, num_attention_heads=heads),
         layout=LayoutConfig(
             tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp, pipeline_split=split,
-            elastic=True, sequence_parallel=sequence_parallel,
+            elastic=True, sequence_parallel=sequence_parallel, context_parallel_size=cp,
         ),
         batch=BatchConfig(micro_batch_size=micro, global_batch_size=batch),
         cluster=ClusterConfig(nodes=nodes, gpus_per_node=gpus), data=DataConfig(synthetic=True),
@@ -63,6 +63,16 @@ def sizes(config: RunConfig, world: int) -> tuple[int, int, int, int]:
 )
 def test_the_rule(asked: dict, world: int, expected: tuple[int, int, int, int]) -> None:
     assert sizes(run(**asked), world) == expected
+
+
+@pytest.mark.parametrize(("world", "expected"), [
+    (8, "tp 1 x pp 2 x cp 4 x dp 1"), (4, "tp 1 x pp 1 x cp 4 x dp 1"), (6, "tp 1 x pp 3 x cp 2 x dp 1"),
+    (5, "tp 1 x pp 5 x dp 1"),
+])
+def test_the_context_parallel_size_gives_way_last(world: int, expected: str) -> None:
+    found = elastic_layout(run(cp=4, pp=2, dp=2, layers=30), world)
+    assert f"asks for tp 1 x pp 2 x cp 4 x dp 2; continuing with {expected};" in found.line
+    assert not layout_problems(found.config, world)
 
 
 def test_a_layout_that_fits_is_left_alone() -> None:

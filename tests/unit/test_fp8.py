@@ -404,7 +404,7 @@ def test_only_with_bf16(dtype: str) -> None:
          "mlp.down has ffn_hidden_size 200 / tensor_parallel_size 2 = 100 inputs on a rank, not a multiple of 16; use "
          "ffn_hidden_size 192 or 224", {"ffn_hidden_size": 224}),
         ({"model": {"seq_length": 20}},
-         "the weights' gradients sum over seq_length 20 × micro_batch_size 2 = 40 tokens, not a multiple of 16; use "
+         "the weights' gradients sum over 20 positions × micro_batch_size 2 = 40 tokens, not a multiple of 16; use "
          "micro_batch_size 4", {"seq_length": 32}),
     ],
 )

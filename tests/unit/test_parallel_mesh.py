@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_port.errors import ConfigError
@@ -72,8 +72,13 @@ def test_groups_partition_the_world_and_agree_with_the_arithmetic(sizes: dict[st
         assert len(points) == mesh.world
 
 
+WIDEST = {"tp": 4, "cp": 2, "dp_shard": 4, "dp_replicate": 2, "pp": 2, "ep": 16, "halves": True}
+"""A layout with as many communicators as any has."""
+
+
 @EXAMPLES
 @given(st.fixed_dictionaries(GRIDS), st.booleans(), st.booleans())
+@example(WIDEST, True, True)
 def test_all_ranks_create_the_same_communicators(sizes: dict[str, Any], tied: bool, reverse: bool) -> None:
     mesh = grid(**sizes)
     if mesh is None or mesh.world > 600:

@@ -118,8 +118,10 @@ def test_groups_cover_every_rank_once_an_axis_and_skip_single_ranks() -> None:
     assert list(groups["embedding"]) == [(g[0], g[-1]) for g in groups["pp"]]
     assert planned(Topology()) == []
     assert [c.names for c in planned(Topology(dp=4))] == [
-        ("dp", "dp+cp", "dp_shard+cp", "expert_shard", "expert_shard+expert_replicate", "world")
+        ("dp", "dp+cp", "dp_shard+cp", "expert_shard", "world")
     ]
+    divided = [name for c in planned(Topology(dp=2, cp=2)) for name in c.names]
+    assert divided == ["cp", "dp+cp", "dp_shard+cp", "expert_shard", "world"]  # none of dp alone: asking raises
 
 
 @pytest.mark.parametrize("arguments,kept", [
