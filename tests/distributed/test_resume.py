@@ -26,6 +26,7 @@ from megatron_port.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.optim.rules import ADAMW, mixed_kinds, state_kinds
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.positions import sequence_partition
 from megatron_port.parallel.topology import Topology
 from megatron_port.session.assemble import build_engine
 
@@ -75,6 +76,7 @@ class Rank:
         self.loaders = build_loaders(
             config, dp_rank=self.ctx.index("dp"), dp_size=topology.dp, need_tokens=self.ctx.is_first_stage,
             need_labels=self.ctx.is_last_stage,
+            partition=sequence_partition(self.ctx.mesh, self.ctx.rank, order=config.layout.cp_order),
         )
 
     def engine(self, *, initialise: bool) -> Engine:
@@ -173,15 +175,15 @@ def config_of(
     ("engine", "dtype", "topology"),
     [
         pytest.param("native", "bf16", Topology(tp=2, dp=2), marks=pytest.mark.slow),
-        ("native", "fp16", Topology(pp=2, dp=2)),
+        ("native", "fp16", Topology(cp=2, dp=2)),
         pytest.param("deepspeed", "fp32", Topology(pp=2, dp=2), marks=pytest.mark.slow),
         ("deepspeed", "bf16", Topology(tp=2, pp=2)),
     ],
-    ids=lambda v: v if isinstance(v, str) else f"tp{v.tp}-pp{v.pp}-dp{v.dp}",
+    ids=lambda v: v if isinstance(v, str) else v.sizes(),
 )
 def test_resume_is_bit_exact(ranks: RankPool, tmp_path: Path, engine: str, dtype: str, topology: Topology) -> None:
     """Loss, gradient norm, weights, masters, moments, dropout, data order, loss scale and its counters."""
-    config = config_of(engine, dtype, num_layers=2)
+    config = config_of(engine, dtype, num_layers=2, context_parallel_size=topology.cp)
     results = ranks.run(4, straight_and_resumed, config, topology, tmp_path, deepspeed=engine == "deepspeed")
     for rank, said in enumerate(results):
         for what in (f"from {k}" for k in SAVES):
@@ -225,13 +227,13 @@ def load_save_step(config: RunConfig, topology: Topology, folder: Path, again: P
 
 PAIRS = [
     ("deepspeed", Topology(tp=4, kv_copies=2), "native", Topology(tp=2), "fp32"),
-    ("native", Topology(dp=4), "deepspeed", Topology(tp=2, dp=2), "fp32"),
+    ("native", Topology(dp=2, cp=2), "deepspeed", Topology(tp=2, cp=2), "fp32"),
     ("deepspeed", Topology(pp=2, dp=2), "native", Topology(tp=4, kv_copies=2), "fp32"),
     ("native", Topology(tp=2, pp=2), "deepspeed", Topology(dp=2), "bf16"),
     ("native", Topology(pp=2, dp=2, vp=2, folded=True), "deepspeed", Topology(tp=2, pp=2), "fp32"),
-    ("deepspeed", Topology(pp=2), "native", Topology(pp=2, dp=2, vp=2), "bf16"),
-    ("native", Topology(tp=2, dp=2, ep=4), "native", Topology(pp=2, dp=2, ep=2), "fp32"),
-    ("native", Topology(dp=4, ep=2), "deepspeed", Topology(tp=2), "fp32"),
+    ("deepspeed", Topology(cp=2), "native", Topology(pp=2, dp=2, vp=2), "bf16"),
+    ("native", Topology(tp=2, cp=2, ep=4), "native", Topology(pp=2, dp=2, ep=2), "fp32"),
+    ("native", Topology(dp=4, ep=2), "deepspeed", Topology(cp=2), "fp32"),
 ]
 
 
@@ -239,10 +241,10 @@ PAIRS = [
 
 
 def chunks_of(topology: Topology) -> dict[str, Any]:
-    """The layout's fields that go with the topology's chunks."""
+    """The layout's fields that go with the topology's chunks, of the model and of sequences."""
     return {
         "virtual_pipeline_size": topology.vp, "pipeline_schedule": "zb-v" if topology.folded else "1f1b",
-        "expert_parallel_size": topology.ep,
+        "expert_parallel_size": topology.ep, "context_parallel_size": topology.cp,
     }
 
 

@@ -29,7 +29,7 @@ from megatron_port.checkpoint.reader import checkpoints_in
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import NumericsError
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
+from megatron_port.parallel.topology import Coordinates, Topology
 from megatron_port.train.loop import Trainer
 
 STEP = 3
@@ -202,12 +202,13 @@ def test_the_command_ends_with_exit_6(commands: Commands, tmp_path: Path) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Faulty:
-    """The rank at (pp, dp, tp) computes ``module``'s output, or its gradient, wrongly: always, a little."""
+    """The rank at (pp, dp, tp, cp) computes ``module``'s output, or its gradient, wrongly: always, a little."""
 
     module: str
     dp: int
     pp: int = 0
     tp: int = 0
+    cp: int | None = None
     backward: bool = False
 
 
@@ -234,7 +235,7 @@ def run_with(config: RunConfig, topology: Topology, fault: Faulty | None) -> tup
 
     engine.train_step = step
     at = ctx.coords
-    if fault is not None and (at.pp, at.dp, at.tp) == (fault.pp, fault.dp, fault.tp):
+    if fault is not None and at == Coordinates(fault.pp, fault.dp, fault.tp, fault.cp):
         def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
             if not fault.backward:
                 return wrong(output)
@@ -298,13 +299,21 @@ def test_a_replay_names_the_stage(worlds: RankPool, tmp_path: Path, engine: str,
 
 
 @pytest.mark.slow
-def test_a_replay_over_tensor_parallel_ranks_and_chunks(worlds: RankPool, tmp_path: Path) -> None:
-    t = Topology(tp=2, dp=2)
-    fault = Faulty("layers.0.attention.qkv", dp=0, tp=1)
-    cases = [(replaying(tmp_path, n, 3), t, f) for n, f in (("sound", None), ("bad", fault))]
-    sound, bad = worlds.run(4, all_runs_with, cases, fresh=True, timeout=200)[0]
-    assert sound[0] == "" and "the output of layers.0.attention.qkv" in bad[0]
-    assert "rank 1 on" in bad[0] and "or rank 3 on" in bad[0] and "tensor-parallel group" in bad[0]
+@pytest.mark.parametrize(("axis", "name"), [("tp", "tensor"), ("cp", "context")])
+def test_a_replay_over_ranks_that_share_a_replica(worlds: RankPool, tmp_path: Path, axis: str, name: str) -> None:
+    t = Topology(dp=2, **{axis: 2})
+    fault = Faulty("layers.0.attention.qkv", dp=0, **{axis: 1})
+    layout = {"context_parallel_size": t.cp}
+    cases = [(replaying(tmp_path, n, 3, layout=layout), t, f) for n, f in (("sound", None), ("bad", fault))]
+    said = worlds.run(4, all_runs_with, cases, fresh=True, timeout=200)
+    assert all(one == said[0] for one in said)
+    (sound, _), (bad, _) = said[0]
+    assert sound == "" and "the output of layers.0.attention.qkv" in bad
+    assert "rank 1 on" in bad and "or rank 3 on" in bad and f"another rank of its {name}-parallel group" in bad
+
+
+@pytest.mark.slow
+def test_a_replay_over_chunks(worlds: RankPool, tmp_path: Path) -> None:
     chunks = replaying(tmp_path, "chunks", 3, layout={"virtual_pipeline_size": 2, "zero_stage": 1})
     chunks = dataclasses.replace(chunks, model=dataclasses.replace(chunks.model, num_layers=4))
     assert worlds.run(4, run_with, chunks, Topology(pp=2, dp=2, vp=2), None, fresh=True)[0][0] == ""
