@@ -14,23 +14,27 @@ from undecided import Follower, undecided
 from megatron_port.parity.comparison import Deviation
 
 SEEDS = {
-    2: (46, 284, 25, 348, 322, 407, 56, 70, 3, 456, 130, 679, 213, 9, 851, 100, 172, 290, 389, 58, 103, 242),
-    4: (114, 312, 288, 657, 7, 196, 238, 10),
+    "2": (9, 25, 46, 56, 58, 70, 100, 172, 242, 348, 407, 456, 679),
+    "4": (7, 10, 114, 238, 312),
+    "2, divided": (1012, 1013, 1104),
+    "4, divided": (1000, 1006, 1021, 1024, 1051, 1064, 1113),
 }
-"""Draws that between them have every legal pair of preset, ZeRO stage, schedule, recompute and ep, and every option."""
+"""Draws that between them have every pair of preset, ZeRO stage, schedule, recompute and ep that draws without cp have,
+and every option; by the number of ranks, and whether those divide sequences."""
 FP32 = 25
 """A small one in fp32, each token of which goes to one expert."""
 
 
-def draws(world: int) -> list[ExpertDraw]:
-    found = [draw(seed) for seed in SEEDS[world]]
-    assert all(one.topology.world_size == world for one in found)
+def draws(case: str) -> list[ExpertDraw]:
+    found = [draw(seed) for seed in SEEDS[case]]
+    assert all(one.topology.world_size == int(case[0]) for one in found)
+    assert all((one.topology.cp > 1) == case.endswith("divided") for one in found)
     return found
 
 
-@pytest.mark.parametrize("world", SEEDS)
-def test_experts_equal_one_process(ranks: RankPool, world: int) -> None:
-    results = run_draws(ranks, draws(world))
+@pytest.mark.parametrize("case", SEEDS)
+def test_experts_equal_one_process(ranks: RankPool, case: str) -> None:
+    results = run_draws(ranks, draws(case))
     assert not failures(results), failures(results)
 
 
@@ -46,19 +50,22 @@ def met(one: ExpertDraw) -> set[tuple[str, object]]:
         ("sequence parallel", layout.sequence_parallel and t.tp > 1),
         ("tp without it", t.tp > 1 and not layout.sequence_parallel),
         ("drop", moe.drop_by if moe.capacity_factor else ""), ("hybrid", 0 < t.shard < t.dp),
+        *({("order", layout.cp_order), ("ep over cp", t.ep > t.tp),
+           ("divided, dropped by", moe.drop_by if moe.capacity_factor else "")} if t.cp > 1 else ()),
     }
 
 
 def test_the_draws_cover_what_they_should() -> None:
-    seen: set[tuple[str, object]] = set().union(*(met(one) for world in SEEDS for one in draws(world)))
+    seen: set[tuple[str, object]] = set().union(*(met(one) for case in SEEDS for one in draws(case)))
     wanted: dict[str, Sequence[object]] = {
         "preset": list(PRESETS), "engine": ("native", "deepspeed"), "zero": range(4), "ep": (1, 2, 4),
         "schedule": [(name, vp) for name, vp in (
             ("gpipe", False), ("1f1b", False), ("1f1b", True), ("zb-h1", False), ("zb-v", True)
         )],
         "recompute": ("none", "selective", "full"), "drop": ("", "position", "probability"),
+        "order": ("contiguous", "zigzag"), "divided, dropped by": ("", "position", "probability"),
         **dict.fromkeys(("offload", "ep over tp", "ep over a part of tp", "ep over dp", "ep over a part of dp",
-                         "sequence parallel", "tp without it", "hybrid"), (True,)),
+                         "sequence parallel", "tp without it", "hybrid", "ep over cp"), (True,)),
     }
     lacking = [(name, value) for name, values in wanted.items() for value in values if (name, value) not in seen]
     assert not lacking, lacking

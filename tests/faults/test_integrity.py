@@ -301,8 +301,9 @@ def test_a_replay_names_the_stage(worlds: RankPool, tmp_path: Path, engine: str,
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "name"), [("tp", "tensor"), ("cp", "context")])
 def test_a_replay_over_ranks_that_share_a_replica(worlds: RankPool, tmp_path: Path, axis: str, name: str) -> None:
-    t = Topology(dp=2, **{axis: 2})
-    fault = Faulty("layers.0.attention.qkv", dp=0, **{axis: 1})
+    size: dict[str, Any] = {axis: 2}
+    place: dict[str, Any] = {axis: 1}
+    t, fault = Topology(dp=2, **size), Faulty("layers.0.attention.qkv", dp=0, **place)
     layout = {"context_parallel_size": t.cp}
     cases = [(replaying(tmp_path, n, 3, layout=layout), t, f) for n, f in (("sound", None), ("bad", fault))]
     said = worlds.run(4, all_runs_with, cases, fresh=True, timeout=200)
