@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_port.config.layout import (
     divisors,
+    expert_cuts,
     layout_problems,
     legal_tensor_sizes,
     octaves,
@@ -39,7 +40,7 @@ def elastic_layout(config: RunConfig, world_size: int) -> ElasticChoice:
     In this order: tp, pp and micro-batch as they are; another pp; another tp (within a node) with the pp that then
     is nearest; and only then the same search with smaller micro-batches, and at last with smaller divisors of cp.
     Nearest is measured in octaves, and of two as near the larger is taken (it needs less memory a rank). A layout
-    that fits is returned as it is.
+    that fits is returned as it is. The expert-parallel size is the one asked for, or the largest below it that fits.
 
     Raises:
         ConfigError: ``world_size`` is below 1, or no split of the model and the global batch fits that many ranks.
@@ -97,7 +98,11 @@ def _splits(config: RunConfig, world: int) -> Iterator[tuple[int, int]]:
 
 
 def _candidate(config: RunConfig, world: int, tp: int, pp: int, cp: int, micro: int) -> RunConfig:
+    experts, asked = config.model.moe.num_experts, config.layout.expert_parallel_size
+    _, fitting = expert_cuts(tp, cp, world // (tp * pp), config.layout.shard_size)
+    ep = max((e for e in fitting if e <= asked and experts % e == 0), default=1)
     found = with_values(config, {
+        "layout.expert_parallel_size": ep,
         "layout.tensor_parallel_size": tp, "layout.pipeline_parallel_size": pp, "layout.context_parallel_size": cp,
         "layout.data_parallel_size": world // (tp * pp), "batch.micro_batch_size": micro,
     })
@@ -112,7 +117,8 @@ def _line(asked: RunConfig, found: RunConfig, world: int) -> str:
     def sizes(config: RunConfig, dp: int | str) -> str:
         layout = config.layout
         tp, pp, cp = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.context_parallel_size
-        return sizes_text(tp, pp, dp, cp)
+        ep = layout.expert_parallel_size
+        return sizes_text(tp, pp, dp, cp) + (f" (ep {ep})" if ep > 1 else "")
 
     was, now = asked.batch.micro_batch_size, found.batch.micro_batch_size
     micro = f", micro-batch {now} instead of {was}" if now != was else ""

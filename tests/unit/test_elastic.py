@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_port.config.schema import (
     DataConfig,
     LayoutConfig,
     ModelConfig,
+    MoEConfig,
     RunConfig,
 )
 from megatron_port.errors import ConfigError
@@ -73,6 +75,15 @@ def test_the_context_parallel_size_gives_way_last(world: int, expected: str) -> 
     found = elastic_layout(run(cp=4, pp=2, dp=2, layers=30), world)
     assert f"asks for tp 1 x pp 2 x cp 4 x dp 2; continuing with {expected};" in found.line
     assert not layout_problems(found.config, world)
+
+
+def test_the_expert_parallel_size_shrinks_with_the_ranks() -> None:
+    base = run(cp=2, pp=1, dp=4)
+    model = dataclasses.replace(base.model, moe=MoEConfig(num_experts=12))
+    config = dataclasses.replace(base, model=model, layout=dataclasses.replace(base.layout, expert_parallel_size=4))
+    assert elastic_layout(config, 8).line == ""
+    line = elastic_layout(config, 2).line
+    assert "cp 2 x dp 4 (ep 4); continuing with tp 1 x pp 1 x cp 2 x dp 1 (ep 2);" in line
 
 
 def test_a_layout_that_fits_is_left_alone() -> None:
