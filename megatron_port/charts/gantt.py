@@ -22,6 +22,8 @@ class Bar:
     """Shown when pointed at."""
     kind: str = "cellmark"
     """Class of the mark."""
+    tall: float = 1.0
+    """Share of the row's height that it takes, from the foot up."""
 
 
 def gantt(
@@ -44,7 +46,8 @@ def gantt(
         out.append(rectangle(left, y, span * scale, each - 2, "var(--idle)"))
         for bar in row:
             x, wide = left + (bar.start - first) * scale, (bar.end - bar.start) * scale
-            out.append(rectangle(x, y, max(wide - 0.6, 0.5), each - 2, bar.fill, title=bar.title))
+            tall = (each - 2) * bar.tall
+            out.append(rectangle(x, y + each - 2 - tall, max(wide - 0.6, 0.5), tall, bar.fill, title=bar.title))
             if bar.mark and wide > 12 and each > 15:
                 out.append(text(x + wide / 2, y + each / 2 + 2, bar.mark, anchor="middle", kind=bar.kind))
     return out

@@ -63,6 +63,7 @@ from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
 from megatron_port.parallel.step import AuxiliarySums, Tallies, sample_keys
 from megatron_port.pipeline.boundary import Boundary
+from megatron_port.pipeline.filling import fillers
 from megatron_port.pipeline.runner import Runner
 from megatron_port.pipeline.schedules import forward_only, make_schedule
 from megatron_port.pipeline.transfer import StageLink
@@ -211,7 +212,8 @@ class NativeEngine:
         count, layout = len(micro_batches), self.config.layout
         if torch.is_grad_enabled():
             schedule = make_schedule(
-                layout.pipeline_schedule, self.ctx.topology.pp, count, layout.virtual_pipeline_size
+                layout.pipeline_schedule, self.ctx.topology.pp, count, layout.virtual_pipeline_size,
+                exchanges=self.ctx.topology.ep > 1,
             )
             reserve_swap(self.chunks, schedule.plans[self.ctx.coords.pp])
             ahead = ahead_tokens(micro_batches, self.ctx, self.config.model.mtp_layers)
@@ -224,7 +226,7 @@ class NativeEngine:
             auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
             tallies=self.tallies if torch.is_grad_enabled() else None, sample_factor=values.sample_factor,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
-            flush_gradients=self.gradients.flush,
+            flush_gradients=self.gradients.flush, filled_by=fillers(schedule.plans[self.ctx.coords.pp]),
         )
         sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
         if self.sharded.unit_gather is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class Passes:
         probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
         after_backward: told the chunk whose backward pass has ended.
         flush_gradients: adds what autograd returned in a backward pass to the sums.
+        filled_by: by forward pass, the weight pass that fills its exchanges of rows (``pipeline.filling``).
     """
 
     def __init__(
@@ -93,13 +95,14 @@ class Passes:
         tallies: Tallies | None = None, sample_factor: float | torch.Tensor = 1.0, probe: Probe | None = None,
         sums: Callable[[], list[torch.Tensor]] = list,
         after_backward: Callable[[int], None] = lambda chunk: None, flush_gradients: Callable[[], None] = lambda: None,
+        filled_by: Mapping[Action, Action] = MappingProxyType({}),
     ) -> None:
         self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
         self.micro_batches, self.step, self.loss_factor, self.keys = micro_batches, step, loss_factor, keys
         self.loss_gradient, self.global_tokens, self.auxiliary = loss_gradient, global_tokens, auxiliary
         self.tallies, self.sample_factor, self.ahead_tokens = tallies, sample_factor, ahead_tokens
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
-        self.flush_gradients = flush_gradients
+        self.flush_gradients, self.filled_by = flush_gradients, filled_by
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
@@ -110,12 +113,25 @@ class Passes:
     def run(self, action: Action, received: Payload | None) -> Payload | None:
         """Compute one pass, as :meth:`pipeline.runner.Worker.run` describes."""
         if action.kind is Kind.FORWARD:
-            return self._forward(action, received)
+            with self._filled(action):
+                return self._forward(action, received)
         self.progress.at(BACKWARD, "micro-batch", action.micro_batch)
         if action.kind is Kind.WEIGHT:
             self.gradients.flush(self._weights.pop((action.chunk, action.micro_batch)))
             return None
         return self._backward(action, received)
+
+    def _filled(self, action: Action) -> AbstractContextManager[None]:
+        """Compute weight products of the pass that fills a forward pass while that exchanges rows of experts; where it
+        exchanges none, before it."""
+        weight = self.filled_by.get(action)
+        if weight is None:
+            return nullcontext()
+        products = self._weights[weight.chunk, weight.micro_batch]
+        exchanges = getattr(self.chunks[action.chunk], "row_exchanges", 0)
+        if not exchanges:
+            self.gradients.flush(products)
+        return self.gradients.filling(products, exchanges)
 
     def _forward(self, action: Action, received: Payload | None) -> Payload:
         number, chunk = action.micro_batch, self.chunks[action.chunk]

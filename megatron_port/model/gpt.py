@@ -60,6 +60,11 @@ class GPTStage(nn.Module):
         further tokens."""
         return [m for m in (self.embedding, *self.layers, self.head, *self.predictions) if m is not None]
 
+    @property
+    def row_exchanges(self) -> int:
+        """Exchanges of rows between expert-parallel ranks in a forward pass."""
+        return sum(layer.mlp.exchanges for layer in self.layers if isinstance(layer.mlp, MoE))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.parking.swap is not None:
             self.parking.swap.begin_pass()

@@ -19,6 +19,9 @@ from megatron_port.parallel.experts import Dispatched, Exchange, grouped_linear,
 from megatron_port.parallel.linear import linear
 from megatron_port.parallel.record import SEQUENCE, InitSpec, Shard, attach, make_record
 
+EXCHANGES = 2
+"""Exchanges of rows in a forward pass: to the experts and back."""
+
 
 class Experts(nn.Module):
     """This rank's experts of a layer: rows [n, hidden] sorted by expert → the same shape, their biases added."""
@@ -68,6 +71,7 @@ class MoE(nn.Module):
         self.group, self.sequence_parallel = ctx.over("tp"), build.sequence_parallel
         self.expert_group, self.num_experts = ctx.over("ep"), spec.num_experts
         self.pieces, self.ops = ctx.size("tp"), build.providers.experts
+        self.exchanges = 0 if self.expert_group is None else EXCHANGES
         share = replace(build.partition, piece=ctx.index("tp"), pieces=self.pieces)
         self.router = Router(index, spec, build, share)
         self.experts = Experts(layer, spec, build)
@@ -103,7 +107,7 @@ class MoE(nn.Module):
             experts = experts.masked_fill(~route.kept.flatten(), self.num_experts)
         by_expert = experts.sort(stable=True)
         counts = torch.bincount(experts, minlength=self.num_experts + 1)[: self.num_experts]
-        exchange = plan_exchange(counts, self.expert_group)
+        exchange = plan_exchange(counts, self.expert_group).filled_by(self.experts.up_weight)
         order = by_expert.indices[: sum(exchange.sent)]
         place = torch.full_like(experts, -1)
         place[order] = torch.arange(len(order), device=order.device)

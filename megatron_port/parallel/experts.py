@@ -10,7 +10,7 @@ Gale et al., arXiv 2211.15841).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Exchange:
 
     ``counts``: rows of each of this rank's experts after the exchange, on the host. ``order`` int64 [received]: where
     in what is received the rows of the first expert are, then those of the second, …; ``back`` the inverse. None: they
-    come in this order.
+    come in this order. ``meanwhile`` is called while rows are on their way and nothing else is left to do.
     """
 
     group: Group
@@ -42,6 +42,12 @@ class Exchange:
     counts: tuple[int, ...]
     order: torch.Tensor | None = None
     back: torch.Tensor | None = None
+    meanwhile: Callable[[], None] = lambda: None
+
+    def filled_by(self, weight: torch.Tensor) -> Exchange:
+        """Return the exchange during which the weight's accumulator computes products that wait for one."""
+        accumulator: WgradAccumulator | None = getattr(weight, "wgrad_accumulator", None)
+        return self if accumulator is None else replace(self, meanwhile=accumulator.during_exchange)
 
 
 def plan_exchange(counts: torch.Tensor, group: Group) -> Exchange:
@@ -90,6 +96,7 @@ class _Transfer:
     def wait(self) -> torch.Tensor:
         """Wait for the rows (on a GPU the stream does) and return them."""
         assert self._work is not None
+        self.exchange.meanwhile()
         self._work.wait()
         out, self._work = self._target, None
         self._rows = self._target = torch.empty(0)

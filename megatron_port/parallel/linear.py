@@ -12,7 +12,8 @@ entry of a region it overlaps the collective of dgrad with wgrad.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,6 +57,10 @@ class WgradAccumulator:
         self.deferred: list[Callable[[], None]] | None = None
         self.computed = 0
         """Products computed so far."""
+        self.beside = 0
+        """Those of them that were computed while rows were on their way."""
+        self._filling: list[Callable[[], None]] = []
+        self._exchanges = 0
 
     def add(self, weight: torch.Tensor, add_to: Callable[..., None], *operands: Any) -> None:
         """Call ``add_to(main_grad, *operands)``, now or deferred, with the weight's sum as [out, in]."""
@@ -68,6 +73,27 @@ class WgradAccumulator:
         add_to(_as_2d(self.main_grad_of(weight)), *operands)
         self.computed += 1
         self.on_added(weight)
+
+    @contextmanager
+    def filling(self, deferred: list[Callable[[], None]], exchanges: int) -> Iterator[None]:
+        """Compute deferred products in the block, in equal parts, while rows of ``exchanges`` exchanges are on their
+        way (:meth:`during_exchange`); those that are left stay in the list."""
+        self._filling, self._exchanges = deferred, exchanges
+        try:
+            yield
+        finally:
+            self._filling = []
+
+    def during_exchange(self) -> None:
+        """Compute the products that are for one exchange; called when it has been started and nothing else is left to
+        do before its rows are needed. How many does not depend on how long it takes: all ranks compute the same."""
+        if not self._filling:
+            return
+        share = -(-len(self._filling) // max(self._exchanges, 1))
+        self._exchanges -= 1
+        now, self._filling[:share] = self._filling[:share], []
+        self.beside += len(now)
+        self.flush(now)
 
     @staticmethod
     @torch.no_grad()

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megatron_port.pipeline.filling import check_fills
 from megatron_port.pipeline.messages import Message, turns
 from megatron_port.pipeline.schedules import Action, Kind, Schedule, peak_in_flight
 from megatron_port.registry import SCHEDULES
 
 
 def check_passes(schedule: Schedule) -> None:
-    """Check that each micro-batch passes forward and backward (whole, or INPUT then WEIGHT) through each chunk once.
+    """Check that each micro-batch passes forward and backward (whole, or INPUT then WEIGHT) through each chunk once,
+    and that weight passes which fill exchanges can.
 
     Raises:
         ValueError: naming the stage and the pass.
@@ -34,6 +36,10 @@ def check_passes(schedule: Schedule) -> None:
             first = {Kind.BACKWARD: Kind.FORWARD, Kind.INPUT: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}.get(a.kind)
             if first is not None and at[Action(first, a.micro_batch, a.chunk)] > at[a]:
                 raise ValueError(f"{schedule.name}, stage {stage}: {a} comes before its {first.name.lower()} pass")
+        try:
+            check_fills(plan)
+        except ValueError as error:
+            raise ValueError(f"{schedule.name}, stage {stage}: {error}") from None
 
 
 def check_messages(schedule: Schedule) -> int:
@@ -98,14 +104,15 @@ def held_bound(schedule: Schedule, stage: int) -> int:
     """Return the most (micro-batch, chunk) pairs that a stage of the schedule may hold, by its formula.
 
     Interleaved 1F1B: its warm-up of 2 (p - s - 1) + (v - 1) p passes and one more (arXiv 2104.04473). A plugin's
-    schedule has no formula here, and may hold all.
+    schedule has no formula here, and may hold all. Zero bubble: p, and one more where a weight pass fills the exchanges
+    of the forward pass before it.
     """
     p, m, v = schedule.stages, schedule.micro_batches, schedule.grid.vp
     if schedule.name == "gpipe" or schedule.name in SCHEDULES.added:
         return m
     if schedule.name == "1f1b":
         return min(p - stage, m) if v == 1 else min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v)
-    return min(p, m) * v
+    return min(p + any(action.fills for action in schedule.plans[stage]), m) * v
 
 
 def check(schedule: Schedule) -> None:

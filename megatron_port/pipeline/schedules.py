@@ -13,13 +13,15 @@ the planner and the trace read the same lists.
 | ``zb-h1`` (arXiv 2401.10241) | gradients of inputs first, of weights in the gaps | p | (p - 1) / (3 m) |
 | ``zb-v`` (the same) | the same on a folded pipeline, two chunks a stage | p | (p - 1) / (6 m) |
 
+Where experts are divided over ranks, weight passes of ``zb-h1`` fill exchanges (``pipeline.filling``).
+
 torch.distributed.pipelining has schedules of these names too; why they are not used: docs/decisions.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 
@@ -47,9 +49,13 @@ class Action:
     kind: Kind
     micro_batch: int
     chunk: int = 0
+    fills: bool = field(default=False, compare=False)
+    """WEIGHT only: its products are computed while the pass before it exchanges rows of experts, and after that pass
+    those that are left (``pipeline.filling``)."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+        chunk = f".{self.chunk}" if self.chunk else ""
+        return f"{self.kind.value}{self.micro_batch}{chunk}" + ("+" if self.fills else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +173,12 @@ def forward_only(grid: Topology, micro_batches: int) -> Schedule:
 
 
 @lru_cache(maxsize=64)
-def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def make_schedule(
+    name: str, stages: int, micro_batches: int, chunks: int = 1, *, exchanges: bool = False
+) -> Schedule:
     """Return the schedule of a step. Made once per step size; lists of all stages, O(stages × micro-batches).
+
+    ``exchanges``: the passes exchange rows of experts, which weight passes may fill (``pipeline.filling``).
 
     Schedules of one chunk a stage are functions (stage, stages, micro-batches) → the stage's actions; those that
     plugins register are checked here (``pipeline.check``).
@@ -190,6 +200,10 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -
     else:
         actions = SCHEDULES.function(name)
         plans = [actions(s, stages, micro_batches) for s in range(stages)]
+    if exchanges and name == "zb-h1":
+        from megatron_port.pipeline.filling import filled
+
+        plans = [filled(plan) for plan in plans]
     schedule = Schedule(name, grid, micro_batches, tuple(tuple(plan) for plan in plans))
     if name in SCHEDULES.added:
         _check_added(schedule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,8 @@ class Span:
     action: Action
     start: float
     end: float
+    beside: float = 0.0
+    """What a weight pass took of the time before, beside the exchanges that it fills."""
 
 
 Cost = Callable[[int, Action], float]
@@ -51,6 +53,16 @@ class Flow:
     """That pass is on another stage."""
     leaves: list[bool]
     """The result goes to another stage."""
+    host: list[int]
+    """Column of the pass whose exchanges it fills; -1: of none."""
+
+    def hidden(self, costs: Sequence[float], exchanges: Sequence[float]) -> list[float]:
+        """Return how much of each pass's cost the exchanges of another hide: those of a forward pass, by virtual
+        stage, hide what they last of the weight pass that fills them."""
+        return [
+            0.0 if host < 0 else min(cost, exchanges[self.price[host] % self.virtual_stages])
+            for cost, host in zip(costs, self.host)
+        ]
 
     def times(
         self, costs: Iterable[float], *, transfer: float = 0.0, hidden: bool = True, duplex: bool = True
@@ -87,7 +99,8 @@ def flow(schedule: Schedule) -> Flow:
     """
     grid, m = schedule.grid, schedule.micro_batches
     total, last = grid.virtual_stages, grid.virtual_stages - 1
-    found = Flow(total, schedule.stages, [], [], [], [], [], [])
+    found = Flow(total, schedule.stages, [], [], [], [], [], [], [])
+    latest = [-1] * schedule.stages
     at = [-1] * (len(_KINDS) * total * m)  # by kind, virtual stage and micro-batch: its column
     number = {id(kind): i for i, kind in enumerate(_KINDS)}
     mine = [[grid.virtual_stage(s, c) for c in range(grid.vp)] for s in range(grid.pp)]
@@ -124,6 +137,8 @@ def flow(schedule: Schedule) -> Flow:
                 found.needs.append(needs)
                 found.comes.append(comes)
                 found.leaves.append(leaves)
+                found.host.append(latest[s] if action.fills else -1)
+                latest[s] = len(found.action) - 1
                 position[s] += 1
             progress = progress or position[s] > first
     if any(at < len(plan) for at, plan in zip(position, schedule.plans)):
@@ -137,6 +152,7 @@ def flow(schedule: Schedule) -> Flow:
 
 def simulate(
     schedule: Schedule, cost: Cost | None = None, *, transfer: float = 0.0, hidden: bool = True, duplex: bool = True,
+    exchanges: Sequence[float] = (),
 ) -> list[list[Span]]:
     """Return the spans of every stage, in the order of its plan; each pass starts as early as possible.
 
@@ -144,6 +160,7 @@ def simulate(
         cost: default: forward 1, backward 2.
         transfer: time of a message between stages; ``hidden``: it does not hold up its sender.
         duplex: a stage sends and receives at once; else the receiver, too, spends the time of the transfer.
+        exchanges: by virtual stage, how much of a forward pass its exchanges of rows last; none: nothing.
 
     Raises:
         ValueError: as :func:`flow`.
@@ -151,10 +168,12 @@ def simulate(
     cost = cost or unit_cost()
     found = flow(schedule)
     costs = [cost(price % found.virtual_stages, action) for price, action in zip(found.price, found.action)]
-    starts, ends = found.times(costs, transfer=transfer, hidden=hidden, duplex=duplex)
+    beside = found.hidden(costs, exchanges or [0.0] * found.virtual_stages)
+    shown = [whole - part for whole, part in zip(costs, beside)]
+    starts, ends = found.times(shown, transfer=transfer, hidden=hidden, duplex=duplex)
     out: list[list[Span]] = [[] for _ in schedule.plans]
-    for stage, action, start, end in zip(found.stage, found.action, starts, ends):
-        out[stage].append(Span(action, start, end))
+    for stage, action, start, end, part in zip(found.stage, found.action, starts, ends, beside):
+        out[stage].append(Span(action, start, end, part))
     return out
 
 

@@ -21,13 +21,15 @@ class Cost:
     forward_context: float = 0.0
     """The same of what ranks that share a sequence exchange."""
     backward_context: float = 0.0
+    fillable: float = 0.0
+    """Of ``forward_exchange``: rows on their way, beside which weight passes may run."""
 
     @property
     def parts(self) -> tuple[float, ...]:
         """All of them."""
         return (
             self.forward, self.backward, self.forward_tensor, self.backward_tensor, self.forward_exchange,
-            self.backward_exchange, self.forward_context, self.backward_context,
+            self.backward_exchange, self.forward_context, self.backward_context, self.fillable,
         )
 
     def __add__(self, other: Cost) -> Cost:

@@ -75,7 +75,7 @@ def exchange_seconds(case: Case, moe: MoESpec, links: Links) -> float:
 
 def expert_cost(case: Case, moe: MoESpec, rates: Rates, links: Links) -> Cost:
     """Router, exchange, permutation and products of a layer's experts; what every token passes beside them is not here.
-    Nothing of the exchange is hidden."""
+    Nothing of the exchange is hidden, but by weight passes that fill it (``plan.timeline``)."""
     sizes, w = routed(case, moe), case.width
     both = (moe.experts.up.product(case.etp), moe.experts.down.product(case.etp))
     pw = 1 if case.dtype == "fp8" else w
@@ -95,7 +95,7 @@ def expert_cost(case: Case, moe: MoESpec, rates: Rates, links: Links) -> Cost:
     wait = links.all_to_all(8.0 * moe.num_experts, group_of(case, links)) + HOST_WAIT
     return Cost(
         forward=products + route + light, backward=inputs + weights + accumulate + route_back + light_back,
-        forward_exchange=2 * each + wait, backward_exchange=2 * each,
+        forward_exchange=2 * each + wait, backward_exchange=2 * each, fillable=2 * each,
     )
 
 

@@ -152,6 +152,7 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         backward_tensor=regions * each - hidden_backward + tensor_again + means + shares,
         forward_exchange=max(routed.forward_exchange - beside[0], 0.0),
         backward_exchange=max(routed.backward_exchange + exchange_again - beside[1], 0.0),
+        fillable=max(routed.fillable - beside[0], 0.0),
     )
 
 

@@ -5,6 +5,9 @@ of ``pipeline.messages.turns``, which the engine's runner follows; what a pass a
 
 A replay has two halves. :func:`occupancy` follows a schedule and counts, at each pass, what the stage holds; it knows
 no bytes, so it is made once for a schedule and shared by thousands of cases. :func:`peak_of` multiplies by bytes.
+
+Weight passes count as done before the forward pass whose exchanges they fill (``pipeline.filling``): the operands of
+their products are freed one after the other while that pass saves its activations.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_port.charts.gantt import Bar as GanttBar
 from megatron_port.charts.gantt import gantt
@@ -14,7 +15,7 @@ from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.memory import StageMemory
 from megatron_port.plan.search import Candidate
 from megatron_port.plan.sensitivity import Bar
-from megatron_port.plan.step import StepPlan, chunk_costs
+from megatron_port.plan.step import StepPlan, chunk_costs, exchanges_of
 from megatron_port.plan.timeline import replay
 
 HATCH = (
@@ -151,16 +152,20 @@ def passes(case: Case, machine: Machine, *, micro_batches: int | None = None) ->
     costs = chunk_costs(case, machine)
     return replay(
         case.schedule, case.pp, [c.passes[0] for c in costs], [c.passes[1] for c in costs],
-        micro_batches=micro_batches or case.micro_batches,
+        micro_batches=micro_batches or case.micro_batches, exchanges=exchanges_of(case, costs),
     )
 
 
 def pipeline_picture(stages: Sequence[Sequence[Span]], case: Case) -> str:
-    """Passes of each stage over time; forward light, backward dark (a weight's part between), a colour each chunk."""
+    """Passes of each stage over time; forward light, backward dark (a weight's part between), a colour each chunk. What
+    a weight pass does beside the exchanges of a forward pass is at the foot of that."""
     width, each, left = 900.0, min(26.0, 420 / case.pp), 62.0
     span = max(s.end for row in stages for s in row)
     scale = (width - left - 16) / span
-    rows = [[_bar(one, stage, case) for one in row] for stage, row in enumerate(stages)]
+    rows = [
+        [bar for one in row for bar in (_bar(one, stage, case), *_beside(one, stage, case))]
+        for stage, row in enumerate(stages)
+    ]
     out = gantt(rows, left=left, top=8, scale=scale, each=each, span=span, names=[f"stage {s}" for s in range(case.pp)])
     foot = 8 + case.pp * each
     for value in ticks(0, span, 7):
@@ -172,12 +177,22 @@ def pipeline_picture(stages: Sequence[Sequence[Span]], case: Case) -> str:
     return drawing(width, foot + 28 + extra, [*out, swatches], "passes of every pipeline stage over time")
 
 
+def _beside(span: Span, stage: int, case: Case) -> list[GanttBar]:
+    """The bar of what a weight pass does beside the pass before it, which ends where its own turn begins."""
+    if not span.beside:
+        return []
+    bar = _bar(span, stage, case)
+    return [replace(bar, start=span.start - span.beside, end=span.start, mark="", tall=0.4)]
+
+
 def _bar(span: Span, stage: int, case: Case) -> GanttBar:
     action = span.action
     share = {Kind.FORWARD: 45, Kind.WEIGHT: 75}.get(action.kind, 100)
     ink = colour(action.chunk)
     words = f"{PASSES[action.kind]} of micro-batch {action.micro_batch}, stage {stage}"
     words += f", chunk {action.chunk}" if case.vp > 1 else ""
+    if span.beside:
+        words += f", {span.beside:.4g} s of it beside the exchanges of the pass before"
     return GanttBar(
         span.start, span.end, ink if share == 100 else f"color-mix(in srgb, {ink} {share}%, var(--paper))",
         mark=str(action.micro_batch), title=f"{words}: {span.start:.4g} to {span.end:.4g} s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, reduce
 from statistics import NormalDist
@@ -18,7 +19,7 @@ from megatron_port.plan.links import Links, span
 from megatron_port.plan.offload import offloaded, updated_elements
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.swap import link_of, swapped_bytes
-from megatron_port.plan.timeline import Timeline, timeline
+from megatron_port.plan.timeline import Exchanges, Timeline, timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
         transfer = links.transfer(stream / (case.tp if case.sequence_parallel else 1), case)
     line = timeline(
         case.schedule, case.pp, forward, backward, micro_batches=m, transfer=transfer, hidden=hidden, duplex=duplex,
-        quick=quick,
+        quick=quick, exchanges=exchanges_of(case, chunks),
     )
     worst = max(range(case.pp), key=lambda s: line.busy[s])
     mine = case.of_stage(chunks, worst)
@@ -153,7 +154,7 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     sends = 0 if hidden else m * case.vp * ((worst > 0) + (worst < case.pp - 1)) * (1 if duplex else 2)
     pipeline = min(sends * transfer, line.span - line.busy[worst])
     data = data_seconds(case, links, forward, backward)
-    exchange = m * sum(c.forward_exchange + c.backward_exchange for c in mine)
+    exchange = m * sum(c.forward_exchange + c.backward_exchange for c in mine) - line.filled[worst]
     context = m * sum(c.forward_context + c.backward_context for c in mine)
     compute = line.busy[worst] - tensor - exchange - context
     # Every pass waits for its neighbours and every step for all: the pace is that of the slowest device at computing.
@@ -165,6 +166,14 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
         jitter=jitter,
     )
     return summary(case, machine, split, line)
+
+
+def exchanges_of(case: Case, chunks: Sequence[Cost]) -> Exchanges | None:
+    """Return the exchanges of rows in the passes of chunks of these costs; None: experts are not divided."""
+    if case.ep == 1:
+        return None
+    fills = case.engine.expert_overlap == "shared"  # what this program's engine does
+    return Exchanges([c.fillable if fills else 0.0 for c in chunks], [c.backward_exchange for c in chunks])
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megatron_port.parallel.experts import Dispatched, plan_exchange, send_home
 from megatron_port.parallel.state import StatePiece
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP64, Run, compare
+from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.session.assemble import build_engine
 
 EP2, TP2 = Topology(dp=2, ep=2), Topology(tp=2, ep=2)
@@ -196,6 +198,37 @@ def test_rows_cross_four_times(ranks: RankPool) -> None:
     tokens, layers, width = 4 * config.model.seq_length, 2, 8
     assert sum(rows for rows, _ in found) == 4 * 3 * 16 * width * tokens * layers
     assert all(counts == layers * 4 // 2 // config.batch.micro_batch_size for _, counts in found)
+
+
+def filled_run(config: RunConfig, topology: Topology, fills: bool) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Gradients of a step, products computed, and those of them while rows were on their way."""
+    ctx = ParallelContext.create(topology, "cpu")
+    made = make_schedule if fills else lambda *args, exchanges: make_schedule(*args)
+    try:
+        engine = build_engine(config, ctx, providers_of(config))
+        assert isinstance(engine, NativeEngine)
+        seen: dict[str, torch.Tensor] = {}
+        engine.on_gradients = lambda found: seen.update({r.name: g.clone() for r, g in found})
+        with patch("megatron_port.engine.native.make_schedule", made):
+            engine.train_step(make_batches(config, ctx)(0), step=0, lr=1e-2)
+        return seen, engine.wgrad_accumulator.computed, engine.wgrad_accumulator.beside
+    finally:
+        ctx.close()
+
+
+def test_weight_passes_that_fill_exchanges_change_no_bit(ranks: RankPool) -> None:
+    """One stage, four micro-batches: the weight passes of three run beside the next one's forward pass, all of their
+    products between the start of an exchange and its end; each product once, and every sum in the same order."""
+    config = case(EP2, top_k=2, shared_ffn_hidden_size=8)
+    config = dataclasses.replace(
+        config, layout=dataclasses.replace(config.layout, pipeline_schedule="zb-h1"),
+        batch=dataclasses.replace(config.batch, global_batch_size=8, micro_batch_size=1),
+        precision=dataclasses.replace(config.precision, dtype="fp32"),
+    )
+    plain, found = (ranks.run(2, filled_run, config, EP2, fills) for fills in (False, True))
+    for (before, computed, none), (after, count, beside) in zip(plain, found, strict=True):
+        assert before.keys() == after.keys() and all(torch.equal(g, after[name]) for name, g in before.items())
+        assert (count, none) == (computed, 0) and beside == computed * 3 // 4
 
 
 def flipped_copy(config: RunConfig, topology: Topology, what: str) -> str:

@@ -32,7 +32,7 @@ from megatron_port.plan.links import Links, span
 from megatron_port.plan.memory import held_bytes, plan_memory
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.search import options_of, search, settings_of
-from megatron_port.plan.step import plan_step
+from megatron_port.plan.step import chunk_costs, plan_step
 from megatron_port.plan.text import explain, render
 from megatron_port.plan.verdict import make_plan
 
@@ -125,6 +125,31 @@ def test_exchange_moves_four_rows_a_token(tp: int, ep: int, inside: float, outsi
     assert 0 < shown.forward_exchange - cost.forward_exchange < once
     assert 0 < shown.backward_exchange - cost.backward_exchange < (2 if again else 1) * once
     assert (alone.forward_exchange + alone.backward_exchange) * 1e9 > moved  # the counts, and the host
+
+
+def test_weight_passes_fill_exchanges_of_zero_bubble() -> None:
+    """Those of the shared blocks' engine alone; what they fill is no longer waited for, and the step is shorter by it,
+    but for what the first and last micro-batches wait for."""
+    config = run(pipeline_parallel_size=2, pipeline_schedule="zb-h1", expert_parallel_size=8)
+    case, machine = case_of(config)[0], bare(config)
+    filled, plain = plan_step(case, machine), plan_step(
+        replace(case, engine=replace(case.engine, expert_overlap="none")), machine
+    )
+    layer = model_spec(MODEL).layers[-1]
+    assert layer.moe is not None and case.micro_batches == 4 and sum(plain.timeline.filled) == 0
+    assert max(filled.timeline.filled) == pytest.approx(
+        2 * min(2 * 2 * exchange_seconds(case, layer.moe, Links.of(machine)), weight_seconds(case, machine)), rel=0.2
+    )
+    assert plain.seconds > filled.seconds
+    assert filled.split.experts == pytest.approx(
+        case.micro_batches * sum(chunk_costs(case, machine)[-1].parts[4:6]) - filled.timeline.filled[-1]
+    )
+
+
+def weight_seconds(case: Case, machine: Machine) -> float:
+    """Seconds of the last stage's weight pass."""
+    last = chunk_costs(case, machine)[-1]
+    return (last.passes[1] - last.backward_exchange) / 2
 
 
 def test_a_token_may_go_once_to_each_node() -> None:

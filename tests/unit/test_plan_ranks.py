@@ -99,7 +99,8 @@ CASES = [
     ("masked", "bf16", {}, 0), ("masked", "fp32", {**P2, **SELECTIVE}, 0), ("window", "fp32", T2, 0),
     ("olmo", "bf16", T2, 0), ("olmo", "fp32", {**SP, **EVERY_SITE}, 0), ("gemma", "bf16", P2, 1),
     ("experts", "fp32", EP2, 0), ("experts", "bf16", {**EP2, **FULL, "zero_stage": 2}, 0),
-    ("experts", "fp32", {**EP2, **P2, "pipeline_schedule": "zb-h1"}, 1), ("experts", "fp32", {**EP2, **FULL}, 0),
+    ("experts", "fp32", {**EP2, **P2, "pipeline_schedule": "zb-h1", "global_batch": 20}, 1),
+    ("experts", "fp32", {**EP2, **FULL}, 0),
     ("sigmoid", "fp32", {**T2, "expert_parallel_size": 2}, 0), ("sigmoid", "bf16", {**SP, **EP2}, 0),
     ("sigmoid", "bf16", {**EP2, **P2, "data_parallel_size": 4, "zero_stage": 3}, 1),
     ("gpt", "fp32", CP2, 0), ("masked", "bf16", {**CP2, **SP, **P2, **ZERO1, "cp_order": "contiguous"}, 1),
@@ -126,12 +127,13 @@ def run_of(model: str, dtype: Any, layout: dict[str, Any]) -> RunConfig:
     base = {"zero_stage": 0, "vocab_padding_multiple": 8, "data_parallel_size": 1}
     layout = dict(layout)
     policy: Any = layout.pop("recompute", "none")
+    samples = layout.pop("global_batch", 8)
     return RunConfig(
         model=ModelConfig(**MODELS[model]), layout=LayoutConfig(**{**base, **layout}),
         activations=ActivationsConfig(policy=policy) if not isinstance(policy, tuple) else ActivationsConfig(
             policy="plan", layers=policy
         ),
-        batch=BatchConfig(micro_batch_size=2, global_batch_size=8), precision=PrecisionConfig(dtype=dtype),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=samples), precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(synthetic=True), engine="native", backend=BackendConfig(device="cpu", attention="math"),
     )
 
