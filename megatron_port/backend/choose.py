@@ -23,6 +23,7 @@ from megatron_port.backend.choose_attention import (
     refuse,
     shape_here,
 )
+from megatron_port.backend.choose_exchange import choose_exchange
 from megatron_port.backend.choose_fp8 import choose_fp8
 from megatron_port.backend.cross_entropy import torch_cross_entropy
 from megatron_port.backend.device import DeviceInfo
@@ -371,10 +372,11 @@ def choose_providers(
     rows = [attention_row, norm_row, activation_row, rotary_row, dropout_row, loss_row, optimizer_row]
     if attention_row.provider == "math":
         rows.insert(1, softmax_row)
-    experts = torch_experts
+    experts, row_exchange = torch_experts, None
     if moe is not None and moe.enabled:
         experts, row = chooser.experts(moe)
-        rows.append(row)
+        row_exchange, exchange_row = choose_exchange(config, device, dtype)
+        rows += [row, exchange_row]
     products: Fp8 | None = None
     if fp8 != "none":
         products, row = choose_fp8(config, fp8, device)
@@ -388,4 +390,5 @@ def choose_providers(
         partial_attention=PARTIALS.get(attention_row.provider),
         packed_attention=_packed_attention(attention_row.provider, device, softmax, split_rotary),
         bias_dropout_add_norm=_own_dropout_norm() if together else None, experts=experts,
+        row_exchange=row_exchange,
     )

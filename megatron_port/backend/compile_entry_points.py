@@ -304,10 +304,21 @@ def close_cute(guard: Guard, module: ModuleType) -> None:
         guard.refuse_in(module.Compiler, "compile", refusing)
 
 
+def close_mori(guard: Guard, module: ModuleType) -> None:
+    """Close MORI's compilers of kernels and of device code; what they have made before is found without them."""
+
+    def refusing(cfg: Any = None, source: Any = "?", *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(f"MORI's kernel {source}", 'MORI_PRECOMPILE=1 python -c "import mori", on a node with such a GPU')
+
+    for name in ("_hipcc_genco", "_hipcc_device_bc"):
+        guard.refuse_in(module, name, refusing)
+
+
 ENTRY_POINTS: dict[str, Callable[[Guard, ModuleType], None]] = {
     "apex.op_builder.builder": close_rocm_apex,
     "cutlass.base_dsl.compiler": close_cute,
     "deepspeed.ops.op_builder.builder": close_deepspeed,
+    "mori.jit.core": close_mori,
     "torch": close_torch,
     "torch.utils.cpp_extension": close_cpp_extension,
     "torch._inductor.compile_fx": close_compile_fx,

@@ -12,6 +12,7 @@ from megatron_port.backend.cross_entropy import CrossEntropyOps, torch_cross_ent
 from megatron_port.backend.experts import ExpertOps, torch_experts
 from megatron_port.backend.fp8 import Fp8
 from megatron_port.backend.partial_attention import MathPartial, PartialAttention
+from megatron_port.backend.row_exchange import RowExchange
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Providers:
     """Kernels of the layers' linears in 8 bits; None: in the compute dtype."""
     experts: ExpertOps = torch_experts
     """Router and moving of rows of layers of experts."""
+    row_exchange: RowExchange | None = None
+    """What exchanges those rows between ranks; None: torch's all-to-all."""
 
     def describe(self) -> str:
         """Return the table as text."""

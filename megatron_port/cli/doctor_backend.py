@@ -11,6 +11,7 @@ import torch
 from megatron_port.backend import kernels
 from megatron_port.backend.choose import Chooser
 from megatron_port.backend.choose_attention import AttentionNeeds, shape_here
+from megatron_port.backend.choose_exchange import choose_exchange
 from megatron_port.backend.choose_fp8 import choose_fp8
 from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, installed_accelerators
 from megatron_port.backend.jit_guard import (
@@ -160,6 +161,7 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
     }
     if model.moe.enabled:
         picks["experts"] = lambda: chooser.experts(model.moe)[1]
+        picks["experts_exchange"] = lambda: choose_exchange(config.backend, device, dtype)[1]
     if config.precision.fp8 != "none" and visible:
         picks["quantise"] = lambda: chooser.quantise()[1]
         picks["scaled_mm"] = lambda: choose_fp8(config.backend, config.precision.fp8, device)[1]

@@ -10,6 +10,9 @@ from megatron_port.config.ranges import Count, CountOrZero, Fraction, NonNegativ
 if TYPE_CHECKING:
     from megatron_port.config.schema import ModelConfig, RunConfig
 
+DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""Numbers of ranks for which DeepEP's high-throughput kernels have settings."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -184,6 +187,13 @@ def _run_problems(config: RunConfig) -> list[str]:
             f"at most tensor_parallel_size {tp}{f' x context_parallel_size {cp}' if cp > 1 else ''}, or "
             "replay_interval 0"
         )
+    exchange = config.backend.experts_exchange
+    if exchange != "torch" and ep == 1:
+        out.append(f'backend.experts_exchange "{exchange}" with layout.expert_parallel_size 1: nothing is exchanged; '
+                   'use "torch"')
+    elif exchange == "deepep" and ep not in DEEPEP_SIZES:
+        out.append(f'backend.experts_exchange "deepep" with layout.expert_parallel_size {ep}: it has settings for '
+                   f"{', '.join(map(str, DEEPEP_SIZES))} ranks; use one of those, or \"torch\"")
     if config.precision.fp8 != "none":
         out.append(f'precision.fp8 "{config.precision.fp8}" is not built for layers of experts; use fp8 = "none"')
     if config.backend.graphs != "off":

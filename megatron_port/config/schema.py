@@ -305,6 +305,9 @@ class BackendConfig:
     """auto | own | torch"""
     experts: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: router and moving of rows under model.moe; rows have the same bits from both"""
+    experts_exchange: Literal["torch", "deepep", "mori"] = "torch"
+    """torch | deepep (NVIDIA, bf16) | mori (AMD, bf16 and fp32): what exchanges rows of tokens between the ranks that
+    share experts. The last two are packages that must be installed; results have the same bits."""
     quantise: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: casts to 8 bits under precision.fp8; both give the same bits"""
     scaled_mm: Literal["auto", "torch", "reference"] = "auto"

@@ -15,7 +15,7 @@ from megatron_port.model.router import Route, Router
 from megatron_port.model.spec import MoESpec
 from megatron_port.parallel.collectives import join_shares, take_share
 from megatron_port.parallel.expert_rows import combined, copies
-from megatron_port.parallel.experts import Dispatched, Exchange, grouped_linear, plan_exchange, send_home
+from megatron_port.parallel.experts import Dispatched, grouped_linear, plan_exchange, send_home
 from megatron_port.parallel.linear import linear
 from megatron_port.parallel.record import SEQUENCE, InitSpec, Shard, attach, make_record
 
@@ -71,6 +71,7 @@ class MoE(nn.Module):
         self.group, self.sequence_parallel = ctx.over("tp"), build.sequence_parallel
         self.expert_group, self.num_experts = ctx.over("ep"), spec.num_experts
         self.pieces, self.ops = ctx.size("tp"), build.providers.experts
+        self.row_exchange = build.providers.row_exchange
         self.exchanges = 0 if self.expert_group is None else EXCHANGES
         share = replace(build.partition, piece=ctx.index("tp"), pieces=self.pieces)
         self.router = Router(index, spec, build, share)
@@ -86,9 +87,10 @@ class MoE(nn.Module):
         # The gradients of router and rows meet here, on every layout, before they join those of others that read x.
         tokens = tokens.view_as(tokens)
         route = self.router(tokens)
-        exchange, rows, place = self._dispatched(tokens.flatten(0, 1), route)
+        rows, place = self._dispatched(tokens.flatten(0, 1), route)
         beside = self._beside(x)  # while the rows travel
-        results = send_home(self.experts(rows.arrive(), exchange.counts), exchange)
+        arrived, exchange = rows.arrive()
+        results = send_home(self.experts(arrived, exchange.counts), exchange)
         out = combined(results, place, route.weights, self.ops).view_as(tokens)
         if not self.sequence_parallel:
             out = join_shares(out, self.group)[: x.shape[0]]
@@ -99,7 +101,7 @@ class MoE(nn.Module):
         missing = -x.shape[0] % self.pieces
         return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
-    def _dispatched(self, tokens: torch.Tensor, route: Route) -> tuple[Exchange, Dispatched, torch.Tensor]:
+    def _dispatched(self, tokens: torch.Tensor, route: Route) -> tuple[Dispatched, torch.Tensor]:
         """Send copies of the tokens [tokens, hidden] to their experts; return also where each token's copies are in
         this rank's order by expert, int64 [tokens, k] (-1: dropped)."""
         k, experts = route.experts.shape[1], route.experts.flatten()
@@ -107,12 +109,13 @@ class MoE(nn.Module):
             experts = experts.masked_fill(~route.kept.flatten(), self.num_experts)
         by_expert = experts.sort(stable=True)
         counts = torch.bincount(experts, minlength=self.num_experts + 1)[: self.num_experts]
-        exchange = plan_exchange(counts, self.expert_group).filled_by(self.experts.up_weight)
+        exchange = plan_exchange(counts, self.expert_group, self.row_exchange, len(experts))
+        exchange = exchange.filled_by(self.experts.up_weight)
         order = by_expert.indices[: sum(exchange.sent)]
         place = torch.full_like(experts, -1)
         place[order] = torch.arange(len(order), device=order.device)
         place = place.view(-1, k)
-        return exchange, Dispatched(copies(tokens, order // k, place, self.ops), exchange), place
+        return Dispatched(copies(tokens, order // k, place, self.ops), exchange), place
 
     def _beside(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return what every token passes beside its experts."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_port.backend.direct import FirstOrderFunction, first_order
+from megatron_port.backend.row_exchange import Arriving, Manifest, RowExchange, RowTransport
 from megatron_port.parallel.collectives import Group
 from megatron_port.parallel.device_streams import in_flight
 from megatron_port.parallel.linear import WgradAccumulator
@@ -42,6 +43,7 @@ class Exchange:
     counts: tuple[int, ...]
     order: torch.Tensor | None = None
     back: torch.Tensor | None = None
+    transport: RowTransport | None = None
     meanwhile: Callable[[], None] = lambda: None
 
     def filled_by(self, weight: torch.Tensor) -> Exchange:
@@ -49,9 +51,24 @@ class Exchange:
         accumulator: WgradAccumulator | None = getattr(weight, "wgrad_accumulator", None)
         return self if accumulator is None else replace(self, meanwhile=accumulator.during_exchange)
 
+    def arranged(self) -> Exchange:
+        """Return the exchange for rows in the order in which its transport has brought them."""
+        places = None if self.transport is None else self.transport.arranged()
+        if places is None or self.order is None:
+            return self
+        order = places[self.order]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return replace(self, order=order, back=back)
 
-def plan_exchange(counts: torch.Tensor, group: Group) -> Exchange:
-    """Return the exchange of rows sorted by expert, ``counts`` int64 [E] of each. Collective; the host waits for it."""
+
+def plan_exchange(
+    counts: torch.Tensor, group: Group, provider: RowExchange | None = None, most: int = 0
+) -> Exchange:
+    """Return the exchange of rows sorted by expert, ``counts`` int64 [E] of each. Collective; the host waits for it.
+
+    ``provider`` makes what moves the rows, of which no rank sends more than ``most``; None: torch's all-to-all.
+    """
     if group is None:
         mine = tuple(counts.tolist())
         return Exchange(None, (sum(mine),), (sum(mine),), mine)
@@ -65,9 +82,36 @@ def plan_exchange(counts: torch.Tensor, group: Group) -> Exchange:
     order = expert.argsort(stable=True)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return Exchange(
+    exchange = Exchange(
         group, tuple(map(sum, ours)), tuple(map(sum, theirs)), tuple(here), order, back
     )
+    sent, received = exchange.sent, exchange.received
+    if provider is None:
+        return replace(exchange, transport=_AllToAll(group, sent, received))
+    manifest = Manifest(group, dist.get_rank(group), sent, received, counts, most)
+    return replace(exchange, transport=provider(manifest))
+
+
+class _AllToAll:
+    """Rows moved by torch.distributed, in the order of their ranks and as they were sent (``RowTransport``)."""
+
+    def __init__(self, group: Group, sent: tuple[int, ...], received: tuple[int, ...]) -> None:
+        self.group, self.sent, self.received = group, sent, received
+
+    def start(self, rows: torch.Tensor, *, to_experts: bool) -> Arriving:
+        out, into = (self.sent, self.received) if to_experts else (self.received, self.sent)
+        target = rows.new_empty((sum(into), rows.shape[1]))
+        work = dist.all_to_all_single(target, rows, list(into), list(out), group=self.group, async_op=True)
+        moving = in_flight(work, "exchange of rows", reads=[rows], writes=[target], queue="experts")
+
+        def wait() -> torch.Tensor:
+            moving.wait()
+            return target
+
+        return Arriving(target, wait)
+
+    def arranged(self) -> torch.Tensor | None:
+        return None
 
 
 class _Transfer:
@@ -75,31 +119,22 @@ class _Transfer:
 
     def __init__(self, exchange: Exchange, *, home: bool = False) -> None:
         self.exchange, self.home = exchange, home
-        self._work: dist.Work | None = None
-        self._rows = self._target = torch.empty(0)
+        self._arriving: Arriving | None = None
+        self._rows = torch.empty(0)
 
     def start(self, rows: torch.Tensor, *, forward: bool) -> torch.Tensor:
         """Start to exchange ``rows``; return the memory for those that come, undefined until :meth:`wait`."""
-        out, into = self.exchange.sent, self.exchange.received
-        if forward == self.home:
-            out, into = into, out
+        assert self.exchange.transport is not None
         self._rows = rows.contiguous()  # lives until it has been read
-        self._target = rows.new_empty((sum(into), rows.shape[1]))
-        work = dist.all_to_all_single(
-            self._target, self._rows, list(into), list(out), group=self.exchange.group, async_op=True
-        )
-        self._work = in_flight(
-            work, "exchange of rows", reads=[self._rows], writes=[self._target], queue="experts"
-        )
-        return self._target
+        self._arriving = self.exchange.transport.start(self._rows, to_experts=forward != self.home)
+        return self._arriving.memory
 
     def wait(self) -> torch.Tensor:
         """Wait for the rows (on a GPU the stream does) and return them."""
-        assert self._work is not None
+        assert self._arriving is not None
         self.exchange.meanwhile()
-        self._work.wait()
-        out, self._work = self._target, None
-        self._rows = self._target = torch.empty(0)
+        out = self._arriving.wait()
+        self._arriving, self._rows = None, torch.empty(0)
         return out
 
 
@@ -140,14 +175,14 @@ class Dispatched:
             self._transfer = _Transfer(exchange)
             self._rows = _Sending.apply(rows, self._transfer)
 
-    def arrive(self) -> torch.Tensor:
-        """Return the rows that this rank's experts compute with, sorted by expert."""
-        exchange = self.exchange
+    def arrive(self) -> tuple[torch.Tensor, Exchange]:
+        """Return the rows that this rank's experts compute with, sorted by expert, and the exchange of the results."""
         if self._transfer is None:
-            return self._rows
+            return self._rows, self.exchange
         rows = _Arrived.apply(self._rows, self._transfer)
+        exchange = self.exchange.arranged()
         assert exchange.order is not None and exchange.back is not None
-        return _reordered(rows, exchange.order, exchange.back)
+        return _reordered(rows, exchange.order, exchange.back), exchange
 
 
 def send_home(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:

@@ -102,7 +102,7 @@ def exchange_unequal_rows() -> tuple[torch.Tensor, torch.Tensor, bool]:
     counts = torch.tensor([1, 3] if rank == 0 else [0, 0])
     exchange = plan_exchange(counts, group)
     rows = (torch.arange(8.0).view(4, 2) if rank == 0 else torch.empty(0, 2)).requires_grad_()
-    arrived = Dispatched(rows, exchange).arrive()
+    arrived, exchange = Dispatched(rows, exchange).arrive()
     home = send_home(arrived * (rank + 1.0), exchange)
     home.backward(torch.ones_like(home))
     assert rows.grad is not None
