@@ -100,6 +100,7 @@ def _reference(args: argparse.Namespace, session: Session, weights: Weights) -> 
 
 
 def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
+    from megatron_port.data.rank_view import RankView
     from megatron_port.inference.perplexity import perplexity
     from megatron_port.session.assemble import build_engine
 
@@ -107,7 +108,8 @@ def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) ->
     samples, size = _corpus(args, config) if args.data else _text(args, weights, config)
     engine = build_engine(config, session.ctx, session.providers, initialise=False)
     engine.load_weights(weights.read)
-    found = perplexity(engine, session.ctx, samples, micro_batch_size=config.batch.micro_batch_size)
+    view = RankView.on(config, session.ctx)
+    found = perplexity(engine, session.ctx, samples, view=view, micro_batch_size=config.batch.micro_batch_size)
     out: dict[str, Any] = {
         "source": str(weights.path), "corpus": args.data or args.text, "tokens": found.tokens, "loss": found.loss,
         "perplexity": found.perplexity, "seq_length": config.model.seq_length,

@@ -22,7 +22,5 @@ def mtp_problems(config: RunConfig) -> list[str]:
             config.precision.fp8 != "none",
         f'fine_tuning.method "{config.fine_tuning.method}", whose adapters are of the model\'s own layers; use '
         "mtp_layers = 0": config.fine_tuning.enabled,
-        f"layout.context_parallel_size {config.layout.context_parallel_size}: a rank lacks the tokens after its own; "
-        "use 1": config.layout.context_parallel_size > 1,
     }
     return [f"model.mtp_layers {m.mtp_layers} does not go with {what}" for what, there in found.items() if there]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_port.parallel.ahead import LookAhead
 from megatron_port.parallel.positions import Division
 
 
@@ -37,6 +38,9 @@ class MicroBatch:
     reference: torch.Tensor | None = None
     """float64 [batch, 2], on the last stage, of samples that are pairs: the reference's log-probability of the chosen
     and the rejected answer"""
+    ahead: LookAhead | None = None
+    """What each depth of multi-token prediction reads and predicts, on the last stage; None: the model predicts no
+    further tokens, or the rank holds whole samples, whose labels say it"""
 
     @property
     def masked(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from megatron_port.data.fingerprint import check_tokenizers, data_fingerprint
 from megatron_port.data.format import tokenizer_name
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.plugin_source import plugin_datasets
+from megatron_port.data.rank_view import RankView
 from megatron_port.data.remote import ReadAhead
 from megatron_port.data.run_datasets import (
     SPLITS,
@@ -39,25 +40,22 @@ class StepLoader:
         dp_rank, dp_size: this replica, and how many there are.
         eod_id: end-of-document id; with ``mask_eod_loss`` the prediction made from it
             (the first token of an unrelated document) is left out of the loss, as in Megatron-LM.
-        need_tokens, need_labels: what this pipeline stage consumes; with neither, no token is read.
         documents: the dataset's samples say where their documents start, which every stage is told.
         pairs: samples are pairs of answers, and have the reference's log-probabilities.
-        partition: which positions of a sequence this rank holds; tokens, labels and masks are of these.
+        view: this rank's part of each micro-batch; no token is read where it has none.
         remote: a corpus lies in a store; the samples of the step that follows are read beside training.
     """
 
     def __init__(self, dataset: TokenDataset, *, seq_length: int, micro_batch_size: int, dp_rank: int, dp_size: int,
-                 seed: int, eod_id: int, mask_eod_loss: bool, need_tokens: bool, need_labels: bool,
-                 documents: bool = False, pairs: bool = False, partition: SequencePartition = WHOLE_SEQUENCE,
+                 seed: int, eod_id: int, mask_eod_loss: bool, view: RankView, documents: bool = False,
+                 pairs: bool = False,
                  remote: bool = False) -> None:
         if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
             raise ValueError(f"replica {dp_rank} of {dp_size}, micro-batch {micro_batch_size}")
         self.dataset, self.seq_length, self.seed = dataset, seq_length, seed
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self.eod_id, self.mask_eod_loss = eod_id, mask_eod_loss
-        self.need_tokens, self.need_labels, self.documents = need_tokens, need_labels, documents
-        self.pairs = pairs
-        self.positions = partition.held(seq_length)
+        self.view, self.documents, self.pairs = view, documents, pairs
         self.ahead = ReadAhead(lambda k: dataset.draw(seed, k)) if remote else None
 
     def sample_ids(self, first_sample: int, global_batch: int) -> list[tuple[int, ...]]:
@@ -77,7 +75,7 @@ class StepLoader:
         """
         read, starts = partial(self.dataset.draw, self.seed), partial(self.dataset.drawn_starts, self.seed)
         step = [self._pack(ids, read, starts) for ids in self.sample_ids(first_sample, global_batch)]
-        if self.ahead and self._reads:
+        if self.ahead and self.view.reads:
             self.ahead.read(k for ids in self.sample_ids(first_sample + global_batch, global_batch) for k in ids)
         return step
 
@@ -107,20 +105,9 @@ class StepLoader:
             return self.dataset.starts(index)
         return np.zeros(self.seq_length, dtype=np.int32) if self.documents else None
 
-    @property
-    def _reads(self) -> bool:
-        return self.need_tokens or self.need_labels
-
-    def _held(self, rows: np.ndarray) -> torch.Tensor:
-        """Return the positions of [batch, seq] that this rank holds."""
-        return self.positions.take(torch.from_numpy(rows), dim=1).contiguous()
-
-    def _starts(self, rows: Iterable[np.ndarray | None]) -> torch.Tensor | None:
-        return torch.from_numpy(np.stack([row for row in rows if row is not None])) if self.documents else None
-
     def _reference(self, rows: Sequence[Sample]) -> torch.Tensor | None:
         """Return float64 [batch, 2], zeros for samples that fill up a batch; None: not for this stage."""
-        if not (self.pairs and self.need_labels):
+        if not (self.pairs and self.view.need_labels):
             return None
         return torch.from_numpy(np.stack([np.zeros(2) if row.reference is None else row.reference for row in rows]))
 
@@ -136,23 +123,25 @@ class StepLoader:
             masked: with a mask even where all do.
         """
         masked = masked or self.mask_eod_loss or self.dataset.masked
-        if not self._reads:
-            return MicroBatch(sample_ids=ids, labels_masked=masked, document_starts=self._starts(map(starts, ids)))
+        if not self.view.reads:
+            return self.view.micro_batch(ids, None, starts=map(starts, ids) if self.documents else (),
+                                         labels_masked=masked)
         rows = [read(k) for k in ids]
-        both = np.stack([row.tokens for row in rows])
-        tokens = self._held(both[:, :-1])
-        mask: torch.Tensor | None = None
-        if self.need_labels and masked:
-            mask = (tokens != self.eod_id).float() if self.mask_eod_loss else torch.ones(tokens.shape)
-            if self.dataset.masked:
-                all_count = np.ones(self.seq_length, dtype=bool)
-                mask *= self._held(np.stack([all_count if row.counted is None else row.counted for row in rows]))
-            if counted is not None:
-                mask[counted:] = 0.0
-        return MicroBatch(sample_ids=ids, tokens=tokens if self.need_tokens else None,
-                          labels=self._held(both[:, 1:]) if self.need_labels else None,
-                          loss_mask=mask, labels_masked=masked, reference=self._reference(rows),
-                          document_starts=self._starts(row.starts for row in rows))
+        tokens = np.stack([row.tokens for row in rows])
+        mask = self._mask(rows, tokens, counted) if self.view.need_labels and masked else None
+        return self.view.micro_batch(ids, tokens, mask=mask, labels_masked=masked, reference=self._reference(rows),
+                                     starts=(row.starts for row in rows) if self.documents else ())
+
+    def _mask(self, rows: Sequence[Sample], tokens: np.ndarray, counted: int | None) -> torch.Tensor:
+        """Return which labels of the samples count, float32 [batch, seq]."""
+        read = torch.from_numpy(tokens[:, :-1])
+        mask = (read != self.eod_id).float() if self.mask_eod_loss else torch.ones(read.shape)
+        if self.dataset.masked:
+            all_count = np.ones(self.seq_length, dtype=bool)
+            mask *= torch.from_numpy(np.stack([all_count if row.counted is None else row.counted for row in rows]))
+        if counted is not None:
+            mask[counted:] = 0.0
+        return mask
 
 
 @dataclass(frozen=True)
@@ -222,14 +211,16 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
                   train_samples: int | None = None, partition: SequencePartition = WHOLE_SEQUENCE) -> Loaders:
     """Return the loaders of a run for one replica and stage, with the positions that ``partition`` gives this rank.
 
-    ``train_samples``: samples that the whole run consumes; only Megatron's order depends
-    on it (default: training.steps · global_batch_size, right without a ramp-up).
+    ``need_tokens``, ``need_labels``: what the stage consumes; with neither, no token is read. ``train_samples``:
+    samples that the whole run consumes; only Megatron's order depends on it (default: training.steps ·
+    global_batch_size, right without a ramp-up).
 
     Raises:
         DataError: no corpus, a damaged one, one too small for a sample, or of another tokenizer; a plugin's source
             without samples.
     """
     run, data = run_config, run_config.data
+    view = RankView.of(run, need_tokens=need_tokens, need_labels=need_labels, partition=partition)
     name: str | None = None
     eod = -1
     tokenizer: dict[str, Any] = {}
@@ -260,8 +251,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     loaders = [None if d is None else StepLoader(
         d, seq_length=run.model.seq_length, micro_batch_size=run.batch.micro_batch_size, dp_rank=dp_rank,
         dp_size=dp_size, seed=run.seed, eod_id=eod, mask_eod_loss=data.mask_eod_loss,
-        need_tokens=need_tokens, need_labels=need_labels, documents=within_documents(run), partition=partition,
-        pairs=run.training.on_pairs, remote=remote) for d in sets]
+        view=view, documents=within_documents(run), pairs=run.training.on_pairs, remote=remote) for d in sets]
     assert loaders[0] is not None, "the training split was checked above"
     return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod,
                    tokenizer=tokenizer, data_fingerprint=fingerprint)

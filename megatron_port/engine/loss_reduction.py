@@ -57,12 +57,17 @@ def ahead_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, dept
     counts = torch.zeros(depths, dtype=torch.float64)
     for batch in micro_batches:
         assert batch.labels is not None  # on the last stage
+        if batch.ahead is not None:
+            counts += batch.ahead.counted.sum(dim=(1, 2)).cpu()
+            continue
+        if ctx.size("cp") > 1:
+            raise ValueError("MicroBatch.ahead is None: context-parallel ranks lack the tokens after their own")
         for depth in range(depths):
             counts[depth] += counted_ahead(
                 depth + 1, (batch.labels.shape[0], batch.labels.shape[1]), mask=batch.loss_mask,
                 starts=batch.document_starts, device=batch.labels.device,
             ).sum()
-    if not any(b.masked or b.document_starts is not None for b in micro_batches):
+    if ctx.size("cp") == 1 and not any(b.masked or b.document_starts is not None for b in micro_batches):
         return tuple((counts * ctx.size("dp")).tolist())
     counts, replicas = counts.to(ctx.device), ctx.over(*REPLICAS)
     if replicas is not None:

@@ -10,7 +10,7 @@ mask does not count, and other documents under ``attention_documents = "within"`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_port.data.batch import MicroBatch
+from megatron_port.data.rank_view import RankView
 from megatron_port.data.sample import Sample, document_starts
 from megatron_port.engine.api import Engine
 from megatron_port.errors import DataError
@@ -67,14 +68,18 @@ def windows(tokens: int, seq_length: int, stride: int) -> int:
     return 1 + max(0, -(-(tokens - 1 - seq_length) // stride))
 
 
-def perplexity(engine: Engine, ctx: ParallelContext, samples: Samples, *, micro_batch_size: int) -> Perplexity:
+def perplexity(
+    engine: Engine, ctx: ParallelContext, samples: Samples, *, view: RankView, micro_batch_size: int
+) -> Perplexity:
     """Return the mean loss over the labels that count. Collective, the same on all ranks.
+
+    ``view``: this rank's part of each micro-batch.
 
     Raises:
         DataError: an id that the model does not have, or no label counts.
     """
     total, counted = 0.0, 0
-    for step in sample_steps(samples, ctx, micro_batch_size):
+    for step in sample_steps(samples, ctx, view, micro_batch_size):
         result = engine.eval_step(step)
         total, counted = total + result.loss_sum, counted + result.tokens
     if not counted:
@@ -132,39 +137,31 @@ class StreamWindows:
         return document_starts(self.documents(start, min(self.seq_length, self.tokens - start)), self.seq_length)
 
 
-def sample_steps(samples: Samples, ctx: ParallelContext, size: int) -> Iterator[list[MicroBatch]]:
+def sample_steps(
+    samples: Samples, ctx: ParallelContext, view: RankView, size: int
+) -> Iterator[list[MicroBatch]]:
     """Yield the micro-batches of this replica, as many on each, :data:`MICRO_BATCHES` at a time; of samples beyond the
     last one, which fill up, nothing counts."""
     replicas, own = ctx.size("dp"), ctx.index("dp")
     rounds = -(-len(samples) // (size * replicas))
     for first in range(0, rounds, MICRO_BATCHES):
         yield [
-            _micro_batch(samples, tuple((m * replicas + own) * size + i for i in range(size)), ctx)
+            _micro_batch(samples, tuple((m * replicas + own) * size + i for i in range(size)), view)
             for m in range(first, min(first + MICRO_BATCHES, rounds))
         ]
 
 
-def _micro_batch(samples: Samples, ids: tuple[int, ...], ctx: ParallelContext) -> MicroBatch:
-    """Return this stage's part of some samples; of those beyond the last one nothing counts."""
+def _micro_batch(samples: Samples, ids: tuple[int, ...], view: RankView) -> MicroBatch:
+    """Return this rank's part of some samples; of those beyond the last one nothing counts."""
     here = [min(i, len(samples) - 1) for i in ids]
-    if not ctx.is_first_stage and not ctx.is_last_stage:
-        return MicroBatch(ids, labels_masked=True, document_starts=_stacked([samples.starts(i) for i in here]))
+    if not view.reads:
+        return view.micro_batch(ids, None, starts=map(samples.starts, here), labels_masked=True)
     drawn = [samples.sample(i) for i in here]
-    both = torch.from_numpy(np.stack([s.tokens for s in drawn]))
+    both = np.stack([s.tokens for s in drawn])
     counts = torch.ones(len(ids), both.shape[1] - 1)
     for row, sample, index in zip(counts, drawn, ids):
         if index >= len(samples):
             row.zero_()
         elif sample.counted is not None:
             row *= torch.from_numpy(sample.counted)
-    return MicroBatch(
-        ids, tokens=both[:, :-1].contiguous() if ctx.is_first_stage else None,
-        labels=both[:, 1:].contiguous() if ctx.is_last_stage else None,
-        loss_mask=counts if ctx.is_last_stage else None, labels_masked=True,
-        document_starts=_stacked([s.starts for s in drawn]),
-    )
-
-
-def _stacked(rows: Sequence[np.ndarray | None]) -> torch.Tensor | None:
-    found = [row for row in rows if row is not None]
-    return torch.from_numpy(np.stack(found)) if found else None
+    return view.micro_batch(ids, both, mask=counts, starts=(s.starts for s in drawn), labels_masked=True)

@@ -16,6 +16,7 @@ from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.packing import PADDING
 from megatron_port.data.pairs import check_pairs
 from megatron_port.data.reference import ReferenceHeader, read_header, write_reference
+from megatron_port.data.rank_view import RankView
 from megatron_port.data.sample import Sample
 from megatron_port.engine.api import Engine
 from megatron_port.engine.loss_reduction import summed_over_replicas
@@ -74,7 +75,7 @@ def log_probabilities(engine: Engine, ctx: ParallelContext, documents: WholeDocu
     """Return the log-probability of the counted tokens of each document, float64 [documents]. Collective, the same on
     all ranks."""
     sums = torch.zeros(len(documents), dtype=torch.float64, device=ctx.device)
-    for step in sample_steps(documents, ctx, 1):
+    for step in sample_steps(documents, ctx, RankView(ctx.is_first_stage, ctx.is_last_stage), 1):
         engine.eval_step(step)
         for batch, loss in zip(step, engine.micro_batch_losses()):
             if batch.sample_ids[0] < len(documents):

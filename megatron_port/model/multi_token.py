@@ -18,7 +18,7 @@ from megatron_port.model.latent_attention import Down
 from megatron_port.model.layers import Head, TransformerLayer, embedding_factor
 from megatron_port.model.norm import Norm
 from megatron_port.model.unit_spec import HeadSpec, PredictionSpec
-from megatron_port.parallel.ahead import counted_ahead, labels_ahead, tokens_ahead
+from megatron_port.parallel.ahead import look_ahead
 from megatron_port.parallel.embedding import VocabParallelEmbedding
 from megatron_port.parallel.step import StepContext
 
@@ -99,12 +99,10 @@ def further_losses(
     model's tokens, so what is added is ``weight`` / depths of the mean, times these. ``head`` has run before.
     """
     hidden, total = head.take_hidden(), None
+    ahead = context.ahead or look_ahead(labels, mask, context.document_starts, len(context.ahead_tokens))
     for depth, (part, count) in enumerate(zip(predictions, context.ahead_tokens, strict=True), 1):
-        hidden, logits = part(hidden, tokens_ahead(labels, depth), head)
-        counted = counted_ahead(
-            depth, (labels.shape[0], labels.shape[1]), mask=mask, starts=context.document_starts, device=labels.device
-        )
-        losses = (head.token_losses(logits, labels_ahead(labels, depth)) * counted).sum()
+        hidden, logits = part(hidden, ahead.tokens[depth - 1], head)
+        losses = (head.token_losses(logits, ahead.labels[depth - 1]) * ahead.counted[depth - 1]).sum()
         mean = losses / max(count, 1.0)
         context.add_auxiliary(f"{_LOSS}{depth}", mean)
         added = mean * (weight / len(context.ahead_tokens) * context.global_tokens)

@@ -16,6 +16,8 @@ from megatron_port.model.site_parking import mark_as_of_all_layers
 from megatron_port.model.spec import Rotation
 from megatron_port.parallel.positions import Positions
 
+_KEPT = 8
+"""Sets of positions whose rows are kept: those of the micro-batches in flight, where each has its own."""
 Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, float32 [rows, head_size / 2]"""
 
@@ -99,11 +101,12 @@ class RotaryTables:
         made = self._table(positions.stop, device)
         if len(positions.runs) == 1:
             return made if positions.count == len(made[0]) else (positions.take(made[0]), positions.take(made[1]))
-        found = self._gathered.get((device, positions))
+        found = self._gathered.pop((device, positions), None)
         if found is None:
-            found = self._gathered[device, positions] = (
-                mark_as_of_all_layers(positions.take(made[0])), mark_as_of_all_layers(positions.take(made[1])),
-            )
+            found = mark_as_of_all_layers(positions.take(made[0])), mark_as_of_all_layers(positions.take(made[1]))
+            if len(self._gathered) >= _KEPT:
+                del self._gathered[next(iter(self._gathered))]
+        self._gathered[device, positions] = found  # the last: what has not been asked for longest goes first
         return found
 
     def rows_at(self, positions: torch.Tensor, length: int) -> Tables:

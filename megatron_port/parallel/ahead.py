@@ -6,6 +6,9 @@ position i + k. Depth 0 is the model itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -42,3 +45,34 @@ def counted_ahead(
     if starts is not None:
         found = found * (starts[:, depth:] == starts[:, : shape[1] - depth]).to(found.dtype)
     return F.pad(found, (0, depth))
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """What each depth of multi-token prediction, from 1 on, reads and predicts at some positions of the samples."""
+
+    tokens: torch.Tensor
+    """int64 [depths, batch, positions]; :func:`tokens_ahead`."""
+    labels: torch.Tensor
+    """int64, the same shape; :func:`labels_ahead`."""
+    counted: torch.Tensor
+    """float32, the same shape; :func:`counted_ahead`."""
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LookAhead:
+        """Return the same with each tensor changed."""
+        return LookAhead(change(self.tokens), change(self.labels), change(self.counted))
+
+
+def look_ahead(
+    labels: torch.Tensor, mask: torch.Tensor | None, starts: torch.Tensor | None, depths: int
+) -> LookAhead:
+    """Return what ``depths`` depths read and predict at all positions of whole samples; arguments as in
+    :func:`counted_ahead`."""
+    shape, numbers = (labels.shape[0], labels.shape[1]), range(1, depths + 1)
+    return LookAhead(
+        torch.stack([tokens_ahead(labels, depth) for depth in numbers]),
+        torch.stack([labels_ahead(labels, depth) for depth in numbers]),
+        torch.stack([
+            counted_ahead(depth, shape, mask=mask, starts=starts, device=labels.device) for depth in numbers
+        ]),
+    )

@@ -21,7 +21,7 @@ from megatron_port.backend.attention import Attention
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.mask import AttentionMask, key_ends
 from megatron_port.parallel.collectives import Group, all_gather_first, reduce_scatter_first
-from megatron_port.parallel.positions import Division, Positions, SequencePartition
+from megatron_port.parallel.positions import Division, Positions, Run, SequencePartition
 
 
 class DropoutOf(Protocol):
@@ -61,18 +61,17 @@ class _Gather(torch.autograd.Function):
 def in_order(x: torch.Tensor, division: Division) -> torch.Tensor:
     """Return the rows of all positions in the sequence's order from those of the ranks, one rank's after another's:
     [seq, ...] → same."""
-    places = sorted(range(division.chunks), key=division.order.__getitem__)
-    return x if division.in_order else _rearranged(x, places)
+    return x if division.in_order else _rearranged(x, division.chunks, division.to_sequence)
 
 
 def by_rank(x: torch.Tensor, division: Division) -> torch.Tensor:
     """Return the rows of the ranks, one rank's after another's, from those of all positions in the sequence's order."""
-    return x if division.in_order else _rearranged(x, division.order)
+    return x if division.in_order else _rearranged(x, division.chunks, division.to_ranks)
 
 
-def _rearranged(x: torch.Tensor, chunks: list[int] | tuple[int, ...]) -> torch.Tensor:
-    rows = x.shape[0] // len(chunks)
-    return torch.cat([x.narrow(0, chunk * rows, rows) for chunk in chunks])
+def _rearranged(x: torch.Tensor, chunks: int, runs: tuple[Run, ...]) -> torch.Tensor:
+    rows = x.shape[0] // chunks
+    return torch.cat([x.narrow(0, run.start * rows, run.length * rows) for run in runs])
 
 
 def gather_positions(x: torch.Tensor, group: dist.ProcessGroup | None, division: Division) -> torch.Tensor:

@@ -13,8 +13,9 @@ with several runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -111,20 +112,49 @@ class Division:
         if len({len(ranks) for ranks in self.by_rank}) > 1:
             raise ValueError(f"chunks {self.by_rank}: every rank must hold as many")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Made once: divisions by documents have hundreds of chunks, and every layer looks one up."""
+        return hash((self.chunks, self.by_rank))
+
     @property
     def ranks(self) -> int:
         """Number of ranks."""
         return len(self.by_rank)
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """The chunks in the order in which the ranks hold them, one rank's after another's."""
         return tuple(chunk for ranks in self.by_rank for chunk in ranks)
 
+    @cached_property
+    def to_ranks(self) -> tuple[Run, ...]:
+        """Runs of chunks of the sequence that, one after another, are what the ranks hold."""
+        return _merged(self.order)
+
+    @cached_property
+    def to_sequence(self) -> tuple[Run, ...]:
+        """Runs of chunks of what the ranks hold that, one after another, are the sequence."""
+        return _merged(sorted(range(self.chunks), key=self.order.__getitem__))
+
     @property
     def in_order(self) -> bool:
         """Whether the ranks' positions, one rank's after another's, are those of the sequence."""
-        return self.order == tuple(range(self.chunks))
+        return len(self.to_ranks) == 1
+
+
+def _merged(numbers: Sequence[int]) -> tuple[Run, ...]:
+    """Return the runs that these numbers are, in their order."""
+    runs: list[Run] = []
+    for number in numbers:
+        if runs and sum(runs[-1]) == number:
+            runs[-1] = Run(runs[-1].start, runs[-1].length + 1)
+        else:
+            runs.append(Run(number, 1))
+    return tuple(runs)
 
 
 WHOLE = Division()
@@ -136,7 +166,7 @@ def divide(ranks: int, order: str) -> Division:
     """Return the division that is the same for every micro-batch.
 
     ``order``: contiguous, one chunk on each rank; zigzag, an early and a late one, so that causal attention costs every
-    rank the same (the i-th and the i-th from the end).
+    rank the same (the i-th and the i-th from the end); balanced, which is zigzag where a sample is one document.
     """
     if ranks == 1:
         return WHOLE
@@ -204,14 +234,7 @@ def _held(partition: SequencePartition, seq_length: int) -> Positions:
     size, left = divmod(seq_length, partition.chunks)
     if left:
         raise ValueError(f"a sequence of {seq_length} tokens does not divide into {partition.chunks} equal chunks")
-    runs: list[Run] = []
-    for chunk in partition.held_chunks:
-        start = chunk * size
-        if runs and sum(runs[-1]) == start:
-            runs[-1] = Run(runs[-1].start, runs[-1].length + size)
-        else:
-            runs.append(Run(start, size))
-    return Positions(tuple(runs))
+    return Positions(tuple(Run(run.start * size, run.length * size) for run in _merged(partition.held_chunks)))
 
 
 @lru_cache(maxsize=256)

@@ -24,6 +24,7 @@ import torch
 
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
+from megatron_port.parallel.ahead import LookAhead
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.positions import Division, Positions, Run
 from megatron_port.parallel.step import (
@@ -90,7 +91,7 @@ class DropoutStream:
         global_tokens: float | torch.Tensor = 1.0, document_starts: torch.Tensor | None = None,
         auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
         sample_factor: float | torch.Tensor = 1.0, keys: torch.Tensor | None = None,
-        ahead_tokens: tuple[float, ...] = (), division: Division | None = None,
+        ahead_tokens: tuple[float, ...] = (), ahead: LookAhead | None = None, division: Division | None = None,
         reference: torch.Tensor | None = None,
     ) -> None:
         """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
@@ -102,7 +103,7 @@ class DropoutStream:
         self.current = StepContext(
             samples, loss_factor=loss_factor, global_tokens=global_tokens, auxiliary=auxiliary, tallies=tallies,
             sample_factor=sample_factor, routes=self.routes if self.enabled else None, ahead_tokens=ahead_tokens,
-            division=division,
+            division=division, ahead=None if ahead is None else ahead.map(partial(to_device_async, device=self.device)),
             document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
             reference=None if reference is None else to_device_async(reference, self.device),
             packed_documents=None if document_starts is None else cache(

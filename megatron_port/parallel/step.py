@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.backend.mask import PackedDocuments, PackedKeys
+from megatron_port.parallel.ahead import LookAhead
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.positions import Division, Positions
 from megatron_port.parallel.to_device import to_device_async
@@ -180,6 +181,8 @@ class StepContext:
     """Loss tokens of the step over all replicas; 0 where every label is masked."""
     ahead_tokens: tuple[float, ...] = ()
     """The same of each depth of multi-token prediction, from 1 on; last stage only."""
+    ahead: LookAhead | None = None
+    """What each depth reads and predicts at this rank's positions, on the last stage; None: the labels say it."""
     document_starts: torch.Tensor | None = None
     """int32 [batch, seq], of the whole sequence on every rank: where in its sample the document of each position
     starts; None: a sample is one document."""

@@ -27,9 +27,9 @@ from megatron_port.config.schema import (
     RunConfig,
 )
 from megatron_port.data.batch import MicroBatch
+from megatron_port.data.rank_view import RankView
 from megatron_port.optim.schedules import BatchSchedule
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.positions import sequence_partition
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity import half_precision
 from megatron_port.parity.comparison import Deviation, Run
@@ -139,9 +139,8 @@ Batches = Callable[[int], list[MicroBatch]]
 
 def make_batches(config: RunConfig, ctx: ParallelContext, reordering: Reordering | None = None) -> Batches:
     """This rank's micro-batches of a step, by the data law of docs/architecture.md."""
-    dp = ctx.size("dp")
+    dp, view = ctx.size("dp"), RankView.on(config, ctx)
     schedule = BatchSchedule(config.batch, dp)
-    held = sequence_partition(ctx.mesh, ctx.rank, order=config.layout.cp_order).held(config.model.seq_length)
 
     def batches(step: int) -> list[MicroBatch]:
         out = []
@@ -154,17 +153,11 @@ def make_batches(config: RunConfig, ctx: ParallelContext, reordering: Reordering
             drawn = [sample_tokens(config, i) for i in ids]
             tokens = torch.stack([t for t, _ in drawn])
             masks = [m for _, m in drawn if m is not None]
-            starts = [s for s in (sample_starts(config, i) for i in ids) if s is not None]
-            out.append(
-                MicroBatch(
-                    ids,
-                    tokens=held.take(tokens[:, :-1], dim=1) if ctx.is_first_stage else None,
-                    labels=held.take(tokens[:, 1:], dim=1) if ctx.is_last_stage else None,
-                    loss_mask=held.take(torch.stack(masks), dim=1) if masks and ctx.is_last_stage else None,
-                    labels_masked=bool(masks),
-                    document_starts=torch.stack(starts) if starts else None,
-                )
-            )
+            starts = [None if s is None else s.numpy() for s in (sample_starts(config, i) for i in ids)]
+            out.append(view.micro_batch(
+                ids, tokens.numpy() if view.reads else None, mask=torch.stack(masks) if masks else None, starts=starts,
+                labels_masked=bool(masks),
+            ))
         return out
 
     return batches

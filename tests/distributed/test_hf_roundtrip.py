@@ -24,6 +24,7 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.checks import resolve
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.data.rank_view import RankView
 from megatron_port.inference.generation import Continuation, Generator, Sampling
 from megatron_port.inference.model import InferenceModel
 from megatron_port.inference.perplexity import StreamWindows, perplexity
@@ -247,7 +248,7 @@ with SLOW=1."""
 QUICK = ("gpt2", "llama", "gemma3_text")
 """Learned positions; rope; windows, norms of heads and two rope bases: the others run with SLOW=1."""
 LAYOUTS = [Topology(tp=2), Topology(pp=2), Topology(tp=4), Topology(tp=2, pp=2), Topology(pp=3),
-           Topology(pp=2, dp=2), Topology(tp=2, dp=2), Topology(2, 2, 2)]
+           Topology(pp=2, dp=2), Topology(tp=2, cp=2), Topology(2, 2, 2)]
 
 
 def check_greedy(found: list[Continuation], wanted: list[tuple[list[int], list[float]]], where: Any) -> None:
@@ -262,8 +263,8 @@ def check_greedy(found: list[Continuation], wanted: list[tuple[list[int], list[f
     pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in (*GENERATE, *MORE)
 ])
 def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) -> None:
-    """Greedy: 200 tokens equal, of a batch and one by one; 60 of Llama with grouped queries on tp 2 × pp 2, and on
-    tp 4, whose ranks share its two key/value heads."""
+    """Greedy: 200 tokens equal, of a batch and one by one; 60 of Llama with grouped queries on pp 2 × cp 2, whose
+    ranks divide the prompts, and on tp 4, whose ranks share its two key/value heads."""
     folder = hf.saved(hf.reference({**GENERATE, **MORE}[case]()), tmp_path / "m")
     config, prompts = run_config(HFFolder(folder).model, folder), PROMPTS[1:3]
     wanted = [greedy(folder, p, NEW) for p in prompts]
@@ -274,7 +275,7 @@ def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) 
     if case == "llama":
         short = replace(best, max_new_tokens=60)
         assert config.model.kv_heads == 2
-        for topology in (Topology(tp=2, pp=2), Topology(tp=4, kv_copies=2)):
+        for topology in (Topology(pp=2, cp=2), Topology(tp=4, kv_copies=2)):
             results = ranks.run(4, generated, config, topology, [(prompts, short, 2)])
             assert all(r == results[0] for r in results), "ranks differ"
             check_greedy(results[0][0], wanted, topology)
@@ -282,7 +283,7 @@ def test_generation_is_transformers(ranks: RankPool, tmp_path: Path, case: str) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("topology", LAYOUTS, ids=lambda t: f"tp{t.tp} pp{t.pp} dp{t.dp}")
+@pytest.mark.parametrize("topology", LAYOUTS, ids=lambda t: f"tp{t.tp} pp{t.pp} dp{t.dp} cp{t.cp}")
 @pytest.mark.parametrize("case", GENERATE)
 def test_generation_on_every_layout(ranks: RankPool, tmp_path: Path, case: str, topology: Topology) -> None:
     """200 tokens on eight layouts, in a batch of four and one by one. Collectives of gloo wait for the scheduler."""
@@ -332,7 +333,7 @@ def evaluated(
         found = [
             perplexity(engine, ctx, StreamWindows(
                 lambda at, n: stream[at : at + n], len(stream), config.model.seq_length, hf.VOCABULARY, stride,
-            ), micro_batch_size=2)
+            ), view=RankView.on(config, ctx), micro_batch_size=2)
             for stride in strides
         ]
         scores = score(InferenceModel(session_of(config, ctx), folder.read), texts, batch_size=2)
@@ -366,7 +367,7 @@ def test_perplexity_and_scores_are_transformers(ranks: RankPool, tmp_path: Path)
     scores = [float(log_p(torch.tensor(t))[-c:].sum()) for t, c in texts]
     config = run_config(HFFolder(folder).model, folder)
     cases: list[tuple[RunConfig, Topology, dict[str, Any]]] = [
-        (config, Topology(tp=2, pp=2), {}),
+        (config, Topology(pp=2, cp=2), {}),
         (run_config(HFFolder(folder).model, folder, engine="deepspeed", zero_stage=1), Topology(tp=2, dp=2),
          {"deepspeed": True}),
     ]
