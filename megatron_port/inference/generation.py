@@ -180,7 +180,7 @@ class Generator:
             contexts = [t[s:] for t, s in zip(batch.tokens, batch.starts)]
             longest = max(len(c) for c in contexts)
             batch.cache = KeyValueCache(min(self.window, longest + sampling.max_new_tokens))
-            padded = torch.zeros(len(contexts), longest, dtype=torch.int64)
+            padded = torch.zeros(len(contexts), self.model.padded(longest), dtype=torch.int64)
             for row, context in zip(padded, contexts):
                 row[: len(context)] = torch.tensor(context)
             out = self.model.logits(padded, cache=batch.cache, rows=[len(c) - 1 for c in contexts])

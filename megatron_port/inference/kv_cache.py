@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from megatron_port.backend.attention import Attention
 from megatron_port.backend.cpu_upcast import product
 from megatron_port.backend.mask import visible_softmax
 from megatron_port.model.attention import SelfAttention
@@ -51,12 +55,13 @@ class KeyValueCache:
         self._seen = torch.arange(last + 1, device=device)
 
     def store(self, layer: str, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store keys and values [seq, batch, groups, d] of the prompts."""
-        seq, batch, groups, size = k.shape
+        """Store keys and values [seq, batch, groups, d] of the prompts; what is padded beyond the capacity is not
+        kept."""
+        seq, batch, groups, size = min(len(k), self.capacity), *k.shape[1:]
         kept = []
         for x in (k, v):
             room = x.new_zeros(batch, groups, self.capacity, size)  # not empty: 0 times what lies there must be 0
-            room[:, :, :seq] = x.permute(1, 2, 0, 3)
+            room[:, :, :seq] = x[:seq].permute(1, 2, 0, 3)
             kept.append(room)
         self._layers[layer] = (kept[0], kept[1])
 
@@ -104,6 +109,8 @@ class CacheSlot:
         for module in stage.modules():
             if isinstance(module, SelfAttention):
                 module.core = self._attend
+                stores = partial(self._store_and_attend, module.name, module.providers.attention)
+                module.providers = replace(module.providers, attention=stores)
             elif isinstance(module, Embedding):
                 module.position_rows = self._position_rows
 
@@ -124,9 +131,15 @@ class CacheSlot:
         if cache.positions is not None:
             split = _split_at(attention, y, cache.positions, cache.length)
             return attention.values(cache.attend(attention, *split))
-        q, k, v = attention.split(y)
-        cache.store(attention.name, k, v)
-        return attention.attend_split(q, k, v)
+        return attention.attend_split(*attention.split(y))
+
+    def _store_and_attend(
+        self, name: str, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Call the provider, whose keys and values are those of all positions on every context-parallel rank."""
+        if self._now is not None:
+            self._now.store(name, k, v)
+        return attention(q, k, v, **options)
 
     def _position_rows(self, embedding: Embedding, rows: int) -> torch.Tensor:
         """Learned embeddings: [1, batch, hidden] under a filled cache, else [rows, 1, hidden]."""

@@ -1,6 +1,8 @@
 """A model on this rank for forward passes only: generation and scoring, split over tensor ranks and stages.
 
 Sequence parallelism, recompute and virtual stages are left out: they save memory in training and change no number.
+Context-parallel ranks divide the positions of whole sequences, prompts and texts, between them; a new token, which is
+one position, is the same on all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from megatron_port.inference.kv_cache import CacheSlot, KeyValueCache
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.state import BUFFER, StateReader
@@ -30,7 +33,8 @@ from megatron_port.session.session import Session
 
 
 class InferenceModel:
-    """Model for inference. Collective: the ranks of one copy (tp × pp) call the same methods with the same arguments.
+    """Model for inference. Collective: the ranks of one copy (tp × cp × pp) call the same methods with the same
+    arguments.
 
     Replicas (dp) are independent of one another.
 
@@ -70,6 +74,16 @@ class InferenceModel:
         record = record_of(self.stage.head.weight)  # type: ignore[union-attr]
         return record.offset[0], record.extent[0]
 
+    def padded(self, length: int) -> int:
+        """Return the shortest length of sequences that the context-parallel ranks divide evenly, ``length`` or more.
+        What is behind a token changes nothing for it."""
+        chunks = self.stage.partition.chunks
+        return -(-length // chunks) * chunks
+
+    def held(self, length: int) -> Positions:
+        """Return which positions of whole sequences of this :meth:`padded` length this rank computes."""
+        return self.stage.partition.held(length)
+
     @torch.no_grad()
     def logits(
         self, tokens: torch.Tensor, *, cache: KeyValueCache | None = None, rows: Sequence[int] | None = None
@@ -77,15 +91,21 @@ class InferenceModel:
         """Return this rank's columns of the logits on the last stage, None elsewhere.
 
         Args:
-            tokens: int64 [batch, seq], the same on all ranks.
+            tokens: int64 [batch, seq], the same on all ranks; of a :meth:`padded` length, or one token of each sequence
+                under a filled cache.
             cache: read and filled.
-            rows: of each sequence only the position given: [1, batch, columns] instead of [seq, batch, columns].
+            rows: of each sequence only the position given, on every context-parallel rank: [1, batch, columns] instead
+                of [held, batch, columns].
         """
-        batch, seq = tokens.shape
-        stage = self.stage
-        x = tokens.to(self.ctx.device)
+        batch, stage = len(tokens), self.stage
+        decoding = cache is not None and cache.positions is not None
+        held = Positions.contiguous(1) if decoding else self.held(tokens.shape[1])
+        x = held.take(tokens, dim=1).to(self.ctx.device)
         if self.link.previous is not None:
-            (x,) = self.link.receive(Boundary.of(stage.boundary(batch, seq)), self.link.previous)
+            # A stage states what passes for whole sequences.
+            tensors = stage.boundary(batch, self.padded(1)).items()
+            shapes = {name: ((held.count, *shape[1:]), dtype) for name, (shape, dtype) in tensors}
+            (x,) = self.link.receive(Boundary.of(shapes), self.link.previous)
         with nullcontext() if cache is None else self.cache.using(cache):
             if stage.embedding is not None:
                 x = stage.embedding(x)
@@ -96,11 +116,27 @@ class InferenceModel:
             self.link.drain()
             return None
         if rows is not None:
-            at = torch.tensor(list(rows), device=x.device)
-            x = x[at, torch.arange(batch, device=x.device)][None]
+            x = self._rows(x, torch.tensor(list(rows), device=x.device), held)
         assert stage.head is not None
         out: torch.Tensor = stage.head(x)
         return out
+
+    def _rows(self, x: torch.Tensor, at: torch.Tensor, held: Positions) -> torch.Tensor:
+        """Return [1, batch, hidden]: of each sequence the position ``at``, int64 [batch], from the rank that has it."""
+        index, group = held.index(x.device), self.ctx.over("cp")
+        place = torch.searchsorted(index, at).clamp(max=held.count - 1)
+        found = x[place, torch.arange(len(at), device=x.device)]
+        if group is not None:
+            found = torch.where((index[place] == at)[:, None], found, 0.0)
+            dist.all_reduce(found, group=group)
+        return found[None]
+
+    def over_context(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over the context-parallel ranks, in place."""
+        group = self.ctx.over("cp")
+        if group is not None:
+            dist.all_reduce(value, group=group)
+        return value
 
     def gather_logits(self, local: torch.Tensor) -> torch.Tensor:
         """Return all tensor-parallel ranks' logits [..., vocab] in float32 (float64 stays); last stage only."""

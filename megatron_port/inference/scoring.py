@@ -53,7 +53,7 @@ def score(
 def _score_batch(model: InferenceModel, batch: list[tuple[Sequence[int], int]]) -> torch.Tensor:
     """Return float64 [batch, 2] on the last stage, zeros elsewhere: log-probability, 1 if greedy."""
     device = model.ctx.device
-    longest = max(len(t) for t, _ in batch) - 1
+    longest = model.padded(max(len(t) for t, _ in batch) - 1)
     tokens = torch.zeros(len(batch), longest, dtype=torch.int64)
     labels, mask = torch.zeros_like(tokens), torch.zeros(tokens.shape, dtype=torch.bool)
     for i, (sequence, count) in enumerate(batch):
@@ -65,10 +65,13 @@ def _score_batch(model: InferenceModel, batch: list[tuple[Sequence[int], int]]) 
     out = torch.zeros(len(batch), 2, dtype=torch.float64, device=device)
     if logits is None:
         return out
-    log_p, greedy = _token_scores(model, logits, labels.t().contiguous().to(device))
-    counted = mask.t().to(device)
+    held = model.held(longest)
+    log_p, greedy = _token_scores(model, logits, held.take(labels, dim=1).t().contiguous().to(device))
+    counted = held.take(mask, dim=1).t().to(device)
     out[:, 0] = (log_p.double() * counted).sum(0)
-    out[:, 1] = (greedy | ~counted).all(0)
+    out[:, 1] = (~greedy & counted).sum(0)
+    model.over_context(out)
+    out[:, 1] = out[:, 1] == 0
     return out
 
 
