@@ -15,8 +15,8 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.packing import PADDING
 from megatron_port.data.pairs import check_pairs
-from megatron_port.data.reference import ReferenceHeader, read_header, write_reference
 from megatron_port.data.rank_view import RankView
+from megatron_port.data.reference import ReferenceHeader, read_header, write_reference
 from megatron_port.data.sample import Sample
 from megatron_port.engine.api import Engine
 from megatron_port.engine.loss_reduction import summed_over_replicas
