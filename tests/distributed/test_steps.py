@@ -17,6 +17,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.dataset import SyntheticDataset
 from megatron_port.data.loader import StepLoader
+from megatron_port.data.rank_view import RankView
 from megatron_port.engine.api import Engine
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.state import StatePiece, StateReader
@@ -70,8 +71,7 @@ def _evaluated(config: RunConfig, ctx: ParallelContext, engine: Engine) -> tuple
     data = SyntheticDataset(seq_length=model.seq_length, vocab_size=model.vocab_size, seed=3, samples=21)
     loader = StepLoader(
         data, seq_length=model.seq_length, micro_batch_size=config.batch.micro_batch_size, dp_rank=ctx.index("dp"),
-        dp_size=ctx.topology.dp, seed=0, eod_id=-1, mask_eod_loss=False, need_tokens=ctx.is_first_stage,
-        need_labels=ctx.is_last_stage,
+        dp_size=ctx.topology.dp, seed=0, eod_id=-1, mask_eod_loss=False, view=RankView.on(config, ctx),
     )
     found = [engine.eval_step(batch) for batch in loader.eval_batches(99, 16)]
     tokens = sum(f.tokens for f in found)
