@@ -11,7 +11,7 @@ from megatron_port.runtime.atomic import write_output
 
 RUNS = {run.replace("-", "_"): run for run in (
     "frontier-22b", "frontier-175b", "frontier-1t", "frontier-1t-tp4", "lumi-22b", "lumi-175b", "perlmutter-22b",
-    "perlmutter-175b", "frontier-22b-zero3", "frontier-175b-16nodes", "qwen3-30b-frontier",
+    "perlmutter-175b", "frontier-22b-zero3", "frontier-175b-16nodes", "qwen3-30b-frontier", "gpt-1t-32k-frontier",
 )}
 """Script → run file under ``configs/runs``."""
 

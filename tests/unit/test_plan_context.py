@@ -18,6 +18,7 @@ from megatron_port.plan.case import Machine, case_of, machine_of
 from megatron_port.plan.chunk import layer_bytes
 from megatron_port.plan.context import context_bytes, context_cost, head_bytes
 from megatron_port.plan.context_balance import work_imbalance
+from megatron_port.plan.guard import memory_problem
 from megatron_port.plan.links import Links
 from megatron_port.plan.memory import plan_memory
 from megatron_port.plan.rates import Rates
@@ -139,3 +140,19 @@ def test_a_plan_says_which_pairs_of_positions_it_counts() -> None:
     assert plan.step.causal_tflops / plan.step.model_tflops == causal_flops(model) / model_flops(model)
     assert attention_counted(model) == "attention counted in full: all pairs of 32,768 positions, causal or not"
     assert "within documents of 2,000 tokens" in attention_counted(model, 2000.0)
+
+
+@pytest.mark.parametrize(("name", "world"), [
+    ("llama-405b-128k", 16384), ("llama-8b-128k-1node", 8), ("gpt-1t-32k-frontier", 3072),
+])
+def test_shipped_runs_fit_because_sequences_are_divided(name: str, world: int) -> None:
+    """Legal, within a device, and not so with replicas in place of the ranks that share a sequence."""
+    config = load(f"runs/{name}").config
+    assert case_of(config)[0].world == world and not problems(config) and memory_problem(config) == ""
+    cp = config.layout.context_parallel_size
+    whole = with_values(config, {
+        "layout.context_parallel_size": 1, "layout.data_parallel_size": 0, "activations.policy": "full",
+        "batch.global_batch_size": cp * config.batch.global_batch_size,
+    })
+    case, machine = case_of(whole)[0], machine_of(whole)
+    assert case.world == world and max(m.total for m in plan_memory(case, machine)) > machine.cluster.memory_gb * 1e9
