@@ -9,6 +9,7 @@ SMALL ?=
 SHARE_GPU ?=
 SHARD ?=
 MOE ?=
+LONG ?=
 # What make kernels builds (empty: all that has a compiler), and for which GPUs.
 KERNELS ?=
 ARCHS ?=
@@ -18,7 +19,7 @@ NO_SETUP ?=
 
 VENV := $(if $(NO_SETUP),PYTHONPATH=$(CURDIR) $(PYTHON),.venv/bin/python)
 APT := sudo apt-get install -y git make g++ python3-dev python3-venv
-export SMALL SHARE_GPU SHARD MOE DEVICE
+export SMALL SHARE_GPU SHARD MOE LONG DEVICE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test mutations soak kernels budgets lint gpu-check gpu-session ghost-check compare site-report lock clean
@@ -34,7 +35,7 @@ setup:  ## make or update the environment in .venv; does nothing when it is up t
 # These use the device: without one they stop before anything is downloaded. An environment alone may be made anywhere.
 quickstart gpu-check: NEEDS := --needs-device
 
-quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SMALL=1: 4 ranks; SHARD=1: ZeRO-3; MOE=1: experts; DEVICE=cuda: on GPUs)
+quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SMALL=1: 4 ranks; SHARD=1: ZeRO-3; MOE=1: experts; LONG=1: context parallelism; DEVICE=cuda: on GPUs)
 	@$(VENV) scripts/quickstart.py
 
 test: setup  ## every test that this machine can run

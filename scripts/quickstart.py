@@ -63,7 +63,7 @@ def table(rows: list[tuple[str, str]]) -> str:
 
 
 def chosen() -> Choice:
-    """The run for DEVICE, SMALL, SHARE_GPU, SHARD and MOE of the environment, and for the GPUs of this machine.
+    """The run for DEVICE, SMALL, SHARE_GPU, SHARD, MOE and LONG of the environment, and for the GPUs of this machine.
 
     Raises:
         EnvironmentFault: a GPU was asked for, and torch cannot use one; the message says why.
@@ -72,13 +72,13 @@ def chosen() -> Choice:
     from megatron_port.errors import EnvironmentFault
 
     device = os.environ.get("DEVICE", "") or "cpu"
-    names = "SMALL", "SHARE_GPU", "SHARD", "MOE"
-    small, share, shard, moe = (on_or_off(os.environ.get(name, "")) for name in names)
+    names = "SMALL", "SHARE_GPU", "SHARD", "MOE", "LONG"
+    small, share, shard, moe, long = (on_or_off(os.environ.get(name, "")) for name in names)
     gpus = installed_accelerators()
     try:
         if device in ("cuda", "rocm"):
             choose_device(device, gpus=gpus)
-        return choose(device, gpus.count, small=small, share=share, shard=shard, moe=moe)
+        return choose(device, gpus.count, small=small, share=share, shard=shard, moe=moe, long=long)
     except (EnvironmentFault, ValueError) as error:
         raise EnvironmentFault(f"DEVICE={device}: {error}. Nothing was trained; `DEVICE=cpu make quickstart` trains on "
                                "the CPU") from None
@@ -117,7 +117,8 @@ def conclude(choice: Choice, changes: list[str], entropy: float, *, training: fl
 
     config = load(choice.run, changes).config
     layout, folder = config.layout, Path(config.output_dir) / config.name
-    experts = f" (ep {layout.expert_parallel_size})" if config.model.moe.enabled else ""
+    more = f" (ep {layout.expert_parallel_size})" if config.model.moe.enabled else ""
+    more += f" x cp {layout.context_parallel_size}" if layout.context_parallel_size > 1 else ""
     lines = list(read_metrics(folder / "metrics.jsonl"))
     steps = [x for x in lines if "loss" in x]
     done = int(steps[-1]["step"]) if steps else 0
@@ -139,7 +140,7 @@ def conclude(choice: Choice, changes: list[str], entropy: float, *, training: fl
     print(table([
         ("trained on", choice.says),
         ("layout", f"tp {layout.tensor_parallel_size} x pp {layout.pipeline_parallel_size} x dp "
-                   f"{layout.data_parallel_size}{experts}, ZeRO-{layout.zero_stage}, engine {config.engine}, "
+                   f"{layout.data_parallel_size}{more}, ZeRO-{layout.zero_stage}, engine {config.engine}, "
                    f"{config.precision.dtype}"),
         ("model", counted(config.model, config.fine_tuning)),
         ("tokens", f"{int(steps[-1]['tokens']):,}"),

@@ -25,38 +25,33 @@ class Choice:
 
 
 def on_or_off(value: str) -> bool:
-    """``SMALL``, ``SHARE_GPU``, ``SHARD``, ``MOE``: anything but nothing and 0 switches it on."""
+    """``SMALL``, ``SHARE_GPU``, ``SHARD``, ``MOE``, ``LONG``: anything but nothing and 0 switches it on."""
     return value not in ("", "0")
 
 
 def choose(
-    device: str, gpus: int, *, small: bool = False, share: bool = False, shard: bool = False, moe: bool = False
+    device: str, gpus: int, *, small: bool = False, share: bool = False, shard: bool = False, moe: bool = False,
+    long: bool = False,
 ) -> Choice:
     """The run for ``DEVICE=device`` on a machine where torch can use ``gpus`` GPUs of that kind.
 
     One rank per GPU, on as many GPUs as there is a layout for. ``small``: at most 4 ranks. ``share``: all ranks even
-    on fewer GPUs than that. ``shard``: replicas alone, with weights and state sharded and the state in host memory.
-    ``moe``: a model with experts, divided over the replicas of each of two stages.
+    on fewer GPUs than that. ``shard``, ``moe``, ``long``: another run, of :func:`_another_run`.
 
     Raises:
-        ValueError: no such device, ``shard`` or ``moe`` on a GPU, both of them, or ``device`` is a GPU and there is
-            none. Training on the CPU instead would not be what was asked for.
+        ValueError: no such device, another run on a GPU, two of them, or ``device`` is a GPU and there is none.
+            Training on the CPU instead would not be what was asked for.
     """
     if device not in DEVICES:
         raise ValueError(f"{device!r} is not one of {', '.join(DEVICES)}")
     most = 4 if small else 8
-    if (shard or moe) and device != "cpu":
-        raise ValueError(f"{'SHARD' if shard else 'MOE'}=1 is a run for the CPU; leave it out, or DEVICE")
-    if shard and moe:
-        raise ValueError("SHARD=1 and MOE=1 are two runs; leave one of them out")
-    if moe:
-        replicas = most // 2
-        sizes = tuple(f"layout.{name}_parallel_size={replicas}" for name in ("data", "expert"))
-        says = f"the CPU: {most} ranks, two stages of {replicas}, 8 experts in each layer divided over {replicas} ranks"
-        return Choice("runs/quickstart-moe", most, sizes, says)
-    if shard:
-        says = f"the CPU: {most} ranks, weights and optimizer state sharded (ZeRO-3), the state in host memory"
-        return Choice("runs/quickstart-shard", most, (f"layout.data_parallel_size={most}",), says)
+    asked = [name for name, on in (("SHARD", shard), ("MOE", moe), ("LONG", long)) if on]
+    if asked and device != "cpu":
+        raise ValueError(f"{asked[0]}=1 is a run for the CPU; leave it out, or DEVICE")
+    if len(asked) > 1:
+        raise ValueError(f"{'=1 and '.join(asked)}=1 are {len(asked)} runs; leave all but one out")
+    if asked:
+        return _another_run(asked[0], most)
     if device == "cpu":
         more = f" ({gpus_here(gpus)} not used; for that: DEVICE=cuda, or rocm, make quickstart)" if gpus else ""
         return Choice("runs/quickstart", most, overrides(most), f"the CPU: {most} ranks{more}")
@@ -77,6 +72,23 @@ def choose(
     if ranks == 1:
         says += "; one rank is not split: SHARE_GPU=1 lets 8 ranks share the GPU and shows every parallelism, slowly"
     return Choice("runs/quickstart-gpu", ranks, (*overrides(ranks), *changed), says)
+
+
+def _another_run(name: str, ranks: int) -> Choice:
+    """A run for the CPU beside the usual one. ``SHARD``: replicas alone, with weights and state sharded and the state in
+    host memory; ``MOE``: a model with experts, divided over the replicas of each of two stages; ``LONG``: longer
+    sequences, each shared by four ranks."""
+    half = ranks // 2
+    if name == "MOE":
+        sizes = tuple(f"layout.{axis}_parallel_size={half}" for axis in ("data", "expert"))
+        says = f"the CPU: {ranks} ranks, two stages of {half}, 8 experts in each layer divided over {half} ranks"
+        return Choice("runs/quickstart-moe", ranks, sizes, says)
+    if name == "LONG":
+        replicas = ranks // 4
+        says = f"the CPU: {ranks} ranks, sequences of 512 shared by four, attention within documents"
+        return Choice("runs/quickstart-long", ranks, (f"layout.data_parallel_size={replicas}",), says)
+    says = f"the CPU: {ranks} ranks, weights and optimizer state sharded (ZeRO-3), the state in host memory"
+    return Choice("runs/quickstart-shard", ranks, (f"layout.data_parallel_size={ranks}",), says)
 
 
 def gpus_here(count: int) -> str:

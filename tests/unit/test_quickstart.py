@@ -101,6 +101,19 @@ def test_with_experts_they_are_divided_over_the_replicas() -> None:
             plan.choose(**{"device": "cpu", "gpus": 8, "moe": True, **other})
 
 
+def test_long_sequences_are_shared_by_four_ranks() -> None:
+    for small, replicas in ((False, 2), (True, 1)):
+        choice = plan.choose("cpu", 0, long=True, small=small)
+        config = load(choice.run, list(choice.overrides)).config
+        layout = config.layout
+        assert (layout.context_parallel_size, layout.data_parallel_size, choice.ranks) == (4, replicas, 4 * replicas)
+        assert config.data.attention_documents == "within" and not problems(config, world_size=choice.ranks)
+        usual = load("runs/quickstart").config
+        assert config.batch.global_batch_size * config.model.seq_length == 32 * usual.model.seq_length
+    with pytest.raises(ValueError, match="MOE=1 and LONG=1 are 2 runs"):
+        plan.choose("cpu", 0, long=True, moe=True)
+
+
 @pytest.mark.parametrize(
     ("device", "gpus", "words"),
     [("cuda", 0, "torch sees no GPU"), ("rocm", 0, "torch sees no GPU"), ("gpu", 1, "not one of cpu, cuda, rocm")],
@@ -186,7 +199,7 @@ def test_the_loss_never_rises_above_its_start(tmp_path: Path, monkeypatch: pytes
 
 def test_the_readme_s_make_variables_are_the_script_s() -> None:
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    for name in ("DEVICE", "SMALL", "SHARE_GPU", "SHARD", "MOE"):
+    for name in ("DEVICE", "SMALL", "SHARE_GPU", "SHARD", "MOE", "LONG"):
         assert re.search(rf"^\| `{name}` \|", readme, re.M) and re.search(rf"^export .*\b{name}\b", makefile, re.M)
 
 
