@@ -75,8 +75,8 @@ def choose(
 
 
 def _another_run(name: str, ranks: int) -> Choice:
-    """A run for the CPU beside the usual one. ``SHARD``: replicas alone, with weights and state sharded and the state in
-    host memory; ``MOE``: a model with experts, divided over the replicas of each of two stages; ``LONG``: longer
+    """A run for the CPU beside the usual one. ``SHARD``: replicas alone, with weights and state sharded and the state
+    in host memory; ``MOE``: a model with experts, divided over the replicas of each of two stages; ``LONG``: longer
     sequences, each shared by four ranks."""
     half = ranks // 2
     if name == "MOE":

@@ -167,19 +167,20 @@ def _core_bytes(case: Case, layer: LayerSpec, scores: bool) -> float:
     """Bytes per token, over all tensor-parallel ranks, that attention keeps beside its arguments and its result."""
     m, w, heads = case.model, case.width, layer.attention.groups
     # Keys and values of all positions, which are gathered again where the scores are recomputed.
-    gathered = 2 * case.cp * heads.held(case.tp) * heads.head_size * w if case.cp > 1 else 0
+    rows = case.cp > 1 and case.cp_method == "gather"
+    gathered = 2 * case.cp * heads.held(case.tp) * heads.head_size * w if rows else 0
     if case.flash:
         return gathered + heads.heads * 4  # log-sum-exp of each row, fp32
     if not scores:
         return 0.0
     dropped = 1 if m.attention_dropout > 0 else 0
     # The own softmax knows no masks: torch's takes its place there.
-    masked = (layer.attention.is_masked(m.seq_length) or case.cp > 1) and case.kernels in ("own", "torch")
+    masked = (layer.attention.is_masked(m.seq_length) or rows) and case.kernels in ("own", "torch")
     torchs = case.kernels == "torch" or masked
     mask = w if torchs else {"own": 0}.get(case.kernels, 1)
     wide = case.wide if torchs and w != case.wide else 0  # softmax in fp32
     capped = case.wide if layer.attention.softcap else 0
     each = w + wide + capped + dropped * (mask if torchs else w + mask)
-    each += w if case.cp > 1 else 0  # rows that see no key are masked once more
+    each += w if rows else 0  # rows that see no key are masked once more
     scaled = heads.head_size * w if case.kernels == "torch" else 0  # queries
     return gathered + heads.heads * (m.seq_length * each + scaled)

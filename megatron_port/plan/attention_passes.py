@@ -1,14 +1,14 @@
-"""Memory of self-attention: projection, rotary positions, scores or a fused kernel (programs of ``plan.tape``)."""
+"""Memory of self-attention: projection, rotary positions, and what is between (programs of ``plan.tape``)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.spec import AttentionSpec, LatentSpec, LayerSpec
 from megatron_port.plan.adapters import tuned_linear
-from megatron_port.plan.operations import Sizes, drop, leave, linear, normalize, product
-from megatron_port.plan.tape import Block, Tape, Value
+from megatron_port.plan.attention_cores import Heads, fused_core, heads_of, scores_core
+from megatron_port.plan.context_passes import context_core
+from megatron_port.plan.operations import Sizes, leave, linear, normalize
+from megatron_port.plan.tape import Tape, Value
 
 
 def attention(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
@@ -71,84 +71,26 @@ def uses_tables(model: ModelConfig, spec: AttentionSpec) -> bool:
     return spec.rotation != "none" or model.attention_scale > 0
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """Bytes of a rank's queries, keys, scores."""
-
-    q: float
-    k: float
-    """Of the positions that the rank holds."""
-    all_k: float
-    """Of those that its attention sees: of the whole sequence where context-parallel ranks gather them."""
-    scores: float
-    grouped: bool
-    """Several query heads read one key head."""
-    masked: bool
-    capped: bool
-    """Scores are soft-capped."""
-
-
-def _heads(s: Sizes, spec: LayerSpec) -> _Heads:
-    groups, tp, w = spec.attention.groups, s.case.tp, s.case.width
-    tokens = s.tokens / tp
-    k = tokens * groups.held(tp) * groups.head_size * w
-    return _Heads(
-        q=tokens * groups.heads * groups.head_size * w, k=k, all_k=k * s.case.cp,
-        scores=groups.heads / tp * s.case.model.seq_length * s.tokens * w,
-        grouped=groups.heads > groups.held(tp),
-        masked=spec.attention.is_masked(s.case.model.seq_length) or s.case.cp > 1,
-        capped=spec.attention.softcap > 0,
-    )
-
-
 def _core(t: Tape, s: Sizes, spec: LayerSpec, y: Value) -> Value:
     """Attention of the packed projection; queries, keys and values are split from it, and rotated."""
-    h, again = _heads(s, spec), s.case.recompute == "selective"
+    h, again = heads_of(s, spec), s.case.recompute == "selective"
     rotary = uses_tables(s.case.model, spec.attention)
     if s.case.cp > 1:
-        return _context_core(t, s, h, _split(t, s, h, y, rotary=rotary))
+        return context_core(t, s, h, _split(t, s, h, y, rotary=rotary))
     if s.case.flash or not s.torch:
         if rotary:
             y = t.note(t.block(y.size), [y], lambda grad, saved: [t.block(h.q + 2 * h.k)])
-        program = _fused_core if s.case.flash else _scores_core
+        program = fused_core if s.case.flash else scores_core
         if again and not s.case.flash:
             return t.checkpoint(lambda tape, y: program(tape, s, h, y, y, y), y)
         return program(t, s, h, y, y, y)
     q, k, v = _split(t, s, h, y, rotary=rotary)
     if again:
-        return t.checkpoint(lambda tape, q, k, v: _scores_core(tape, s, h, q, k, v), q, k, v)
-    return _scores_core(t, s, h, q, k, v)
+        return t.checkpoint(lambda tape, q, k, v: scores_core(tape, s, h, q, k, v), q, k, v)
+    return scores_core(t, s, h, q, k, v)
 
 
-def _context_core(t: Tape, s: Sizes, h: _Heads, heads: tuple[Value, Value, Value]) -> Value:
-    """``parallel.context_attention``: keys and values of all positions are gathered for the queries of this rank."""
-    def attend(t: Tape, q: Value, k: Value, v: Value) -> Value:
-        program = _fused_core if s.case.flash else _scores_core
-        return program(t, s, h, q, _gathered(t, s, h, k), _gathered(t, s, h, v))
-
-    if s.case.recompute == "selective":
-        return t.checkpoint(attend, *heads)
-    return attend(t, *heads)
-
-
-def _gathered(t: Tape, s: Sizes, h: _Heads, x: Value) -> Value:
-    """Keys or values of all positions: the ranks' own, one after another, are put in the sequence's order."""
-    size, whole, moved = h.k, h.all_k, s.case.cp_order != "contiguous"
-
-    def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
-        arranged = t.block(whole) if moved else grad
-        own = t.block(size)
-        del arranged
-        return [own]
-
-    block = t.block(whole)
-    if moved:
-        block, arrived = t.block(whole), block
-        del arrived
-    return t.note(block, [x], backward)
-
-
-def _split(t: Tape, s: Sizes, h: _Heads, y: Value, *, rotary: bool) -> tuple[Value, Value, Value]:
+def _split(t: Tape, s: Sizes, h: Heads, y: Value, *, rotary: bool) -> tuple[Value, Value, Value]:
     """torch's split of the packed projection: views, but for queries of several heads a group."""
     size = y.size
 
@@ -171,96 +113,3 @@ def _rotate(t: Tape, s: Sizes, x: Value, size: float) -> Value:
     other = t.note(t.block(size), [turned], lambda grad, saved: [t.block(size)], [sin])
     del turned
     return t.note(t.block(size), [straight, other], lambda grad, saved: [grad, grad])
-
-
-def _fused_core(t: Tape, s: Sizes, h: _Heads, q: Value, k: Value, v: Value) -> Value:
-    """One kernel that stores no scores: the output and the log-sum-exp of each row stay."""
-    rows = t.block(h.q / s.case.width / s.case.model.head_size * 4)
-    out = t.block(h.q)
-    packed = h.q + 2 * h.k
-
-    def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
-        parts = t.block(packed)
-        whole = t.block(packed)
-        del parts
-        return [whole]
-
-    def apart(grad: Block, saved: list[Block]) -> list[Block | None]:
-        return [t.block(h.q), t.block(h.all_k), t.block(h.all_k)]
-
-    if s.case.cp > 1:
-        return t.note(out, [q, k, v], apart, [q.block, k.block, v.block, out, rows])
-    return t.note(out, [q], backward, [q.block, out, rows])
-
-
-def _scores_core(t: Tape, s: Sizes, h: _Heads, q: Value, k: Value, v: Value) -> Value:
-    """``backend.attention.math_attention_with``: products, softmax in full precision, dropout."""
-    q_size = h.q
-    grouped = t.note(t.block(q_size), [q], lambda grad, saved: [t.block(q_size)])
-    if h.grouped:
-        grouped = t.note(t.block(q_size), [grouped], lambda grad, saved: [grad])
-    scores = t.note(
-        product(t, s, h.q, h.all_k, h.scores), [grouped, k],
-        lambda grad, saved: [product(t, s, h.scores, h.all_k, h.q), product(t, s, h.scores, h.q, h.all_k)],
-        [grouped.block, k.block],
-    )
-    probs = _softmax(t, s, h, scores)
-    if s.case.model.attention_dropout > 0:
-        probs = drop(t, s, probs) if h.masked else _drop_probabilities(t, s, probs)
-
-    def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
-        return [product(t, s, h.q, h.all_k, h.scores), product(t, s, h.scores, h.q, h.all_k)]
-
-    out = t.note(product(t, s, h.scores, h.all_k, h.q), [probs, v], backward, [probs.block, v.block])
-    return t.note(t.block(q_size), [out], lambda grad, saved: [grad])
-
-
-def _softmax(t: Tape, s: Sizes, h: _Heads, scores: Value) -> Value:
-    size, wide = h.scores, h.scores * s.ratio
-    if h.masked:
-        return _masked_softmax(t, s, h, scores)
-    if not s.torch:
-        return t.note(t.block(size), [scores], lambda grad, saved: [t.block(size)], [scores.block])
-    square = s.case.model.seq_length / s.case.cp * s.case.model.seq_length
-    later = t.block(square)
-    masked = t.note(t.block(size), [scores], lambda grad, saved: [t.block(size)], [later])
-    if s.ratio > 1:
-        t.meter.need(wide, wide)
-    block = t.block(wide)
-    probs = t.note(block, [masked], lambda grad, saved: [t.block(wide)], [block])
-    if s.ratio == 1:
-        return probs
-    return t.note(t.block(size), [probs], lambda grad, saved: [t.block(wide)])
-
-
-def _masked_softmax(t: Tape, s: Sizes, h: _Heads, scores: Value) -> Value:
-    """``backend.mask.visible_softmax``, in fp32."""
-    size, wide = h.scores, h.scores * s.ratio
-    values = scores
-    if s.ratio > 1:
-        values = t.note(t.block(wide), [values], lambda grad, saved: [t.block(size)])
-    if h.capped:
-        values = t.note(t.block(wide), [values], lambda grad, saved: [t.block(wide)])
-        bent = t.block(wide)
-        values = t.note(bent, [values], lambda grad, saved: [t.block(wide)], [bent])
-        del bent
-        values = t.note(t.block(wide), [values], lambda grad, saved: [t.block(wide)])
-    hidden = t.block(s.case.model.seq_length / s.case.cp * s.case.model.seq_length)
-    values = t.note(t.block(wide), [values], lambda grad, saved: [t.block(wide)], [hidden])
-    del hidden
-    block = t.block(wide)
-    probs = t.note(block, [values], lambda grad, saved: [t.block(wide)], [block])
-    del block
-    if s.ratio > 1:
-        probs = t.note(t.block(size), [probs], lambda grad, saved: [t.block(wide)])
-    if s.case.cp == 1:
-        return probs
-    return t.note(t.block(size), [probs], lambda grad, saved: [t.block(size)])  # rows that see no key
-
-
-def _drop_probabilities(t: Tape, s: Sizes, probs: Value) -> Value:
-    if s.torch:
-        return drop(t, s, probs)
-    size = probs.size
-    masks = [t.block(size / s.case.width * s.mask)] if s.mask else []
-    return t.note(t.block(size), [probs], lambda grad, saved: [t.block(size)], masks)

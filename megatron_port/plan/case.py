@@ -382,7 +382,8 @@ def _is_fused(config: RunConfig) -> bool:
     model, asked = config.model, config.backend.attention
     if asked == "math" or model.attention_dropout > 0 or config.precision.dtype not in ("fp16", "bf16"):
         return False
-    written_out = model.attention_sinks or (model.attention_softcap > 0 and asked != "flash_attn")
+    ring = config.layout.context_parallel_size > 1 and config.layout.cp_method == "ring"  # in fp32: no fused kernel
+    written_out = ring or model.attention_sinks or (model.attention_softcap > 0 and asked != "flash_attn")
     return config.backend.device == "cpu" or not written_out
 
 

@@ -3,8 +3,8 @@
 A rank holds s / cp positions. Its queries need the keys and values of the positions before them (``layout.cp_method``):
 
 * ``gather``: keys and values of the whole sequence, an all-gather; their gradients, a reduce-scatter;
-* ``heads``: queries, keys, values and results change from s / cp positions of all the rank's heads to all positions of
-  heads / cp, four all-to-alls, and as many backward;
+* ``heads``: queries, keys and values change from s / cp positions of all the rank's heads to all positions of some of
+  them in one all-to-all, results back in another; as many backward;
 * ``ring``: keys and values travel from rank to rank in cp − 1 hops, each beside the attention of one block; backward
   with their gradients, in full width, which make one hop more to come home.
 
@@ -29,13 +29,16 @@ class HeadBytes:
 
     queries: float
     keys_values: float
+    sent: float
+    """Of keys and values, where they are exchanged by heads: with copies where there are fewer heads than ranks."""
 
 
 def head_bytes(case: Case, layer: LayerSpec) -> HeadBytes:
     """Return the bytes of a rank's own heads."""
     groups = layer.attention.groups
     each = case.model.seq_length / case.cp * case.micro_batch * groups.head_size * case.width
-    return HeadBytes(each * groups.heads / case.tp, 2 * each * groups.held(case.tp) / case.tp)
+    held = groups.held(case.tp) / case.tp
+    return HeadBytes(each * groups.heads / case.tp, 2 * each * held, 2 * each * max(held, case.cp))
 
 
 def context_group(case: Case, links: Links) -> Span:
@@ -51,7 +54,7 @@ def context_bytes(case: Case, layer: LayerSpec) -> dict[str, float]:
         gathers = 1 + (again or not case.engine.keeps_keys)
         return {"all-gather": gathers * case.cp * own.keys_values, "reduce-scatter": case.cp * own.keys_values}
     if case.cp_method == "heads":
-        return {"all-to-all": (2 + again) * (2 * own.queries + own.keys_values)}
+        return {"all-to-all": (2 + again) * (2 * own.queries + own.sent)}
     gradients = own.keys_values / case.width * case.wide
     hops = case.cp - 1
     return {"send": (2 + again) * hops * own.keys_values + (hops + 1) * gradients}
@@ -91,8 +94,9 @@ def _gathered(case: Case, own: HeadBytes, rates: Rates, links: Links, core: tupl
 
 
 def _by_heads(case: Case, own: HeadBytes, rates: Rates, links: Links, core: tuple[float, float], again: bool) -> Cost:
-    """Each tensor is packed by receiver before it is sent and put in order when it has come."""
-    group, sizes = context_group(case, links), (own.queries, own.keys_values / 2, own.keys_values / 2, own.queries)
+    """Queries, keys and values go together, results come back; both are packed before they are sent and put in order
+    when they have come."""
+    group, sizes = context_group(case, links), (own.queries + own.sent, own.queries)
     each = sum(links.all_to_all(size, group) for size in sizes)
     packed = rates.stream(4 * sum(sizes), 2 * len(sizes))
     return Cost(packed, packed, forward_context=each, backward_context=each)

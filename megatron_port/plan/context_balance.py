@@ -2,9 +2,10 @@
 
 The query at position i of its document sees min(i + 1, window) keys, so late positions are work and early ones are not.
 ``contiguous`` gives the last rank 2 − 1/cp times the mean; ``zigzag`` pairs chunk i of 2·cp with the i-th from the end,
-which is even as long as nothing but the causal mask limits what a query sees; ``balanced`` deals out blocks by their
-work and is taken as even. With documents it depends on where they begin: the mean over drawn samples is taken, with
-lengths from an exponential distribution. All ranks wait for the busiest in each layer and micro-batch.
+which is even as long as nothing but the causal mask limits what a query sees; ``balanced`` is the same without
+documents, and with them deals out blocks by their work, which is taken as even. For the others the mean over drawn
+samples is taken then, with lengths from an exponential distribution. All ranks wait for the busiest in each layer and
+micro-batch.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def work_imbalance(order: str, cp: int, seq: int, window: int = 0, document: flo
     """
     if order not in ORDERS:
         raise ValueError(f"unknown order {order!r}; one of {', '.join(ORDERS)}")
-    if cp == 1 or order == "balanced":
+    alone = not document or document >= seq
+    if cp == 1 or (order == "balanced" and not alone):
         return 1.0
-    if not document or document >= seq:
+    if alone:
         return _busiest(order, cp, seq, [_work(seq, window, [0])])
     draw = random.Random(0)
     found = []

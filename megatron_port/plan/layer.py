@@ -33,7 +33,7 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     m, t, w = case.model, case.tp, case.width
     groups = layer.attention.groups
     heads = groups.heads / t * case.micro_batch
-    queries, keys, d = m.seq_length / case.cp, m.seq_length, groups.head_size
+    queries, keys, d = m.seq_length / case.cp, float(m.seq_length), groups.head_size
     if case.flash and rates.attention_forward:
         padded = next((size for size in HEAD_SIZES if size >= d), d)
         seen = layer.attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
@@ -42,6 +42,8 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
             flops / rates.attention_forward + rates.launch,
             2.5 * flops / rates.attention_backward + 2 * rates.launch,
         )
+    if case.cp > 1 and case.cp_method == "ring":  # in full width, and without the blocks that no query sees
+        w, keys = case.wide, keys * (1.0 if case.cp_order == "contiguous" else 0.5 + 0.25 / case.cp)
     scores = heads * queries * keys
     product = rates.product(queries, keys, d, width=w, batch=heads) + rates.product(
         queries, d, keys, width=w, batch=heads

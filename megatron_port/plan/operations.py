@@ -62,6 +62,11 @@ class Sizes:
         return self.tokens * features * self.case.wide
 
     @cached_property
+    def held_keys(self) -> float:
+        """Key heads on a rank."""
+        return self.case.model.kv_heads_held(self.case.tp) / self.case.tp
+
+    @cached_property
     def ratio(self) -> float:
         """Bytes of an element in full precision by those of an activation."""
         return self.case.wide / self.case.width

@@ -132,9 +132,11 @@ def _context_sizes(config: RunConfig, world: int) -> tuple[int, ...]:
 
 
 def _context_choices(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Values of a field of context parallelism that the engine takes, the run's own first."""
+    """Values of a field of context parallelism that the engine takes, the run's own first. A ring is a run's own or is
+    not tried: on a GPU it has other kernels of attention."""
     own = getattr(config.layout, name)
-    return (own, *(v for v in CHOICES[f"layout.{name}"] if v != own and _takes(config, 2, **{name: str(v)})))
+    others = [v for v in CHOICES[f"layout.{name}"] if v not in (own, "ring")] if own != "ring" else []
+    return (own, *(str(v) for v in others if _takes(config, 2, **{name: str(v)})))
 
 
 def layouts(base: Case, options: Options) -> Iterator[Case]:
@@ -188,7 +190,8 @@ def _ways_of_context(base: Case, micro: int, options: Options) -> list[tuple[str
         orders, key=lambda order: work_imbalance(order, base.cp, seq, document=base.document, samples=micro),
         default=base.cp_order,
     )
-    heads = max(base.model.kv_heads // base.tp, 1) % base.cp == 0
+    keys = base.model.kv_heads_held(base.tp) // base.tp
+    heads = keys % base.cp == 0 or (base.cp % keys == 0 and base.model.num_attention_heads // base.tp % base.cp == 0)
     return [(method, even) for method in options.methods if method != "heads" or heads]
 
 

@@ -20,6 +20,7 @@ from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import Engine
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import sequence_partition
+from megatron_port.parallel.ring_attention import RingStep
 from megatron_port.pipeline.transfer import Arrival
 from megatron_port.session.assemble import build_engine, topology_of
 
@@ -33,7 +34,7 @@ def fake_rank(
     layout = config.layout
     topology = topology_of(replace(config, layout=replace(layout, data_parallel_size=layout.data_parallel_size or 1)))
     config = resolve(config, topology.world_size)
-    take, exchange = Arrival.take, dist.all_to_all_single
+    take, step, exchange = Arrival.take, RingStep.take, dist.all_to_all_single
 
     def balanced(out: torch.Tensor, mine: torch.Tensor, *sizes: Any, **options: Any) -> Any:
         """All ranks send as many rows of each expert as this one, so that it receives as many as it sends."""
@@ -44,6 +45,7 @@ def fake_rank(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", balanced)
         patch.setattr(Arrival, "take", lambda arrival: tuple(x.zero_() for x in take(arrival)))
+        patch.setattr(RingStep, "take", lambda passing: step(passing).zero_())
         if topology.world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world_size)
         try:

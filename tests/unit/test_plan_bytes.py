@@ -82,7 +82,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2,
      "data_parallel_size": 2, "recompute": "full"},
     {"context_parallel_size": 2, "data_parallel_size": 4, "shard_size": 2, "zero_stage": 2, "cp_order": "contiguous"},
-    {"context_parallel_size": 4, "zero_stage": 0, "recompute": "selective"},
+    {"context_parallel_size": 4, "zero_stage": 0, "recompute": "selective", "cp_method": "ring"},
+    {"context_parallel_size": 2, "tensor_parallel_size": 2, "data_parallel_size": 2, "cp_method": "heads"},
 ]
 EXPERTS = range(17, 26)
 
@@ -93,7 +94,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": (ROUTED, "bf16"),
 }
 CASES = [*(("gpt", i) for i in range(15) if i not in (1, 4, 7)), ("dropout", 4), ("dropout", 7), ("llama", 6),
-         ("fp64", 3), *(("llama", i) for i in range(26, 29)),
+         ("fp64", 3), *(("llama", i) for i in range(26, 30)),
          ("shared", 15), ("shared", 16), ("one head", 15), *(("experts", i) for i in EXPERTS)]
 
 
