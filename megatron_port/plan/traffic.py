@@ -106,18 +106,18 @@ def axis_of(case: Case, *axes: str) -> str:
 
 def expert_traffic(case: Case, moe: MoESpec) -> Traffic:
     """Forward and backward of one micro-batch through the routed part of a layer: rows and their counts, and what
-    tensor-parallel ranks count together. Balanced, and with none dropped."""
+    tensor- and context-parallel ranks count together. Balanced, and with none dropped."""
     out, again, model = Traffic(), case.recompute == "full", case.model
     if case.ep > 1:
         axis, sizes = axis_of(case, "ep"), routed(case, moe, balanced=True)
         row = model.hidden_size * case.width
         out.add(axis, "all-to-all", (4 + 2 * again) * sizes.sent * row + (1 + again) * 8 * moe.num_experts)
-    if case.tp > 1:
-        if model.moe.balance_loss == "sequence":
-            out.add("tp", "all-reduce", (1 + again) * 8 * case.micro_batch * moe.num_experts)
-        if model.moe.capacity_factor:  # experts, scores, and whether they take part
-            choices = model.seq_length / case.cp * case.micro_batch * moe.top_k
-            out.add("tp", "all-gather", choices * (8 + case.wide + 1))
+    positions = model.seq_length / case.cp  # of whole samples, in as many as tensor- and context-parallel ranks hold
+    for axis, ranks, gathered in (("tp", case.tp, positions), ("cp", case.cp, positions * case.cp)):
+        if ranks > 1 and model.moe.balance_loss == "sequence":
+            out.add(axis, "all-reduce", (1 + again) * 8 * case.micro_batch * moe.num_experts)
+        if ranks > 1 and model.moe.capacity_factor:  # experts, scores, and whether they take part
+            out.add(axis, "all-gather", gathered * case.micro_batch * moe.top_k * (8 + case.wide + 1))
     return out
 
 
