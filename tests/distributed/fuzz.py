@@ -282,8 +282,6 @@ def draw(seed: int) -> Draw:
     engine = r.choice(("native", "native", "deepspeed"))
     dtype = r.choice(("fp64", "fp32", "bf16", "fp16") if engine == "native" else ("fp32", "bf16", "bf16"))
     model, layout = _model(r, t), _layout(r, t, engine)
-    if dtype in ("bf16", "fp16"):  # the branches of fresh weights, which norms make large, are then rounding alone
-        model.pop("norm_placement", None)
     stages = t.pp * layout.get("virtual_pipeline_size", 1)
     if dtype in ("bf16", "fp16") and model.get("sliding_window") == 1:
         model["sliding_window"] = 2  # of one key, queries and keys have no gradient that rounding could be near to
@@ -510,11 +508,15 @@ def main() -> int:
     parser.add_argument("--masked", action="store_true", help="only draws whose attention is more than causal")
     parser.add_argument("--adapted", action="store_true", help="only draws that train adapters")
     parser.add_argument("--further", action="store_true", help="only draws that predict further tokens")
+    parser.add_argument("--normed", action="store_true", help="only draws in half precision of branches normed at "
+                        "their end")
     args = parser.parse_args()
     draws = [d for d in map(draw, args.seeds) if args.zero_stage in (None, d.config.layout.zero_stage)]
     draws = [d for d in draws if not args.masked or MaskNeeds.of(d.config).any]
     draws = [d for d in draws if not args.adapted or d.config.fine_tuning.enabled]
     draws = [d for d in draws if not args.further or d.config.model.mtp_layers]
+    draws = [d for d in draws if not args.normed or (
+        d.config.precision.dtype in ("bf16", "fp16") and d.config.model.norm_placement != "pre")]
     return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_port.config.schema import ModelConfig
+from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.parity.comparison import (
     DISTANCE,
     FIRST_STEP,
@@ -23,6 +23,7 @@ from megatron_port.parity.comparison import (
     distances,
     first_step,
 )
+from megatron_port.parity.half_precision import SingleRuns, within_rounding
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=7, seq_length=4)
@@ -101,3 +102,26 @@ def test_random_errors_are_the_unit_of_what_moves_far(moved: float, typical: flo
     gradient = next(d for d in found if d.quantity == "grad moved")
     u = ROUNDOFF["bf16"] * (1 + MODEL.num_layers / 16) ** 0.5
     assert gradient.bound == pytest.approx(max(DISTANCE.gradient * u, NOISE_FACTOR * (typical or 0.0)), rel=2e-3)
+
+
+@pytest.mark.parametrize(("placement", "moved", "ok"), [
+    ("pre", 0.02, False), ("post", 0.02, True), ("post", 0.3, False), ("sandwich", 0.3, False),
+])
+def test_normed_branches_outside_the_first_steps_bounds_are_held_to_distances(
+    placement: str, moved: float, ok: bool
+) -> None:
+    """Of the layout itself, from fp32, within the noise; a wide spread of orders alone lets nothing pass."""
+    run = RunConfig(model=replace(MODEL, norm_placement=placement))  # type: ignore[arg-type]
+    run = replace(run, precision=replace(run.precision, dtype="bf16"))
+    exact = _run((1.0,), (1.0,))
+
+    def off(by: float) -> Run:
+        return replace(exact, gradients=_run((), (), 1 + by).gradients)
+
+    runs = SingleRuns(
+        rounding_there=exact, ordered=lambda count: [exact, off(0.2)], plain=lambda: exact, fp32=lambda: exact,
+        noisy=lambda: [off(0.005)] * 2,
+    )
+    found = within_rounding(run, off(moved), runs)
+    assert all(d.ok for d in found) is ok
+    assert any(d.rule.startswith("the layout") for d in found) is (placement != "pre")
