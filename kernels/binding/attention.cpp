@@ -76,7 +76,6 @@ std::tuple<Tensor, Tensor> attention_forward(
   const int32_t dtype = dtype_of(q, op);
   const mp_attention_shape shape = shape_of(op, q, k, v, causal, scale, end.has_value());
   const auto dropout = dropout_of(op, shape, q, keys, op_key, threshold, head_offset);
-  check(!dropout.has_value() || !end.has_value(), op, "dropout is of a whole sequence");
   const mp_attention_mask mask = mask_of(op, shape, q, first, end, sinks, window, softcap);
   const Strides qs = strides_of(op, q), ks = strides_of(op, k), vs = strides_of(op, v);
   const int64_t sizes[] = {shape.seq, shape.batch, shape.groups, shape.per_group, shape.d};
@@ -111,7 +110,6 @@ void attention_backward_(
   check_tensor(
       op, "rows", rows, q, ScalarType::Float, 2 * shape.batch * shape.groups * shape.per_group * shape.seq);
   const auto dropout = dropout_of(op, shape, q, keys, op_key, threshold, head_offset);
-  check(!dropout.has_value() || !end.has_value(), op, "dropout is of a whole sequence");
   const mp_attention_mask mask = mask_of(op, shape, q, first, end, sinks, window, softcap);
   check(sinks.has_value() == dsinks.has_value(), op, "sinks and dsinks are given together");
   if (dsinks.has_value()) {

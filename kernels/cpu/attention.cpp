@@ -266,10 +266,10 @@ struct HeadMask {
     keep = keep_of(mask->op_key, mask->threshold);
     start = (mask->head_offset + head) * s.keys * s.keys;
   }
-  // Scale or 0 of `live` probabilities of a row from key `low` on; NULL without dropout.
-  const float* factors(Space& space, int64_t row, int64_t low, int64_t live) const {
+  // Scale or 0 of `live` probabilities of the query at `position` from key `low` on; NULL without dropout.
+  const float* factors(Space& space, int64_t position, int64_t low, int64_t live) const {
     if (keys == nullptr) return nullptr;
-    space.room.factors(keep, keys[sample], start + row * cols + low, live, space.factor.data());
+    space.room.factors(keep, keys[sample], start + position * cols + low, live, space.factor.data());
     return space.factor.data();
   }
 };
@@ -330,7 +330,7 @@ void forward_head(
         sum += row[c];
       }
       if (scores.has_sink) sum += exp_of_negative(scores.sink - top);
-      if (const float* factor = mask.factors(space, first + r, low, live)) {
+      if (const float* factor = mask.factors(space, seen.stop(first + r) - 1, low, live)) {
         for (int64_t c = 0; c < live; c++) row[c] *= factor[c];
       }
       // The tile has the keys of all its rows.
@@ -410,7 +410,7 @@ void backward_head(
         float along = 0.0f;
 #pragma omp simd reduction(+ : along)
         for (int64_t c = 0; c < s.d; c++) along += a[c] * b[c];
-        const float* factor = mask.factors(space, first + r, low, live);
+        const float* factor = mask.factors(space, seen.stop(first + r) - 1, low, live);
         if (scores.softcap > 0.0f) {
           capped_gradients(p + low, d + low, live, top, inverse, along, factor, scores.softcap, slope.data());
         } else {
@@ -437,7 +437,7 @@ void backward_head(
 
 bool bad(const mp_attention_shape& s, const mp_probability_mask* dropout, const mp_attention_mask* mask) {
   const bool moved = mask != nullptr && mask->end != nullptr;
-  if (dropout != nullptr && (!s.causal || moved || dropout->threshold < 1 || dropout->threshold > 65535)) return true;
+  if (dropout != nullptr && (!s.causal || dropout->threshold < 1 || dropout->threshold > 65535)) return true;
   if (mask != nullptr && (!s.causal || mask->window < 0 || !(mask->softcap >= 0.0f))) return true;
   return s.seq < 0 || s.keys < 1 || s.batch < 0 || s.groups < 1 || s.per_group < 1 || s.d < 1 || s.d > 1024 ||
          (s.causal && s.seq != s.keys && !moved);

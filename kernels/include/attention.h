@@ -6,7 +6,8 @@
  * row i sees the keys up to i, and seq = keys. rows [batch, groups, per_group, 2, seq]: the largest of a row's scores,
  * and the inverse of the sum of e^(score - largest). Their one logarithm would be rounded where scores are large, and
  * the probabilities of the backward pass with it. dropout: of the probabilities, causal attention only; NULL: none. Its
- * heads are groups * per_group, in that order. mask: NULL: what `causal` says.
+ * heads are groups * per_group, in that order; keys are then all positions of the sequence, and query i is at end[i] - 1
+ * where the mask has `end`. mask: NULL: what `causal` says.
  */
 #ifndef MP_ATTENTION_H
 #define MP_ATTENTION_H

@@ -127,13 +127,14 @@ def choose_attention(
         raise refuse("attention", asked, f"model.attention_dropout is {needs.dropout:g}, and {drops}", "math")
     if asked != "auto" and (lacking := needs.mask.problem(asked)):
         raise refuse("attention", asked, lacking, "math")
-    if needs.dropout > 0.0 and needs.mask.runs:
-        own = replace(own, problem=own.problem or "own attention drops probabilities of whole sequences only")
+    if needs.dropout > 0.0 and needs.mask.partials:
+        own = replace(own, problem=own.problem or "own attention drops no probabilities of parts of the keys")
     if needs.dropout > 0.0 and asked == "auto" and own.problem:
         why = f"auto: attention_dropout {needs.dropout:g}; {own.problem}"
         return attn.math_attention_with(softmax), ProviderRow("attention", "math", why)
     if asked == "own" and own.problem:
-        raise refuse("attention", asked, own.problem, "sdpa")
+        other = "math" if needs.dropout > 0.0 or needs.mask.problem("sdpa") else "sdpa"
+        raise refuse("attention", asked, own.problem, other)
     if asked == "own" or (asked == "auto" and not own.problem):
         how = "asked for" if asked != "auto" else "auto"
         return _own_attention(), ProviderRow("attention", "own", f"{how}; {own.load()}")

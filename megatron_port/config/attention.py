@@ -112,6 +112,11 @@ def attention_problems(config: RunConfig) -> list[str]:
             f"model.sliding_window {m.sliding_window} is of no layer: attention_pattern {list(pattern)} has no "
             "\"window\"; leave one of the two out"
         )
+    if m.attention_dropout > 0 and MaskNeeds.of(config).partials and config.backend.attention == "own":
+        out.append(
+            f"model.attention_dropout {m.attention_dropout} under layout.cp_method \"ring\" needs backend.attention "
+            "auto or math: own drops no probabilities of parts of the keys; or use cp_method \"gather\""
+        )
     if problem := MaskNeeds.of(config).problem(config.backend.attention):
         out.append(f"backend.attention = \"{config.backend.attention}\": {problem}; use auto, own or math")
     return out

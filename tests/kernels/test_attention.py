@@ -217,7 +217,7 @@ def test_dropout_that_cannot_be_is_refused() -> None:
     with pytest.raises(RuntimeError, match="keys has 2 elements, not 1"):
         attention(q[:, :1], k[:, :1], v[:, :1], dropout=_dropout(0.1, 6))
     later = dataclasses.replace(_dropout(0.1, 6), first_query=6)
-    with pytest.raises(ValueError, match="a whole sequence, and the first query's position is 6"):
+    with pytest.raises(ValueError, match="AttentionMask.end, and the first query's position is 6"):
         attention(q, k, v, dropout=later)
 
 

@@ -29,14 +29,14 @@ def attention(
     """dropout(softmax(q kᵀ / sqrt(d))) v as [s, b, heads · d], of q [s, b, heads, d], k and v [keys, b, groups, d].
 
     Query head j uses key head j // (heads / groups). Any strides but in the last dimension. causal: row i sees the keys
-    up to i, and s = keys, unless the mask says otherwise. A mask and dropout are for causal attention, dropout for that
-    of a whole sequence.
+    up to i, and s = keys, unless the mask says otherwise. A mask and dropout are for causal attention, dropout for keys
+    of a whole sequence: the position of query i is ``mask.end[i] - 1``.
 
     Raises:
         RuntimeError: the shapes do not fit together, or dropout or a mask of attention that is not causal.
-        ValueError: dropout of queries that are not the whole sequence.
+        ValueError: dropout of queries whose positions are not known.
     """
-    out: Tensor = _Attention.apply(q, k, v, _sinks(mask), causal, _dropout(dropout), mask)
+    out: Tensor = _Attention.apply(q, k, v, _sinks(mask), causal, _dropout(dropout, mask), mask)
     return out
 
 
@@ -79,13 +79,13 @@ def _sinks(mask: AttentionMask | None) -> Tensor | None:
     return None if mask is None or mask.sinks is None else mask.sinks.float()
 
 
-def _dropout(dropout: ProbabilityDropout | None) -> Dropout:
+def _dropout(dropout: ProbabilityDropout | None, mask: AttentionMask | None = None) -> Dropout:
     if dropout is None or not (threshold := drop_threshold(dropout.p)):
         return None, 0, 0, 0
-    if dropout.first_query != 0:
+    if dropout.first_query != 0 and (mask is None or mask.end is None):
         raise ValueError(
-            f"own attention drops probabilities of a whole sequence, and the first query's position is "
-            f"{dropout.first_query}; set backend.attention = \"math\""
+            "own attention drops probabilities of a whole sequence or by AttentionMask.end, and the first query's "
+            f"position is {dropout.first_query}; set backend.attention = \"math\""
         )
     return dropout.keys, dropout.op_key, threshold, dropout.head_offset
 
