@@ -50,7 +50,7 @@ def _head_problems(config: RunConfig) -> list[str]:
     queries, keys = config.model.num_attention_heads // tensor, config.model.kv_heads_held(tensor) // tensor
     if not keys or keys % size == 0 or (size % keys == 0 and queries % size == 0):
         return []
-    legal = [n for n in range(2, queries + 1) if keys % n == 0 or (n % keys == 0 and queries % n == 0)]
+    legal = [n for n in range(2, min(queries, 1024) + 1) if keys % n == 0 or (n % keys == 0 and queries % n == 0)]
     other = f"context_parallel_size {', '.join(map(str, legal))} or " if legal else ""
     return [
         f'layout.cp_method "heads": context_parallel_size {size} must divide the {keys} key/value heads of a rank '

@@ -228,6 +228,29 @@ OTHER_FAULTS: list[tuple[dict[str, object], str]] = [
 ]
 
 
+CONTEXT = {"layout__context_parallel_size": 4, "engine": "native", "model__num_attention_heads": 6}
+METHOD_FAULTS = [
+    ({"layout__cp_method": "ring", "backend__attention": "sdpa"}, 'sdpa cannot serve partial results in fp32'),
+    ({"layout__cp_method": "ring", "backend__attention": "own", "model__attention_dropout": 0.1},
+     "under layout.cp_method \"ring\" needs backend.attention auto or math"),
+    ({"layout__cp_method": "heads"},
+     "context_parallel_size 4 must divide the 6 key/value heads of a rank (tensor_parallel_size 1), or be a multiple "
+     "of them that divides its 6 query heads; use context_parallel_size 2, 3, 6 or cp_method \"gather\""),
+    ({"layout__cp_method": "heads", "layout__tensor_parallel_size": 2, "model__num_query_groups": 2},
+     "must divide the 1 key/value heads of a rank (tensor_parallel_size 2), or be a multiple of them that divides its "
+     "3 query heads; use context_parallel_size 3 or"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), METHOD_FAULTS)
+def test_methods_of_context_parallelism_that_do_not_fit(changes: dict[str, object], words: str) -> None:
+    """And none is refused that fits: copies of key/value heads, and what the other methods serve."""
+    assert words in one(made(**CONTEXT, **changes))
+    fitting = changes | {"layout__context_parallel_size": 3 if changes["layout__cp_method"] == "heads" else 4}
+    method = "gather" if fitting["layout__context_parallel_size"] == 4 else "heads"
+    assert not problems(made(**CONTEXT | fitting | {"layout__cp_method": method, "model__seq_length": 24}))
+
+
 @pytest.mark.parametrize(("changes", "words"), OTHER_FAULTS)
 def test_other_faults(changes: dict[str, object], words: str) -> None:
     text = one(made(**changes))
