@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,10 @@ class RouteIdentity:
         return _DTYPES["U8" if self.numbers <= 1 << 8 else "U16" if self.numbers <= 1 << 16 else "U32"]
 
 
+Runs = tuple[tuple[int, int], ...]
+"""Positions, as (start, length), in the order of the rows."""
+
+
 @dataclass(frozen=True)
 class RankRoutes:
     """Routes of one step that one rank computed."""
@@ -69,6 +73,8 @@ class RankRoutes:
     """Their numbers, counted from the start of training."""
     experts: Experts
     """[layers, samples, positions, k]: as :class:`RouteIdentity` says."""
+    runs: tuple[Runs, ...] = ()
+    """The positions of each sample, where they are not its share's."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,8 @@ class Share:
     """Part of the model and of every sample that a rank computes routes of."""
 
     layers: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
-    """Its positions, as (start, length), in the order of the rows."""
+    runs: Runs
+    """Its positions."""
 
     @property
     def rows(self) -> int:
@@ -108,6 +114,8 @@ def write_steps(
     for one in steps:
         size, key = one.experts.nbytes, str(one.step)
         header["__metadata__"][f"samples.{key}"] = json.dumps(one.samples)
+        if one.runs:
+            header["__metadata__"][f"runs.{key}"] = json.dumps(one.runs)
         header["__metadata__"][f"crc32.{key}"] = str(zlib.crc32(np.ascontiguousarray(one.experts).data))
         name = next(n for n, dtype in _DTYPES.items() if dtype == one.experts.dtype)
         header[key] = {"dtype": name, "shape": list(one.experts.shape), "data_offsets": [offset, offset + size]}
@@ -139,6 +147,11 @@ class _Header:
     metadata: Mapping[str, str]
     checked: set[int] = field(default_factory=set)
     """Steps whose checksum was right."""
+
+    def shares(self, step: int) -> list[Share]:
+        """Return the share of each sample of a step; none where it is that of the file."""
+        own = json.loads(self.metadata.get(f"runs.{step}", "[]"))
+        return [replace(self.share, runs=tuple((int(a), int(b)) for a, b in runs)) for runs in own]
 
 
 class RouteFolder:
@@ -217,16 +230,20 @@ class RouteFolder:
         theirs = {sample: i for i, sample in enumerate(json.loads(header.metadata[f"samples.{step}"]))}
         layers = [(i, header.share.layers.index(n)) for i, n in enumerate(share.layers) if n in header.share.layers]
         wanted = [(i, theirs[n]) for i, n in enumerate(samples) if n in theirs]
-        rows = _common_rows(share, header.share)
-        if not (layers and wanted and rows):
-            return
-        data = self._tensor(path, header, step)
-        to_sample, from_sample = ([pair[i] for pair in wanted] for i in (0, 1))
-        for to_layer, from_layer in layers:
-            for to_row, from_row, count in rows:
-                part = data[from_layer, from_sample, from_row:from_row + count]
-                out[to_layer, to_sample, to_row:to_row + count] = part
-                filled[to_layer, to_sample, to_row:to_row + count] = True
+        shares, alike = header.shares(step), dict[Share, list[tuple[int, int]]]()
+        for pair in wanted:
+            alike.setdefault(header.share if not shares else shares[pair[1]], []).append(pair)
+        for held, pairs in alike.items():
+            rows = _common_rows(share, held)
+            if not (layers and rows):
+                continue
+            data = self._tensor(path, header, step)
+            to_sample, from_sample = ([pair[i] for pair in pairs] for i in (0, 1))
+            for to_layer, from_layer in layers:
+                for to_row, from_row, count in rows:
+                    part = data[from_layer, from_sample, from_row:from_row + count]
+                    out[to_layer, to_sample, to_row:to_row + count] = part
+                    filled[to_layer, to_sample, to_row:to_row + count] = True
 
     def _header(self, path: Path) -> _Header:
         if path not in self._headers:

@@ -19,7 +19,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.api import Engine
 from megatron_port.errors import ConfigError
-from megatron_port.parallel.positions import sequence_partition
+from megatron_port.parallel.positions import Division, sequence_partition
 from megatron_port.parallel.step import StepContext
 from megatron_port.parallel.to_device import to_device_async
 from megatron_port.runtime.agreement import agreed
@@ -31,6 +31,7 @@ from megatron_port.telemetry.route_file import (
     RankRoutes,
     RouteFolder,
     RouteIdentity,
+    Runs,
     Share,
     remove_steps_after,
     write_identity,
@@ -70,6 +71,7 @@ class RunRoutes:
         self._writer: RouteWriter | None = None
         self._step = -1
         self._samples: tuple[int, ...] = ()
+        self._runs: tuple[Runs, ...] = ()
         self._places: dict[int, int] = {}
         self._fixed: Experts | None = None
         self._log: torch.Tensor | None = None
@@ -99,8 +101,8 @@ class RunRoutes:
         found = filter(None, (_LAYER.fullmatch(record.name) for record, _ in engine.named_parameters()))
         layers = {int(m[1]) if m[1] else config.model.num_layers + int(m[2]) for m in found}
         partition = sequence_partition(ctx.mesh, ctx.rank, order=config.layout.cp_order, sequence_parallel=True)
-        rows = partition.residual(config.model.seq_length)
-        self.share = Share(tuple(sorted(layers)), tuple((run.start, run.length) for run in rows.runs))
+        self._partition, self._layers = partition, tuple(sorted(layers))
+        self.share = self._share(None)
         if self._replay is not None:
             replay = self._replay
             agreed(lambda: replay.check(self.identity, step + 1, config.training.steps))
@@ -111,6 +113,11 @@ class RunRoutes:
                     self.folder, ctx.rank, self.share, guard=self.session.fence.check, warn=self.session.logger.log_any
                 )
         engine.stream.routes = self
+
+    def _share(self, division: Division | None) -> Share:
+        """Return this rank's share of samples that are divided in this way."""
+        rows = self._partition.divided(division).residual(self.identity.seq_length)
+        return Share(self._layers, tuple((run.start, run.length) for run in rows.runs))
 
     def _begin_folder(self, step: int) -> None:
         self.session.fence.check()
@@ -124,8 +131,15 @@ class RunRoutes:
             return
         self._step, self._samples = step, tuple(i for batch in micro_batches for i in batch.sample_ids)
         self._places = {sample: i for i, sample in enumerate(self._samples)}
-        if self._replay is not None:
+        shares = [self._share(batch.division) for batch in micro_batches]
+        alike = all(share == self.share for share in shares)
+        if self._replay is not None and alike:
             self._fixed = self._replay.read(step + 1, self._samples, self.share)
+        elif self._replay is not None:
+            parts = [self._replay.read(step + 1, b.sample_ids, s) for b, s in zip(micro_batches, shares)]
+            self._fixed = np.concatenate(parts, axis=1)
+        own = [share.runs for batch, share in zip(micro_batches, shares) for _ in batch.sample_ids]
+        self._runs = () if alike else tuple(own)
         if self._writer is not None:
             shape = (len(self.share.layers), len(self._samples), self.share.rows, self.identity.top_k)
             self._log = torch.empty(
@@ -145,7 +159,7 @@ class RunRoutes:
         if self.session.device.is_gpu:
             event = torch.cuda.Event()
             event.record()
-        self._writer.put(partial(_routes, self._step + 1, self._samples, log, event, self.identity.dtype))
+        self._writer.put(partial(_routes, self._step + 1, self._samples, log, event, self.identity.dtype, self._runs))
 
     def flush(self) -> None:
         """Wait until the routes of all steps so far are on disk: before a save."""
@@ -166,7 +180,7 @@ class RunRoutes:
         if self._fixed is not None and all(i in self._places for i in context.sample_ids):
             chosen = self._fixed[at, [self._places[i] for i in context.sample_ids]]
         else:  # another replica's samples, in a check of devices
-            chosen = self._replay.read(self._step + 1, context.sample_ids, self.share)[at]
+            chosen = self._replay.read(self._step + 1, context.sample_ids, self._share(context.division))[at]
         by_token = chosen.transpose(1, 0, 2).reshape(-1, self.identity.top_k).astype(np.int64)
         numbers = to_device_async(torch.from_numpy(by_token), context.samples.device)
         return numbers % self.identity.num_experts, numbers < self.identity.num_experts
@@ -186,9 +200,10 @@ class RunRoutes:
 
 
 def _routes(
-    step: int, samples: tuple[int, ...], log: torch.Tensor, event: torch.cuda.Event | None, dtype: np.dtype[Any]
+    step: int, samples: tuple[int, ...], log: torch.Tensor, event: torch.cuda.Event | None, dtype: np.dtype[Any],
+    runs: tuple[Runs, ...],
 ) -> RankRoutes:
     """Return a step's routes once the device has delivered them."""
     if event is not None:
         event.synchronize()
-    return RankRoutes(step, samples, log.numpy().view(dtype))
+    return RankRoutes(step, samples, log.numpy().view(dtype), runs)

@@ -44,6 +44,7 @@ LAYOUTS: dict[int, list[tuple[RunConfig, Topology]]] = {
          Topology(tp=2)),
         (tuned({**DORA, "targets": ()}, LATENT), Topology(tp=2)),
         (tuned(DORA, LLAMA, zero_stage=3), Topology(dp=2)),
+        (tuned(LORA, LLAMA, context_parallel_size=2), Topology(cp=2)),
         (tuned(LORA, GPT, pipeline_schedule="zb-v", virtual_pipeline_size=2), Topology(pp=2)),
     ],
     4: [
@@ -51,7 +52,8 @@ LAYOUTS: dict[int, list[tuple[RunConfig, Topology]]] = {
         (tuned({**LORA, "targets": ("key", "value", "up")}, LLAMA, sequence_parallel=True, tp_overlap_chunks=2),
          Topology(tp=4)),
         (tuned(DORA, LLAMA), Topology(tp=4)),
-        (tuned(LORA, {**LLAMA, "num_query_groups": 1}, zero_stage=2), Topology(tp=2, dp=2)),
+        (tuned({**LORA, "targets": ("kv_down", "up")}, LATENT, zero_stage=2, sequence_parallel=True,
+               context_parallel_size=2), Topology(tp=2, cp=2)),
         (tuned(DORA, GPT, sequence_parallel=True, pipeline_schedule="zb-h1", recompute="selective"),
          Topology(tp=2, pp=2)),
         (tuned(LORA, GPT, virtual_pipeline_size=2, zero_stage=3, reshard="step", reduce_bucket_size=200),

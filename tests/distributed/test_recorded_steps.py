@@ -19,8 +19,11 @@ CASES = {
     "tensor and sequence": (
         case("fp32", 0, dp=1, tensor_parallel_size=2, sequence_parallel=True), Topology(2, 1, 1)
     ),
-    "adapters with dropout": (
-        replace(case("bf16", 1), fine_tuning=FineTuningConfig(method="lora", rank=4, dropout=0.2)), Topology(1, 1, 2)
+    "adapters with dropout on parts of sequences": (
+        replace(
+            case("bf16", 1, dp=1, context_parallel_size=2),
+            fine_tuning=FineTuningConfig(method="lora", rank=4, dropout=0.2),
+        ), Topology(cp=2)
     ),
 }
 

@@ -26,6 +26,7 @@ from megatron_port.telemetry.route_file import (
     RankRoutes,
     RouteFolder,
     RouteIdentity,
+    Runs,
     Share,
     write_identity,
     write_steps,
@@ -234,11 +235,18 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 def test_common_rows_of_shares_in_several_runs(tmp_path: Path) -> None:
     """Positions in two runs, as a division of the sequence gives them: read back by other runs."""
     write_identity(tmp_path, RouteIdentity(num_experts=16, top_k=1, layers=(0,), seq_length=12, seed=0))
-    parts = [((0, 3), (9, 3)), ((3, 6),)]
-    for rank, runs in enumerate(parts):
-        share = Share((0,), runs)
-        rows = [start + i for start, length in runs for i in range(length)]
-        experts = torch.tensor(rows, dtype=torch.uint8).view(1, 1, -1, 1).numpy()
-        write_steps(tmp_path, rank, [RankRoutes(1, (5,), experts)], share)
-    found = RouteFolder(tmp_path).read(1, (5,), Share((0,), ((7, 4), (1, 4))))
-    assert found.ravel().tolist() == [7, 8, 9, 10, 1, 2, 3, 4]
+    parts: list[Runs] = [((0, 3), (9, 3)), ((3, 6),)]
+
+    def routes(step: int, *runs: Runs) -> RankRoutes:
+        """The expert of a position has its number."""
+        rows = [[start + i for start, length in of_sample for i in range(length)] for of_sample in runs]
+        experts = torch.tensor(rows, dtype=torch.uint8).view(1, len(runs), -1, 1).numpy()
+        return RankRoutes(step, (5, 6)[: len(runs)], experts, runs if step == 2 else ())
+
+    for rank, (runs, other) in enumerate(zip(parts, reversed(parts))):  # in the second step each sample has its own
+        write_steps(tmp_path, rank, [routes(1, runs), routes(2, runs, other)], Share((0,), runs))
+    found, wanted = RouteFolder(tmp_path), Share((0,), ((7, 4), (1, 4)))
+    for step, samples in ((1, (5,)), (2, (6, 5))):
+        assert found.read(step, samples, wanted).reshape(len(samples), -1).tolist() == [
+            [7, 8, 9, 10, 1, 2, 3, 4]
+        ] * len(samples)
