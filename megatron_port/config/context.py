@@ -33,14 +33,12 @@ def context_problems(config: RunConfig) -> list[str]:
             f'"{layout.cp_order}"); use {" or ".join(map(str, near))}'
         )
     out += _head_problems(config) if layout.cp_method == "heads" else []
-    if layout.cp_order == "balanced" and config.data.attention_documents == "within":
-        out += [
-            f'layout.cp_order "balanced" divides each micro-batch in another way; {what}; use "zigzag"'
-            for what, there in {
-                f'backend.graphs "{config.backend.graphs}" replays one': config.backend.graphs != "off",
-                "moe.routes and moe.replay keep those of one": bool(config.moe.replay) or config.moe.routes != "none",
-            }.items() if there
-        ]
+    recorded = config.backend.graphs != "off"
+    if recorded and layout.cp_order == "balanced" and config.data.attention_documents == "within":
+        out.append(
+            f'layout.cp_order "balanced" divides each micro-batch in another way; backend.graphs '
+            f'"{config.backend.graphs}" replays one; use "zigzag"'
+        )
     return out
 
 

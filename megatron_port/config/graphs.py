@@ -35,9 +35,6 @@ def graph_problems(config: RunConfig) -> list[str]:
         f'data.attention_documents "within" and backend.attention "{config.backend.attention}": flash-attn takes the '
         'lengths of documents from the host; use attention = "sdpa" or "math"':
             config.data.attention_documents == "within" and config.backend.attention not in ("sdpa", "math"),
-        'layout.cp_order "balanced" with documents: each micro-batch is divided by its own; use zigzag':
-            config.layout.context_parallel_size > 1 and config.layout.cp_order == "balanced"
-            and config.data.attention_documents == "within",
         f"numerics.replay_interval {config.numerics.replay_interval}: a replay looks at every micro-batch from the "
         "host; use 0": bool(config.numerics.replay_interval),
     }
