@@ -56,6 +56,8 @@ NO_ADAPTERS = FineTuningConfig()
 def targets_of(model: ModelConfig) -> tuple[str, ...]:
     """Return the matrices that a layer of ``model`` has."""
     lacking: set[str] = set() if "glu" in model.activation else {"gate"}
+    if all(map(model.moe.has_experts, range(model.num_layers))) and not model.moe.shared_ffn_hidden_size:
+        lacking |= {"gate", "up", "down"}
     if not model.kv_lora_rank:
         lacking |= {"query_down", "query_up", "kv_down", "kv_up"}
     else:

@@ -205,6 +205,9 @@ def _run_problems(config: RunConfig) -> list[str]:
         out.append(
             f'activations.policy "{config.activations.policy}" knows no layers of experts; use none, selective or full'
         )
-    if config.fine_tuning.enabled:
-        out.append("fine_tuning of a model with experts is not built: adapters are of dense matrices; use method none")
+    if config.fine_tuning.enabled and moe.balance_loss == "previous_step":
+        out.append(
+            'model.moe.balance_loss "previous_step" with fine_tuning: its shares change from step to step, and a '
+            'checkpoint of adapters holds nothing but those; use "sequence" or "none"'
+        )
     return out

@@ -123,9 +123,9 @@ def logical_pieces(
 def buffer_pieces(
     buffers: Sequence[tuple[ParameterRecord, torch.Tensor]], ctx: ParallelContext
 ) -> Iterator[StatePiece]:
-    """Yield the buffers of which this rank's copy is the one that is saved."""
+    """Yield the buffers of which this rank's copy is the one that is saved; not those that are frozen."""
     for record, buffer in buffers:
-        if record.is_owned(ctx.mesh, ctx.rank):
+        if record.trainable and record.is_owned(ctx.mesh, ctx.rank):
             yield from logical_pieces(record, BUFFER, buffer.detach().reshape(-1), 0)
 
 

@@ -4,7 +4,8 @@ PEFT gives each of transformers' modules an adapter of its own, so a fused matri
 in it (:func:`parts_of`), whatever family the model is exported as: A [r, in], B [out, r], under DoRA the lengths [out].
 Where the linear's outputs are divided, so are B and the lengths, and A is whole on every rank; where its inputs are, A
 is divided. A rank has its part's share of the gradient of what is whole, with sequence parallelism and without. Beside
-a linear that is not divided everything is whole, and the gradient that of the rank's tokens.
+a linear that is not divided everything is whole, and the gradient that of the rank's tokens. Experts, which are no
+linears of every token, have none; the block beside them has.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_port.config.fine_tuning import FineTuningConfig
+from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec, LinearSpec, ParameterSpec, Split
@@ -96,10 +97,10 @@ class AdapterSpec:
 
 
 def adapter_spec(linear: LinearSpec, tuning: FineTuningConfig) -> AdapterSpec | None:
-    """Return the adapters of a linear; None: it has none."""
+    """Return the adapters of a linear; None: it has none, as routers and the gates of shared blocks."""
     if not tuning.enabled:
         return None
-    adapted = tuple(p for p in parts_of(linear) if not tuning.targets or p.name in tuning.targets)
+    adapted = tuple(p for p in parts_of(linear) if p.name in (tuning.targets or TARGETS))
     return AdapterSpec(linear, adapted, tuning.rank, tuning.method == "dora") if adapted else None
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_port.model.adapter_spec import AdapterSpec, Part, parts_of
 from megatron_port.parallel.adapter import Adapter, AdapterPart, Drop
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.positions import SequencePartition
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
@@ -59,10 +60,12 @@ def _part(layer: str, spec: AdapterSpec, part: Part, build: BuildContext, groups
 
 
 def freeze_all_but_adapters(modules: Iterable[nn.Module]) -> None:
-    """Mark every parameter that belongs to no adapter as one that updates leave alone."""
+    """Mark every parameter that belongs to no adapter, and every buffer, as one that updates leave alone."""
     for module in modules:
         trained = {id(p) for m in module.modules() if isinstance(m, Adapter) for p in m.parameters()}
         for p in module.parameters():
             if id(p) not in trained:
                 p.record = replace(record_of(p), trainable=False)  # type: ignore[attr-defined]
                 p.requires_grad_(False)
+        for record, buffer in recorded_buffers(module):
+            buffer.record = replace(record, trainable=False)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from megatron_port.parallel.counter import random_bits, uniform
 from megatron_port.parallel.linear import linear
 from megatron_port.parallel.linear_kernels import WIDE
 from megatron_port.parallel.positions import SequencePartition
-from megatron_port.parallel.record import InitSpec, make_record
+from megatron_port.parallel.record import InitSpec, make_record, record_of
 from megatron_port.parallel.routing import routed
 from megatron_port.parallel.step import TallySpec
 
@@ -287,7 +287,7 @@ class Router(Buffered):
         because the counts are exact."""
         counts = totals["expert_tokens"][self.index]
         total = counts.sum()
-        if self.balance_bias is not None:
+        if self.balance_bias is not None and record_of(self.balance_bias).trainable:
             direction = torch.sign(total - counts * self.moe.num_experts).float()
             self.balance_bias.add_(direction * (self.moe.bias_rate * (1.0 - refused.float())))
         if self.load is not None:

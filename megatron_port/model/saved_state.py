@@ -28,5 +28,5 @@ def state_records(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) ->
     if tuning.enabled:
         freeze_all_but_adapters([stage])
     records = [record_of(p) for p in stage.parameters() if p.requires_grad]
-    records += [record for record, _ in recorded_buffers(stage)]
+    records += [record for record, _ in recorded_buffers(stage) if record.trainable]
     return {record.name: record for record in records}

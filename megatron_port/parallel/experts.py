@@ -271,7 +271,7 @@ class _GroupedLinear(FirstOrderFunction):
         ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counts: tuple[int, ...]
     ) -> torch.Tensor:
         ends = _ends(counts, rows.device)
-        ctx.save_for_backward(rows, weight, ends)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, ends)
         ctx.weight, ctx.bias, ctx.counts = weight, bias, counts
         out = _grouped(rows, weight.flatten(1, -2).transpose(1, 2), counts, ends)
         if bias is None:
@@ -286,7 +286,7 @@ class _GroupedLinear(FirstOrderFunction):
         grad, counts, needs = grad.contiguous(), ctx.counts, ctx.needs_input_grad
         dx = _grouped(grad, weight.flatten(1, -2), counts, ends) if needs[0] else None
         experts = weight.shape[0]
-        dw = _gradient(ctx.weight, _add_grouped, grad, rows.detach(), counts, experts) if needs[1] else None
+        dw = None if rows is None else _gradient(ctx.weight, _add_grouped, grad, rows.detach(), counts, experts)
         db = _gradient(ctx.bias, _add_rows, grad, counts, experts) if needs[2] else None
         return dx, dw, db, None
 

@@ -80,9 +80,11 @@ def trained_elements(case: Case, stage: int) -> int:
     return sum(bucket_elements(case, stage).values())
 
 
-def expert_elements(case: Case, stage: int) -> int:
-    """Those of a rank's elements that are of experts; all of them are trained."""
-    return bucket_elements(case, stage)["experts"] if case.model.moe.enabled else 0
+def expert_elements(case: Case, stage: int, *, trained: bool = True) -> int:
+    """Those of a rank's elements that are of experts: trained ones, all or none of them, or those that it holds."""
+    if not case.model.moe.enabled:
+        return 0
+    return _elements(case, stage, case.fine_tuning if trained else NO_ADAPTERS)["experts"]
 
 
 def unit_elements(
@@ -140,7 +142,7 @@ def gathered_elements(case: Case, stage: int, *, experts: bool | None = None) ->
     chunk a stage; under other schedules nothing is counted as left in the windows.
     """
     if case.weight_gathers == 1:
-        apart = expert_elements(case, stage)
+        apart = expert_elements(case, stage, trained=case.zero_stage != 3)
         if experts:
             return apart
         whole = stage_elements(case, stage) if case.zero_stage == 3 else trained_elements(case, stage)

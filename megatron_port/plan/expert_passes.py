@@ -57,7 +57,8 @@ def _router(t: Tape, s: Sizes, spec: MoESpec, x: Value, own: float) -> Value:
         return [t.block(own)]
 
     t.meter.need(widened, scores)
-    logits = t.note(t.block(scores), [x], of_logits, [x.block])
+    frozen = case.fine_tuning.enabled
+    logits = t.note(t.block(scores), [x], of_logits, [] if frozen else [x.block])
     kept = t.block(scores)
     probabilities = t.note(kept, [logits], lambda grad, saved: [t.block(scores)], [kept])
     _need(t, s, scores, scores * INDEX / case.wide)  # sorted
@@ -115,12 +116,18 @@ def _grouped(t: Tape, s: Sizes, sizes: Routed, x: Value, mlp: MLPSpec, *, first:
     size_in, size_out = x.size, x.size / inputs * outputs
     wide = s.widening / sizes.experts  # one expert after the other
 
+    frozen = s.case.fine_tuning.enabled
+
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
         dx = product(t, s, 0.0, 0.0, size_in)
+        if frozen:
+            return [dx]
         if t.defers:
             t.defer(grad, saved[0])
         else:
             t.meter.need(wide * size_out, wide * size_in, s.widening * w * inputs * outputs)
         return [dx]
 
-    return t.note(product(t, s, 0.0, 0.0, size_out), [x], backward, [x.block])
+    return t.note(
+        product(t, s, 0.0, 0.0, size_out), [x], backward, [] if frozen else [x.block]
+    )

@@ -89,6 +89,8 @@ def expert_cost(case: Case, moe: MoESpec, rates: Rates, links: Links) -> Cost:
         products += rates.stream(4.0 * (sizes.rows * (both[0][1] + both[1][1]) + held), 4)
         inputs += rates.stream(4.0 * sizes.rows * (both[0][0] + both[1][0]), 2)
     accumulate = rates.stream(held * case.engine.accumulate_traffic, 2)
+    if case.fine_tuning.enabled:  # frozen matrices have no gradient
+        weights = accumulate = 0.0
     route, route_back = _router_seconds(case, moe, rates, sizes.tokens)
     light, light_back = _movement(case, moe, rates, sizes)
     each = exchange_seconds(case, moe, links)
@@ -106,7 +108,9 @@ def _router_seconds(case: Case, moe: MoESpec, rates: Rates, tokens: float) -> tu
     cast = tokens * h * (w + wide)
     scores = tokens * e * wide * ROUTER_PASSES
     forward = rates.product(tokens, e, h, width=wide) + rates.stream(cast + scores, 4)
-    backward = rates.product(tokens, h, e, width=wide) + rates.product(h, e, tokens, width=wide)
+    backward = rates.product(tokens, h, e, width=wide)
+    if not case.fine_tuning.enabled:
+        backward += rates.product(h, e, tokens, width=wide)
     return forward, backward + rates.stream(cast + scores, 4)
 
 

@@ -103,12 +103,13 @@ def narrow_copies(case: Case, stage: int, elements: int) -> tuple[float, float]:
 def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tuple[float, float, float]:
     """Return the bytes of weights, gradient sums and optimizer (masters and the rule's state) that a rank with so many
     parameters, so many of them ``trained``, holds all through a run; 8-bit copies of weights and, under ZeRO-3,
-    gathered weights are left out. ``experts``: of the parameters, those of experts, all of them trained."""
+    gathered weights are left out. ``experts``: of the parameters, those of experts, trained without adapters."""
     separate = case.width != case.wide  # else the weights are their own masters
     gradient = max(case.engine.gradient_bytes, case.width) if separate else case.wide
     weights = sums = state = 0.0
+    of_experts = 0 if case.fine_tuning.enabled else experts
     for count, learning, shards in (
-        (elements - experts, trained - experts, case.shards), (experts, experts, case.expert_shards),
+        (elements - experts, trained - of_experts, case.shards), (experts, of_experts, case.expert_shards),
     ):
         weights += count * case.width / (shards if case.zero_stage == 3 else 1)
         sums += learning * gradient / (shards if case.shards_sums else 1)
@@ -122,7 +123,7 @@ def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tup
 def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = False) -> StageMemory:
     """Bytes of a rank of ``stage`` at its peak. ``quick``: messages between stages are estimated, for a search."""
     n, trained, w, e = stage_elements(case, stage), trained_elements(case, stage), case.width, case.engine
-    experts = expert_elements(case, stage)
+    experts = expert_elements(case, stage, trained=False)
     weights, gradients, optimizer = held_bytes(case, n, trained, experts)
     if case.zero_stage == 3 and case.shards > 1:
         gathered = n - (experts if case.expert_shards == 1 else 0)

@@ -242,7 +242,8 @@ def _state_alone_is_more(case: Case, limit: float) -> bool:
     """Whether weights, gradients and optimizer state are more than ``limit`` bytes; the rest costs more to count."""
     return any(
         sum(held_bytes(
-            case, stage_elements(case, stage), trained_elements(case, stage), expert_elements(case, stage)
+            case, stage_elements(case, stage), trained_elements(case, stage),
+            expert_elements(case, stage, trained=False),
         )) > limit
         for stage in _ends(case)
     )

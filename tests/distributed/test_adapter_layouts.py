@@ -14,7 +14,7 @@ from pool import RankPool
 
 from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import MoEConfig, RunConfig
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP64, Run, compare
 
@@ -29,6 +29,14 @@ LATENT = {
     "v_head_dim": 10,
 }
 DORA: dict[str, Any] = {"method": "dora", "rank": 3, "rslora": True, "targets": ("query", "value", "up", "down")}
+
+
+MOE: dict[str, Any] = {**LLAMA, "moe": MoEConfig(
+    num_experts=4, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=16, first_dense=1, balance_loss="sequence",
+    z_weight=0.01, capacity_factor=1.25,
+)}
+"""Adapters of attention, the dense layer and the shared block; router and experts are frozen."""
+BIASED = {**MOE, "moe": dataclasses.replace(MOE["moe"], balance_bias=True, score="sigmoid", capacity_factor=0.0)}
 
 
 def tuned(tuning: dict[str, Any], model: dict[str, Any], **layout: Any) -> RunConfig:
@@ -46,6 +54,8 @@ LAYOUTS: dict[int, list[tuple[RunConfig, Topology]]] = {
         (tuned(DORA, LLAMA, zero_stage=3), Topology(dp=2)),
         (tuned(LORA, LLAMA, context_parallel_size=2), Topology(cp=2)),
         (tuned(LORA, GPT, pipeline_schedule="zb-v", virtual_pipeline_size=2), Topology(pp=2)),
+        (tuned(LORA, MOE, sequence_parallel=True, expert_parallel_size=2), Topology(tp=2, ep=2)),
+        (tuned(DORA, BIASED, zero_stage=3, expert_parallel_size=2, recompute="full"), Topology(dp=2, ep=2)),
     ],
     4: [
         # Each key and value on two ranks; the adapted products are not chunked, those of gate and output are.
@@ -61,6 +71,8 @@ LAYOUTS: dict[int, list[tuple[RunConfig, Topology]]] = {
         (tuned(LORA, LLAMA, zero_stage=0,
                recompute=("qkv+core+activation", "norm1+hidden+residual+input:partition")),
          Topology(tp=2, dp=2)),
+        (tuned(LORA, {**MOE, "num_layers": 4}, expert_parallel_size=2, pipeline_schedule="zb-h1", zero_stage=1),
+         Topology(pp=2, dp=2, ep=2)),
     ],
 }
 """By number of ranks."""

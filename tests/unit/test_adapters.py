@@ -12,13 +12,17 @@ from torch import nn
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.checks import problems
-from megatron_port.config.fine_tuning import FineTuningConfig
+from megatron_port.config.fine_tuning import FineTuningConfig, targets_of
+from megatron_port.config.moe import MoEConfig
 from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
+from megatron_port.engine.module import buffer_pieces
 from megatron_port.model.adapter_reader import InitialAdapters, MergedWeights
 from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.adapters import freeze_all_but_adapters
 from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage
+from megatron_port.model.saved_state import state_records
+from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_reader
 from megatron_port.parallel.random import DropoutStream
@@ -80,6 +84,29 @@ def test_every_rank_holds_what_the_specs_state(
             assert ("kv_copies" in r.partial_over) == bool(spec.shared_numel(tp)), name
             latents = any(part in name for part in ("query_down", "kv_down"))
             assert ("tp" in r.partial_over) == (spec.split is None and (sp if latents else tp > 1)), name
+
+
+def test_router_experts_and_their_bias_are_frozen() -> None:
+    """Adapters are beside attention, dense layers and the shared block; the bias that balances stays as it is, and
+    nothing that is frozen is saved."""
+    model = replace(LLAMA, add_bias=False, moe=MoEConfig(
+        num_experts=4, ffn_hidden_size=8, shared_ffn_hidden_size=16, shared_gate=True, first_dense=1, balance_bias=True,
+    ))
+    made = stage(LORA, ParallelContext.single(), model=model)
+    names = {record.name.rpartition(".lora")[0] for record in trained(made)}
+    attention = ("attention.qkv.query", "attention.qkv.key", "attention.qkv.value", "attention.output")
+    parts = [(i, part) for i in (0, 1) for part in attention]
+    parts += [(i, f"mlp.{where}{part}") for i, where in enumerate(("", "shared.")) for part in
+              ("up.gate", "up.up", "down")]
+    assert names == {f"layers.{i}.{part}" for i, part in parts}
+    assert set(state_records(model, LORA)) == set(adapter_parameters(model, LORA))
+    counts = torch.zeros(2, 4, dtype=torch.int64)
+    counts[1] = torch.tensor([8, 0, 0, 0])
+    made.after_update({"expert_tokens": counts}, torch.zeros(()))
+    ((record, bias),) = recorded_buffers(made)
+    assert not bias.any() and list(buffer_pieces([(record, bias)], ParallelContext.single())) == []
+    assert targets_of(replace(model, moe=replace(model.moe, first_dense=0, shared_ffn_hidden_size=0))) == (
+        "query", "key", "value", "output")
 
 
 def filled(tuning: FineTuningConfig) -> tuple[GPTStage, StateReader]:

@@ -162,13 +162,15 @@ def test_memory_of_a_rank(model: str, dtype: str, layout: dict, stage: int) -> N
     ("gpt", "fp32", {}, FineTuningConfig(method="lora")),
     ("llama", "bf16", {**SP, **P2}, FineTuningConfig(method="dora", targets=("query", "value", "down"))),
     ("llama", "bf16", {**ZERO3, **FULL}, FineTuningConfig(method="lora", rank=16)),
+    ("experts", "fp32", EP2, FineTuningConfig(method="lora")),
+    ("experts", "bf16", {**EP2, "zero_stage": 3}, FineTuningConfig(method="lora")),
 ])
 def test_memory_of_a_rank_with_adapters(model: str, dtype: str, layout: dict, tuning: FineTuningConfig) -> None:
     """Frozen weights have neither sums nor masters nor moments; what is held, to the padding of the buckets."""
     torch.set_num_threads(1)
     config = replace(run_of(model, dtype, layout), fine_tuning=tuning)
     config = replace(config, checkpoint=replace(config.checkpoint, initial_weights="frozen"))
-    case, _ = case_of(config)
+    case = replace(case_of(config)[0], imbalance=1.0)
     planned = stage_memory(case, Machine(cluster=config.cluster, hardware=config.hardware), 0)
     found = measure(config, 0)
     assert planned.static == pytest.approx(found.held, rel=0.01)
