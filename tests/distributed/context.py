@@ -154,7 +154,7 @@ def draw(seed: int) -> ContextDraw:
         data={"source": "divided", "attention_documents": "across" if documents == "none" else "within",
               "position_reset": documents != "none" and not rope and r.random() < 0.5},
     )
-    config = _sharded(r, config, t)
+    config = fuzz.served(_sharded(r, config, t))
     config = dataclasses.replace(
         config, seed=seed, name=f"{documents}-{mask}-{2 * t.cp}",
         checkpoint=dataclasses.replace(config.checkpoint, asynchronous=False),

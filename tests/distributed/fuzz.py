@@ -42,8 +42,6 @@ NOT_DRAWN = {
     "activations.budget": "it only decides which activations.layers are recomputed, and these are drawn",
     "name": "a label", "output_dir": "a folder", "model.name": "a label", "model.family": "of exports",
     "backend.share_devices": "of GPUs (tests/unit/test_backend_providers.py)",
-    "layout.context_parallel_size": "not drawn yet", "layout.cp_method": "as context_parallel_size",
-    "layout.cp_order": "as context_parallel_size",
     "layout.expert_parallel_size": "with model.moe (tests/distributed/experts.py)",
     "model.moe": "tests/distributed/experts.py", "moe": "tests/distributed/experts.py",
     "layout.elastic": "chooses a layout before the run starts (tests/unit/test_elastic.py)",
@@ -64,7 +62,7 @@ NOT_DRAWN = {
     "data.remote_cache": "as train", "data.remote_cache_gb": "as train",
     "backend.graphs": "of GPUs (tests/unit/test_step_graphs.py, tests/distributed/test_recorded_steps.py)",
     "backend.device": "ranks of the tests have no GPU",
-    "backend.experts": "with model.moe (tests/distributed/experts.py)",
+    "backend.experts": "with model.moe (tests/distributed/experts.py)", "backend.experts_exchange": "as experts",
     "backend.quantise": "only under precision.fp8", "backend.scaled_mm": "only under precision.fp8",
     "backend.allow_jit": "forbids or permits, computes nothing", "backend.deterministic": "of GPUs only",
     "fine_tuning.adapters": "a folder that the session reads (tests/e2e/test_fine_tuning.py)",
@@ -326,6 +324,7 @@ def draw(seed: int) -> Draw:
     config = change(config, checkpoint=change(config.checkpoint, asynchronous=False))  # as state on a disk wants it
     if seed % 19 in (12, 14, 17) and engine == "native" and dtype in ("fp32", "fp64"):
         config = _adapted(random.Random(f"adapters-{seed}"), config)
+    config, t = _divided(random.Random(f"context-{seed}"), config, t)
     config = _planned(random.Random(f"activations-{seed}"), config)
     config = _documents(random.Random(f"documents-{seed}"), config)
     config = _further(random.Random(f"further-{seed}"), config)
@@ -342,6 +341,34 @@ def _adapted(r: random.Random, config: RunConfig) -> RunConfig:
         targets=tuple(r.sample(targets, r.randrange(1, 5))) if r.random() < 0.5 else (),
     )
     return dataclasses.replace(config, fine_tuning=tuning)
+
+
+def _divided(r: random.Random, config: RunConfig, t: Topology) -> tuple[RunConfig, Topology]:
+    """The run with sequences divided over ranks that were replicas, half of those that can; sequences that can be
+    divided in every order."""
+    sizes = [cp for cp in (2, 4) if t.dp % cp == 0]
+    if config.engine != "native" or not sizes or r.random() < 0.5:
+        return config, t
+    cp, layout, model = r.choice(sizes), config.layout, config.model
+    dp, held = t.dp // cp, model.kv_heads_held(t.tp) // t.tp
+    method: Any = r.choice(("gather", "ring", "heads" if held % cp == 0 else "gather"))
+    order: Any = r.choice(("contiguous", "zigzag", "balanced"))
+    layout = dataclasses.replace(
+        layout, data_parallel_size=dp, context_parallel_size=cp, cp_method=method, cp_order=order,
+        shard_size=layout.shard_size if layout.shard_size and dp % layout.shard_size == 0 else 0,
+    )
+    model = dataclasses.replace(model, seq_length=2 * cp * model.seq_length)
+    config = dataclasses.replace(config, layout=layout, model=model)
+    return served(config), dataclasses.replace(t, dp=dp, cp=cp)
+
+
+def served(config: RunConfig) -> RunConfig:
+    """The run with math in a ring where the attention asked for gives no partial results: torch's, or own with
+    dropout."""
+    asked, drops = config.backend.attention, config.model.attention_dropout > 0
+    if config.layout.cp_method != "ring" or not (asked == "sdpa" or (asked == "own" and drops)):
+        return config
+    return dataclasses.replace(config, backend=dataclasses.replace(config.backend, attention="math"))
 
 
 def _further(r: random.Random, config: RunConfig) -> RunConfig:
@@ -510,6 +537,7 @@ def main() -> int:
     parser.add_argument("--further", action="store_true", help="only draws that predict further tokens")
     parser.add_argument("--normed", action="store_true", help="only draws in half precision of branches normed at "
                         "their end")
+    parser.add_argument("--divided", action="store_true", help="only draws with context parallelism")
     args = parser.parse_args()
     draws = [d for d in map(draw, args.seeds) if args.zero_stage in (None, d.config.layout.zero_stage)]
     draws = [d for d in draws if not args.masked or MaskNeeds.of(d.config).any]
@@ -517,6 +545,7 @@ def main() -> int:
     draws = [d for d in draws if not args.further or d.config.model.mtp_layers]
     draws = [d for d in draws if not args.normed or (
         d.config.precision.dtype in ("bf16", "fp16") and d.config.model.norm_placement != "pre")]
+    draws = [d for d in draws if not args.divided or d.topology.cp > 1]
     return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 
 

@@ -11,11 +11,11 @@ from pool import RankPool
 from megatron_port.config.checks import problems
 from megatron_port.config.dump import leaves
 
-SEEDS = (0, 2, 3, 4, 6, 11, 15, 16, 18, 20, 21, 22, 26, 27, 28, 29, 37, 67, 81, 336, 374, 1937)
+SEEDS = (0, 2, 3, 4, 6, 11, 15, 16, 18, 21, 22, 26, 27, 28, 29, 37, 40, 67, 81, 336, 374, 1937)
 """Of the first 30 those of few ranks that cover what the last test asks. Beyond them: key/value heads that tp ranks
-share under ZeRO in fp64, and two heads on tp 4 in bf16 (37, 336); DeepSpeed in bf16 on 3 and 5 replicas, with one stage
-and two (67, 81, 374); chunked products whose inputs are not contiguous, partitioned (1937). 1,000 draws are a record
-(docs/parity.md)."""
+share under ZeRO in fp64, and two heads on tp 4 in bf16 (37, 336); sequences divided by documents in bf16 (40);
+DeepSpeed in bf16 on 3 and 5 replicas, with one stage and two (67, 81, 374); chunked products whose inputs are not
+contiguous, partitioned (1937). 1,000 draws are a record (docs/parity.md)."""
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -75,7 +75,10 @@ def test_the_draws_cover_what_they_should() -> None:
     native = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.pp > 1]
     assert {layout.pipeline_schedule for layout in native} == {"gpipe", "1f1b", "zb-h1", "zb-v"}
     assert any(layout.pipeline_schedule == "1f1b" and layout.virtual_pipeline_size > 1 for layout in native)
-    spread = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.dp > 1]
+    spread = [d.config.layout for d in draws if d.config.engine == "native" and d.topology.dp * d.topology.cp > 1]
+    divided = [d for d in draws if d.topology.cp > 1]
+    assert {d.config.layout.cp_method for d in divided} == {"gather", "heads", "ring"}
+    assert {d.config.layout.cp_order for d in divided} == {"contiguous", "zigzag", "balanced"}
     assert {layout.zero_stage for layout in spread} == {0, 1, 2, 3}
     assert {layout.reshard for layout in spread if layout.zero_stage == 3} == {"forward", "step"}
     assert any(d.config.layout.sequence_parallel and d.topology.tp > 1 for d in draws)
