@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,9 @@ from megatron_port.config.schema import (
 )
 from megatron_port.data.batch import MicroBatch
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.context_attention import mask_of_rows
 from megatron_port.parallel.init import initial_values
+from megatron_port.parallel.positions import Positions, Run
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec
 from megatron_port.parallel.step import pack_documents
@@ -95,23 +98,27 @@ def _mask(needs: MaskNeeds, heads: int, device: torch.device) -> AttentionMask |
     return AttentionMask(
         window=70 if needs.window else 0, softcap=2.0 if needs.softcap else 0.0,
         sinks=torch.linspace(-1, 1, heads, device=device) if needs.sinks else None,
-        first=starts.to(device) if needs.documents else None, documents=lambda: pack_documents(starts, device),
+        first=starts.to(device) if needs.documents else None, documents=partial(pack_documents, starts, device),
     )
 
 
 @pytest.mark.parametrize("needs", [
-    CAUSAL, MaskNeeds(window=True), MaskNeeds(documents=True), MaskNeeds(window=True, sinks=True, softcap=True)
-], ids=["causal", "window", "documents", "sinks"])
+    CAUSAL, MaskNeeds(window=True), MaskNeeds(documents=True), MaskNeeds(window=True, sinks=True, softcap=True),
+    MaskNeeds(runs=True), MaskNeeds(runs=True, window=True), MaskNeeds(runs=True, documents=True),
+], ids=["causal", "window", "documents", "sinks", "runs", "runs of a window", "runs in documents"])
 @pytest.mark.parametrize("heads,groups,size", [(8, 8, 64), (8, 2, 128), (4, 1, 96)])
 def test_chosen_attention_is_as_exact_as_eager(heads: int, groups: int, size: int, needs: MaskNeeds) -> None:
     """Error against fp64 at most twice that of the math provider in the same dtype (three times for gradients)."""
     device = choose_device("auto")
     chosen = choose_providers(BackendConfig(), device, torch.bfloat16, engine="native", mask=needs).attention
+    held = Positions((Run(64, 64), Run(190, 60))) if needs.runs else Positions.contiguous(256)
     mask = _mask(needs, heads, device.torch_device)
+    mask = mask_of_rows(mask, held, device.torch_device) if needs.runs else mask
     eager = torch_providers().attention
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(256, 2, n, size, generator=generator, dtype=torch.float64) for n in (heads, groups, groups)]
     weight = torch.randn(256, 2, heads * size, generator=generator, dtype=torch.float64)
+    inputs[0], weight = held.take(inputs[0]), held.take(weight)
 
     def run(function: object, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.detach().to(device.torch_device, dtype).requires_grad_() for x in inputs]
@@ -251,7 +258,7 @@ def test_schedules_on_one_gpu(tmp_path: Path, settings: tuple[str, ...]) -> None
     assert done.stdout.count("EQUAL within tolerance") == 1
 
 
-@pytest.mark.parametrize("layouts", [("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp2")])
+@pytest.mark.parametrize("layouts", [("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp2", "tp2pp1cp2dp1")])
 def test_layouts_on_one_gpu(tmp_path: Path, layouts: tuple[str, ...]) -> None:
     """`parity` with all ranks on the one device; point-to-point goes through the host."""
     (tmp_path / "run.toml").write_text(RUN_FILE)
