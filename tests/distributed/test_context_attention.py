@@ -185,9 +185,8 @@ def on_ranks(draws: list[Draw]) -> list[list[float]]:
         held = SequencePartition(draw.division, rank).held(draw.seq)
         leaves = [x.to(draw.dtype).requires_grad_() for x in (*map(held.take, draw.inputs()[:3]), draw.inputs()[3])]
         result = attend(draw, method_of(draw, group), rank, tuple(leaves[:3]), leaves[3])
-        grads = torch.autograd.grad(
-            result, leaves, held.take(draw.weights()).to(draw.dtype), allow_unused=True, materialize_grads=True
-        )
+        weights = held.take(draw.weights()).to(draw.dtype).mT.contiguous().mT  # as views may hand gradients on
+        grads = torch.autograd.grad(result, leaves, weights, allow_unused=True, materialize_grads=True)
         dist.all_reduce(grads[3], group=group)
         want = expected(draw)
         want = (*map(held.take, want[:4]), want[4])
