@@ -162,7 +162,6 @@ def test_memory_of_a_rank(model: str, dtype: str, layout: dict, stage: int) -> N
     ("gpt", "fp32", {}, FineTuningConfig(method="lora")),
     ("llama", "bf16", {**SP, **P2}, FineTuningConfig(method="dora", targets=("query", "value", "down"))),
     ("llama", "bf16", {**ZERO3, **FULL}, FineTuningConfig(method="lora", rank=16)),
-    ("experts", "fp32", EP2, FineTuningConfig(method="lora")),
     ("experts", "bf16", {**EP2, "zero_stage": 3}, FineTuningConfig(method="lora")),
 ])
 def test_memory_of_a_rank_with_adapters(model: str, dtype: str, layout: dict, tuning: FineTuningConfig) -> None:
