@@ -266,6 +266,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     draws = [one for one in map(draw, args.seeds) if one.config.engine == "native"]
+    draws.sort(key=lambda one: one.topology.world_size)  # the quickest first
     return fuzz.run_resumable(draws, args.out, batch_size=4, seconds=args.seconds, run=run_draws)
 
 
