@@ -159,8 +159,7 @@ def rate_lines(found: list[Row]) -> list[str]:
 def slowdown_lines(found: list[Slowdown]) -> list[str]:
     """How many times as long a token takes as in the first row."""
     out = [
-        "| line | table | model | sequence | layout | published | planned | error | error, exchange free "
-        "| contiguous |",
+        "| line | table | model | sequence | layout | published | planned | error | exchange free | contiguous |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for s in found:

@@ -11,6 +11,7 @@ from megatron_port.plan import arithmetic
 from megatron_port.plan.activation_plan import describe, stage_counts
 from megatron_port.plan.activations import layer_activation_bytes
 from megatron_port.plan.chunk import layer_bytes
+from megatron_port.plan.context_text import context_lines, explain_context
 from megatron_port.plan.expert_text import expert_lines, explain_experts
 from megatron_port.plan.offload import offloaded
 from megatron_port.plan.search import Candidate
@@ -19,7 +20,8 @@ from megatron_port.plan.verdict import Plan
 
 def render(plan: Plan) -> str:
     """Return what ``megatron-port plan`` prints."""
-    return "\n".join([*_head(plan), *_memory(plan), *expert_lines(plan), *_time(plan), *_neighbours(plan)])
+    parts = _head(plan), _memory(plan), expert_lines(plan), context_lines(plan), _time(plan), _neighbours(plan)
+    return "\n".join(line for part in parts for line in part)
 
 
 def _head(plan: Plan) -> list[str]:
@@ -168,7 +170,7 @@ def explain(plan: Plan) -> str:
             f"  tensor parallel  (2·3·h/t) / 2 bytes ≥ peak / link: t ≤ 6 · {model.hidden_size} / 2 · {link:.4g} / "
             f"{peak:.4g} = {widest:.1f} keeps the node's links ahead of the products (one direction)"
         )
-    return "\n".join([*lines, *explain_experts(plan)])
+    return "\n".join([*lines, *explain_experts(plan), *explain_context(plan)])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megatron_port.plan.memory import plan_memory
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.search import options_of, search, settings_of
 from megatron_port.plan.step import plan_step
+from megatron_port.plan.text import explain, render
 from megatron_port.plan.verdict import make_plan
 
 
@@ -132,8 +133,13 @@ def test_the_search_divides_long_sequences_as_training_would() -> None:
     assert options_of(short, case_of(short)[0]).context == (1,)
 
 
-def test_a_plan_says_which_pairs_of_positions_it_counts() -> None:
+def test_a_plan_says_who_shares_sequences_and_which_pairs_of_positions_it_counts() -> None:
     plan = make_plan(run(), tokens=1e9, neighbours=False)
+    text, more = render(plan), explain(plan)
+    assert "4 ranks on 1 node share a sequence, 8,192 of its 32,768 positions each; attention of the busiest" in text
+    own = 2 * 8192 * 4 * 128 * 2  # keys and values of four heads in bf16
+    assert f"{own / 1e6:.1f} MB of a rank's own positions, {4 * own / 1e6:.1f} MB of all; by gather" in more
+    assert "  context " in text.split("step ")[1] and "attention counted in full" in text
     model = plan.case.model
     half = 6 * model.seq_length**2 * 32 * 128  # of the 4·s²·a·d of a layer's forward, and of twice that backward
     assert model_flops(model) - causal_flops(model) == 32 * half
