@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_port.backend.attention import Attention
@@ -23,6 +24,7 @@ from megatron_port.backend.mask import visible_softmax
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.layers import Embedding
+from megatron_port.parallel.context_attention import GatherKeys
 
 
 class KeyValueCache:
@@ -104,13 +106,18 @@ class CacheSlot:
     def __init__(self) -> None:
         self._now: KeyValueCache | None = None
 
-    def install(self, stage: GPTStage) -> None:
-        """Let the stage's attention and learned positions use the cache of the moment; without one nothing changes."""
+    def install(self, stage: GPTStage, context: dist.ProcessGroup | None = None) -> None:
+        """Let the stage's attention and learned positions use the cache of the moment; without one nothing changes.
+
+        ``context``: the context-parallel ranks, which gather keys and values while prompts are read.
+        """
         for module in stage.modules():
             if isinstance(module, SelfAttention):
                 module.core = self._attend
                 stores = partial(self._store_and_attend, module.name, module.providers.attention)
                 module.providers = replace(module.providers, attention=stores)
+                if context is not None:
+                    module.context = GatherKeys(context, stores)
             elif isinstance(module, Embedding):
                 module.position_rows = self._position_rows
 

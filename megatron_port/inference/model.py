@@ -44,7 +44,7 @@ class InferenceModel:
 
     def __init__(self, session: Session, read: StateReader) -> None:
         self.ctx, config = session.ctx, session.config
-        layout = replace(config.layout, sequence_parallel=False, virtual_pipeline_size=1)
+        layout = replace(config.layout, sequence_parallel=False, virtual_pipeline_size=1, cp_method="gather")
         model = replace(config.model, mtp_layers=0)  # which predict further tokens in training alone
         self.config = replace(config, layout=layout, activations=ActivationsConfig(), model=model)
         self.model = model
@@ -54,7 +54,7 @@ class InferenceModel:
         (self.stage,) = build_model(self.config, self.ctx, session.providers, stream)
         self.stage.eval()
         self.cache = CacheSlot()
-        self.cache.install(self.stage)
+        self.cache.install(self.stage, self.ctx.over("cp"))
         failure: PortError | None = None
         try:
             for record, parameter in recorded_parameters(self.stage):

@@ -42,6 +42,11 @@ class ResidualStream:
         partition = self.partition.divided(self.stream.division)
         return partition.residual(partition.seq_length(rows * partition.pieces))
 
+    def _mask_positions(self, rows: int) -> Positions:
+        """Return the positions by which the masks of this rank's ``rows`` are drawn: any, in one run, where nothing is
+        dropped. Generation's new tokens, too, are rows of no whole sequence."""
+        return self.positions(rows) if self.dropout_now else Positions.contiguous(rows)
+
     def document_starts(self) -> torch.Tensor | None:
         """Return where the document of each of this rank's rows starts, int32 [rows, batch]; None: a sample is one."""
         starts = None if self.stream.current is None else self.stream.current.document_starts
@@ -53,7 +58,7 @@ class ResidualStream:
     def drop(self, x: torch.Tensor, *, op: str) -> torch.Tensor:
         """Return ``x`` after dropout; ``op`` names the place in the model and keys the mask."""
         return self.stream.dropout(
-            x, self.dropout_now, op=op, positions=self.positions(x.shape[0]), width=self.width
+            x, self.dropout_now, op=op, positions=self._mask_positions(x.shape[0]), width=self.width
         )
 
     def _scaled(
@@ -76,7 +81,7 @@ class ResidualStream:
             return residual + x
         if fused is None:
             return residual + self.drop(x if bias is None else x + bias, op=op)
-        positions, keys = self.positions(x.shape[0]), self.stream.sample_keys(p)
+        positions, keys = self._mask_positions(x.shape[0]), self.stream.sample_keys(p)
         key, runs = self.stream.op_key(op), positions.runs
         rows = [run.length for run in runs]
         split = ((x,), (residual,)) if len(runs) == 1 else (x.split(rows), residual.split(rows))
@@ -90,7 +95,7 @@ class ResidualStream:
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm: Norm, *, op: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm of the sum, sum) with the sum residual + dropout(multiplier · (x + bias))."""
-        p, positions = self.dropout_now, self.positions(x.shape[0])
+        p, positions = self.dropout_now, self._mask_positions(x.shape[0])
         alone = bias is None and p == 0.0
         if not alone and (self.fused_norm is None or len(positions.runs) > 1):  # the kernel knows one start
             return norm.fork(self.bias_dropout_add(x, bias, residual, op=op))
