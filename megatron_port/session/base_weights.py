@@ -60,10 +60,15 @@ def check_base(extra: Mapping[str, Any], model: ModelConfig, read: StateReader, 
 
 
 def other_references(config: RunConfig, read: StateReader, path: str) -> str:
-    """Return a line for each corpus of pairs whose reference is not the model ``path`` with which training begins."""
+    """Return a line for each corpus of pairs whose reference is not the model ``path`` with which training begins, or
+    was computed in another precision than training is."""
     mine, lines = fingerprint(config.model, read) if config.training.on_pairs else "", ""
     for prefix in config.data.train if config.training.on_pairs else ():
         header = read_header(prefix)
         if header is not None and header.fingerprint != mine:
             lines += f"\nnote: the reference of {prefix} is {header.weights}, and training begins with {path}"
+        elif header is not None and header.dtype != config.precision.dtype:
+            lines += (f"\nnote: the reference of {prefix} was computed in {header.dtype}, and training is in "
+                      f"{config.precision.dtype}: rounding alone makes a margin; evaluate --reference with "
+                      f"--set precision.dtype={config.precision.dtype}")
     return lines

@@ -216,3 +216,60 @@ def test_what_contradicts_a_loss_of_pairs_is_refused() -> None:
     for word in ('engine "deepspeed"', "see the chosen one", "position_reset = true", "order 'stateless'", "no pairs",
                  "mask_eod_loss"):
         assert any(problem.startswith('training.loss "dpo" with') and word in problem for problem in found), word
+
+
+RUN = """
+extends = "{base}/imported/model.toml"
+output_dir = "{base}/runs"
+name = "dpo"
+engine = "native"
+model.seq_length = 256
+[batch]
+micro_batch_size = 4
+global_batch_size = 12
+[optimizer]
+lr = 1e-2
+warmup_steps = 2
+[precision]
+dtype = "fp32"
+[data]
+train = ["{base}/pairs"]
+attention_documents = "within"
+split = [0.8, 0.2, 0.0]
+[training]
+loss = "dpo"
+steps = 8
+eval_batches = 1
+[fine_tuning]
+method = "lora"
+[checkpoint]
+initial_weights = "{base}/model"
+"""
+
+
+def test_the_shipped_preferences_are_learned_from_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the commands of docs/preferences.md, with adapters on a random Llama: nothing is preferred before the first
+    update, the chosen answers are after a few, also those that were held out; a plain evaluation of the run works."""
+    pytest.importorskip("transformers")
+    hf.saved(hf.reference(hf.llama(256, vocab_size=257), scale=1.0), tmp_path / "model")
+    (tmp_path / "dpo.toml").write_text(RUN.format(base=tmp_path))
+    pairs, model = str(tmp_path / "pairs"), str(tmp_path / "model")
+    for words in (
+        ("checkpoint", "import", model, str(tmp_path / "imported")),
+        ("data", "prepare", pairs, "--preference", "--input", str(EXAMPLES / "preferences.jsonl"), "--tokenizer",
+         "byte", "--chat-template", "plain", "--workers", "1"),
+        ("evaluate", model, "--reference", pairs),
+        ("train", str(tmp_path / "dpo.toml")),
+        ("evaluate", str(tmp_path / "runs/dpo"), "--text", str(EXAMPLES / "make_chat.py"), "--max-tokens", "257",
+         "--set", "data.tokenizer=byte"),
+    ):
+        assert main(list(words)) == 0, words
+    assert "note: the reference" not in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "runs/dpo/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "learning_rate" in row]
+    assert steps[0]["loss"] == pytest.approx(np.log(2), abs=1e-4) and abs(steps[0]["reward_margin"]) < 1e-3
+    assert steps[-1]["reward_accuracy"] >= 0.9 > steps[0]["reward_accuracy"]
+    before, after = (row["validation_loss"] for row in rows if "validation_loss" in row)
+    assert before == pytest.approx(np.log(2), abs=1e-4) and after < 0.5
