@@ -160,8 +160,8 @@ def _of_split(base: Case, options: Options) -> Iterator[Case]:
         names = names or ("1f1b",)
     if base.pp == 1:
         names = names[:1]  # without a pipeline all are the same
-    held = base.model.seq_length // base.cp
-    sequence = [s for s in options.sequence if not s or (base.tp > 1 and held % base.tp == 0)]
+    pieces = base.tp * base.cp * (1 if base.cp == 1 else 2)  # of zigzag's chunks
+    sequence = [s for s in options.sequence if not s or (base.tp > 1 and base.model.seq_length % pieces == 0)]
     recompute = [r for r in options.recompute if r != "selective" or not base.flash]  # fused attention keeps no scores
     for micro in options.micro:
         count, rest = divmod(base.global_batch // base.dp, micro)
