@@ -8,11 +8,8 @@ routes are those of the same weights, and half precision decides some otherwise.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from cases import make_config
 from offload_matrix import offloaded
 from pool import RankPool
 from resharding import Side, resume, state_faults, train_and_save
+from resharding_zero import main
 
 from megatron_port.config.schema import MoEConfig
 from megatron_port.model.shapes import buffer_shapes, parameter_shapes
@@ -102,29 +100,5 @@ def cross(ranks: RankPool, number: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Make the round trips that the file lacks; 1 if one of them is bad."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=COUNT, help="how many of the list")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
-    args = parser.parse_args()
-    done = {json.loads(line)["number"] for line in args.out.read_text().splitlines()} if args.out.exists() else set()
-    until, bad, ranks = time.monotonic() + args.seconds, 0, RankPool()
-    try:
-        with tempfile.TemporaryDirectory(prefix="resharding-") as folder:
-            for number in (n for n in range(args.times) if n not in done):
-                if time.monotonic() > until:
-                    break
-                row = cross(ranks, number, Path(folder))
-                bad += not row["ok"]
-                print(number, "ok" if row["ok"] else "BAD", row["from"], "->", row["to"], row["dtype"], flush=True)
-                with args.out.open("a") as stream:
-                    stream.write(json.dumps(row) + "\n")
-    finally:
-        ranks.close()
-    return 1 if bad else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(__doc__, cross, COUNT))

@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.topology import Topology
 
 COUNT = 30
+Cross = Callable[[RankPool, int, Path], dict[str, Any]]
+"""(ranks, number of the pair, folder) → a line of the results file"""
 KINDS: dict[str, dict[str, Any]] = {
     "native zero-0": {"zero_stage": 0}, "native zero-1": {"zero_stage": 1}, "native zero-2": {"zero_stage": 2},
     "native zero-3": {"zero_stage": 3}, "native zero-3 step": {"zero_stage": 3, "reshard": "step"},
@@ -89,10 +92,10 @@ def cross(ranks: RankPool, number: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Make the round trips that the file lacks; 1 if one of them is bad."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=COUNT, help="how many of the list")
+def main(doc: str | None, cross: Cross, count: int) -> int:
+    """Make the round trips that the file lacks, each by ``cross``; 1 if one of them is bad."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=count, help="how many of the list")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()
@@ -114,4 +117,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(__doc__, cross, COUNT))
