@@ -378,6 +378,35 @@ def test_perplexity_and_scores_are_transformers(ranks: RankPool, tmp_path: Path)
             assert [s.log_probability for s in told] == pytest.approx(scores, rel=1e-5)
 
 
+def prompt_logits(config: RunConfig, topology: Topology, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's positions of a prompt, int64 [held], and their logits [held, vocabulary]."""
+    ctx = ParallelContext.create(topology, "cpu")
+    try:
+        model = InferenceModel(session_of(config, ctx), HFFolder(config.checkpoint.initial_weights).read)
+        out = model.logits(tokens)
+        assert out is not None
+        return model.held(tokens.shape[1]).index(ctx.device), model.gather_logits(out)[:, 0]
+    finally:
+        ctx.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_a_prompt_of_32k_tokens_on_four_ranks_has_transformers_logits(ranks: RankPool, tmp_path: Path) -> None:
+    folder, length = hf.saved(hf.reference(hf.llama(32768, num_hidden_layers=2)), tmp_path / "m"), 32768
+    config = run_config(HFFolder(folder).model, folder)
+    config = replace(config, backend=replace(config.backend, attention="own", own_kernels="on"))
+    tokens = torch.randint(0, hf.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(8))
+    model = hf.loaded(folder)
+    model.set_attn_implementation("sdpa")  # eager holds every score
+    with torch.no_grad():
+        wanted = model(tokens).logits[0]
+    found = ranks.run(4, prompt_logits, config, Topology(cp=4), tokens, timeout=900)
+    assert sorted(torch.cat([at for at, _ in found]).tolist()) == list(range(length))
+    for at, logits in found:
+        assert float((logits - wanted[at]).abs().max()) <= 1e-4 * float(wanted.abs().max())
+
+
 def test_another_model_is_refused_with_the_numbers(ranks: RankPool, tmp_path: Path) -> None:
     folder = hf.saved(hf.reference(hf.gpt2(16)), tmp_path / "m")
     model = replace(HFFolder(folder).model, num_layers=4, activation="gelu")
