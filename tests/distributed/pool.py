@@ -318,6 +318,8 @@ class _Server:
             **os.environ,
             "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
+            # A run started in this process may have set it; pairs that connect lazily hang on a shared device.
+            "TORCH_GLOO_LAZY_INIT": "0",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         with theirs, open(self.log, "wb") as log:
