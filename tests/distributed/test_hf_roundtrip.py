@@ -403,8 +403,8 @@ def test_a_prompt_of_32k_tokens_on_four_ranks_has_transformers_logits(ranks: Ran
         wanted = model(tokens).logits[0]
     found = ranks.run(4, prompt_logits, config, Topology(cp=4), tokens, timeout=900)
     assert sorted(torch.cat([at for at, _ in found]).tolist()) == list(range(length))
-    for at, logits in found:
-        assert float((logits - wanted[at]).abs().max()) <= 1e-4 * float(wanted.abs().max())
+    for at, logits in found:  # 5.1e-6: fp32's sums over 32,768 keys, by two kernels
+        assert float((logits - wanted[at]).abs().max()) <= 1e-5 * float(wanted.abs().max())
 
 
 def test_another_model_is_refused_with_the_numbers(ranks: RankPool, tmp_path: Path) -> None:
