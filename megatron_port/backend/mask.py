@@ -57,8 +57,8 @@ class AttentionMask:
     """int32 [queries], contiguous: one more than the last key row that each query may see. May exceed the keys, or
     leave none: the query's result is then zeros."""
     runs: tuple[tuple[int, int], ...] | None = None
-    """The same as ``end``, on the host: (``end`` of the first, number) of each run of queries of which each sees a key
-    more than the one before it."""
+    """Runs of queries, which say on the host what ``end`` says: (``end`` of the first, number) of each
+    in which every query sees one key more than the one before it."""
     documents: Callable[..., PackedDocuments] | None = None
     """Gives what ``first`` says for kernels that take documents as sequences of their own; made at the first call."""
     earliest: Callable[[int], int] | None = None

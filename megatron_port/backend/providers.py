@@ -41,7 +41,7 @@ class Providers:
     """own (engine native) | torch | deepspeed (CPUAdam on a CPU, FusedAdam on a GPU) | apex"""
     table: tuple[ProviderRow, ...]
     partial_attention: PartialAttention | None = None
-    """The same attention over parts of the keys, in fp32, where the provider has it."""
+    """Attention over parts of the keys, in fp32, where the provider has it."""
     packed_attention: fused.PackedAttention | None = None
     """The same attention of a projection that is not split, where the provider has it."""
     bias_dropout_add_norm: fused.BiasDropoutAddNorm | None = None
@@ -51,7 +51,7 @@ class Providers:
     experts: ExpertOps = torch_experts
     """Router and moving of rows of layers of experts."""
     row_exchange: RowExchange | None = None
-    """What exchanges those rows between ranks; None: torch's all-to-all."""
+    """Exchange of those rows between ranks; None: torch's all-to-all."""
 
     def describe(self) -> str:
         """Return the table as text."""

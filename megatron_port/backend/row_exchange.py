@@ -1,4 +1,4 @@
-"""What moves rows of tokens between the ranks that share a layer's experts, where a library does it in place of torch.
+"""Libraries that move rows of tokens between the ranks that share a layer's experts, in place of torch.
 
 One manifest states what a forward pass of a layer exchanges; a transport made from it moves the rows to their experts,
 the results back, and in the backward pass the gradients of both. Each row is a token's copy for one expert and travels

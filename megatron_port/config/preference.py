@@ -1,4 +1,4 @@
-"""What stands against ``training.loss = "dpo"`` in a configuration."""
+"""Checks of ``training.loss = "dpo"`` against the other settings."""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ class LayoutConfig:
     context_parallel_size: Size = 1
     """Ranks that share the positions of a sequence, c (docs/context-parallelism.md)."""
     cp_method: Literal["gather", "heads", "ring"] = "gather"
-    """What context-parallel ranks exchange in attention: gather (keys and values of all positions come to every rank) |
-    heads (each rank gets all positions of some heads; c divides a rank's key/value heads) | ring (keys and values go
-    round; partial results are merged in fp32)"""
+    """Exchange between context-parallel ranks in attention: gather (keys and values of all positions come to every
+    rank) | heads (each rank gets all positions of some heads; c divides a rank's key/value heads) | ring (keys and
+    values go round; partial results are merged in fp32)"""
     cp_order: Literal["contiguous", "zigzag", "balanced"] = "zigzag"
     """Which positions a context-parallel rank holds: contiguous (one run of s/c) | zigzag (an early and a late run of
     s/2c: equal work without documents) | balanced (blocks shared out by the work that documents and windows leave)"""
