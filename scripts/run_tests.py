@@ -3,6 +3,10 @@
 ``make test`` calls it inside .venv: a worker a core. Which tests share a worker and what comes first,
 tests/conftest.py says. Arguments that are not its own go to pytest, which then runs in one process. The exit code is
 pytest's, or 1 when only a linter complains. SLOW=1 in the environment adds the tests marked slow.
+
+Up to three tests that failed in the whole suite run again, alone. Hundreds of processes share its cores, and a wait
+that was too short there says nothing of the code. A test that passes alone is named at the end, with how it failed
+before: it has a race, and so may what it tests.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_WORKERS = 8
+AGAIN = 3
+"""More failures than this are no accident of timing."""
 
 
 def lint() -> int:
@@ -43,16 +49,23 @@ class Report:
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.counts: dict[str, int] = collections.defaultdict(int)
         self.skipped: dict[str, int] = collections.defaultdict(int)
+        self.failed: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         where = folder(report.nodeid)
         self.seconds[where] += report.duration
         if report.when == "call" and not report.skipped:
             self.counts[where] += 1
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = crash.message if crash else str(report.longrepr)
+            self.failed.setdefault(report.nodeid, said.splitlines()[0] if said else "")
         if report.skipped and not hasattr(report, "wasxfail"):
             self._skip(report.longrepr)
 
     def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.setdefault(report.nodeid, "was not collected")
         if report.skipped:
             self._skip(report.longrepr)
 
@@ -87,6 +100,14 @@ def spread() -> list[str]:
     return ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"] if workers > 1 else []
 
 
+def pass_alone(names: list[str]) -> bool:
+    """Run these tests once more, in a process of their own; do they all pass?"""
+    if not 0 < len(names) <= AGAIN:
+        return False
+    print(f"again, alone: {', '.join(names)}", flush=True)
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", *names], cwd=ROOT).returncode == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lint-only", action="store_true", help="no tests")
@@ -110,9 +131,15 @@ def main() -> int:
     report = Report()
     # The summary of skips by place is pytest's -rs; by reason it is ours.
     code = int(pytest.main(["-q", "-rs", *(rest or spread())], plugins=[report]))
+    passed_alone = not rest and code == pytest.ExitCode.TESTS_FAILED and pass_alone(list(report.failed))
     said = linters.communicate()[0] if linters else ""
     report.print(time.monotonic() - started)
     print(said, end="")
+    if passed_alone:
+        code = 0
+        print("passed only when run again, alone; look for a race in each:")
+        for name, message in report.failed.items():
+            print(f"  {name}\n    failed before: {message}")
     complaints = linters is not None and linters.returncode != 0
     if complaints:
         print("a linter complained, see above")

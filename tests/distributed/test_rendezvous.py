@@ -56,7 +56,9 @@ def _meet_as(port: int, claims: list[tuple[int, int, str]]) -> str:
     info = replace(_info(port, world, rank), hostname=f"h{me}")
     began, said = time.monotonic(), "met"
     try:
-        stop(start(info, backend="gloo", timeout_s=60, fingerprint=changed))
+        group = start(info, backend="gloo", timeout_s=60, fingerprint=changed)
+        dist.barrier()  # the pool's ranks connect to all peers at once: who left now would cut off one still doing so
+        stop(group)
     except EnvironmentFault as error:
         said = str(error)
     assert time.monotonic() - began < 50  # found, not timed out

@@ -73,15 +73,17 @@ def forks() -> Iterator[Callable[[Callable[[], None]], int]]:
 
 
 def held_by_a_child(folder: Path, fork: Callable[[Callable[[], None]], int]) -> int:
+    read, write = os.pipe()
+
     def hold() -> None:
         acquire(folder)
+        os.write(write, b"held")  # its temporary files are gone too
         time.sleep(60)
 
     pid = fork(hold)
-    until = time.monotonic() + 20
-    while not newest_epoch(folder):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    os.close(write)
+    with open(read, "rb") as told:
+        assert told.read(4) == b"held"
     return pid
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,13 +23,18 @@ def test_where(i):
 """
 
 
-def arguments(workers: int) -> list[str]:
-    """What scripts/run_tests.py adds for the whole suite, for so many workers."""
+def run_tests() -> Any:
+    """scripts/run_tests.py as a module."""
     spec = importlib.util.spec_from_file_location("run_tests", ROOT / "scripts" / "run_tests.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    spread: list[str] = module.spread()
+    return module
+
+
+def arguments(workers: int) -> list[str]:
+    """What scripts/run_tests.py adds for the whole suite, for so many workers."""
+    spread: list[str] = run_tests().spread()
     if not spread:
         pytest.skip("one core: one worker")
     return ["-n", str(workers), *spread[2:]]
@@ -67,3 +73,18 @@ def test_a_worker_more_than_cores_runs_what_waits_first(tmp_path: Path) -> None:
     assert len(waiting) == 1 and waiting == after, (waiting, after)
     used = {worker for ran_by in others for worker in ran_by}
     assert used - waiting and len(used - waiting) == cores, others
+
+
+def test_a_few_failures_run_again_alone_and_faults_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    file = tmp_path / "test_x.py"
+    file.write_text("import pathlib\n"
+                    "def test_race(): pathlib.Path(__file__).with_suffix('.ran').touch()\n"
+                    "def test_fault(): assert False\n")
+    again = run_tests().pass_alone
+    assert again([f"{file}::test_race"]) and file.with_suffix(".ran").exists()
+    assert not again([f"{file}::test_race", f"{file}::test_fault"])
+    file.with_suffix(".ran").unlink()
+    assert not again([f"{file}::test_race"] * 4) and not file.with_suffix(".ran").exists()  # too many: not tried
+    assert not again([])
