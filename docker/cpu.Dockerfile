@@ -4,7 +4,7 @@
 #   docker run --rm --shm-size=1g megatron-port:cpu make quickstart
 #
 # No container engine was at hand: the steps of this file were run by scripts/docker_steps.py in a clean Debian 13
-# (docs/install.md). DeepSpeed compiles with -march=native: run the image on the kind of processor that built it.
+# (docs/ahead-of-time.md). DeepSpeed compiles with -march=native: run the image on the kind of processor that built it.
 FROM debian:13.1-slim
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -5,8 +5,8 @@ whose result is there already is not done again, and a run that was interrupted
 resumes from its last checkpoint. Start afresh with `rm -r runs/quickstart`.
 
 DEVICE=cuda (or rocm) trains on GPUs, and on nothing else; `quickstart_plan` says
-on how many. Exit codes are the README's; 6: the loss rose above its start, is not
-finite, or is no better than a model without context.
+on how many. docs/troubleshooting.md lists the exit codes; 6: the loss rose above its start,
+is not finite, or is no better than a model without context.
 """
 
 from __future__ import annotations

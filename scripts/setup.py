@@ -215,7 +215,7 @@ class Setup:
         wanted = {"cuda": "cuda", "rocm": "hip"}.get(self.device)
         if wanted and not build[wanted]:
             fail(f"DEVICE={self.device}, but pip took torch {build['version']}, which has no {wanted.upper()}. "
-                 "See README (TORCH_INDEX), and whether pip's configuration points at a CPU build")
+                 "See docs/install.md (TORCH_INDEX), and whether pip's configuration points at a CPU build")
 
     def install_deepspeed(self) -> None:
         """Build the wheel or take it from .cache/wheels; install it; prove that the ops load."""

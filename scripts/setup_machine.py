@@ -65,7 +65,7 @@ def check_machine(device: str, pointed: bool) -> None:
         fail(f"{free:.1f} GB free at {ROOT}, needed {DISK_GB} GB with a CPU torch, {DISK_CUDA_GB} GB with CUDA")
     if free < DISK_CUDA_GB and not pointed:
         print(f"setup: {free:.1f} GB free; a build of torch with CUDA needs {DISK_CUDA_GB} GB, "
-              f"the CPU build {DISK_GB} GB (README: TORCH_INDEX)")
+              f"the CPU build {DISK_GB} GB (docs/install.md: TORCH_INDEX)")
     if device == "cpu" and shutil.which("nvidia-smi"):
         print("setup: a GPU is here; DEVICE=cuda makes an environment that uses it")
 
