@@ -280,4 +280,4 @@ def test_the_reference_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/config.md is what ``config fields`` prints, under its heading."""
     assert main(["config", "fields"]) == 0
     page = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text()
-    assert page.endswith(capsys.readouterr().out), "run: megatron-port config fields, and put it into docs/config.md"
+    assert page.endswith(capsys.readouterr().out), "run: python scripts/docs_reference.py"
