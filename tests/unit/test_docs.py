@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 
 def texts() -> str:
@@ -51,9 +53,56 @@ def test_links_lead_somewhere():
     assert not broken
 
 
+def heading_ids(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and mkdocs make them of plain words."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    found = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in found}
+
+
+def test_anchors_lead_to_headings():
+    broken = []
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]*)\)", text):
+            there = page.parent / target if target else page
+            if "://" not in target and there.suffix == ".md" and anchor not in heading_ids(there):
+                broken.append(f"{page.name}: {target}#{anchor}")
+    assert not broken
+
+
 def test_the_site_has_every_page():
     listed = re.findall(r":\s*([\w-]+\.md)\s*$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(p.name for p in PAGES)
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert not [p.name for p in PAGES if p.name != "index.md" and f"({p.name})" not in index]
+
+
+def test_generated_pages_and_pictures_are_current():
+    import docs_pictures
+    import docs_reference
+
+    assert not docs_reference.stale(), "run: python scripts/docs_reference.py"
+    old = [name for name, draw in docs_pictures.PICTURES.items()
+           if (picture := draw()) and (ROOT / "docs" / "images" / f"{name}.svg").read_text() != picture]
+    assert not old, "run: python scripts/docs_pictures.py"
+
+
+def test_prose_is_held_to_the_rules():
+    """The linter's rules find what they are there for; ``make lint`` runs it over all pages."""
+    import readability
+
+    long = "# A\n\n" + "word " * 45 + "end.\n"
+    wrong = {
+        long: "a sentence of 46 words", "# A\n\nThe run goes on.\n": "'goes on'", "## A\n": "first level",
+        "# A\n\n### B\n": "skips a level", "# A.\n": "ends in", "# A\n\n## B\n\n## B\n": "twice",
+        "# A\n\n| a |\n|---|\n| equal to the bit |\n": "'to the bit'",
+        "# A\n\n" + "It was written down by them. " * 12 + "\n": "passive",
+    }
+    for text, remark in wrong.items():
+        assert any(remark in str(found) for found in readability.check("x.md", text)), remark
+    fine = "# A\n\nA run resumes. See `goes on` and:\n\n```sh\n# to the bit\n```\n\n- one\n- two\n"
+    assert not list(readability.check("x.md", fine))
 
 
 def test_coverage_has_no_row_without_an_answer():

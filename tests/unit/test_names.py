@@ -8,48 +8,23 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from readability import PHRASES, Refused  # noqa: E402
+
 PACKAGE = sorted((ROOT / "megatron_port").rglob("*.py"))
 SOURCES = [*PACKAGE, *sorted((ROOT / "kernels").rglob("*.py"))]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A pattern that is refused; ``use``: what takes its place."""
-
-    pattern: str
-    use: str
-    allowed: str = ""
-    """A line that matches this may have it."""
-    pages: bool = True
-    """Refused in the pages too; else in Python only."""
-
-
-WORDS = (
-    Refused(r"\bmend(s|ed|ing)?\b", "fix, repair"),
-    Refused(r"\b(goes|go|went|going) on\b", "resume, continue"),
-    Refused(r"\bsays? so\b", "say what is printed or recorded"),
-    Refused(r"\bthe whole of\b", "all, the"),
-    Refused(r"\bcircles? of (waiting|references)|\bin a circle\b|\bof circles\b", "deadlock, reference cycle"),
-    Refused(r"\bthe halves\b", "half precision, bf16 and fp16", r"split backward|schedule"),
-    Refused(r"\b(in|to) the dtype\b(?! (of|that))", "in the compute dtype"),
-    Refused(r"\b(rooms|this room|only room|a room of)\b", "packages, modules"),
-    Refused(r"\blaws?\b", "invariant"),
-    Refused(r"\b(nats|bits) a (token|byte)\b", "nats per token, bits per byte"),
-    Refused(r"\b(TFLOP/s|FLOPs) a \w", "TFLOP/s per device"),
-    Refused(r"\b([Ss]econds|[Bb]ytes|[Tt]okens|[GM]B) a (step|rank|device|token|replica|layer)\b", "per step"),
-    Refused(r"\b(once|twice) a (step|rank|device|replica|layer|micro-batch)\b", "once per step"),
-    Refused(r"\bcrossings\b", "resharding round trips"),
-    Refused(r"\b[Bb]oxes\b", "slices"),
-)
-"""Phrases, in sentences and in messages."""
+WORDS = PHRASES
+"""Phrases, in sentences and in messages; scripts/readability.py refuses more in the pages alone."""
 
 IDENTIFIERS = (
     Refused(r"\bclass (Finding|Place|Outcome|Verdict)\b", "the name of what the class holds", pages=False),
