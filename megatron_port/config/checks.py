@@ -24,6 +24,7 @@ from megatron_port.config.moe import moe_problems
 from megatron_port.config.multi_token import mtp_problems
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.offload import offload_problems
+from megatron_port.config.optimizer_checks import optimizer_problems
 from megatron_port.config.preference import preference_problems
 from megatron_port.config.ranges import Range
 from megatron_port.config.rope import rope_problems
@@ -58,7 +59,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     found = [*_unknown_choices(config), *sizes, *_out_of_range(config, RANGES), *layout]
     if not sizes:
         found += [*_relations(config), *fp8_problems(config), *moe_problems(config)]
-    found += [*_data_problems(config), *_schedule_problems(config), *_precision_problems(config)]
+    found += [*_data_problems(config), *optimizer_problems(config), *_precision_problems(config)]
     found += [*_engine_problems(config), *offload_problems(config), *graph_problems(config)]
     found += [*fine_tuning_problems(config), *preference_problems(config)]
     found += activation_problems(
@@ -231,18 +232,6 @@ def _packing_problems(config: RunConfig) -> list[str]:
             data.source in SOURCES.added,
     }
     return [f"data.packing {data.packing!r} with {problem}" for problem, there in found.items() if there]
-
-
-def _schedule_problems(config: RunConfig) -> list[str]:
-    o = config.optimizer
-    out = []
-    if 0 < o.lr < o.min_lr:
-        out.append(f"optimizer.min_lr {o.min_lr} is above lr {o.lr}; use a value from 0 to {o.lr}")
-    end = o.decay_steps or config.training.steps
-    if o.decay != "constant" and o.warmup_steps >= end > 0:
-        name = "optimizer.decay_steps" if o.decay_steps else "training.steps"
-        out.append(f"optimizer.warmup_steps {o.warmup_steps} is not below {name} {end}; use e.g. {end // 10}")
-    return out
 
 
 def _precision_problems(config: RunConfig) -> list[str]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_port.config.schema import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from megatron_port.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -89,6 +89,11 @@ _LATER = (
 _LATER_DATA = ("source", "attention_documents", "position_reset", "packing")
 """Fields of the model, and of the data, that came after the first checkpoints; at their defaults they leave the hash as
 it was."""
+_FIRST_OPTIMIZER = (
+    "name", "lr", "min_lr", "beta1", "beta2", "eps", "weight_decay", "clip_grad", "decay", "warmup_steps",
+    "decay_steps",
+)
+"""Fields of the optimizer that the first checkpoints had; all others came later, likewise."""
 
 
 def config_hash(config: RunConfig) -> str:
@@ -110,7 +115,10 @@ def config_hash(config: RunConfig) -> str:
     )
     batch = as_dict(config.batch)
     del batch["micro_batch_size"]
-    optimizer = as_dict(config.optimizer)
+    optimizer = {
+        name: value for name, value in as_dict(config.optimizer).items()
+        if name in _FIRST_OPTIMIZER or getattr(config.optimizer, name) != getattr(OptimizerConfig, name)
+    }
     optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
     data = as_dict(config.data)
     del data["remote_cache"], data["remote_cache_gb"], data["document_length"]
@@ -124,6 +132,8 @@ def config_hash(config: RunConfig) -> str:
     }
     if config.training.loss != TrainingConfig.loss:  # it came after the first checkpoints
         parts["loss"] = config.training.loss
+    if config.training.z_loss:
+        parts["z_loss"] = config.training.z_loss
     if config.training.on_pairs:
         parts["dpo_beta"] = config.training.dpo_beta
     if config.fine_tuning.enabled:

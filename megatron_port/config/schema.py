@@ -30,11 +30,11 @@ from megatron_port.config.memory import ActivationsConfig
 from megatron_port.config.model import ModelConfig
 from megatron_port.config.moe import MoEConfig, RoutesConfig
 from megatron_port.config.offload import OffloadConfig
+from megatron_port.config.optimizer import OptimizerConfig
 from megatron_port.config.ranges import (
     Count,
     CountOrZero,
     FolderName,
-    Fraction,
     NonNegative,
     PathText,
     Positive,
@@ -146,34 +146,6 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The optimizer's rule and its learning-rate schedule."""
-
-    name: str = "adamw"
-    """adamw (Loshchilov & Hutter, arXiv 1711.05101), or a rule that a plugin registers (engine native)"""
-    lr: Positive = 3e-4
-    """Peak learning rate."""
-    min_lr: NonNegative = 0.0
-    """Learning rate at the end of the decay."""
-    beta1: Fraction = 0.9
-    """Decay of the first moment."""
-    beta2: Fraction = 0.95
-    """Decay of the second moment, where the rule has one."""
-    eps: Positive = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NonNegative = 0.1
-    """On matrices and embeddings; never on biases and norms."""
-    clip_grad: NonNegative = 1.0
-    """Largest global gradient norm; 0: no clipping."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate's decay after the warmup."""
-    warmup_steps: CountOrZero = 0
-    """Steps of linear warm-up from 0."""
-    decay_steps: CountOrZero = 0
-    """Step at which min_lr is reached; 0: training.steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Source of the tokens."""
 
@@ -228,6 +200,9 @@ class TrainingConfig:
     loss: str = "cross_entropy"
     """Loss that training minimises: cross_entropy, or one that a plugin registers, averaged over tokens, of which
     evaluations report the cross-entropy; or dpo, averaged over pairs of answers (docs/preferences.md)."""
+    z_loss: NonNegative = 0.0
+    """Factor of log²(Σ exp(logit)), which is added to each token's loss in training so that logits stay small (PaLM,
+    arXiv 2204.02311: 1e-4). The loss that steps report has it, evaluations do not. 0: none."""
     dpo_beta: Positive = 0.1
     """With loss = "dpo": factor of the rewards, which are log-probabilities less those of the reference. Larger: the
     model stays nearer to it."""

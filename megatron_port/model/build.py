@@ -50,6 +50,7 @@ class BuildContext:
         position_reset: learned positions are counted from each document's start.
         fine_tuning: which linears have adapters.
         dpo_beta: of the loss of pairs (``model.preference``); 0: the loss is of tokens.
+        z_loss: factor of log²Z in the loss of the model's own logits while training.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class BuildContext:
         partition: SequencePartition | None = None, recompute: str = "none",
         layer_activations: Mapping[int, LayerActivations] | None = None, position_reset: bool = False,
         fine_tuning: FineTuningConfig = NO_ADAPTERS, dpo_beta: float = 0.0,
+        z_loss: float = 0.0,
     ) -> None:
-        self.fine_tuning, self.dpo_beta = fine_tuning, dpo_beta
+        self.fine_tuning, self.dpo_beta, self.z_loss = fine_tuning, dpo_beta, z_loss
         self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
         self.dtype, self.loss, self.position_reset = dtype, loss, position_reset
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1

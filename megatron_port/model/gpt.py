@@ -81,7 +81,7 @@ class GPTStage(nn.Module):
         """
         if self.head is None:
             raise ValueError("loss_sum on a stage without the head")
-        losses = self.head.token_losses(logits, labels)
+        losses = self.head.token_losses(logits, labels, z_loss=self.head.z_loss)
         if self.dpo_beta:
             return pair_loss_sum(losses, mask, self.stream.current, self.dpo_beta)
         total = losses.sum() if mask is None else (losses * mask).sum()

@@ -213,7 +213,7 @@ class Head(nn.Module):
     def __init__(self, spec: HeadSpec, build: BuildContext, shared: nn.Parameter | None = None) -> None:
         super().__init__()
         self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel
-        self.loss, self.cross_entropy = build.loss, build.providers.cross_entropy
+        self.loss, self.cross_entropy, self.z_loss = build.loss, build.providers.cross_entropy, build.z_loss
         self.norm, self.divisor = Norm("", spec.norm, build), build.model.logits_divisor
         self.softcap, tied = build.model.logits_softcap, spec.weight.tied
         self.weight = shared if shared is not None else build.table(spec.weight, tied_apart=tied, primary=not tied)
@@ -258,15 +258,16 @@ class Head(nn.Module):
         """Return ``logits`` within the model's bound, over whose memory the loss may write its gradient."""
         return logits if self.softcap == 0.0 else torch.tanh(logits / self.softcap) * self.softcap
 
-    def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def token_losses(self, logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float = 0.0) -> torch.Tensor:
         """Return the loss of each token [batch, seq] in nats for ``labels`` int64 [batch, seq].
 
-        Evaluations use the cross-entropy, whatever loss the run trains with.
+        Evaluations use the cross-entropy, whatever loss the run trains with. ``z_loss``: factor of log²Z in training.
         """
         record = self.weight.record  # type: ignore[attr-defined]
         loss = self.loss if self.training else vocab_parallel_cross_entropy
+        more = {"z_loss": z_loss} if z_loss and self.training else {}  # losses of plugins know nothing of it
         losses = loss(
             logits, labels.t().contiguous(), offset=record.offset[0], extent=record.extent[0],
-            group=self.group, ops=self.cross_entropy,
+            group=self.group, ops=self.cross_entropy, **more,
         )
         return losses.t()

@@ -8,46 +8,70 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 
 from megatron_port.config.schema import BatchConfig, OptimizerConfig
 from megatron_port.errors import ConfigError
+
+DECAYS = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
+SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)), "linear": lambda x: 1.0 - x,
+    "sqrt": lambda x: 1.0 - math.sqrt(x),
+}
+"""Share of the way from min_lr to lr that is left after a share x of a decay."""
+
+
+def fall_of(optimizer: OptimizerConfig, total_steps: int) -> tuple[int, int]:
+    """Return the steps (first, end) between which the learning rate falls to ``min_lr`` on a curve of :data:`SHAPES`.
+
+    Under ``wsd`` these are the last ``wsd_steps`` before ``end``, by default a fifth of those after the warm-up.
+    """
+    end = optimizer.decay_steps or total_steps
+    if optimizer.decay != "wsd":
+        return optimizer.warmup_steps, end
+    return end - (optimizer.wsd_steps or max(1, (end - optimizer.warmup_steps) // 5)), end
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of update ``step`` (from 0) of a run of ``total_steps``.
 
-    With W = warmup_steps and D = decay_steps or total_steps::
+    With W = warmup_steps, D = decay_steps or total_steps, and S = W, or D - wsd_steps for ``wsd``::
 
         step < W         lr * (step + 1) / (W + 1)
-        W <= step < D    min_lr + (lr - min_lr) * f((step - W) / (D - W))
+        W <= step < S    lr
+        S <= step < D    min_lr + (lr - min_lr) * f((step - S) / (D - S))
         step >= D        min_lr
 
-    where f(x) = (1 + cos(pi x)) / 2 for ``cosine`` and 1 - x for ``linear``. ``constant`` stays at lr after the
-    warm-up. The line of the warm-up would be 0 one step before the first (an update with rate 0 would be lost)
-    and meets lr at step W, where the decay begins: W updates lie below the peak.
+    where f(x) = (1 + cos(pi x)) / 2 for ``cosine``, 1 - x for ``linear`` and 1 - sqrt(x) for ``sqrt``; ``wsd`` has that
+    of ``wsd_shape`` (warm-up, stable, decay: Hu et al., arXiv 2404.06395; 1 - sqrt: Haegele et al., arXiv 2405.18392).
+    ``constant`` stays at lr after the warm-up. ``inverse_sqrt`` is the larger of min_lr and lr * sqrt(W / step), with
+    W at least 1 (Vaswani et al., arXiv 1706.03762). The line of the warm-up would be 0 one step before the first (an
+    update with rate 0 would be lost) and meets lr at step W: W updates lie below the peak.
 
     Raises:
-        ConfigError: unknown ``decay``, or decay_steps is set and not larger than warmup_steps.
+        ConfigError: unknown ``decay``, or the decay does not begin after the warm-up and before its end.
     """
     if step < 0:
         raise ValueError(f"step {step} is negative")
     warmup = optimizer.warmup_steps
-    if optimizer.decay not in ("cosine", "linear", "constant"):
-        raise ConfigError(f"optimizer.decay is {optimizer.decay!r}; expected cosine, linear or constant")
-    if optimizer.decay != "constant" and 0 < optimizer.decay_steps <= warmup:
+    if optimizer.decay not in DECAYS:
+        raise ConfigError(f"optimizer.decay is {optimizer.decay!r}; expected {', '.join(DECAYS)}")
+    falls = optimizer.decay not in ("constant", "inverse_sqrt")
+    if falls and 0 < optimizer.decay_steps <= warmup:
         raise ConfigError(
             f"optimizer.decay_steps {optimizer.decay_steps} must be larger than optimizer.warmup_steps {warmup}"
         )
     if step < warmup:
         return optimizer.lr * (step + 1) / (warmup + 1)
-    if optimizer.decay == "constant":
+    if optimizer.decay == "inverse_sqrt":
+        return max(optimizer.min_lr, optimizer.lr * math.sqrt(max(warmup, 1) / max(step, 1)))
+    first, end = fall_of(optimizer, total_steps)
+    if not falls or step < first:
         return optimizer.lr
-    end = optimizer.decay_steps or total_steps
     if step >= end:
         return optimizer.min_lr
-    done = (step - warmup) / (end - warmup)
-    share = 0.5 * (1.0 + math.cos(math.pi * done)) if optimizer.decay == "cosine" else 1.0 - done
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * share
+    shape = SHAPES[optimizer.wsd_shape if optimizer.decay == "wsd" else optimizer.decay]
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * shape((step - first) / (end - first))
 
 
 class BatchSchedule:

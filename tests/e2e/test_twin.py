@@ -64,7 +64,9 @@ class Case:
     weights: float
     """Of each tensor of masters and moments: rms of the difference over the rms of what training made of it."""
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings that only this case has."""
+    """Settings that only this case has, as in the next two."""
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 CASES = {
@@ -81,7 +83,8 @@ CASES = {
     "deepspeed-fp32-tp2-pp2": Case(
         "deepspeed", "fp32", {**GPT, "attention_dropout": 0.1},
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "sequence_parallel": True, "recompute": "none",
-         "vocab_padding_multiple": 8}, 2, 1e-5, 1e-4, 1e-3,
+         "vocab_padding_multiple": 8}, 2, 1e-5, 1e-4, 1e-3, optimizer={"decay": "wsd", "wsd_steps": 7},
+        training={"z_loss": 0.01},
     ),
 }
 
@@ -127,6 +130,8 @@ def tables_of(case: Case, corpora: list[str]) -> dict[str, Any]:
     """The whole run file of a case."""
     tables = copy.deepcopy(TABLES)
     tables["data"] |= {"train": corpora, **case.data}
+    tables["optimizer"] |= case.optimizer
+    tables["training"] |= case.training
     replicas = RANKS // math.prod(v for k, v in case.layout.items() if k.endswith("parallel_size"))
     tables["batch"] |= {"micro_batch_size": case.batch_unit // replicas, "rampup_increment": case.batch_unit}
     layout = dict(case.layout)

@@ -168,10 +168,11 @@ def activated(x: Tensor, kind: str) -> Tensor:
 
 
 def token_losses(
-    tokens: Tensor, labels: Tensor, w: Weights, m: Shape, drop: Drop, starts: Tensor | None = None, reset: bool = False
+    tokens: Tensor, labels: Tensor, w: Weights, m: Shape, drop: Drop, starts: Tensor | None = None, reset: bool = False,
+    z: float = 0.0,
 ) -> Tensor:
     """Nats of each prediction [sample, seq]. ``starts`` [sample, seq]: of documents, which attention stays within and
-    from which learned places are counted if ``reset``."""
+    from which learned places are counted if ``reset``. ``z``: factor of z-loss."""
     x = w["embedding.word.weight"][tokens]
     if m.position_embedding == "learned":
         place = torch.arange(tokens.shape[1])
@@ -186,7 +187,8 @@ def token_losses(
     head = w["embedding.word.weight" if m.tie_embeddings else "head.weight"]
     logits = normed(x, w, "final_norm", m) @ head.t()
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return wide.logsumexp(-1) - wide.gather(-1, labels[..., None])[..., 0]
+    log_z = wide.logsumexp(-1)
+    return log_z - wide.gather(-1, labels[..., None])[..., 0] + z * log_z * log_z
 
 
 def no_dropout(x: Tensor, op: str, p: float) -> Tensor:

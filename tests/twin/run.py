@@ -21,10 +21,14 @@ from twin.model import Drop, Shape, Weights, decays, initial, no_dropout, operat
 
 
 def learning_rate(optimizer: dict[str, Any], step: int) -> float:
-    """Of the update number ``step``, from 0: a line up to ``lr`` at step ``warmup_steps``, then half a cosine."""
+    """Of the update number ``step``, from 0: a line up to ``lr`` at step ``warmup_steps``, then half a cosine; under
+    ``wsd`` nothing, and one minus the root of a line over the last ``wsd_steps``."""
     warmup, end, low, high = (optimizer[k] for k in ("warmup_steps", "decay_steps", "min_lr", "lr"))
     if step < warmup:
         return high * (step + 1) / (warmup + 1)
+    if optimizer["decay"] == "wsd":
+        left = min(end - step, optimizer["wsd_steps"]) / optimizer["wsd_steps"]
+        return low + (high - low) * (1 - math.sqrt(1 - max(left, 0.0)))
     turn = min(1.0, (step - warmup) / (end - warmup))
     return low + (high - low) * (1 + math.cos(math.pi * turn)) / 2
 
@@ -84,8 +88,8 @@ class Twin:
         self.adam = Adam(config["optimizer"])
         self.lines: list[dict[str, float]] = []
 
-    def losses(self, rows: list[data.Row], drop: Drop = no_dropout) -> tuple[Tensor, float]:
-        """(sum of the token losses that count, how many count)."""
+    def losses(self, rows: list[data.Row], drop: Drop = no_dropout, z: float = 0.0) -> tuple[Tensor, float]:
+        """(sum of the token losses that count, how many count). ``z``: factor of log² of the softmax's denominator."""
         both = np.stack([row.tokens for row in rows])
         settings = self.config["data"]
         within = settings.get("attention_documents") == "within"
@@ -93,7 +97,7 @@ class Twin:
         tokens, labels = torch.from_numpy(both[:, :-1].copy()), torch.from_numpy(both[:, 1:].copy())
         starts = torch.tensor([row.starts for row in rows]) if within else None
         reset = settings.get("position_reset", False)
-        losses = token_losses(tokens, labels, self.weights, self.model, drop, starts, reset)
+        losses = token_losses(tokens, labels, self.weights, self.model, drop, starts, reset, z)
         return (losses * torch.from_numpy(mask)).sum(), float(mask.sum())
 
     def gradients(self, step: int, samples: list[int]) -> tuple[float, Weights]:
@@ -105,7 +109,8 @@ class Twin:
 
         for w in self.weights.values():
             w.requires_grad_()
-        total, count = self.losses([self.train.drawn(self.seed, k) for k in samples], drop)
+        z = self.config["training"].get("z_loss", 0.0)
+        total, count = self.losses([self.train.drawn(self.seed, k) for k in samples], drop, z)
         mean = total / count
         found = torch.autograd.grad(mean, list(self.weights.values()))
         for w in self.weights.values():

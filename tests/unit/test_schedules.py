@@ -64,6 +64,53 @@ def test_rate_faults() -> None:
         learning_rate(OptimizerConfig(decay="cosin"), 0, 100)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "fall"), [(0, 5), (4, 1), (7, 13)])
+def test_warmup_stable_decay_is_three_of_torchs_schedulers(
+    shape: Literal["linear", "cosine"], warmup: int, fall: int
+) -> None:
+    end, lr, low = 20, 3e-3, 2e-4
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    parts: list[lr_scheduler.LRScheduler] = [lr_scheduler.ConstantLR(optimizer, 1.0)]
+    if shape == "linear":
+        parts.append(lr_scheduler.LinearLR(optimizer, 1.0, low / lr, total_iters=fall))
+    else:
+        parts.append(lr_scheduler.CosineAnnealingLR(optimizer, T_max=fall, eta_min=low))
+    milestones = [end - fall]
+    if warmup:
+        parts.insert(0, lr_scheduler.LinearLR(optimizer, 1 / (warmup + 1), 1.0, total_iters=warmup))
+        milestones.insert(0, warmup)
+    schedule = lr_scheduler.SequentialLR(optimizer, parts, milestones)
+    want = []
+    for _ in range(end + 1):
+        want.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    config = OptimizerConfig(
+        lr=lr, min_lr=low, warmup_steps=warmup, decay="wsd", wsd_shape=shape, wsd_steps=fall, decay_steps=end
+    )
+    assert [learning_rate(config, step, 1000) for step in range(end + 1)] == pytest.approx(want, rel=1e-9)
+
+
+def test_one_minus_sqrt_and_the_length_of_the_fall() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=10, decay="wsd")
+    rates = [learning_rate(config, s, 110) for s in range(112)]
+    assert rates[10:91] == [1.0] * 81  # the last fifth of the 100 steps after the warm-up
+    assert rates[95] == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(5 / 20)))
+    assert rates[109] == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(19 / 20))) and rates[110:] == [0.1, 0.1]
+    # What makes it useful: a longer run has the same rates until it falls.
+    assert [learning_rate(config, s, 210) for s in range(91)] == rates[:91]
+
+
+def test_inverse_square_root() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.3, warmup_steps=4, decay="inverse_sqrt")
+    rates = [learning_rate(config, s, 10) for s in range(60)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and rates[16] == 0.5
+    assert rates[44] == pytest.approx(math.sqrt(4 / 44)) and rates[45] == 0.3
+    bare = OptimizerConfig(lr=1.0, decay="inverse_sqrt")
+    assert [learning_rate(bare, s, 10) for s in (0, 1, 4)] == [1.0, 1.0, 0.5]
+
+
 def counted(batch: BatchConfig, steps: int) -> list[tuple[int, int]]:
     """Megatron-LM's rule, one step after the other, in exact fractions."""
     plans, consumed = [], 0
