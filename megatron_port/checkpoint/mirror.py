@@ -36,6 +36,7 @@ from megatron_port.checkpoint.format import (
 )
 from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.runtime.atomic import fsync_directory, fsync_file
+from megatron_port.runtime.work import Advance, Tally, silent
 from megatron_port.storage.store import Store
 
 Note = Callable[[str], None]
@@ -66,12 +67,18 @@ def push_file(store: Store, name: str, path: Path, entry: FileEntry, *, verify: 
         raise CheckpointError(f"{store.place(name)}: reads back with hash {got}, and {path} has {entry.hash}")
 
 
-def push(path: Path, url: str, *, verify: bool = True) -> str:
-    """Copy a whole checkpoint into a store; return the URL of the copy. Raises CheckpointError."""
+def push(path: Path, url: str, *, verify: bool = True, advance: Advance = silent) -> str:
+    """Copy a whole checkpoint into a store; return the URL of the copy. Raises CheckpointError.
+
+    ``advance`` is called with the bytes of the files that are there.
+    """
     store, manifest = Store(url, CheckpointError), read_manifest(path)
     name = copy_name(manifest)
+    total, done = sum(entry.size for entry in manifest.files.values()), 0
     for file, entry in manifest.files.items():
         push_file(store, f"{name}/{file}", path / file, entry, verify=verify)
+        done += entry.size
+        advance(done, total)
     _seal(store, name, path)
     return store.place(name)
 
@@ -82,11 +89,12 @@ def _seal(store: Store, name: str, path: Path) -> None:
     store.write(LATEST, name.encode())
 
 
-def pull(url: str, folder: Path, note: Note = lambda line: None) -> Path:
+def pull(url: str, folder: Path, note: Note = lambda line: None, *, advance: Advance = silent) -> Path:
     """Copy a checkpoint from a store into ``folder``; return its directory. One that is there already is kept.
 
     Args:
         url: of one copy, or of what they were pushed to, whose newest is taken.
+        advance: called with the bytes that have arrived.
 
     Raises:
         CheckpointError: none is there, the store cannot be reached, or ``folder`` cannot be written.
@@ -104,7 +112,9 @@ def pull(url: str, folder: Path, note: Note = lambda line: None) -> Path:
             return target
         began = time.monotonic()
         with ThreadPoolExecutor(THREADS) as pool:
-            for done in [pool.submit(_download, store, name, work / name, e) for name, e in manifest.files.items()]:
+            arrived = Tally(advance, sum(e.size for e in manifest.files.values())).add
+            for done in [pool.submit(_download, store, name, work / name, e, arrived)
+                         for name, e in manifest.files.items()]:
                 done.result()
         fsync_directory(work)
         shutil.rmtree(target, ignore_errors=True)
@@ -132,6 +142,16 @@ def _one(url: str) -> Store:
     raise CheckpointError(f"{url}: no whole checkpoint there (step-NNNNNNNN.commit-NNNNNNNN with {MANIFEST})")
 
 
+def copies(url: str) -> list[tuple[str, str]]:
+    """Return (name, URL) of the copies below a URL, newest first. Raises CheckpointError: there is none."""
+    store = Store(url, CheckpointError)
+    names = [name.partition(".commit-") for name in store.names() if name.startswith("step-")]
+    found = ["".join(parts) for parts in sorted(names, key=lambda p: (p[2], p[0]), reverse=True)]
+    if not found:
+        raise CheckpointError(f"{url}: no checkpoint there (step-NNNNNNNN.commit-NNNNNNNN)")
+    return [(name, store.place(name)) for name in found]
+
+
 def _candidates(store: Store) -> Iterator[str]:
     """Names of what may be a copy, best first: the URL itself, what ``latest`` names, all by commit and step."""
     yield ""
@@ -142,13 +162,17 @@ def _candidates(store: Store) -> Iterator[str]:
     yield from ("".join(parts) for parts in sorted(copies, key=lambda p: (p[2], p[0]), reverse=True))
 
 
-def _download(store: Store, name: str, path: Path, entry: FileEntry | None = None) -> None:
+def _download(
+    store: Store, name: str, path: Path, entry: FileEntry | None = None, arrived: Callable[[int], None] | None = None
+) -> None:
     digest = xxhash.xxh3_128()
     try:
         with open(path, "xb") as stream:
             for piece in store.pieces(name):
                 digest.update(piece)
                 stream.write(piece)
+                if arrived is not None:
+                    arrived(len(piece))
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{store.place(name)}: no such object; the copy is not whole") from error
     fsync_file(path)

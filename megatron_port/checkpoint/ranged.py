@@ -23,6 +23,7 @@ from megatron_port.checkpoint.disk import open_regular
 from megatron_port.checkpoint.format import MAX_HEADER, FileEntry
 from megatron_port.checkpoint.shard import parse_header
 from megatron_port.errors import DamagedCheckpoint
+from megatron_port.runtime.work import Advance, silent
 
 
 class Scratch:
@@ -131,8 +132,8 @@ class RangedFile:
                 self._read_block(index, part, around[: a - low], around[z - low :])
                 self._scratch.keep(self.path, index, (a - low, z - low))
 
-    def faults(self) -> Iterator[str]:
-        """Read and hash everything anew; yield what is wrong, one text per block."""
+    def faults(self, advance: Advance = silent) -> Iterator[str]:
+        """Read and hash everything anew; yield what is wrong, one text per block. ``advance``: bytes read, all."""
         entry = self._entry
         self._known.clear()
         self._header = None
@@ -149,6 +150,7 @@ class RangedFile:
                 yield str(error)
             if clean:
                 whole.update(block)
+            advance(min(low + entry.block_bytes, entry.size), entry.size)
         if not entry.block_bytes:
             try:
                 self._read_whole()

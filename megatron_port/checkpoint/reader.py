@@ -20,6 +20,7 @@ from megatron_port.checkpoint.format import DTYPES, Manifest, PieceEntry, read_m
 from megatron_port.checkpoint.ranged import RangedFile, Scratch
 from megatron_port.checkpoint.slices import Slice, strides
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.runtime.work import Advance, silent
 
 _OPEN_FILES = 32
 _SPAN = 1 << 24
@@ -190,14 +191,20 @@ class Checkpoint:
                 raise DamagedCheckpoint(f"{error}; found while reading {kind} of {name}") from error
         return out
 
-    def faults(self) -> Iterator[str]:
-        """Read every byte of every file; yield a text for each block that is not what was saved."""
-        for name in self.manifest.files:
+    def faults(self, advance: Advance = silent) -> Iterator[str]:
+        """Read every byte of every file; yield a text for each block that is not what was saved.
+
+        ``advance`` is called with the bytes that were read.
+        """
+        total, before = sum(entry.size for entry in self.manifest.files.values()), 0
+        for name, entry in self.manifest.files.items():
             file = self._file(name)
             clean = True
-            for fault in file.faults():
+            for fault in file.faults(lambda done, _, before=before: advance(before + done, total)):  # type: ignore[misc]
                 clean = False
                 yield fault
+            before += entry.size
+            advance(before, total)
             try:
                 for piece in self._by_file.get(name, ()) if clean else ():
                     self._place(piece)

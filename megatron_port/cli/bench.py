@@ -6,12 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.bench.sweep import NAMES, sweep
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.cli.tune import add_trial_options, trial_problems
-from megatron_port.config.loader import load
+from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_OK, ConfigError
-from megatron_port.tune.trial import choose_launcher
 
 if TYPE_CHECKING:
     from megatron_port.runtime.discovery import ProcessInfo
@@ -29,7 +27,8 @@ def add_parser(subparsers: Any) -> None:
         "Start it like `train`: --nproc N, torchrun, or srun on one node.",
     )
     calibrate.add_argument("cluster", help="cluster file, or the name of a shipped one, e.g. clusters/frontier")
-    calibrate.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="where to write it")
+    calibrate.add_argument("-o", "--output", type=local_path, required=True, metavar="FILE.toml",
+                           help="where to write it")
     calibrate.add_argument("--model", metavar="NAME", help="also the products of this model's layers, e.g. "
                            "models/gpt-22b")
     calibrate.add_argument("--fresh", action="store_true", help="write a whole [hardware] also where there is one")
@@ -58,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure on this rank; return the exit code. Raises ConfigError, EnvironmentFault."""
+    from megatron_port.config.loader import load
+
     if args.seconds <= 0:
         raise ConfigError(f"--seconds {args.seconds:g}: above 0")
     config = load([args.cluster, *([args.model] if args.model else [])], args.overrides).config
@@ -78,6 +79,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 def run_sweep(args: argparse.Namespace) -> int:
     """Run the studies; return the exit code. Raises ConfigError, EnvironmentFault."""
+    from megatron_port.bench.sweep import NAMES, sweep
+    from megatron_port.tune.trial import choose_launcher
+
     out = [f"--study {name} is unknown; use {', '.join(NAMES)}" for name in args.study if name not in NAMES]
     out += trial_problems(args)
     if args.devices is not None and args.devices < 1:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.cli.checkpoint_diff import newest_of
+from megatron_port.cli.progress import ProgressBar
 from megatron_port.config.plugins import import_problems
+from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_OK, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ def add_actions(actions: Any) -> None:
         "checked against transformers' logits before it appears. Adapters are written as PEFT's (peft), or merged into "
         "the weights beside which they were trained (hf).",
     )
-    out.add_argument("source", type=Path, metavar="STEP_DIR", help="a checkpoint, e.g. checkpoints/step-00000100")
-    out.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    out.add_argument("source", metavar="SOURCE", help="a checkpoint, or a run (folder, run file or shipped name) "
+                     "whose newest is taken")
+    out.add_argument("out", type=local_path, metavar="OUT", help="a new folder")
     out.add_argument("--to", required=True, choices=("dcp", "universal", "hf", "peft"), help="the format")
     out.add_argument(
         "--base", default="", metavar="PATH",
@@ -48,7 +51,7 @@ def add_actions(actions: Any) -> None:
     )
     out.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="hf: largest file, 10^9 bytes (5)")
     out.add_argument(
-        "--tokenizer", type=Path, metavar="DIR",
+        "--tokenizer", type=local_path, metavar="DIR",
         help="hf: folder with the files of the tokenizer trained with, if not where the run had it; another is refused",
     )
     out.add_argument("--no-tokenizer", action="store_true", help="hf: write no tokenizer")
@@ -60,8 +63,8 @@ def add_actions(actions: Any) -> None:
         "(safetensors of a registered family), and commit it as OUT/step-N, from which `train` resumes "
         "(checkpoint.resume) or starts (checkpoint.initial_weights).",
     )
-    into.add_argument("source", type=Path, metavar="SOURCE", help="the checkpoint's folder")
-    into.add_argument("out", type=Path, metavar="OUT", help="a folder for checkpoints; step-N is made in it")
+    into.add_argument("source", type=local_path, metavar="SOURCE", help="the checkpoint's folder")
+    into.add_argument("out", type=local_path, metavar="OUT", help="a folder for checkpoints; step-N is made in it")
     into.add_argument("--from", dest="format", choices=_FORMATS, default="auto", help="the format (default: look)")
     into.add_argument("--model", metavar="FILE.toml", help="a run or model file with the model that it holds")
     into.add_argument(
@@ -91,6 +94,7 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_port.interop.sidecar import tuning_of
     from megatron_port.session.merged import MergedCheckpoint
 
+    args.source = newest_of(args.source)
     checkpoint = open_checkpoint(args.source)
     if args.to == "peft":
         return _export_peft(args, checkpoint)
@@ -128,11 +132,11 @@ def _export_hf(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
         raise CheckpointError(f"--shard-size {args.shard_size}: a size in GB is needed")
     if args.tokenizer and args.no_tokenizer:
         raise CheckpointError("--tokenizer and --no-tokenizer: give one of them")
-    export_hf(
-        checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer, weights_only=args.no_tokenizer,
-        shard_bytes=int(args.shard_size * 1e9),
-        check=not args.skip_check,
-    )
+    with ProgressBar("export") as bar:
+        export_hf(
+            checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer, weights_only=args.no_tokenizer,
+            shard_bytes=int(args.shard_size * 1e9), check=not args.skip_check, note=bar.print, advance=bar,
+        )
     print(f"{args.out}: step {checkpoint.step} for transformers' from_pretrained({str(args.out)!r})")
     return EXIT_OK
 
@@ -140,10 +144,11 @@ def _export_hf(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
 def _import(args: argparse.Namespace) -> int:
     from megatron_port.interop.run_import import import_checkpoint
 
-    path = import_checkpoint(
-        args.source, args.out, form=args.format, model=_model(args.model, args.vocab_size),
-        vocab_size=args.vocab_size, trusted=args.trust_pickle, weights_only=args.weights_only,
-    )
+    with ProgressBar("import") as bar:
+        path = import_checkpoint(
+            args.source, args.out, form=args.format, model=_model(args.model, args.vocab_size), note=bar.print,
+            vocab_size=args.vocab_size, trusted=args.trust_pickle, weights_only=args.weights_only, advance=bar,
+        )
     print(f"{path}: imported; `megatron-port train run.toml --set checkpoint.resume={path}` starts from it")
     if (path.parent / "model.toml").is_file():
         print(f'its model is {path.parent / "model.toml"}: name it in the run\'s extends')

@@ -1,4 +1,5 @@
-"""``megatron-port config``: show what a run file means, check it, and print the reference of all settings."""
+"""``megatron-port config``: list what is shipped, show what a run file means, check it, print the reference of all
+settings."""
 
 from __future__ import annotations
 
@@ -7,22 +8,28 @@ import dataclasses
 import typing
 from typing import Any
 
+from megatron_port.cli.arguments import add_json, add_verb, print_json, verb_of
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.config.checks import check, topology_sizes
 from megatron_port.config.choices import CHOICES, plain_type
-from megatron_port.config.dump import leaves, to_toml, toml_value
+from megatron_port.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
 from megatron_port.config.layout import model_ranks
 from megatron_port.config.layout_name import sizes_text
-from megatron_port.config.loader import field_help
+from megatron_port.config.loader import field_help, shipped_names
 from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError
 from megatron_port.model.flops import counted, document_of, model_flops
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``config show | check | fields``."""
+    """Add ``config list | show | check | fields``."""
     parser = subparsers.add_parser("config", help="show, check and explain configurations")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="show|check|fields")
-    show = actions.add_parser("show", help="print the whole configuration as TOML, defaults included")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|check|fields")
+    listed = add_verb(actions, "list", help="names of the shipped runs, models and clusters")
+    listed.add_argument("kind", nargs="?", default="", help="only those of one kind: runs, models, clusters, …")
+    add_json(listed)
+    show = add_verb(actions, "show", help="print the whole configuration as TOML, defaults included")
+    add_json(show)
     add_run_options(show, optional=True)
     note = show.add_mutually_exclusive_group()
     note.add_argument("--origin", action="store_true", help="say behind each value where it came from")
@@ -33,19 +40,44 @@ def add_parser(subparsers: Any) -> None:
         "--world-size", type=int, metavar="N",
         help="ranks; without it cluster.nodes x gpus_per_node, or what the layout multiplies to",
     )
-    actions.add_parser("fields", help="print every setting with its type, default and meaning (Markdown)")
+    add_json(test)
+    fields = actions.add_parser("fields", help="print every setting with its type, default and meaning (Markdown)")
+    add_json(fields)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action; return 0. Raises ConfigError."""
-    if args.action == "show":
+    action = verb_of(args.action)
+    if action == "list":
+        names = [name for name in shipped_names() if name.startswith(f"{args.kind}/" if args.kind else "")]
+        if not names:
+            kinds = sorted({name.partition("/")[0] for name in shipped_names()})
+            raise ConfigError(f"no kind {args.kind!r}; use {', '.join(kinds)}")
+        if args.json:
+            print_json(names)
+        else:
+            print("\n".join(names))
+    elif action == "show" and args.json:
+        loaded = load_run(args)
+        print_json({"config": as_dict(loaded.config), "origins": loaded.origins, "files": loaded.files,
+                    "config_hash": config_hash(loaded.config)})
+    elif action == "show":
         loaded = load_run(args)
         notes = loaded.origins if args.origin else field_texts() if args.help_fields else None
         print(to_toml(loaded.config, notes), end="")
-    elif args.action == "check":
+    elif action == "check":
         loaded = load_run(args)
         check(loaded.config, world_size=args.world_size)
-        print(summary(loaded.config, args.world_size))
+        if args.json:
+            tp, pp, dp = topology_sizes(loaded.config, args.world_size)
+            print_json({"name": loaded.config.name, "legal": True, "tp": tp, "pp": pp, "dp": dp,
+                        "ranks": model_ranks(loaded.config.layout) * dp, "config_hash": config_hash(loaded.config)})
+        else:
+            print(summary(loaded.config, args.world_size))
+    elif args.json:
+        defaults = dict(leaves(RunConfig()))
+        print_json([{"name": name, "type": kind, "default": defaults[name], "meaning": " ".join(text.split()),
+                     "choices": list(CHOICES.get(name, ()))} for name, (kind, text) in _described(RunConfig).items()])
     else:
         print(reference(), end="")
     return 0

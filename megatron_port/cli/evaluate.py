@@ -8,8 +8,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.cli.arguments import SOURCE_HELP, print_json, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
+from megatron_port.cli.progress import ProgressBar
 from megatron_port.errors import ConfigError, DataError
+from megatron_port.runtime.work import Advance, silent
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import RunConfig
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from megatron_port.runtime.discovery import ProcessInfo
     from megatron_port.session.session import Session
     from megatron_port.session.weights import Weights
+
+
+STDOUT = "-"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -27,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "corpus or a text, or run tasks of lm-eval-harness. One process by default; give another layout or engine with "
         "--set layout.… and as many ranks.",
     )
-    parser.add_argument("checkpoint", metavar="SOURCE", help="run folder, step folder, or Hugging Face folder")
+    parser.add_argument("checkpoint", metavar="SOURCE", help=SOURCE_HELP)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--data", metavar="PREFIX", help="perplexity on this .bin/.idx pair, all of it, with the "
                       "run's masks, documents and packing")
@@ -43,7 +49,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--include-path", metavar="DIR", help="tasks: a folder with further task files")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="tasks: examples before each question")
     parser.add_argument("--limit", type=float, metavar="N", help="tasks: questions of each, or a share below 1")
-    parser.add_argument("--json", metavar="FILE", help="write the result there too")
+    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
+                        help="print the result as JSON instead; with FILE: write it there too")
     add_overrides(parser, "layout.tensor_parallel_size=2")
     add_rendezvous_options(parser)
 
@@ -66,7 +73,7 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
     from megatron_port.session.session import open_session
     from megatron_port.session.weights import inference_config, open_weights
 
-    weights = open_weights(args.checkpoint)
+    weights = open_weights(weights_folder(args.checkpoint))
     corpus = [f"data.train={json.dumps([args.data])}", "data.synthetic=false"] if args.data else []
     config = inference_config(
         weights, [*corpus, *args.overrides], info.world_size, micro_batch=args.micro_batch_size
@@ -81,25 +88,34 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
         require_harness()
     with open_session(config, info, quiet=True) as session:
         made = _tasks if args.tasks else _reference if args.reference else _perplexity
-        result = made(args, session, weights)
-        if session.is_rank_zero and args.json:
-            from megatron_port.checkpoint.disk import write_text
+        with ProgressBar("evaluate", "sample") as bar:
+            result, line = made(args, session, weights, bar if session.is_rank_zero else silent)
+        if session.is_rank_zero and args.json == STDOUT:
+            print_json(result)
+        elif session.is_rank_zero:
+            session.logger.log(line)
+            if args.json:
+                from megatron_port.checkpoint.disk import write_text
 
-            write_text(Path(args.json), json.dumps(result, indent=1, default=str) + "\n")
+                write_text(Path(args.json), json.dumps(result, indent=1, default=str) + "\n")
     return 0
 
 
-def _reference(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
+def _reference(
+    args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
+) -> tuple[dict[str, Any], str]:
     from megatron_port.data.reference import reference_path
     from megatron_port.inference.reference import compute_reference
 
-    header = compute_reference(args.reference, session, weights)
-    session.logger.log(f"{reference_path(args.reference)}: log-probabilities by {weights.path}")
-    return {"source": str(weights.path), "corpus": args.reference, "fingerprint": header.fingerprint,
-            "dtype": header.dtype}
+    header = compute_reference(args.reference, session, weights, advance)
+    found = {"source": str(weights.path), "corpus": args.reference, "fingerprint": header.fingerprint,
+             "dtype": header.dtype}
+    return found, f"{reference_path(args.reference)}: log-probabilities by {weights.path}"
 
 
-def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
+def _perplexity(
+    args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
+) -> tuple[dict[str, Any], str]:
     from megatron_port.data.rank_view import RankView
     from megatron_port.inference.perplexity import perplexity
     from megatron_port.session.assemble import build_engine
@@ -109,7 +125,9 @@ def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) ->
     engine = build_engine(config, session.ctx, session.providers, initialise=False)
     engine.load_weights(weights.read)
     view = RankView.on(config, session.ctx)
-    found = perplexity(engine, session.ctx, samples, view=view, micro_batch_size=config.batch.micro_batch_size)
+    found = perplexity(
+        engine, session.ctx, samples, view=view, micro_batch_size=config.batch.micro_batch_size, advance=advance
+    )
     out: dict[str, Any] = {
         "source": str(weights.path), "corpus": args.data or args.text, "tokens": found.tokens, "loss": found.loss,
         "perplexity": found.perplexity, "seq_length": config.model.seq_length,
@@ -122,8 +140,7 @@ def _perplexity(args: argparse.Namespace, session: Session, weights: Weights) ->
     if size:
         out["bits_per_byte"] = found.bits_per_byte(size)
         line += f"; {out['bits_per_byte']:.4f} bits per byte"
-    session.logger.log(line)
-    return out
+    return out, line
 
 
 def _corpus(args: argparse.Namespace, config: RunConfig) -> tuple[Samples, int]:
@@ -182,7 +199,9 @@ def _text(args: argparse.Namespace, weights: Weights, config: RunConfig) -> tupl
     return windows, 0 if cut else len(data)
 
 
-def _tasks(args: argparse.Namespace, session: Session, weights: Weights) -> dict[str, Any]:
+def _tasks(
+    args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
+) -> tuple[dict[str, Any], str]:
     from megatron_port.inference.lm_eval_adapter import run_tasks
     from megatron_port.inference.model import InferenceModel
 
@@ -192,5 +211,4 @@ def _tasks(args: argparse.Namespace, session: Session, weights: Weights) -> dict
         include_path=args.include_path, num_fewshot=args.num_fewshot, limit=args.limit,
         batch_size=session.config.batch.micro_batch_size, is_rank_zero=session.is_rank_zero,
     )
-    session.logger.log(table)
-    return found
+    return found, table  # the harness draws a bar of its own

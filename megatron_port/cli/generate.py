@@ -8,8 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.cli.arguments import SOURCE_HELP, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
+from megatron_port.cli.progress import ProgressBar
 from megatron_port.errors import ConfigError
+from megatron_port.runtime.work import silent
 
 if TYPE_CHECKING:
     from megatron_port.inference.generation import Sampling
@@ -23,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Load the newest checkpoint of a run folder, the given step folder, or a Hugging Face folder, and "
         "continue prompts. One process by default; give another layout with --set layout.… and as many ranks.",
     )
-    parser.add_argument("checkpoint", metavar="SOURCE", help="run folder, step folder, or Hugging Face folder")
+    parser.add_argument("checkpoint", metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument("--prompt", action="append", default=[], help="text to continue (repeatable)")
     parser.add_argument("--prompts", metavar="FILE", help="a text to continue on each line")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: the model's chat template "
@@ -75,7 +78,7 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     from megatron_port.session.session import open_session
     from megatron_port.session.weights import inference_config, open_weights
 
-    weights = open_weights(args.checkpoint)
+    weights = open_weights(weights_folder(args.checkpoint))
     config = inference_config(weights, args.overrides, info.world_size)
     tokenizer = weights.tokenizer(config.data.tokenizer)
     chat = weights.chat(tokenizer) if args.chat else None
@@ -84,7 +87,9 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     encoded = [chat.prompt(tokenizer, p) if chat else tokenizer.encode(p) for p in prompts]
     with open_session(config, info, quiet=True) as session:
         generator = Generator(InferenceModel(session, weights.read), tokenizer.decode)
-        found = generator.generate(encoded, sampling, batch_size=args.batch_size)
+        with ProgressBar("generate", "token") as bar:
+            advance = bar if session.is_rank_zero else silent
+            found = generator.generate(encoded, sampling, batch_size=args.batch_size, advance=advance)
         if not session.is_rank_zero:
             return 0
         for prompt, new in zip(prompts, found):

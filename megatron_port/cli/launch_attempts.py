@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.config.checks import check
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.urls import local_path
 from megatron_port.errors import EnvironmentFault
-from megatron_port.launch import attempts
-from megatron_port.launch.continuation import continue_job, remember_request
-from megatron_port.runtime.job import Job, ask_record, current_job, fate_of, nodes_down
-from megatron_port.runtime.lease import refuse_array_in_one_folder, refuse_if_held
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import RunConfig
+    from megatron_port.runtime.job import Job
+
+NOT_STARTED = ("nodes", "setup", "ended", "signal")
+"""Keys of ``launch.attempts.NOT_STARTED``."""
 
 
 def add_actions(actions: Any) -> None:
@@ -32,14 +34,16 @@ def add_actions(actions: Any) -> None:
     )
     add_run_options(after)
     after.add_argument("--code", type=int, required=True, metavar="N", help="exit code of srun")
-    after.add_argument("--srun-log", type=Path, metavar="FILE", help="srun's own lines")
+    after.add_argument("--srun-log", type=local_path, metavar="FILE", help="srun's own lines")
     after.add_argument("--asked", default="", metavar="SIGNALS", help="signals that the script received")
-    after.add_argument("--not-started", default="", choices=tuple(attempts.NOT_STARTED), help="why no rank was started")
+    after.add_argument("--not-started", default="", choices=NOT_STARTED, help="why no rank was started")
     after.usage = "%(prog)s [options] run.toml --code N [-- arguments of the job script]"
     after.set_defaults(act=run_after)
 
 
 def _job() -> Job:
+    from megatron_port.runtime.job import current_job
+
     job = current_job()
     if job is None:
         raise EnvironmentFault("this is no SLURM job (SLURM_JOB_ID is not set); job scripts call this")
@@ -52,6 +56,12 @@ def _folder(config: RunConfig) -> Path:
 
 def run_before(args: argparse.Namespace) -> int:
     """Print the run's folder on stdout; the rest goes to stderr."""
+    from megatron_port.config.checks import check
+    from megatron_port.launch import attempts
+    from megatron_port.launch.continuation import remember_request
+    from megatron_port.runtime.job import nodes_down
+    from megatron_port.runtime.lease import refuse_array_in_one_folder, refuse_if_held
+
     job, config = _job(), load_run(args).config
     check(config)
     refuse_array_in_one_folder(_folder(config))
@@ -65,6 +75,10 @@ def run_before(args: argparse.Namespace) -> int:
 
 def run_after(args: argparse.Namespace) -> int:
     """Act on the end of an attempt; return the job's exit code."""
+    from megatron_port.launch import attempts
+    from megatron_port.launch.continuation import continue_job
+    from megatron_port.runtime.job import ask_record, fate_of, nodes_down
+
     job, config = _job(), load_run(args).config
     log = ""
     if args.srun_log is not None and args.srun_log.is_file():

@@ -18,6 +18,7 @@ from megatron_port.errors import ConfigError, PortError
 from megatron_port.runtime.permissions import tighten
 from megatron_port.runtime.printable import safe_output
 from megatron_port.runtime.rank_zero import is_rank_zero
+from megatron_port.runtime.variables import completing
 
 if TYPE_CHECKING:
     from megatron_port.config.loader import Loaded
@@ -25,19 +26,21 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "train": "train a model, or resume a run",
-    "config": "show, check and explain configurations",
+    "config": "list, show, check and explain configurations",
     "data": "fetch, tokenize, index, verify, inspect and blend corpora",
     "generate": "continue prompts from a checkpoint or a Hugging Face folder",
     "evaluate": "perplexity on a corpus, and tasks of lm-eval-harness",
     "parity": "compare layouts with one process, gradient by gradient",
     "doctor": "print the machine, versions and providers, and what is wrong with them",
-    "checkpoint": "list, verify and convert checkpoints",
+    "checkpoint": "list, verify, compare, convert and copy checkpoints",
     "launch": "write or submit the job script of a run",
+    "runs": "list, show and remove runs",
     "report": "one HTML file about a run, or several side by side",
     "plan": "does a run fit, how fast is it, what would be better",
     "tune": "find the fastest layout: planned, then measured",
     "bench": "measure one node for the planner; run the paper's scaling studies",
     "preflight": "check the nodes of a job and the network between them",
+    "completion": "print what makes a shell complete this command",
 }
 """Name of the command and of its module → one line of help."""
 
@@ -74,7 +77,7 @@ class _Corpus(argparse.Action):
 def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Add the run file, ``--set`` and ``--data`` of every command that takes a run; ``load_run`` reads them."""
     parser.add_argument(
-        "run_file", metavar="run.toml", nargs="?" if optional else None,
+        "run_file", metavar="RUN", nargs="?" if optional else None,
         help="run file, the name of a shipped one, e.g. runs/quickstart, or a run's folder (its config.toml)",
     )
     add_overrides(parser, "training.steps=20")
@@ -177,6 +180,10 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 def _dispatch(arguments: list[str]) -> int:
     parser = _top_parser()
+    if completing():
+        from megatron_port.cli.completion import complete
+
+        return complete(parser)
     name = arguments[0] if arguments else ""
     if not name:
         parser.print_help()
@@ -185,13 +192,20 @@ def _dispatch(arguments: list[str]) -> int:
         parser.parse_args(arguments)  # --help and --version leave here
         parser.error("give a command first")
     if name not in COMMANDS:
-        from megatron_port.config.loader import did_you_mean
-
-        near = did_you_mean(name, list(COMMANDS))
-        raise ConfigError(f"unknown command {name!r}; commands: {', '.join(COMMANDS)}{near}")
+        raise ConfigError(_unknown(name))
     module = importlib.import_module(f"megatron_port.cli.{name}")
     module.add_parser(parser.add_subparsers(dest="command", metavar="command"))
     return int(module.run(parser.parse_args(arguments)) or 0)
+
+
+def _unknown(name: str) -> str:
+    from megatron_port.config import unsupported
+    from megatron_port.config.loader import did_you_mean
+
+    refused = unsupported.not_supported(name, unsupported.COMMANDS)
+    if refused:
+        return f"command {name!r}{refused}; commands: {', '.join(COMMANDS)}"
+    return f"unknown command {name!r}; commands: {', '.join(COMMANDS)}{did_you_mean(name, list(COMMANDS))}"
 
 
 def _top_parser() -> Parser:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.cli.arguments import add_json, print_json
 from megatron_port.cli.main import add_run_options, exit_code_of, load_run
 from megatron_port.config.layout import model_ranks
 from megatron_port.config.layout_name import parse_layout
+from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
+from megatron_port.runtime.rank_zero import is_rank_zero
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import LayoutConfig, RunConfig
@@ -43,7 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     add_run_options(parser)
     parser.add_argument("--layouts", nargs="+", default=["tp1pp1dp1", "tp2pp2dp2"], metavar="tpXppYdpZ[sp]")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
-    parser.add_argument("--out", type=Path, help="keep the recorded runs here (several nodes: a shared folder)")
+    parser.add_argument("--out", type=local_path, help="keep the recorded runs here (several nodes: a shared folder)")
+    add_json(parser)
     parser.add_argument("--master-addr", help="under srun: host of rank 0")
     parser.add_argument("--master-port", type=int, help="under srun: its port")
 
@@ -72,6 +78,18 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--layouts needs two or more layouts; the first is the reference")
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: at least 1")
+    args.verdicts = []
+    if not args.json:
+        return compare_layouts(args)
+    with contextlib.redirect_stdout(sys.stderr):  # of the ranks too, which are forked from here
+        code = compare_layouts(args)
+    if is_rank_zero():
+        print_json(args.verdicts)
+    return code
+
+
+def compare_layouts(args: argparse.Namespace) -> int:
+    """Record and compare every layout; return 0 or 6."""
     config = load_run(args).config
     from megatron_port.runtime.discovery import discover
 
@@ -90,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             _apart(f"running {layout}", config, record)
         if config.precision.dtype in ("bf16", "fp16"):
             return _report_half(args, config, out)
-        return _report(config, args.layouts, out)
+        return _report(args, config, out)
 
 
 def _apart(message: str, config: RunConfig, record: Callable[[], int]) -> None:
@@ -200,20 +218,21 @@ def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessIn
         # A new port for each layout: the last one's may still be closing.
         _record(changed, replace(info, master_port=info.master_port + index, agent_store=False), args.out / layout,
                 args.steps)
-    return _report(config, args.layouts, args.out) if info.rank == 0 else EXIT_OK
+    return _report(args, config, args.out) if info.rank == 0 else EXIT_OK
 
 
-def _report(config: RunConfig, layouts: list[str], out: Path) -> int:
+def _report(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
     """Report on fp64 and fp32: every layout against the first."""
     from megatron_port.parity.comparison import FP32, FP64, compare
     from megatron_port.parity.recording import read_recorded
 
     tolerance = {"fp64": FP64, "fp32": FP32}[config.precision.dtype]
-    reference = read_recorded(out / layouts[0])
-    print(f"\nreference {layouts[0]}, losses " + ", ".join(f"{x:.6f}" for x in reference.losses))
+    first, *others = args.layouts
+    reference = read_recorded(out / first)
+    print(f"\nreference {first}, losses " + ", ".join(f"{x:.6f}" for x in reference.losses))
     return max(
-        _verdict(layout, compare(reference, read_recorded(out / layout), tolerance, config.model))
-        for layout in layouts[1:]
+        _verdict(args, layout, compare(reference, read_recorded(out / layout), tolerance, config.model))
+        for layout in others
     )
 
 
@@ -262,13 +281,15 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
             there, ordered, lambda: read_recorded(out / PLAIN), lambda: read_recorded(out / WIDE), noisy
         )
         found = within_rounding(config_for(config, layout), read_recorded(out / layout), single)
-        worst = max(worst, _verdict(layout, found))
+        worst = max(worst, _verdict(args, layout, found))
     return worst
 
 
-def _verdict(layout: str, deviations: list[Deviation]) -> int:
-    """Print a layout's deviations, by rule; return 0 or 6."""
+def _verdict(args: argparse.Namespace, layout: str, deviations: list[Deviation]) -> int:
+    """Print a layout's deviations, by rule, and keep them for ``--json``; return 0 or 6."""
     bad = [d for d in deviations if not d.ok]
+    args.verdicts.append({"layout": layout, "equal": not bad,
+                          "deviations": [{**asdict(d), "ok": d.ok} for d in deviations]})
     print(f"\n{layout}: {'EQUAL within tolerance' if not bad else 'DIFFERS'}")
     for rule, members in itertools.groupby(deviations, lambda d: d.rule):
         print(f" {rule}")

@@ -9,19 +9,16 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.config.layout import model_ranks
-from megatron_port.config.loader import DEFAULT, Loaded
-from megatron_port.config.schema import RunConfig
-from megatron_port.data.document_length import with_document_length
+from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_CONFIG, EXIT_OK, ConfigError
-from megatron_port.plan.page import report_page
-from megatron_port.plan.text import as_json, explain, render
-from megatron_port.plan.verdict import make_plan
 from megatron_port.runtime.atomic import write_output
+
+if TYPE_CHECKING:
+    from megatron_port.config.loader import Loaded
+    from megatron_port.config.schema import RunConfig
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tokens", type=float, metavar="T", help="training budget, e.g. 300e9; else training.steps'")
     parser.add_argument("--explain", action="store_true", help="also print the arithmetic behind the numbers")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--report", type=Path, metavar="FILE.html",
+    parser.add_argument("--report", type=local_path, metavar="FILE.html",
                         help="also write the plan as one page with pictures: layouts, memory, time, pipeline, scaling, "
                         "sensitivity")
     parser.add_argument(
@@ -43,6 +40,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 0 if the run fits, 2 if not. Raises ConfigError for what cannot be planned."""
+    from megatron_port.data.document_length import with_document_length
+    from megatron_port.plan.page import report_page
+    from megatron_port.plan.text import as_json, explain, render
+    from megatron_port.plan.verdict import make_plan
+
     if args.nodes is not None:
         if args.nodes < 1:
             raise ConfigError(f"--nodes {args.nodes}: a plan needs at least 1 node")
@@ -70,6 +72,9 @@ def with_nodes(loaded: Loaded) -> tuple[RunConfig, str]:
 
     A number of nodes or replicas that was given, 0 as well, is left as it is.
     """
+    from megatron_port.config.layout import model_ranks
+    from megatron_port.config.loader import DEFAULT
+
     config = loaded.config
     layout, per_node = config.layout, config.cluster.gpus_per_node
     if config.cluster.nodes or layout.data_parallel_size or loaded.origins["cluster.nodes"] != DEFAULT or per_node < 1:

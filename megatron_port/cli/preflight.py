@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
+from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_ENVIRONMENT, EXIT_OK, ConfigError
 from megatron_port.preflight import files, preflight_report
 from megatron_port.runtime.job import attempt_name
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
                         help="nodes that must have answered, e.g. \"$SLURM_JOB_NODELIST\" (default: those that did)")
     report.add_argument("--select", type=int, metavar="N",
                         help="write the first N good nodes to selected.txt; exit 3 if there are fewer")
-    report.add_argument("--unfit", type=Path, metavar="FILE",
+    report.add_argument("--unfit", type=local_path, metavar="FILE",
                         help="nodes that are bad for another reason: a line of name, tab and reason each")
 
     network = actions.add_parser(
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that every node can write")
+    parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help="folder that every node can write")
 
 
 def run_node(args: argparse.Namespace) -> int:

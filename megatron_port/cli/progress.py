@@ -1,49 +1,67 @@
-"""A progress bar on one line of a terminal; elsewhere a line every minute."""
+"""Progress bars of commands: one line on a terminal with the time left, nothing where stderr is a file or a pipe."""
 
 from __future__ import annotations
 
 import sys
-import time
-from typing import TYPE_CHECKING, TextIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_port.charts.numbers import quantity
 from megatron_port.runtime.printable import trusted
-from megatron_port.telemetry.console import duration
 
 if TYPE_CHECKING:
-    from megatron_port.data.prepare import Progress
-
-WIDTH = 24
-EVERY_S = {True: 0.2, False: 60.0}
+    from tqdm import tqdm
 
 
-class ProgressLine:
-    """Progress bar of ``prepare``; redrawn at most five times per second."""
+class ProgressBar:
+    """A bar that is drawn when it is called, and removed when it is closed. It has no colours, so NO_COLOR holds.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = trusted(stream or sys.stderr)
-        self.live = self.stream.isatty()
-        self.started = self.shown = time.monotonic()
-        self.drawn = 0
+    Args:
+        what: what is under way, e.g. ``verify``.
+        unit: of what is counted; ``B``: bytes, shown with decimal prefixes.
+        stream: stderr, unless another is given; nothing is drawn where it is no terminal.
+    """
 
-    def __call__(self, at: Progress) -> None:
-        now = time.monotonic()
-        if now - self.shown < EVERY_S[self.live]:
+    def __init__(self, what: str, unit: str = "B", *, stream: TextIO | None = None) -> None:
+        self._stream = trusted(stream or sys.stderr)
+        self._what, self._unit = what, unit
+        self._bar: tqdm[Any] | None = None
+        self.live = bool(self._stream.isatty())
+
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        """Show that ``done`` of ``total`` is done; ``note``: words behind the bar."""
+        if not self.live:
             return
-        self.shown = now
-        share = min(at.done / max(at.total, 1), 1.0)
-        seconds = max(now - self.started, 1e-9)
-        left = duration((1 - share) / share * seconds) if share > 0 else "?"
-        bar = "#" * int(share * WIDTH)
-        text = (f"[{bar:<{WIDTH}}] {100 * share:5.1f} % of {quantity(at.total)}B, {quantity(at.text / seconds)}B/s, "
-                f"{quantity(at.tokens)} tokens, {left} left")
-        if self.live:
-            print("\r" + text.ljust(self.drawn), end="", file=self.stream, flush=True)
-            self.drawn = len(text)
-        else:
-            print(text, file=self.stream, flush=True)
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total, desc=self._what, unit=self._unit, unit_scale=self._unit == "B", file=self._stream,
+                dynamic_ncols=True, leave=False, mininterval=0.2,
+            )
+        if self._bar.total != total:
+            self._bar.total = total
+        if note:
+            self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def print(self, text: str) -> None:
+        """Print a line on stdout, above the bar."""
+        if self._bar is not None:
+            self._bar.clear()
+        print(text, flush=True)
+        if self._bar is not None:
+            self._bar.refresh()
 
     def close(self) -> None:
-        """End the line."""
-        if self.live and self.drawn:
-            print("\r" + " " * self.drawn + "\r", end="", file=self.stream, flush=True)
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

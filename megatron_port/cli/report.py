@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
+from megatron_port.cli.arguments import add_json, print_json
+from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_OK, EnvironmentFault, PortError
-from megatron_port.plan.compare import compare_run
-from megatron_port.runtime.atomic import write_bytes
-from megatron_port.telemetry.run_data import RunData, read_run
-from megatron_port.telemetry.run_report import Comparison, render
+
+if TYPE_CHECKING:
+    from megatron_port.telemetry.run_data import RunData
+    from megatron_port.telemetry.run_report import Comparison
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,18 +24,34 @@ def add_parser(subparsers: Any) -> None:
         description="Curves, speed, goodput, ranks, events, configuration and environment of runs, as one file that "
         "needs no network. It can be made while a run trains.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, e.g. runs/quickstart")
-    parser.add_argument("--out", type=Path, help="the file (default: report.html in the first run's folder)")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, its run file, or the name of a shipped "
+                        "one, e.g. runs/quickstart")
+    parser.add_argument("--out", type=local_path, help="the file (default: report.html in the first run's folder)")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the report; 0. ConfigError: a folder is not a run's."""
-    runs = [read_run(folder) for folder in args.runs]
+    from megatron_port.config.run_names import run_folder_of
+    from megatron_port.runtime.atomic import write_bytes
+    from megatron_port.telemetry.run_data import read_run
+    from megatron_port.telemetry.run_report import render
+
+    folders = [run_folder_of(name) for name in args.runs]
+    runs = [read_run(folder) for folder in folders]
     for one in runs:
         if one.left_out:
             print(f"note: {one.name}: {one.note()}", file=sys.stderr)
-    out = args.out or args.runs[0] / "report.html"
-    html = render(runs, comparisons=predictions(runs))
+    compared = predictions(runs)
+    if args.json:
+        print_json([{
+            "name": one.name, "folder": one.folder, "facts": one.facts, "outcome": one.outcome,
+            "environment": one.environment, "events": one.events, "validation": one.validation,
+            "predicted": [asdict(c) for c in compared.get(one.name, ())],
+        } for one in runs])
+        return EXIT_OK
+    out = args.out or folders[0] / "report.html"
+    html = render(runs, comparisons=compared)
     try:
         write_bytes(out, html.encode())
     except OSError as error:
@@ -44,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 def predictions(runs: Sequence[RunData]) -> Mapping[str, Sequence[Comparison]]:
     """Return the planner's predictions beside what was measured, by run name, for the runs that it can plan."""
+    from megatron_port.plan.compare import compare_run
+    from megatron_port.telemetry.run_report import Comparison
+
     out: dict[str, Sequence[Comparison]] = {}
     for one in runs:
         try:

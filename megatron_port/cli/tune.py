@@ -7,20 +7,21 @@ A trial that fails or runs out of memory is kept like any other; a tuning that i
 from __future__ import annotations
 
 import argparse
+import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_port.cli.arguments import add_json, print_json
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.config.loader import load
+from megatron_port.cli.progress import ProgressBar
+from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_OK, ConfigError
-from megatron_port.launch.submit import checked_script, order_of
-from megatron_port.tune.results import Results
-from megatron_port.tune.space import best_legal, make_space
-from megatron_port.tune.strategies import STRATEGIES, make_strategy
-from megatron_port.tune.trial import choose_launcher, run_trial
-from megatron_port.tune.tuner import label_of, render, tune, write_winner
 
 MOST = 10_000
+STRATEGIES = ("model", "random", "deephyper")
+"""``tune.strategies.STRATEGIES``, which need the planner, and so too long for ``--help``."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,6 +39,7 @@ def add_parser(subparsers: Any) -> None:
     add_trial_options(parser, "trial", "tune")
     parser.add_argument("--plan-only", action="store_true", help="print the model's ranking; measure nothing")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random and deephyper")
+    add_json(parser)
 
 
 def add_trial_options(parser: argparse.ArgumentParser, one: str, folder: str) -> None:
@@ -45,7 +47,7 @@ def add_trial_options(parser: argparse.ArgumentParser, one: str, folder: str) ->
     parser.add_argument("--steps", type=int, default=5, metavar="N", help=f"steps of a {one} (default 5)")
     parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="of which so many do not count (default 2)")
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help=f"longest {one}, seconds")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder (default: output_dir/NAME-{folder})")
+    parser.add_argument("--out", type=local_path, metavar="DIR", help=f"folder (default: output_dir/NAME-{folder})")
     parser.add_argument("--fresh", action="store_true", help=f"forget the {one}s in that folder")
 
 
@@ -67,12 +69,14 @@ def run(args: argparse.Namespace) -> int:
         out.append(f"--trials {args.trials}: from 1 to {MOST}")
     if out:
         raise ConfigError(out)
+    from megatron_port.tune.space import best_legal, make_space
+
     loaded = load_run(args)
     space = make_space(loaded.config, world_size=args.nproc, nodes=args.nodes)
     fitting = space.fitting
     worlds = sorted({c.case.world for c in space.candidates})
     print(f"{len(space.candidates):,} legal layouts on {' or '.join(map(str, worlds))} devices planned, "
-          f"{len(fitting):,} fit")
+          f"{len(fitting):,} fit", file=sys.stderr if args.json else sys.stdout)
     if not fitting:
         least = min(space.candidates, key=lambda c: c.memory.total, default=None)
         need = f"; the smallest needs {least.memory.total / 1e9:.1f} GB ({least.case.label()})" if least else ""
@@ -80,6 +84,11 @@ def run(args: argparse.Namespace) -> int:
             f"no layout on {' or '.join(map(str, worlds))} devices fits {space.config.cluster.memory_gb:g} GB{need}; "
             "use more devices"
         )
+    if args.plan_only and args.json:
+        print_json([{"layout": c.case.label(), "devices": c.case.world, "seconds": c.step.seconds,
+                     "model_tflops": c.step.model_tflops, "bytes": c.memory.total, "zero_stage": c.case.zero_stage,
+                     "schedule": c.case.schedule} for c in best_legal(space, args.trials)])
+        return EXIT_OK
     if args.plan_only:
         for i, c in enumerate(best_legal(space, args.trials), 1):
             print(f"{i:>4} {c.step.seconds:>10.4g} s  {c.step.model_tflops:>8.4g} model TFLOP/s  "
@@ -90,6 +99,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
+    from megatron_port.tune.results import Results
+    from megatron_port.tune.strategies import make_strategy
+    from megatron_port.tune.trial import choose_launcher, run_trial
+    from megatron_port.tune.tuner import render, tune
+
     config = space.config
     launcher = choose_launcher(args.nproc)
     folder = (args.out or Path(config.output_dir) / f"{config.name}-tune").absolute()
@@ -103,16 +117,28 @@ def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
             warm_up=args.warm_up, timeout_s=args.timeout, folder=folder / "trials",
         )
 
-    found = tune(space, strategy, results, measure, count=args.trials, say=lambda text: print(text, flush=True))
-    print(render(results))
+    with ProgressBar("tune", "trial") as bar:
+        say = partial(print, file=sys.stderr, flush=True) if args.json else bar.print
+        found = tune(space, strategy, results, measure, count=args.trials, say=say, advance=bar)
+    if not args.json:
+        print(render(results))
     if found.best is None:
         raise ConfigError(f"none of {len(results.trials)} trials worked; their output is in {folder / 'trials'}")
-    print(_say_winner(args, loaded, found.best, folder))
+    winner = _say_winner(args, loaded, found.best, folder)
+    if args.json:
+        print_json({"winner": folder / "winner.toml", "best": asdict(found.best),
+                    "trials": [asdict(t) for t in results.trials.values()]})
+    else:
+        print(winner)
     return EXIT_OK
 
 
 def _say_winner(args: argparse.Namespace, loaded: Any, best: Any, folder: Path) -> str:
     """Write the winner's run file; return a text with the job script that runs it."""
+    from megatron_port.config.loader import load
+    from megatron_port.launch.submit import checked_script, order_of
+    from megatron_port.tune.tuner import label_of, write_winner
+
     path = folder / "winner.toml"
     config = write_winner(loaded, best, path)
     lines = [f"winner: {label_of(best)} on {best.world} devices: {path}"]

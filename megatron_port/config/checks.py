@@ -30,6 +30,7 @@ from megatron_port.config.ranges import Range
 from megatron_port.config.rope import rope_problems
 from megatron_port.config.schema import RunConfig
 from megatron_port.config.secrets import secret_problems
+from megatron_port.config.unsupported import VALUES, not_supported
 from megatron_port.config.urls import is_remote, url_fault
 from megatron_port.errors import ConfigError
 from megatron_port.registry import OPTIMIZERS, SCHEDULES, SOURCES, choices_added
@@ -95,8 +96,12 @@ def _unknown_choices(config: RunConfig) -> list[str]:
     for name, own in CHOICES.items():
         allowed, value = (*own, *choices_added(name)), values[name]
         if value not in allowed:
-            near = did_you_mean(value, [str(a) for a in allowed]) if isinstance(value, str) else ""
-            out.append(f"{name} {_quoted(value)} is unknown; use {', '.join(str(a) for a in allowed)}{near}")
+            choices = [str(a) for a in allowed]
+            refused = not_supported(str(value), VALUES.get(name, {}))
+            # A word with another first letter is more likely another word than a misspelt one: relu, gelu.
+            alike = [c for c in choices if c[:1] == str(value).lower()[:1]]
+            near = did_you_mean(value, alike) if isinstance(value, str) and not refused else ""
+            out.append(f"{name} {_quoted(value)}{refused or ' is unknown'}; use {', '.join(choices)}{near}")
     return out
 
 
@@ -174,6 +179,11 @@ def _data_problems(config: RunConfig) -> list[str]:
     for name, url in (("mirror", config.checkpoint.mirror), ("resume", config.checkpoint.resume)):
         if (is_remote(url) or (name == "mirror" and url)) and (fault := url_fault(url, writable=True)):
             out.append(f"checkpoint.{name}: {fault}")
+    here_only = {"output_dir": config.output_dir, "checkpoint.initial_weights": config.checkpoint.initial_weights,
+                 "data.index_cache": data.index_cache, "data.remote_cache": data.remote_cache}
+    out += [f"{name} {place!r}: a store is not supported there; give a folder of this machine or of a file system that "
+            "all nodes share (checkpoint.mirror copies checkpoints into a store)"
+            for name, place in here_only.items() if is_remote(place)]
     if data.weights and len(data.weights) != len(data.train):
         out.append(f"data.weights has {len(data.weights)} entries for {len(data.train)} corpora in data.train")
     if any(w <= 0 for w in data.weights):

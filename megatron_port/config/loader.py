@@ -30,6 +30,8 @@ from megatron_port.config.choices import plain_type
 from megatron_port.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
 from megatron_port.config.plugins import plugin_problems
 from megatron_port.config.schema import RunConfig
+from megatron_port.config.unsupported import KEYS, not_supported
+from megatron_port.config.urls import is_remote
 from megatron_port.errors import ConfigError
 
 try:
@@ -141,7 +143,7 @@ class _Reader:
 
     def read_file(self, name: str, *, beside: Path | None, origin: str, chain: tuple[Path, ...]) -> None:
         """Read one file after the files that it extends. ``chain``: the files that led here."""
-        path = _find(name, beside)
+        path = find_config(name, beside)
         if path is None:
             where = "" if beside is None and origin == "the command line" else f"{origin}: "
             if not where and os.path.isdir(name):
@@ -149,6 +151,9 @@ class _Reader:
                     f"{name!r} is a folder without {RUN_CONFIG}, so not that of a run; give a run file, or the folder "
                     f"of a run{_runs_near(Path(name))}"
                 )
+                return
+            if is_remote(name):
+                self.problems.append(f"{where}{name}: a run file in a store is not supported; copy it here first")
                 return
             near = did_you_mean(name.removesuffix(".toml"), shipped_names())
             self.problems.append(f"{where}configuration file {name!r} was not found{near}")
@@ -227,7 +232,9 @@ class _Reader:
             dotted = prefix + key
             if key not in hints:
                 moved = f"; it is {MOVED[dotted]} now" if dotted in MOVED else self._suggest(key, hints)
-                self.problems.append(f"{origin(dotted)}: unknown key {dotted!r}{moved}")
+                refused = not_supported(dotted, KEYS)
+                self.problems.append(f"{origin(dotted)}: {dotted!r}{refused}" if refused else
+                                     f"{origin(dotted)}: unknown key {dotted!r}{moved}")
                 continue
             kind = hints[key]
             if dataclasses.is_dataclass(kind):
@@ -255,7 +262,7 @@ def _run_folder(name: str) -> Path | None:
     """The folder of a run that a name of the command line stands for; a file of that name wins, shipped ones too."""
     try:
         folder = Path(name)
-        return folder if (folder / RUN_CONFIG).is_file() and _find(name, None) is None else None
+        return folder if (folder / RUN_CONFIG).is_file() and find_config(name) is None else None
     except (OSError, ValueError):
         return None
 
@@ -266,7 +273,7 @@ def _runs_near(folder: Path) -> str:
     return next((f", e.g. {p}" for p in found if (p / RUN_CONFIG).is_file()), "")
 
 
-def _find(name: str, beside: Path | None) -> Path | None:
+def find_config(name: str, beside: Path | None = None) -> Path | None:
     """The file a name stands for: beside the naming file (or the working directory), then the shipped configs."""
     for folder in (beside or Path(), *config_directories()):
         for candidate in (folder / name, folder / f"{name}.toml"):

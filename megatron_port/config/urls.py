@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from megatron_port.errors import ConfigError
+
 PACKAGES = {"s3": "s3fs", "http": "aiohttp", "https": "aiohttp"}
 """Scheme → the package that fsspec needs for it."""
 
@@ -22,3 +26,13 @@ def url_fault(url: str, *, writable: bool = False) -> str:
     if scheme.startswith("http") and ("@" in rest.partition("/")[0] or "?" in rest):
         return f"{scheme}://… with credentials or a query; only plain addresses are read"
     return ""
+
+
+def local_path(name: str) -> Path:
+    """Return ``name`` as a path of this machine. Raises ConfigError: it is a URL, which a path would cut short."""
+    if is_remote(name):
+        raise ConfigError(
+            f"{name}: a store is not supported here: this command reads and writes files of this machine; copy it here "
+            "first (`megatron-port checkpoint pull URL FOLDER` and `checkpoint push` do that for checkpoints)"
+        )
+    return Path(name)

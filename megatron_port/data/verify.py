@@ -34,6 +34,7 @@ from megatron_port.data.format import (
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.reference import read_reference, reference_path
 from megatron_port.errors import DataError
+from megatron_port.runtime.work import Advance, silent
 
 MOST_FAULTS = 20
 """Faults of one kind that are listed."""
@@ -77,10 +78,12 @@ class Report:
         raise DataError(f"{len(self.faults)} faults; copy or prepare the corpus again:\n{lines}")
 
 
-def verify(prefix: str | Path, *, vocab_size: int | None = None) -> Report:
+def verify(prefix: str | Path, *, vocab_size: int | None = None, advance: Advance = silent) -> Report:
     """Read a corpus from end to end. Constant memory.
 
-    ``vocab_size``: check ids against this instead of the sidecar's.
+    Args:
+        vocab_size: check ids against this instead of the sidecar's.
+        advance: called with the bytes of the .bin that were read.
 
     Raises:
         DataError: the sidecar cannot be read. (All other faults are in the report.)
@@ -95,7 +98,7 @@ def verify(prefix: str | Path, *, vocab_size: int | None = None) -> Report:
     index = _Index(idx_path(prefix), report)
     if index.dtype is None:
         return report
-    _check_bin(bin_path(prefix), index, meta, vocab_size, report)
+    _check_bin(bin_path(prefix), index, meta, vocab_size, report, advance)
     if meta is None:
         report.checked.append("no sidecar: contents" + (" could not be checked" if vocab_size else
                                                          " and ids could not be checked"))
@@ -231,7 +234,9 @@ class _Index:
         return f"documents have {shortest} to {longest} tokens" if self.documents else "there are no documents"
 
 
-def _check_bin(path: Path, index: _Index, meta: CorpusMeta | None, vocab_size: int | None, report: Report) -> None:
+def _check_bin(
+    path: Path, index: _Index, meta: CorpusMeta | None, vocab_size: int | None, report: Report, advance: Advance
+) -> None:
     """Size, ids and hashes, in one pass."""
     assert index.dtype is not None
     width, size = index.dtype.itemsize, path.stat().st_size
@@ -249,6 +254,7 @@ def _check_bin(path: Path, index: _Index, meta: CorpusMeta | None, vocab_size: i
                     what = f"position {position + int(at)}: token id {ids[at]} is outside the vocabulary of {limit}"
                     report.add(path, (position + int(at)) * width, what, f"0 to {limit - 1}", ids[at])
         position += len(block) // width
+        advance(position * width, size)
     if bad > MOST_FAULTS:
         report.add(path, -1, "ids outside the vocabulary", "none", f"{bad} (the first are above)")
     if limit and not bad:

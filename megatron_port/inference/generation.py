@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from megatron_port.errors import ConfigError
 from megatron_port.inference.kv_cache import KeyValueCache
 from megatron_port.inference.model import InferenceModel
 from megatron_port.parallel.counter import key_of, random_bits, uniform
+from megatron_port.runtime.work import Advance, silent
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -110,6 +112,10 @@ class _Batch:
         return all(self.stopped)
 
 
+def _advance(advance: Advance, before: int, total: int, at: int) -> None:
+    advance(before + at, total)
+
+
 class Generator:
     """Generator of continuations. Collective: every rank calls ``generate`` with the same arguments."""
 
@@ -118,12 +124,13 @@ class Generator:
         self.window = model.model.seq_length
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, batch_size: int = 8
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, batch_size: int = 8, advance: Advance = silent
     ) -> list[Continuation]:
         """Return one continuation per prompt, in order, on every rank.
 
         The same for any layout and batch size, up to rounding: what is drawn is a function of the seed, the prompt's
-        number and the token's. A context that outgrows ``model.seq_length`` drops its oldest quarter.
+        number and the token's. A context that outgrows ``model.seq_length`` drops its oldest quarter. ``advance`` is
+        called with the tokens drawn for each group of batches, of the most that they may have.
 
         Raises:
             ConfigError: no prompt, an empty one, a token that the model does not have, or stop strings without a
@@ -136,8 +143,10 @@ class Generator:
             self._batch(mine[i : i + batch_size], prompts) for i in range(0, len(mine), batch_size)
         ]
         lanes = ctx.topology.pp + 1 if ctx.topology.pp > 1 else 1
-        for i in range(0, len(batches), lanes):
-            self._run(batches[i : i + lanes], sampling)
+        most = sampling.max_new_tokens
+        groups = [batches[i : i + lanes] for i in range(0, len(batches), lanes)]
+        for number, group in enumerate(groups):
+            self._run(group, sampling, partial(_advance, advance, number * most, len(groups) * most))
         return self._gathered(batches, len(prompts), sampling)
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -157,8 +166,9 @@ class Generator:
         lengths = [len(t) for t in tokens]
         return _Batch(indices, tokens, lengths, [max(0, n - self.window) for n in lengths], [False] * len(indices))
 
-    def _run(self, batches: list[_Batch], sampling: Sampling) -> None:
+    def _run(self, batches: list[_Batch], sampling: Sampling, drawn: Callable[[int], None]) -> None:
         for at in range(sampling.max_new_tokens):
+            drawn(at)
             for batch in batches:
                 self._learn(batch, sampling)
                 if not batch.finished:

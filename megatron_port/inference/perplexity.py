@@ -23,6 +23,7 @@ from megatron_port.data.sample import Sample, document_starts
 from megatron_port.engine.api import Engine
 from megatron_port.errors import DataError
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.runtime.work import Advance, silent
 
 Stream = Callable[[int, int], np.ndarray]
 """``stream(position, count)`` → something of so many tokens from a position on."""
@@ -69,19 +70,24 @@ def windows(tokens: int, seq_length: int, stride: int) -> int:
 
 
 def perplexity(
-    engine: Engine, ctx: ParallelContext, samples: Samples, *, view: RankView, micro_batch_size: int
+    engine: Engine, ctx: ParallelContext, samples: Samples, *, view: RankView, micro_batch_size: int,
+    advance: Advance = silent,
 ) -> Perplexity:
     """Return the mean loss over the labels that count. Collective, the same on all ranks.
 
-    ``view``: this rank's part of each micro-batch.
+    Args:
+        view: this rank's part of each micro-batch.
+        advance: called with the samples that are done.
 
     Raises:
         DataError: an id that the model does not have, or no label counts.
     """
-    total, counted = 0.0, 0
+    total, counted, done = 0.0, 0, 0
     for step in sample_steps(samples, ctx, view, micro_batch_size):
         result = engine.eval_step(step)
         total, counted = total + result.loss_sum, counted + result.tokens
+        done += len(step) * micro_batch_size * ctx.size("dp")
+        advance(min(done, len(samples)), len(samples))
     if not counted:
         raise DataError("no token counts: all are masked, as those that an assistant has not written")
     return Perplexity(total / counted, counted)

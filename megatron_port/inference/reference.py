@@ -24,6 +24,7 @@ from megatron_port.errors import ConfigError, DataError
 from megatron_port.inference.perplexity import sample_steps
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.runtime.agreement import agreed
+from megatron_port.runtime.work import Advance, silent
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.base_weights import fingerprint
 from megatron_port.session.session import Session
@@ -71,7 +72,9 @@ class WholeDocuments:
         return None
 
 
-def log_probabilities(engine: Engine, ctx: ParallelContext, documents: WholeDocuments) -> np.ndarray:
+def log_probabilities(
+    engine: Engine, ctx: ParallelContext, documents: WholeDocuments, advance: Advance = silent
+) -> np.ndarray:
     """Return the log-probability of the counted tokens of each document, float64 [documents]. Collective, the same on
     all ranks."""
     sums = torch.zeros(len(documents), dtype=torch.float64, device=ctx.device)
@@ -80,6 +83,7 @@ def log_probabilities(engine: Engine, ctx: ParallelContext, documents: WholeDocu
         for batch, loss in zip(step, engine.micro_batch_losses()):
             if batch.sample_ids[0] < len(documents):
                 sums[batch.sample_ids[0]] = -loss.double()
+        advance(min(1 + step[-1].sample_ids[0], len(documents)), len(documents))
     return summed_over_replicas(sums, ctx).cpu().numpy()
 
 
@@ -105,7 +109,9 @@ def reference_config(config: RunConfig, prefix: str, overrides: Sequence[str]) -
     return replace(config, model=replace(config.model, seq_length=-(-longest // ROUND) * ROUND))
 
 
-def compute_reference(prefix: str, session: Session, weights: Weights) -> ReferenceHeader:
+def compute_reference(
+    prefix: str, session: Session, weights: Weights, advance: Advance = silent
+) -> ReferenceHeader:
     """Compute the log-probabilities of a corpus' answers by ``weights`` and write them beside it. Collective.
 
     Raises:
@@ -115,7 +121,7 @@ def compute_reference(prefix: str, session: Session, weights: Weights) -> Refere
     documents = WholeDocuments(corpus, config.model.seq_length, config.model.vocab_size)
     engine = build_engine(config, session.ctx, session.providers, initialise=False)
     engine.load_weights(weights.read)
-    sums = log_probabilities(engine, session.ctx, documents)
+    sums = log_probabilities(engine, session.ctx, documents, advance)
 
     def write() -> ReferenceHeader | None:
         return write_reference(

@@ -33,6 +33,7 @@ from megatron_port.interop.pinned_tokenizer import Trained, trained_with
 from megatron_port.interop.sidecar import model_of
 from megatron_port.model.flops import parameter_count
 from megatron_port.parallel.state import BUFFER
+from megatron_port.runtime.work import Advance, Tally, silent
 
 SHARD_BYTES = 5_000_000_000
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -47,7 +48,7 @@ class _Shard:
 
 def export_hf(
     checkpoint: Checkpoint, out: Path, *, dtype: str = "", tokenizer: Path | None = None, weights_only: bool = False,
-    shard_bytes: int = SHARD_BYTES, check: bool = True, note: Callable[[str], None] = print,
+    shard_bytes: int = SHARD_BYTES, check: bool = True, note: Callable[[str], None] = print, advance: Advance = silent,
 ) -> Agreement | None:
     """Write ``checkpoint`` to the new folder ``out``; how far the two models' logits are apart (None: not checked).
 
@@ -56,6 +57,7 @@ def export_hf(
         tokenizer: a folder with the files of the tokenizer trained with; None: the pinned file, or what the
             checkpoint was imported with.
         weights_only: write no tokenizer.
+        advance: called with the bytes of weights that are written.
 
     Raises:
         DataError: the tokenizer trained with is not to be had, or ``tokenizer`` is another.
@@ -79,8 +81,9 @@ def export_hf(
         if eos is not None and eos >= model.vocab_size:
             note(f"the tokenizer's end of text {eos} is beyond the model's {model.vocab_size} entries; left out")
             eos = None
+        written = Tally(advance, total).add
         for shard in shards:
-            _write_shard(part / shard.name, shard, checkpoint, kind)
+            _write_shard(part / shard.name, shard, checkpoint, kind, written)
         _write_json(part / "config.json", hf_config(model, dtype=str(kind).rpartition(".")[2], eos=eos))
         ends = (-1 if eos is None else eos, trained_with(checkpoint).eod_id, *(chat.stop_ids if chat else ()))
         write_generation(part, kept, [i for i in ends if 0 <= i < model.vocab_size])
@@ -156,7 +159,9 @@ def _shards(tensors: list[Tensor], dtype: torch.dtype, limit: int) -> list[_Shar
     return [_Shard(f"model-{i:05d}-of-{count:05d}.safetensors", tuple(g)) for i, g in enumerate(groups, 1)]
 
 
-def _write_shard(path: Path, shard: _Shard, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def _write_shard(
+    path: Path, shard: _Shard, checkpoint: Checkpoint, dtype: torch.dtype, written: Callable[[int], None]
+) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in shard.tensors:
@@ -175,6 +180,7 @@ def _write_shard(path: Path, shard: _Shard, checkpoint: Checkpoint, dtype: torch
             for slab in tensor_slabs(checkpoint, tensor):
                 data = slab.to(_stored(tensor, dtype)).contiguous()
                 yield data.view(-1).view(torch.uint8).numpy().data
+                written(data.nbytes)
 
     write_chunks(path, len(head) + position, chunks())
 

@@ -16,6 +16,7 @@ from megatron_port.interop.import_megatron import read_megatron
 from megatron_port.interop.import_universal import read_universal, universal_folder
 from megatron_port.interop.megatron_files import megatron_folder
 from megatron_port.interop.staged import Stage
+from megatron_port.runtime.work import Advance, Tally, silent
 
 
 def find_format(source: Path) -> str:
@@ -39,11 +40,12 @@ def find_format(source: Path) -> str:
 
 def import_checkpoint(
     source: Path, out: Path, *, form: str = "auto", model: ModelConfig | None = None, vocab_size: int = 0,
-    trusted: bool = False, weights_only: bool = False, note: Callable[[str], None] = print,
+    trusted: bool = False, weights_only: bool = False, note: Callable[[str], None] = print, advance: Advance = silent,
 ) -> Path:
     """Read ``source`` and commit ``out/step-N``; the committed folder.
 
     Tensors lie on disk until the writer takes them: free space of twice the source is needed, and little memory.
+    ``advance`` is called with the bytes that were read, of formats that are read tensor by tensor (hf, dcp).
 
     Raises:
         CheckpointError: one message; nothing is left behind.
@@ -51,7 +53,8 @@ def import_checkpoint(
     form = find_format(source) if form == "auto" else form
     size = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
     with scratch(out, 2 * size) as folder:
-        found = _read(source, folder, form, model, vocab_size, trusted, weights_only, note)
+        stage = Stage(folder, put_down=Tally(advance, size).add)
+        found = _read(source, folder, stage, form, model, vocab_size, trusted, weights_only, note)
         path = commit_import(found, out, source=source, weights_only=weights_only, note=note)
         if form == "hf":
             keep_companions(source, out, found.model)
@@ -59,17 +62,17 @@ def import_checkpoint(
 
 
 def _read(
-    source: Path, folder: Path, form: str, model: ModelConfig | None, vocab_size: int, trusted: bool,
+    source: Path, folder: Path, stage: Stage, form: str, model: ModelConfig | None, vocab_size: int, trusted: bool,
     weights_only: bool, note: Callable[[str], None],
 ) -> Imported:
     if form == "hf":
         if model is not None:
             raise CheckpointError(f"{source}: --model is not for Hugging Face folders: config.json says what they hold")
-        return read_hf(HFFolder(source), Stage(folder))
+        return read_hf(HFFolder(source), stage)
     if form == "dcp":
         if not is_dcp(source):
             raise CheckpointError(f"{source}: no .metadata in it; it is no torch.distributed.checkpoint folder")
-        return read_dcp(source, Stage(folder), model)
+        return read_dcp(source, stage, model)
     if form == "universal":
         place = universal_folder(source)
         if place is None:

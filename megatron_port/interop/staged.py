@@ -6,6 +6,7 @@ address space, not memory, so an import needs disk where it would need memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,10 +20,15 @@ FILE_BYTES = 1 << 28
 
 
 class Stage:
-    """Slices of parameters put down in ``folder``, in files of about ``file_bytes``."""
+    """Slices of parameters put down in ``folder``, in files of about ``file_bytes``.
 
-    def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
-        self._folder, self._limit = folder, file_bytes
+    ``put_down``: called with the bytes of each slice.
+    """
+
+    def __init__(
+        self, folder: Path, *, file_bytes: int = FILE_BYTES, put_down: Callable[[int], None] = lambda amount: None
+    ) -> None:
+        self._folder, self._limit, self._put_down = folder, file_bytes, put_down
         self._waiting: dict[str, torch.Tensor] = {}
         self._bytes = 0
         self._files: list[Path] = []
@@ -33,7 +39,8 @@ class Stage:
         """Keep the slice of a parameter at ``offset``. At most ``file_bytes`` and one tensor wait in memory."""
         self._waiting[str(len(self._slices))] = tensor.contiguous()
         self._slices.append((name, kind, global_shape, offset, tuple(tensor.shape)))
-        self._bytes += tensor.numel() * tensor.element_size()
+        self._bytes += tensor.nbytes
+        self._put_down(tensor.nbytes)
         if self._bytes >= self._limit:
             self._flush()
 

@@ -154,6 +154,16 @@ def refuse_if_held(run_folder: Path) -> None:
                 raise _refusal(run_folder, holder, judgement, mine)
 
 
+def life_of(run_folder: Path) -> Life:
+    """Return whether an attempt runs in the folder, as far as this process can tell at once. Takes nothing."""
+    with contextlib.suppress(OSError):
+        epoch = newest_epoch(run_folder)
+        if epoch:
+            holder, _ = read_holder(run_folder, epoch)
+            return look(holder, this_process()).life
+    return Life.ENDED
+
+
 class Lease(Fence):
     """A run folder that this process holds; made by :func:`acquire`. Thread-safe.
 

@@ -1,4 +1,4 @@
-"""What the preflight checks ask of the environment: the job's settings, and this node's name."""
+"""What is asked of the environment: the job's settings, this node's name, and whether a shell completes a line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 def variables(names: Sequence[str] = (), prefixes: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables that are set and are named, or begin with one of ``prefixes``."""
     return {k: v for k, v in sorted(os.environ.items()) if k in names or k.startswith(tuple(prefixes))}
+
+
+def completing() -> bool:
+    """Return whether a shell runs this process to complete a line (argcomplete's protocol)."""
+    return "_ARGCOMPLETE" in os.environ
+
+
+def line_to_complete() -> str:
+    """Return the line that a shell completes."""
+    return os.environ.get("COMP_LINE", "")
 
 
 def node_name() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_port.checkpoint.format import Manifest, SavedState
 from megatron_port.checkpoint.reader import Checkpoint
-from megatron_port.config.dump import as_dict, config_hash
+from megatron_port.config.dump import as_dict, config_hash, leaves
 from megatron_port.config.same_model import with_sizes
 from megatron_port.config.schema import BatchConfig, ModelConfig, MoEConfig, OptimizerConfig, RunConfig
 from megatron_port.data.fingerprint import changes
@@ -21,6 +21,8 @@ from megatron_port.parallel.state import BUFFER, WEIGHT
 JUMP = 1.5
 """A learning rate that changes at the resume by more than this factor, up or down, is announced as a jump."""
 _SECTIONS = ("model", "batch", "precision", "optimizer", "data", "fine_tuning")
+_UNSAID = ("name", "output_dir", "seed", "plugins")
+"""Said elsewhere, or the same run under another name."""
 _NEUTRAL = {("batch", "micro_batch_size"), ("model", "name"), ("fine_tuning", "adapters")}
 """Not in ``config_hash``: changing these changes no number of the run."""
 
@@ -114,6 +116,28 @@ def changed_settings(manifest: Manifest, config: RunConfig) -> list[str]:
     return out
 
 
+def other_changes(manifest: Manifest, config: RunConfig) -> list[str]:
+    """Return ``layout.tensor_parallel_size 2 -> 1`` for each other setting of the run that has changed."""
+    saved = manifest.state.config if isinstance(manifest.state.config, dict) else {}
+    known, out = dict(_leaves(saved)), []
+    for name, value in leaves(config):
+        section = name.partition(".")[0]
+        told = (section in _SECTIONS and tuple(name.split(".", 1)) not in _NEUTRAL) or section in _UNSAID
+        if not told and name in known:
+            now = list(value) if isinstance(value, tuple) else value
+            if known[name] != now:
+                out.append(f"{name} {known[name]!r} -> {now!r}")
+    return out
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _changed(section: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     if section == "model" and saved:
         saved, mine = _with_sizes(saved), _with_sizes(mine)
@@ -149,8 +173,10 @@ def learning_rate_change(manifest: Manifest, config: RunConfig) -> str:
     if before is None:
         before = _rate_of(state)
     now = learning_rate(config.optimizer, state.step, config.training.steps)
-    if not isinstance(before, (int, float)) or before == now:
+    if not isinstance(before, (int, float)):
         return ""
+    if before == now:
+        return f"the learning rate continues at {now:.6g} (step {state.step})"
     if not before:
         return f"the learning rate jumps from 0 to {now:.4g} at step {state.step}"
     ratio = now / before
@@ -179,6 +205,9 @@ def changes_since(manifest: Manifest, config: RunConfig, tokenizer: str | None, 
         different = [f"config hash {state.config_hash} -> {config_hash(config)}"]
     if different:
         out.append(f"note: other settings than when {name} was saved: {', '.join(different)}")
+    others = other_changes(manifest, config) if state.config_hash else []
+    if others:
+        out.append(f"also changed since {name}: {', '.join(others)}")
     rate = learning_rate_change(manifest, config) if state.step else ""
     if rate:
         out.append(rate)

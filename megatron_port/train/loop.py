@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from contextlib import suppress
@@ -15,7 +14,6 @@ from megatron_port.checkpoint.disk import disk_error
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.dump import to_toml
-from megatron_port.config.schema import RunConfig
 from megatron_port.data.document_length import document_length
 from megatron_port.data.loader import Loaders, build_loaders
 from megatron_port.engine.api import Engine, EvalResult, StepResult
@@ -25,7 +23,7 @@ from megatron_port.health.numerics import NumericsGuard
 from megatron_port.health.replay import check_replay_settings, replay_on_neighbour
 from megatron_port.health.replicas import check_replicas
 from megatron_port.launch.outcome import FINISHED, SAVED, AttemptOutcome, write_outcome
-from megatron_port.model.flops import attention_counted, counted, hardware_flops, model_flops
+from megatron_port.model.flops import counted, hardware_flops, model_flops
 from megatron_port.model.multi_token import further_loss
 from megatron_port.model.preference import reward_means
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
@@ -47,6 +45,7 @@ from megatron_port.session.session import Session
 from megatron_port.session.weights import base_identity, carry_companions, load_initial
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.activations import ActivationPlanner
+from megatron_port.train.closing import closing_lines, finished_line
 from megatron_port.train.routes import RunRoutes
 from megatron_port.train.saving import Saving
 from megatron_port.train.state import Position, find_checkpoints, load_first_whole
@@ -76,33 +75,6 @@ class TrainingResult:
     progress: Progress
     exit_code: int
     validation_loss: float | None
-
-
-def closing_lines(config: RunConfig, rates: list[tuple[float, float]], document: float = 0.0) -> str:
-    """Return the speed of this attempt, as hardware and as model FLOPs, beside what was published.
-
-    ``rates``: (hardware, model) TFLOP/s per device of each step. The median without the first step, which warms up.
-    """
-    later = rates[1:] or rates
-    hardware, model = statistics.median(r[0] for r in later), statistics.median(r[1] for r in later)
-    peak = config.cluster.peak_tflops
-
-    def share(rate: float, name: str) -> str:
-        return f" ({name} {100 * rate / peak:.2f} %)" if peak else ""
-
-    lines = [
-        f"TFLOP/s per {config.cluster.device_label}, median of {len(later)} step{'s' if len(later) > 1 else ''}: "
-        f"hardware {hardware:.4g}{share(hardware, 'HFU')}, model {model:.4g}{share(model, 'MFU')}; "
-        f"{attention_counted(config.model, document)}"
-    ]
-    published = config.telemetry.published_tflops
-    if published:
-        source = f", {config.telemetry.published_source}" if config.telemetry.published_source else ""
-        lines.append(
-            f"published: hardware {published:.4g}{share(published, 'HFU')}{source}; "
-            f"this run reached {hardware / published:.4g} of it"
-        )
-    return "\n".join(lines)
 
 
 class Trainer:
@@ -199,6 +171,7 @@ class Trainer:
         c, p = self.config, self.progress
         telemetry = self._telemetry()
         validation: float | None = None
+        begun_at = p.step
         saving = Saving(self.engine, self.session, saved_step=p.step, committer=self.committer)
         try:
             with StopRequest() as stop:
@@ -251,6 +224,7 @@ class Trainer:
             self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
         else:
             saving.await_copies()
+            self.session.logger.log(finished_line(c, p.step, begun_at))
         if self.rates:
             self.session.logger.log(closing_lines(c, list(self.rates), self.document))
         return TrainingResult(p, EXIT_CODES[level if unfinished else 0], validation)

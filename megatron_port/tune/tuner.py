@@ -15,6 +15,7 @@ from megatron_port.config.loader import Loaded, load
 from megatron_port.config.schema import RunConfig
 from megatron_port.plan.search import Candidate
 from megatron_port.runtime.atomic import write_output
+from megatron_port.runtime.work import Advance, silent
 from megatron_port.tune.results import Results, Trial, key_of
 from megatron_port.tune.space import Space
 from megatron_port.tune.strategies import Strategy
@@ -32,9 +33,13 @@ class Found:
 
 
 def tune(
-    space: Space, strategy: Strategy, results: Results, measure: Measure, *, count: int, say: Callable[[str], None]
+    space: Space, strategy: Strategy, results: Results, measure: Measure, *, count: int, say: Callable[[str], None],
+    advance: Advance = silent,
 ) -> Found:
-    """Try up to ``count`` layouts, those in ``results`` counted, and keep each as soon as it is known."""
+    """Try up to ``count`` layouts, those in ``results`` counted, and keep each as soon as it is known.
+
+    ``advance`` is called with the trials that are done.
+    """
     known = {t.key: t for t in results.trials.values()}
     by_key = {key_of(space.settings(c), c.case.world): c for c in space.candidates} if known else {}
     for key, trial in known.items():
@@ -44,6 +49,7 @@ def tune(
     if done:
         say(f"{done} trial{'s' if done > 1 else ''} of an earlier start found in {results.path}")
     while done < count:
+        advance(done, count)
         candidate = strategy.ask()
         if candidate is None:
             say("no layout is left to try")

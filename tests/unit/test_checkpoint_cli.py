@@ -1,4 +1,4 @@
-"""``checkpoint ls | verify | diff``."""
+"""``checkpoint list | show | rm | verify | diff``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli import checkpoint as command
+from megatron_port.cli import checkpoint_diff
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import LayoutConfig, OptimizerConfig, RunConfig
-from megatron_port.errors import CheckpointError
+from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.parallel.state import StatePiece
 
 
@@ -47,8 +48,11 @@ def test_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].split()[:5] == ["step-00000005", "40", "2,560", "1,200", "1"]
     assert lines[2].startswith("step-00000006") and "broken" in lines[2]
     assert call("ls", broken) == 5
-    with pytest.raises(CheckpointError, match="no checkpoint here"):
+    with pytest.raises(ConfigError, match="neither the folder of a run, nor a run file, nor the name of a shipped"):
         call("ls", tmp_path / "elsewhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        call("ls", tmp_path / "empty")
 
 
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +85,7 @@ def test_diff_names_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_SLAB", 8)
+    monkeypatch.setattr(checkpoint_diff, "_SLAB", 8)
     w = torch.arange(20.0).reshape(5, 4)
     save(tmp_path / "a", 5, w=w, v=torch.tensor([1.0, float("nan"), float("inf")]))
     save(tmp_path / "b", 6, w=w, v=torch.tensor([1.0, float("nan"), float("inf")]))
@@ -107,5 +111,5 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "shape (5, 4) in A, (4, 5) in B" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="neither"):
         call("diff", tmp_path / "a", d, "--kind", "exp_avg_sq")
-    with pytest.raises(CheckpointError, match="not a directory"):
+    with pytest.raises(ConfigError, match="neither the folder of a run"):
         call("diff", tmp_path / "a", tmp_path / "none")

@@ -214,7 +214,7 @@ def test_fields_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         (["confgi"], 2, "unknown command 'confgi'; commands: "),
         (["--nonsense"], 2, "--nonsense"),
         (["config"], 2, "usage: megatron-port config"),
-        (["config", "check"], 2, "run.toml"),
+        (["config", "check"], 2, "required: RUN"),
         (["config", "check", "runs/quickstart", "--world-size", "many"], 2, "invalid int value: 'many'"),
         (["config", "check", "runs/quickstart", "--world-size", "0"], 2, "the world has 0 ranks"),
         (["config", "show", "nowhere"], 2, "'nowhere' was not found"),

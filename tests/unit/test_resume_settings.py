@@ -136,17 +136,24 @@ def test_another_seed_is_refused_unless_the_checkpoint_is_named() -> None:
 )
 def test_what_changed_is_named(change: dict[str, Any], line: str) -> None:
     said = lines(saved(BASE, 100), replace(BASE, **change))
-    assert said == [f"note: other settings than when step-00000100 was saved: {line}"]
+    assert said == [f"note: other settings than when step-00000100 was saved: {line}", SAME_RATE]
 
 
-def test_what_does_not_determine_training_is_not_mentioned() -> None:
+SAME_RATE = "the learning rate continues at 0.00025 (step 100)"
+
+
+def test_what_does_not_determine_training_has_a_line_of_its_own() -> None:
     same = replace(
         BASE, model=replace(BASE.model, name="x"), batch=replace(BASE.batch, micro_batch_size=2),
         telemetry=replace(BASE.telemetry, tensorboard=True),
     )
-    assert lines(saved(BASE, 100), same) == []
+    assert lines(saved(BASE, 100), same) == [
+        "also changed since step-00000100: model.name 'gpt' -> 'x', batch.micro_batch_size 1 -> 2, "
+        "telemetry.tensorboard False -> True", SAME_RATE,
+    ]
+    assert lines(saved(BASE, 100), replace(BASE, name="another", output_dir="elsewhere")) == [SAME_RATE]
     near = replace(BASE, data=replace(BASE.data, train=("/fast/c",)))
-    assert lines(saved(near, 100), replace(BASE, data=replace(BASE.data, train=("/slow/disk/c",)))) == []
+    assert lines(saved(near, 100), replace(BASE, data=replace(BASE.data, train=("/slow/disk/c",)))) == [SAME_RATE]
 
 
 def test_a_learning_rate_that_jumps_is_announced_as_that() -> None:
@@ -156,6 +163,7 @@ def test_a_learning_rate_that_jumps_is_announced_as_that() -> None:
     # cosine: 1e-3 (1 + cos(pi 120/150)) / 2 and 1e-3 (1 + cos(pi 120/300)) / 2
     assert said == [
         "note: other settings than when step-00000100 was saved: optimizer.decay_steps 150 -> 300",
+        "also changed since step-00000100: training.steps 150 -> 300",
         "warning: the learning rate jumps by a factor of 6.85 at step 120: 9.54915e-05 -> 0.000654508",
     ]
     lower = replace(BASE, optimizer=replace(BASE.optimizer, lr=5e-4))

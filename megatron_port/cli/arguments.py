@@ -1,0 +1,82 @@
+"""Arguments and output that commands share: verbs with their other names, ``--json``, tables, and what asks first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_port.config.urls import local_path
+from megatron_port.errors import ConfigError
+
+OTHER_NAMES = {"list": ("ls",), "show": ("inspect",), "rm": ("remove",)}
+"""Verb → what it may be called too. They mean the same in every group: what there is; one of them; remove some."""
+SOURCE_HELP = "a run (folder, run file or shipped name), a checkpoint's folder, or a Hugging Face folder"
+_VERB = {other: verb for verb, others in OTHER_NAMES.items() for other in others}
+
+
+def add_verb(actions: Any, verb: str, **more: Any) -> argparse.ArgumentParser:
+    """Add ``list``, ``show`` or ``rm`` to a group, under its other names as well."""
+    parser: argparse.ArgumentParser = actions.add_parser(verb, aliases=OTHER_NAMES[verb], **more)
+    return parser
+
+
+def verb_of(action: str) -> str:
+    """Return the verb that an action's name means."""
+    return _VERB.get(action, action)
+
+
+def weights_folder(name: str) -> Path:
+    """Return the folder that ``SOURCE_HELP`` describes. Raises ConfigError."""
+    from megatron_port.config.run_names import run_folder_of
+
+    path = local_path(name)
+    return path if path.is_dir() else run_folder_of(name)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead, for scripts")
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON; what JSON does not know as its text, so a loss that is not finite as ``NaN``."""
+    print(json.dumps(_plain(value), indent=2, default=str, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def print_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+    """Print rows, the first of them the head, in columns; ``right``: columns of numbers."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [f"{cell:>{w}}" if i in right else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(row, widths))]
+        print("  ".join(cells).rstrip())
+
+
+def add_yes(parser: argparse.ArgumentParser) -> None:
+    """Add ``--yes`` of what removes something."""
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+
+
+def confirm(question: str, *, yes: bool) -> bool:
+    """Ask on the terminal; True if it was answered with y. Raises ConfigError: nobody can answer."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question}: nothing was removed; nobody can be asked here, so give --yes")
+    print(f"{question}? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    print("nothing was removed", file=sys.stderr)
+    return False
