@@ -5,7 +5,7 @@ A plugin is a Python module that is imported when a configuration is loaded (``c
 
     from megatron_port.registry import OPTIMIZERS
 
-    OPTIMIZERS.add("lion", "lion_rule:LION")
+    OPTIMIZERS.add("signum", "signum_rule:SIGNUM")
 
 The second argument is the object itself, or where it is, ``"module:attribute"``: that module is imported when the
 object is first used, so that commands which only check need not import torch. CONTRIBUTING.md has a page for each kind
@@ -119,7 +119,14 @@ def _shown(target: Any) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {"adamw": "megatron_port.optim.rules:ADAMW"})
+OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {
+    "adamw": "megatron_port.optim.rules:ADAMW",
+    **{name: f"megatron_port.optim.{rule}" for name, rule in (
+        ("lion", "elementwise:LION"), ("sgd", "elementwise:MOMENTUM_SGD"), ("adagrad", "elementwise:ADAGRAD"),
+        ("adafactor", "factored:ADAFACTOR"), ("came", "factored:CAME_RULE"), ("sm3", "factored:SM3_RULE"),
+        ("lamb", "layerwise:LAMB_RULE"), ("muon", "muon:MUON"),
+    )},
+})
 
 LOSSES = Registry(
     "loss", "training.loss",

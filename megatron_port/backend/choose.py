@@ -172,8 +172,9 @@ class Chooser:
 
     def optimizer(self) -> tuple[str, ProviderRow]:
         """Return the name of the provider of AdamW's update; a plugin's rule has its own."""
-        if self.rule in OPTIMIZERS.added:
-            return "torch", ProviderRow("optimizer", "torch", f"the rule {self.rule} is a plugin's")
+        if self.rule != "adamw":
+            whose = "is a plugin's" if self.rule in OPTIMIZERS.added else "has torch's ops alone"
+            return "torch", ProviderRow("optimizer", "torch", f"the rule {self.rule} {whose}")
         own = self.own_problem or ("" if self.engine == "native" else "own AdamW is for engine native")
         # The libraries are checked, and DeepSpeed imported, only where their answer matters.
         asked = self.config.optimizer

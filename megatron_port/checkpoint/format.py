@@ -38,12 +38,18 @@ from megatron_port.errors import CheckpointError, DamagedCheckpoint
 
 SCHEMA = "megatron_port.checkpoint"
 VERSION = 2
-READABLE = (1, 2)
+"""Of manifests whose tensors all have their parameters' shapes and are of floating-point numbers."""
+SHAPED_VERSION = 3
+"""Of the others, which ``shapes`` lists; tensors may also be of integers."""
+READABLE = (1, 2, 3)
 MAX_BLOCK = 1 << 26
 MANIFEST = "manifest.json"
 LATEST = "latest"
 REPLACED = ".old"
-DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
+DTYPES = {
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+}
 """Name in the manifest → (safetensors code, bytes an element)."""
 
 MAX_HEADER = 100_000_000
@@ -117,6 +123,8 @@ class SavedState:
     """Name, vocabulary size and hash of the tokenizer that made the ids; empty for synthetic ones."""
     kinds: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Canonical name → kinds of its tensors, where they differ from name to name; empty: all names have the same."""
+    shapes: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    """Canonical name → kind → logical shape of the tensors that have another shape than their parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +169,10 @@ def _canonical(body: Any) -> str:
 def encode_manifest(manifest: Manifest) -> str:
     """The text of ``manifest.json``; :func:`decode_manifest` reads it back."""
     state = manifest.state
+    integers = any(piece.dtype in ("uint8", "int8") for piece in manifest.pieces)
     body = {
         "schema": SCHEMA,
-        "version": VERSION,
+        "version": SHAPED_VERSION if state.shapes or integers else VERSION,
         "step": state.step,
         "samples": state.samples,
         "tokens": state.tokens,
@@ -185,6 +194,8 @@ def encode_manifest(manifest: Manifest) -> str:
     }
     if state.kinds:  # absent otherwise: manifests of one set of kinds are as they were before there were several
         body["kinds"] = plain(state.kinds)
+    if state.shapes:
+        body["shapes"] = plain(state.shapes)
     text = _canonical(body)
     return f'{{"hash":"{xxhash.xxh3_128_hexdigest(text.encode())}",\n"manifest":{text}}}\n'
 
@@ -363,11 +374,12 @@ class _Parser:
         self.check_files(files, pieces)
         check_cover(pieces, self.where)
         kinds: dict[str, list[str]] = body.get("kinds", {})
-        self.check_kinds(pieces, kinds)
+        shapes = {name: {k: tuple(s) for k, s in each.items()} for name, each in body.get("shapes", {}).items()}
+        self.check_kinds(pieces, kinds, shapes)
         names = ("step", "samples", "tokens", "layout", "config", "scalars", "extra")
         later = ("rng", "data", "schedule", "config_hash", "tokenizer")
         state = SavedState(
-            kinds=kinds, **{name: body[name] for name in (*names, *(later if self.version > 1 else ()))}
+            kinds=kinds, shapes=shapes, **{name: body[name] for name in (*names, *(later if self.version > 1 else ()))}
         )
         return Manifest(
             state=state, saved_at=float(body["saved_at"]), versions=body["versions"], files=files, pieces=pieces,
@@ -387,15 +399,21 @@ class _Parser:
             if not 8 <= entry.size - held[name] <= 8 + MAX_HEADER:
                 raise self.fail(f"{name} has {entry.size} bytes, its tensors {held[name]}: the rest is no header")
 
-    def check_kinds(self, pieces: tuple[PieceEntry, ...], declared: Mapping[str, Sequence[str]]) -> None:
-        """Every name has the kinds that it should, all of one shape: optimizer state is not lost for some."""
+    def check_kinds(
+        self, pieces: tuple[PieceEntry, ...], declared: Mapping[str, Sequence[str]],
+        reshaped: Mapping[str, Mapping[str, tuple[int, ...]]],
+    ) -> None:
+        """Every name has the kinds that it should, of one shape but for what says otherwise: optimizer state is not
+        lost for some."""
         fault = kinds_fault(pieces, declared)
         if fault:
             raise self.fail(fault)
         shapes: dict[str, tuple[int, ...]] = {}
         for piece in pieces:
-            if shapes.setdefault(piece.name, piece.global_shape) != piece.global_shape:
-                both = f"{shapes[piece.name]} and {piece.global_shape}"
+            said = reshaped.get(piece.name, {}).get(piece.kind)
+            expected = shapes.setdefault(piece.name, piece.global_shape) if said is None else said
+            if expected != piece.global_shape:
+                both = f"{expected} and {piece.global_shape}"
                 raise self.fail(f"the shapes of {piece.name} differ from kind to kind: {both}"[:500])
 
 

@@ -85,6 +85,8 @@ FIELDS: dict[str, _Type] = {
     "rng": TABLE, "data": TABLE, "data.corpora": TABLES, "schedule": TABLE, "config_hash": WORD,
     "tokenizer": TABLE, "tokenizer.name": TEXT, "tokenizer.hash": TEXT, "tokenizer.eod_id": NUMBER,
     "kinds": TABLE, "kinds.*": WORDS,
+    # Version 3, where there are any.
+    "shapes": TABLE, "shapes.*": TABLE, "shapes.*.*": COUNTS,
     # Which run wrote it, and after which commit of that run.
     "lineage": TABLE, "lineage.run": NAME, "lineage.commit": COUNT, "lineage.epoch": COUNT, "lineage.attempt": NAME,
     "lineage.parent": TABLE, "lineage.parent.run": NAME, "lineage.parent.commit": COUNT, "lineage.parent.step": COUNT,

@@ -21,7 +21,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -251,7 +251,7 @@ def commit(
     files, pieces = _gather(work, world_size)
     where = f"step {state.step} was not saved"
     check_cover(pieces, where)
-    _check_complete(pieces, state.kinds, expected, where)
+    _check_complete(pieces, state, expected, where)
     lineage = committer.lineage(0 if committer.counting else _highest_commit(final.parent))
     manifest = Manifest(
         state=state, saved_at=time.time(), files=files, pieces=pieces, lineage=lineage,
@@ -308,16 +308,24 @@ def _gather(work: Path, world_size: int) -> tuple[dict[str, FileEntry], tuple[Pi
 
 
 def _check_complete(
-    pieces: tuple[PieceEntry, ...], kinds: Mapping[str, Sequence[str]], expected: Mapping[str, tuple[int, ...]] | None,
-    where: str,
+    pieces: tuple[PieceEntry, ...], state: SavedState, expected: Mapping[str, tuple[int, ...]] | None, where: str
 ) -> None:
     """Every name has its kinds, and all that are expected are there, with their shapes."""
-    fault = kinds_fault(pieces, kinds)
+    fault = kinds_fault(pieces, state.kinds)
     if fault:
         raise CheckpointError(f"{where}: {fault}")
     if expected is None:
         return
-    shapes = {piece.name: piece.global_shape for piece in pieces}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        said = state.shapes.get(piece.name, {}).get(piece.kind)
+        if said is None:
+            shapes[piece.name] = piece.global_shape
+        elif tuple(said) != piece.global_shape:
+            raise CheckpointError(
+                f"{where}: {piece.kind} of {piece.name} was saved as {piece.global_shape}; the optimizer's rule says "
+                f"{tuple(said)}"
+            )
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise CheckpointError(f"{where}: no rank saved {missing[0]} ({len(missing)} of {len(expected)} are missing)")

@@ -33,7 +33,7 @@ from megatron_port.config.secrets import secret_problems
 from megatron_port.config.unsupported import VALUES, not_supported
 from megatron_port.config.urls import is_remote, url_fault
 from megatron_port.errors import ConfigError
-from megatron_port.registry import OPTIMIZERS, SCHEDULES, SOURCES, choices_added
+from megatron_port.registry import SCHEDULES, SOURCES, choices_added
 
 __all__ = ["Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -146,7 +146,7 @@ def _relations(config: RunConfig) -> list[str]:
         out.append(f"backend.{asked[0]} is own, but backend.own_kernels is 'off'; set one of the two to auto")
     if backend.own_kernels == "on" and dtype == "fp64":
         out.append("backend.own_kernels on needs precision.dtype fp32, fp16 or bf16, not 'fp64'; use auto")
-    if backend.optimizer not in ("auto", "torch") and config.optimizer.name in OPTIMIZERS.added:
+    if backend.optimizer not in ("auto", "torch") and config.optimizer.name != "adamw":
         out.append(
             f"backend.optimizer {backend.optimizer} is an update of adamw, not of optimizer.name "
             f"{config.optimizer.name!r}, which brings its own; use auto"
@@ -271,9 +271,10 @@ def _engine_problems(config: RunConfig) -> list[str]:
             "part would have to be reduced by itself, twice the traffic; use zero_stage 1, or the schedule '1f1b'"
         )
     if config.engine == "deepspeed":
-        if config.optimizer.name in OPTIMIZERS.added:
+        if config.optimizer.name != "adamw":
             out.append(
-                f"engine deepspeed has no update for optimizer.name {config.optimizer.name!r}; use 'adamw', or engine "
+                f"engine deepspeed has no update for optimizer.name {config.optimizer.name!r}: its ZeRO cuts "
+                "parameters into flat ranges and knows neither their rows nor kinds of state; use 'adamw', or engine "
                 "native"
             )
         if zero >= 2:

@@ -115,9 +115,10 @@ def config_hash(config: RunConfig) -> str:
     )
     batch = as_dict(config.batch)
     del batch["micro_batch_size"]
+    usual = OptimizerConfig()
     optimizer = {
         name: value for name, value in as_dict(config.optimizer).items()
-        if name in _FIRST_OPTIMIZER or getattr(config.optimizer, name) != getattr(OptimizerConfig, name)
+        if name in _FIRST_OPTIMIZER or getattr(config.optimizer, name) != getattr(usual, name)
     }
     optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
     data = as_dict(config.data)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_port.config.ranges import CountOrZero, Fraction, NonNegative, Positive
+from megatron_port.config.rule_options import (
+    AdafactorOptions,
+    CAMEOptions,
+    LAMBOptions,
+    MuonOptions,
+    SGDOptions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +20,8 @@ class OptimizerConfig:
     """The optimizer's rule and its learning-rate schedule."""
 
     name: str = "adamw"
-    """adamw (Loshchilov & Hutter, arXiv 1711.05101), or a rule that a plugin registers (engine native)"""
+    """adamw (Loshchilov & Hutter, arXiv 1711.05101); with engine native also lion, sgd, adagrad, adafactor, came, sm3,
+    lamb, muon, or a rule that a plugin registers (docs/optimizers.md)"""
     lr: Positive = 3e-4
     """Peak learning rate."""
     min_lr: NonNegative = 0.0
@@ -39,3 +47,13 @@ class OptimizerConfig:
     """Steps of linear warm-up from 0."""
     decay_steps: CountOrZero = 0
     """Step at which min_lr is reached; 0: training.steps."""
+    sgd: SGDOptions = field(default_factory=SGDOptions)
+    """Options of name = "sgd"."""
+    adafactor: AdafactorOptions = field(default_factory=AdafactorOptions)
+    """Options of name = "adafactor"."""
+    came: CAMEOptions = field(default_factory=CAMEOptions)
+    """Options of name = "came"."""
+    lamb: LAMBOptions = field(default_factory=LAMBOptions)
+    """Options of name = "lamb"."""
+    muon: MuonOptions = field(default_factory=MuonOptions)
+    """Options of name = "muon"."""

@@ -240,6 +240,10 @@ class CheckpointConfig:
     """auto (newest whole checkpoint of the run folder, if any) | never | a path or an s3:// URL (of a checkpoint, or of
     a folder of them). Where a newer one turns out damaged, the one before it is taken and a line is printed; not so for
     the path of one checkpoint, nor for a URL."""
+    optimizer_state: Literal["same", "fresh"] = "same"
+    """What to do with a checkpoint that holds the state of another optimizer rule than optimizer.name: same (refuse it)
+    | fresh (take the weights; the new rule's state and its count of updates start afresh, once). A checkpoint of the
+    same rule is always continued."""
     lease_seconds: Positive = 60.0
     """A run folder is one attempt's at a time. The next may take it over from an attempt that ended without a word on a
     host that cannot be asked once its heartbeat has stood still for so long; at once where its process or its SLURM job

@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
+from megatron_port.engine import native_state
 from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
 from megatron_port.engine.loss_reduction import (
     ahead_tokens,
@@ -28,16 +29,7 @@ from megatron_port.engine.loss_reduction import (
     refused_loss,
     shared_sums,
 )
-from megatron_port.engine.module import (
-    ScratchBuffer,
-    buffer_pieces,
-    load_buffers,
-    logical_pieces,
-    read_local,
-    read_range,
-    recorded_parameters,
-    zero_moments,
-)
+from megatron_port.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
 from megatron_port.engine.native_gradients import GradientSink
 from megatron_port.engine.native_passes import Passes, reserve_swap, unit_uses
 from megatron_port.engine.native_update import make_update
@@ -45,7 +37,7 @@ from megatron_port.engine.probe import Probe
 from megatron_port.engine.step_graphs import Recorder, Reduced, StepGraphs, cuda_recorder
 from megatron_port.engine.step_inputs import StepInputs
 from megatron_port.errors import ConfigError
-from megatron_port.optim.bucket_memory import Bucket, StateShard
+from megatron_port.optim.bucket_memory import Bucket
 from megatron_port.optim.gradients import global_square_norm, owned_gradients
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.rules import rule_of
@@ -115,7 +107,7 @@ class NativeEngine:
         for chunk in self.chunks:
             for unit in chunk.units:
                 self.sharded.wait_before(unit)
-        self.update = make_update(optimizer_provider, self.sharded, config.optimizer)
+        self.update = make_update(optimizer_provider, self.sharded, config.optimizer, seed=config.seed)
         self._in_norm = owned_gradients(
             ((p.record, p.gradient) for p in self.sharded.pieces), ctx, spread=self.sharded.spread
         )
@@ -390,12 +382,7 @@ class NativeEngine:
     def state_pieces(self) -> Iterator[StatePiece]:
         """Yield the buffers, and the pieces of masters and optimizer state, that this rank owns."""
         yield from buffer_pieces(self.buffers, self.ctx)
-        self.sharded.settle_state()
-        for piece in self.sharded.pieces:
-            if not piece.record.is_owned(self.ctx.mesh, self.ctx.rank, spread=self.sharded.spread):
-                continue
-            for kind, flat in {"weight": piece.master.detach(), **piece.state}.items():
-                yield from logical_pieces(piece.record, kind, flat, piece.start)
+        yield from native_state.state_pieces(self.sharded)
 
     def scalar_state(self) -> dict[str, float | int]:
         """Optimizer steps taken, and the loss scale."""
@@ -404,27 +391,7 @@ class NativeEngine:
     @torch.no_grad()
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
         """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
-        self.sharded.wait()
-        self.sharded.settle_state()
-        pieces: dict[tuple[str, tuple[int, ...]], list[StateShard]] = {}
-        for piece in (*self.sharded.pieces, *self.sharded.frozen_pieces):
-            pieces.setdefault(piece.record.place, []).append(piece)
-        scratch = ScratchBuffer(self.sharded.wide)
-        for record, p in self.parameters:
-            mine = pieces.get(record.place, [])
-            whole = self._load_place(p, mine, scratch)
-            read_local(read, record, "weight", whole)
-            if self.sharded.unit_gather is None and whole.data_ptr() != p.data_ptr():
-                p.copy_(whole)
-            for piece in mine:
-                part = whole.view(-1)[piece.start : piece.start + piece.master.numel()]
-                if self.sharded.unit_gather is not None:
-                    piece.weight.copy_(part)
-                if part.data_ptr() != piece.master.data_ptr():
-                    piece.master.copy_(part)
-            for piece in mine:
-                for kind, flat in piece.state.items():
-                    read_range(read, record, kind, flat, piece.start, scratch)
+        native_state.load_state(self.sharded, self.parameters, read)
         load_buffers(self.buffers, read)
         if self.sharded.unit_gather is not None:
             self.sharded.unit_gather.release()
@@ -433,14 +400,6 @@ class NativeEngine:
         self.update.restore(int(scalars.get("optimizer_steps", 0)))
         self.scaler.load(scalars)
         self._record_state(gathering=False)
-
-    def _load_place(self, p: torch.Tensor, mine: Sequence[StateShard], scratch: ScratchBuffer) -> torch.Tensor:
-        """Return a tensor in the masters' dtype to read a parameter into: its permanent one where there is one."""
-        if p.dtype == self.sharded.wide and self.sharded.unit_gather is None:
-            return p.detach()
-        if mine and mine[0].master.numel() == p.numel():
-            return mine[0].master.view(p.shape)
-        return scratch.get(p.shape, p.device)
 
     def load_weights(self, read: StateReader) -> None:
         """Set weights and buffers; optimizer state and counters start afresh."""

@@ -3,98 +3,33 @@ by the optimizer rule, round the masters into its pieces of the weights.
 
 AdamW has two providers: torch's, whose skipping and clipping the host decides, and the own multi-tensor kernel, which
 reads learning rate, loss scale, clip factor and overflow on the device, so that no step waits for it. Other rules are
-updated piece by piece (:class:`RuleUpdate`), the host deciding.
+updated by ``engine.rule_updates``, the host deciding.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
 from megatron_port.backend.kernels import load as load_kernels
 from megatron_port.backend.ops.optimizer import square_norm
 from megatron_port.config.schema import OptimizerConfig
+from megatron_port.engine.host_update import HostUpdate, SquareNorm, Update
+from megatron_port.engine.rule_updates import MatrixUpdate, RuleUpdate, SumsUpdate
 from megatron_port.errors import ConfigError
 from megatron_port.optim.bucket_memory import StateShard
 from megatron_port.optim.fused import FusedAdamW
+from megatron_port.optim.matrices import MatrixRule
 from megatron_port.optim.offload import Offload
-from megatron_port.optim.rules import AdamW, ElementwiseRule, UpdateSettings
+from megatron_port.optim.rules import AdamW, BlockRule, ElementwiseRule
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.step_values import StepValues
-
-SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
-
-
-class Update(Protocol):
-    """Updates the masters and the state of ``ShardedParameters.pieces`` in place."""
-
-    square_norm: SquareNorm
-    """Of a list of tensors; None: torch's ops."""
-
-    @property
-    def steps(self) -> int:
-        """Updates taken; reading it may wait for the device."""
-
-    def restore(self, steps: int) -> None:
-        """Continue after ``steps`` updates, when masters and state have been loaded."""
-
-    def step(
-        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the pieces' gradients, which carry the loss scale; nothing happens if their norm is not finite or above
-        its limit, or ``veto`` (float32 scalar on the device) is not zero.
-
-        ``square``: squared global L2 norm of the gradients as they are, a scalar on the device.
-
-        Returns the norm without the factor and before clipping, and whether nothing happened: scalars on the device.
-        """
+from megatron_port.optim.sums import SumsRule
 
 
 def _by_decay(pieces: Sequence[StateShard]) -> list[list[StateShard]]:
     return [[p for p in pieces if p.record.decay is decay] for decay in (True, False)]
-
-
-class HostUpdate(ABC):
-    """An update whose skipping and clipping the host decides."""
-
-    square_norm: SquareNorm = None
-
-    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
-        self.config, self.sharded, self._steps = config, sharded, 0
-
-    @property
-    def steps(self) -> int:
-        """Updates taken."""
-        return self._steps
-
-    def restore(self, steps: int) -> None:
-        """Continue after ``steps`` updates (:meth:`Update.restore`)."""
-        self._steps = steps
-
-    def step(
-        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = values.host.scale
-        norm = square.sqrt() / scale
-        size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
-        if vetoed or not size <= values.host.largest_norm:
-            return norm, torch.ones_like(veto)
-        clip = self.config.clip_grad
-        factor = (clip / (size + 1e-6) if 0.0 < clip < size else 1.0) / scale
-        if factor != 1.0:
-            for piece in self.sharded.pieces:
-                piece.gradient.mul_(factor)
-        self._apply(values.host.lr)
-        self._steps += 1
-        self.sharded.publish()
-        return norm, veto
-
-    @abstractmethod
-    def _apply(self, lr: float) -> None:
-        """Update masters and state from the pieces' gradients, which are unscaled and clipped."""
 
 
 class TorchUpdate(HostUpdate):
@@ -127,26 +62,6 @@ class TorchUpdate(HostUpdate):
         self.optimizer.step()
         for piece in self.sharded.pieces:
             piece.master.grad = None
-
-
-class RuleUpdate(HostUpdate):
-    """An element-wise rule, piece by piece."""
-
-    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig, rule: ElementwiseRule) -> None:
-        super().__init__(sharded, config)
-        self.rule = rule
-
-    def _apply(self, lr: float) -> None:
-        config = self.config
-        decaying, other = (
-            UpdateSettings(
-                step=self.steps + 1, lr=lr, weight_decay=decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps
-            )
-            for decay in (config.weight_decay, 0.0)
-        )
-        with torch.no_grad():
-            for p in self.sharded.pieces:
-                self.rule.update_(p.master, p.gradient, p.state, decaying if p.record.decay else other)
 
 
 class OwnUpdate:
@@ -212,8 +127,8 @@ def offloaded_update(
     return OffloadedUpdate(OwnUpdate(on_device, config, sharded.ctx.device), sharded, offload, config)
 
 
-def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig) -> Update:
-    """Return the update of ``sharded.rule``; of AdamW, that of a provider, ``own`` or ``torch``.
+def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig, *, seed: int = 0) -> Update:
+    """Return the update of ``sharded.rule``; of AdamW, that of a provider, ``own`` or ``torch``. ``seed``: of the run.
 
     Raises:
         ConfigError: the rule is of a kind that this engine has no update for.
@@ -224,9 +139,13 @@ def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConf
     if isinstance(rule, AdamW):
         own = provider == "own"
         return OwnUpdate(sharded.pieces, config, sharded.ctx.device) if own else TorchUpdate(sharded, config)
-    if isinstance(rule, ElementwiseRule):
-        return RuleUpdate(sharded, config, rule)
+    if isinstance(rule, (ElementwiseRule, BlockRule)):
+        return RuleUpdate(sharded, config, rule, seed=seed)
+    if isinstance(rule, SumsRule):
+        return SumsUpdate(sharded, config, rule, seed=seed)
+    if isinstance(rule, MatrixRule):
+        return MatrixUpdate(sharded, config, rule, seed=seed)
     raise ConfigError(
-        f'optimizer.name "{config.name}": {type(rule).__name__} is not an ElementwiseRule, and engine native has an '
-        'update for those and for "adamw" alone; derive the rule from megatron_port.optim.rules.ElementwiseRule'
+        f'optimizer.name "{config.name}": {type(rule).__name__} is no rule that engine native has an update for; '
+        "derive it from ElementwiseRule, BlockRule, SumsRule or MatrixRule (docs/optimizers.md)"
     )

@@ -13,6 +13,7 @@ import torch
 
 from megatron_port.backend.ops.optimizer import adamw_, clip_factor
 from megatron_port.config.schema import OptimizerConfig
+from megatron_port.engine.host_update import SquareNorm
 from megatron_port.optim.bucket_memory import Bucket
 from megatron_port.optim.buckets import shard_ranges
 from megatron_port.optim.offload import Offload, StagedBucket
@@ -20,7 +21,7 @@ from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.step_values import StepValues
 
 if TYPE_CHECKING:
-    from megatron_port.engine.native_update import OwnUpdate, SquareNorm
+    from megatron_port.engine.native_update import OwnUpdate
 
 
 class OffloadedUpdate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.model.shapes import buffer_shapes, model_records
-from megatron_port.optim.rules import OptimizerRule, mixed_kinds, rule_of
+from megatron_port.optim.rules import OptimizerRule, mixed_kinds, rule_of, state_shapes
 from megatron_port.parallel.state import BUFFER, WEIGHT, StatePiece
 
 Note = Callable[[str], None]
@@ -53,26 +53,28 @@ def commit_import(
     records = model_records(found.model)
     buffers = buffer_shapes(found.model)
     expected = {name: record.shape for name, record in records.items()} | buffers
-    wanted: list[tuple[str, str]] = []
+    wanted: dict[tuple[str, str], tuple[int, ...]] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     if not weights_only:
         rule = saved_rule(found.config)
-        wanted = [(record.name, kind) for record in records.values() for kind in rule.kinds(record)]
+        wanted = {(r.name, kind.name): kind.shape(r) for r in records.values() for kind in rule.state(r)}
+        shapes = state_shapes(rule, records.values())
     groups: dict[tuple[str, str], list[StatePiece]] = {}
     for piece in found.pieces:
         groups.setdefault((piece.name, piece.kind), []).append(piece)
     own = {name: BUFFER if name in buffers else WEIGHT for name in expected}
     _check_weights(groups, expected, own, source)
-    lacking = [(n, k) for n, k in wanted if _fault(groups.get((n, k), []), expected[n])]
+    lacking = [key for key, shape in wanted.items() if _fault(groups.get(key, []), shape)]
     if lacking:
         if len(lacking) < len(wanted):
             name, kind = lacking[0]
-            fault = _fault(groups.get((name, kind), []), expected[name])
+            fault = _fault(groups.get((name, kind), []), wanted[name, kind])
             raise CheckpointError(
                 f"{source}: {kind} of {name}: {fault}; with --weights-only the optimizer's state is left out"
             )
         note("no optimizer state in the source: the weights are imported as step 0 of a new run")
     if lacking or weights_only:
-        wanted, found = [], replace(found, step=0, samples=0, tokens=0, optimizer_steps=0, scalars={})
+        wanted, shapes, found = {}, {}, replace(found, step=0, samples=0, tokens=0, optimizer_steps=0, scalars={})
     if (directory / directory_name(found.step)).exists():
         raise CheckpointError(f"{directory / directory_name(found.step)} exists; give another folder, or remove it")
     steps = found.step if found.optimizer_steps is None else found.optimizer_steps
@@ -88,13 +90,13 @@ def commit_import(
     kinds: dict[str, list[str]] = {}
     for name, kind in kept:
         kinds.setdefault(name, []).append(kind)
-    state = replace(state, kinds=mixed_kinds(kinds))
+    state = replace(state, kinds=mixed_kinds(kinds), shapes=shapes)
     pieces: Iterable[StatePiece] = [p for key, group in groups.items() if key in kept for p in group]
     return save_checkpoint(directory, state, pieces, expected=expected, note=note)
 
 
 def saved_rule(config: dict[str, Any] | None) -> OptimizerRule:
-    """Return the optimizer rule of a saved configuration; AdamW where there is none, or it names none.
+    """Return the optimizer rule of a saved configuration with its options; AdamW where there is none, or it names none.
 
     Raises:
         CheckpointError: this process knows no rule of that name.
@@ -102,9 +104,20 @@ def saved_rule(config: dict[str, Any] | None) -> OptimizerRule:
     table = (config or {}).get("optimizer", {})
     name = table.get("name", "adamw") if isinstance(table, dict) else "adamw"
     try:
-        return rule_of(OptimizerConfig(name=name))
+        return rule_of(_options(table, name))
     except ConfigError as error:
         raise CheckpointError(f"the optimizer state cannot be read: {error}") from None
+
+
+def _options(table: Any, name: str) -> OptimizerConfig:
+    """The fields of a saved table of ``[optimizer]`` that this version knows; of a damaged one the name alone."""
+    usual = OptimizerConfig(name=name)
+    try:
+        known = {f.name: table[f.name] for f in fields(OptimizerConfig) if f.name in table}
+        made = {key: type(getattr(usual, key))(**v) if isinstance(v, dict) else v for key, v in known.items()}
+        return OptimizerConfig(**made)
+    except (TypeError, ValueError):
+        return usual
 
 
 def _check_weights(

@@ -51,6 +51,13 @@ def export_universal(checkpoint: Checkpoint, out: Path, *, names: str = "megatro
         raise CheckpointError(
             f"{checkpoint.path} has no {' or '.join(missing)}: a Universal checkpoint needs weights and both moments"
         )
+    for name in checkpoint.names():
+        lacking = [kind for kind in KINDS if name not in set(checkpoint.names(kind))]
+        if lacking:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} has no {' or '.join(lacking)}, as its optimizer gives it other state: a "
+                "Universal checkpoint holds both moments of every parameter; export to torch's format (--to dcp)"
+            )
     state = checkpoint.manifest.state
     model = model_of(dict(state.config), str(checkpoint.path))
     table = megatron_names(model) if names == "megatron" else canonical_names(model)

@@ -62,10 +62,11 @@ def read_dcp(source: Path, stage: Stage, model: ModelConfig | None = None) -> Im
     sidecar = read_sidecar(source)
     model = model or model_of(sidecar.config if sidecar else {}, str(source))
     rule = saved_rule(sidecar.config if sidecar else None)
-    wanted = [(r.name, r.shape, (WEIGHT, *rule.kinds(r))) for r in model_records(model).values()]
-    wanted += [(name, shape, (BUFFER,)) for name, shape in buffer_shapes(model).items()]
-    for name, shape, kinds in wanted:
-        for kind in kinds:
+    wanted = [(r.name, {WEIGHT: r.shape} | {k.name: k.shape(r) for k in rule.state(r)})
+              for r in model_records(model).values()]
+    wanted += [(name, {BUFFER: shape}) for name, shape in buffer_shapes(model).items()]
+    for name, shapes in wanted:
+        for kind, shape in shapes.items():
             entry = entries.get(dcp_key(name, kind))
             if entry is None:
                 continue

@@ -121,7 +121,8 @@ class BuildContext:
         made = make(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
-            skip_bias=skip_bias, dtype=self.dtype, kernels=self.kernels,
+            row_runs=spec.groups.row_runs if spec.groups is not None else (), skip_bias=skip_bias, dtype=self.dtype,
+            kernels=self.kernels,
         )
         made.adapter = adapter
         return made

@@ -22,6 +22,11 @@ class Groups:
     """Key/value heads."""
     head_size: int
 
+    @property
+    def row_runs(self) -> tuple[int, int, int]:
+        """Rows of queries, key and value of each group, in turn."""
+        return self.heads // self.groups * self.head_size, self.head_size, self.head_size
+
     def held(self, tp: int) -> int:
         """Return the key/value heads that ``tp`` ranks hold together, copies included; each rank has at least one."""
         return max(self.groups, tp)

@@ -11,6 +11,8 @@ from torch import nn
 
 from megatron_port.optim.buckets import BucketPlan
 from megatron_port.optim.offload import Offload
+from megatron_port.optim.rules import StateKind
+from megatron_port.optim.state_layout import StateLayout
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord
 
@@ -31,7 +33,18 @@ class StateShard:
     gradient: torch.Tensor
     """fp32 or wider: the sum over micro-batches and replicas, once ``finish`` has returned; empty where frozen."""
     state: Mapping[str, torch.Tensor]
-    """The optimizer rule's tensors of this range, by kind; as wide as the master."""
+    """The optimizer rule's tensors of this range, by kind: of its elements, and of its blocks."""
+
+
+@dataclass(frozen=True)
+class ReducedState:
+    """State of a parameter's rows or columns, which every rank of its bucket holds whole."""
+
+    record: ParameterRecord
+    """Of the parameter."""
+    kind: StateKind
+    tensor: torch.Tensor
+    """In the shape of this rank's slice (``kind.place(record).local_shape``): padding is left out."""
 
 
 class Bucket:
@@ -47,7 +60,7 @@ class Bucket:
 
     def __init__(
         self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, ctx: ParallelContext, *,
-        lasting: bool, kinds: Sequence[str], window: torch.Tensor | None = None,
+        lasting: bool, state: Sequence[StateLayout], window: torch.Tensor | None = None,
         offload: Offload | None = None, number: int = 0,
     ) -> None:
         first = parameters[plan.slots[0].index][1]
@@ -81,7 +94,9 @@ class Bucket:
         self.shard = self.weights[self.own] if window is None else self.weights[self.own].clone()
         self.offloaded = offload is not None and offload.holds(number)
         self.masters = self.shard
-        self.state: dict[str, torch.Tensor] = {}
+        self.layouts = {layout.kind: layout for layout in state}
+        self.state: dict[StateKind, torch.Tensor] = {}
+        """The rule's flat tensors, each as its layout says."""
         if plan.frozen:
             if offload is not None and offload.weights_on_host:
                 self.masters = self.shard = offload.host_zeros(size, first.dtype).copy_(self.shard)
@@ -89,11 +104,16 @@ class Bucket:
         elif offload is not None and self.offloaded:
             if offload.weights_on_host:
                 self.shard = offload.host_zeros(size, first.dtype).copy_(self.shard)
-            self.masters, self.state = offload.allocate(number)
+            self.masters, held = offload.allocate(number)
+            self.state = {StateKind(name): flat for name, flat in held.items()}
         else:
             if first.dtype != wide:
                 self.masters = torch.zeros_like(self.shard, dtype=wide)
-            self.state = {kind: torch.zeros_like(self.masters) for kind in kinds}
+            self.state = {
+                layout.kind: torch.zeros(
+                    layout.numel, dtype=layout.kind.dtype or wide, device=self.masters.device
+                ) for layout in state
+            }
         self.reducing: dist.Work | None = None
         self.narrow: torch.Tensor | None = None
         self.gathering: dist.Work | None = None

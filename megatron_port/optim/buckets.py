@@ -39,7 +39,7 @@ class PartialRange:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: ``numel`` elements, padding included, a multiple of ``ALIGN`` times the number of shards."""
+    """One bucket: ``numel`` elements, padding included, a multiple of the alignment times the number of shards."""
 
     slots: tuple[BucketEntry, ...]
     numel: int
@@ -68,7 +68,7 @@ Listed = tuple[int, ParameterRecord, int]
 
 def plan_buckets(
     units: Sequence[Sequence[Listed]], mesh: Mesh, *, first: Factors, split: bool, capacity: int,
-    shared: Collection[int] = (),
+    shared: Collection[int] = (), align: int = ALIGN,
 ) -> list[BucketPlan]:
     """Return buckets of at most ``capacity`` elements; a larger parameter has its own.
 
@@ -78,6 +78,7 @@ def plan_buckets(
             fewer, and buckets of their own.
         split: this sum leaves each replica along them its part.
         shared: indices of parameters that several units use.
+        align: every parameter starts, and every part of a bucket ends, at a multiple.
     """
     plans: list[BucketPlan] = []
     for number in reversed(range(len(units))):
@@ -97,19 +98,19 @@ def plan_buckets(
         groups = [sorted(entries, key=lambda pair: pair[0]) for _, entries in sorted(together.items())]
         for entries in (*groups, *([one] for one in apart)):
             factors = {entry[0]: frozenset(beyond) for beyond, entry in entries}
-            for slots, end in _filled([entry for _, entry in entries], capacity):
+            for slots, end in _filled([entry for _, entry in entries], capacity, align):
                 _, record, _ = entries[0][1]
                 plans.append(_plan(
                     slots, end, number, factors, mesh, record.reduces_over(mesh) & first, split,
                     tied=record.tied_key is not None,
-                    late=record.tied_key is not None or slots[0].index in shared,
+                    late=record.tied_key is not None or slots[0].index in shared, align=align,
                 ))
     return plans
 
 
 def _plan(
     slots: tuple[BucketEntry, ...], end: int, unit: int, beyond: Mapping[int, Factors], mesh: Mesh, first: Factors,
-    split: bool, *, tied: bool, late: bool,
+    split: bool, *, tied: bool, late: bool, align: int,
 ) -> BucketPlan:
     """Return the plan of a bucket of so many elements; ``beyond``: factors of further sums by parameter."""
     replicas = mesh.factors("dp_replicate")
@@ -121,14 +122,16 @@ def _plan(
         if factors:
             ranges.append(PartialRange(start, slot.start + slot.numel, factors))
     shards = mesh.size(first) if split else 1
-    numel = -(-end // (ALIGN * shards)) * ALIGN * shards
+    numel = -(-end // (align * shards)) * align * shards
     return BucketPlan(
         slots, numel, unit, first, shards, copies=beyond[slots[0].index] & replicas, partial=tuple(ranges), tied=tied,
         late=late,
     )
 
 
-def _filled(parameters: Sequence[Listed], capacity: int) -> Iterator[tuple[tuple[BucketEntry, ...], int]]:
+def _filled(
+    parameters: Sequence[Listed], capacity: int, align: int
+) -> Iterator[tuple[tuple[BucketEntry, ...], int]]:
     """The entries of one bucket after another, and the elements that they take."""
     slots: list[BucketEntry] = []
     end = 0
@@ -137,7 +140,7 @@ def _filled(parameters: Sequence[Listed], capacity: int) -> Iterator[tuple[tuple
             yield tuple(slots), end
             slots, end = [], 0
         slots.append(BucketEntry(index, end, numel))
-        end += -(-numel // ALIGN) * ALIGN
+        end += -(-numel // align) * align
     if slots:
         yield tuple(slots), end
 

@@ -143,7 +143,7 @@ class Offload:
         weights = bucket.shard
         if not self.weights_on_host:
             weights = buffer.view(self._weight_dtype, numel, offset=len(views) * part)
-        masters, state = bucket.masters, bucket.state
+        masters, state = bucket.masters, {kind.name: flat for kind, flat in bucket.state.items()}
         if self.disk is not None:
             masters, state = views[1], dict(zip(self.kinds, views[2:]))
             disk, memory = self.disk, self._bytes(buffer, part)

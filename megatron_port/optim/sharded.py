@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_port.config.offload import OffloadConfig
-from megatron_port.optim.bucket_memory import Bucket, Recorded, StateShard
+from megatron_port.optim.bucket_memory import Bucket, Recorded, ReducedState, StateShard
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
 from megatron_port.optim.grad_buffer_pool import GradBufferPool
 from megatron_port.optim.grad_ready import GradReadyTracker
@@ -32,6 +32,7 @@ from megatron_port.optim.gradients import all_reduce_flat
 from megatron_port.optim.offload import Offload
 from megatron_port.optim.rules import ADAMW, OptimizerRule
 from megatron_port.optim.state_check import StateEntry, StateTensor
+from megatron_port.optim.state_layout import StateLayout, state_layouts
 from megatron_port.optim.unit_gather import UnitGather, WeightSharding
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.context import ParallelContext
@@ -51,8 +52,7 @@ class ShardedParameters:
         capacity: elements of a bucket.
         reduce_dtype: of gradients between replicas; None: ``wide``.
         shard_gradients: stage 2; for schedules whose backward passes are whole (not split in two).
-        rule: of the update, which says what state each parameter has. A kind that one parameter of a bucket has takes
-            memory for the whole bucket.
+        rule: of the update, which says what state each parameter has.
         sharding: stage 3; None: each replica has all weights.
         offload: where masters and optimizer state live; None: on the device.
     """
@@ -82,7 +82,7 @@ class ShardedParameters:
         trained, frozen = (
             plan_buckets(
                 [[entry for entry in unit if entry[1].trainable is trainable] for unit in units], mesh, first=first,
-                split=bool(self.spread), capacity=capacity, shared=together,
+                split=bool(self.spread), capacity=capacity, shared=together, align=rule.alignment,
             )
             for trainable in (True, False)
         )
@@ -99,7 +99,7 @@ class ShardedParameters:
         self.buckets = [
             Bucket(
                 plan, self.parameters, wide, ctx, lasting=not (self.shard_gradients and plan.shards > 1),
-                kinds=self._kinds(plan), window=window, offload=self.offload, number=number,
+                state=self._layouts(plan), window=window, offload=self.offload, number=number,
             )
             for number, (plan, window) in enumerate(zip(plans, windows))
         ]
@@ -121,6 +121,8 @@ class ShardedParameters:
         self.owners = [bucket for bucket, _ in owned if not bucket.plan.frozen]  # of the pieces
         self.frozen_pieces = [self._frozen_shard(bucket, f) for bucket, f in owned if bucket.plan.frozen]
         """Weights alone, which are their own masters."""
+        self.reduced = [one for bucket in self.trained for one in self._reduced(bucket)]
+        """State of rows and columns of all parameters of this rank's buckets."""
         self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
         for bucket, f in owned:
             entry = StateEntry(f.at - bucket.own.start, f.numel, self.parameters[f.index][0].name, f.start)
@@ -143,17 +145,27 @@ class ShardedParameters:
             size = max((plan.numel for plan in trained if not plan.late and plan.shards > 1), default=0)
             self.grad_buffer_pool = GradBufferPool(size, wide, self.buckets[0].weights.device)
 
-    def _kinds(self, plan: BucketPlan) -> list[str]:
-        """The kinds of state that any parameter of a bucket has."""
-        return list(dict.fromkeys(k for slot in plan.slots for k in self.rule.kinds(self.parameters[slot.index][0])))
+    def _layouts(self, plan: BucketPlan) -> list[StateLayout]:
+        """Where the state of a bucket's parameters lies on this rank."""
+        if plan.frozen:
+            return []
+        shard = self.ctx.mesh.index(self.ctx.rank, plan.first) if plan.shards > 1 else 0
+        return state_layouts(plan, shard, [record for record, _ in self.parameters], self.rule)
+
+    def _reduced(self, bucket: Bucket) -> Iterator[ReducedState]:
+        for kind, layout in bucket.layouts.items():
+            for r in () if kind.divided else layout.ranges:
+                record = self.parameters[r.index][0]
+                yield ReducedState(record, kind, bucket.state[kind][r.span].view(kind.place(record).local_shape))
 
     def _shard(self, bucket: Bucket, f: ShardRange) -> StateShard:
         own = slice(f.at - bucket.own.start, f.at - bucket.own.start + f.numel)
         record = self.parameters[f.index][0]
-        return StateShard(
-            record, f.start, bucket.shard[own], bucket.masters[own], bucket.sums[own],
-            {kind: bucket.state[kind][own] for kind in self.rule.kinds(record)},
-        )
+        state = {
+            kind.name: bucket.state[kind][r.span] for kind in self.rule.state(record) if kind.divided
+            for r in bucket.layouts[kind].ranges if r.index == f.index
+        }
+        return StateShard(record, f.start, bucket.shard[own], bucket.masters[own], bucket.sums[own], state)
 
     def _frozen_shard(self, bucket: Bucket, f: ShardRange) -> StateShard:
         weight = bucket.shard[f.at - bucket.own.start : f.at - bucket.own.start + f.numel]
@@ -176,7 +188,9 @@ class ShardedParameters:
             if bucket.masters is not bucket.shard:
                 yield StateTensor("fp32 master", bucket.masters, entries)
             for kind, flat in bucket.state.items():
-                yield StateTensor(kind, flat, entries)
+                ranges = bucket.layouts[kind].ranges
+                named = [StateEntry(r.at, r.numel, self.parameters[r.index][0].name, r.start) for r in ranges]
+                yield StateTensor(kind.name, flat, named)
 
     def settle_state(self) -> None:
         """Wait until offloaded state may be read where it lives."""

@@ -216,7 +216,8 @@ class Rows:
     copies: int = 1
 
     def parameter(
-        self, name: str, shape: tuple[int, ...], init: InitSpec, dtype: torch.dtype, device: torch.device
+        self, name: str, shape: tuple[int, ...], init: InitSpec, dtype: torch.dtype, device: torch.device,
+        row_runs: tuple[int, ...] = (),
     ) -> nn.Parameter:
         """Return a parameter that holds these rows of logical ``shape``, with its record."""
         local, offset = (self.count, *shape[1:]), (self.start, *(0 for _ in shape[1:]))
@@ -224,6 +225,7 @@ class Rows:
         record = ParameterRecord(
             name, shape, local, offset, local, (Shard(0, ("kv_heads",) if shared else ("tp",)),), init,
             decay=len(shape) > 1, partial_over=(*REPLICAS, "kv_copies") if shared else REPLICAS,
+            row_runs=row_runs if len(shape) > 1 else (),
         )
         return attach(nn.Parameter(torch.empty(local, dtype=dtype, device=device)), record)
 
@@ -237,6 +239,7 @@ class ColumnParallelLinear(nn.Module):
     ``skip_bias``: b is a parameter that the caller adds, fused with what follows.
     ``rows``: this rank's own rows and those that it shares with neighbours, in place of an equal split; two parameters
     of one name, and an output [seq, batch, own rows + shared rows].
+    ``row_runs``: as in the record.
     """
 
     def __init__(
@@ -252,6 +255,7 @@ class ColumnParallelLinear(nn.Module):
         packed: int = 1,
         skip_bias: bool = False,
         rows: tuple[Rows, Rows] | None = None,
+        row_runs: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
         kernels: LinearKernels = PLAIN,
     ) -> None:
@@ -264,7 +268,8 @@ class ColumnParallelLinear(nn.Module):
         self.shared_bias: nn.Parameter | None = None
         if rows is not None:
             self.weight, self.shared_weight = (
-                r.parameter(f"{name}.weight", (out_features, in_features), init, dtype, ctx.device) for r in rows
+                r.parameter(f"{name}.weight", (out_features, in_features), init, dtype, ctx.device, row_runs)
+                for r in rows
             )
             if bias:
                 zeros = InitSpec("zeros")
@@ -275,7 +280,8 @@ class ColumnParallelLinear(nn.Module):
         lead = (packed,) if packed > 1 else ()
         shards = (Shard(len(lead), ("tp",)),)
         record = make_record(
-            f"{name}.weight", (*lead, out_features, in_features), ctx, init=init, decay=True, shards=shards
+            f"{name}.weight", (*lead, out_features, in_features), ctx, init=init, decay=True, shards=shards,
+            row_runs=row_runs,
         )
         self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
         if bias:

@@ -76,6 +76,9 @@ class ParameterRecord:
     """Of tied copies, the one that is counted in norms and saved."""
     trainable: bool = True
     """Updates change it. Else it is frozen: it has no gradient, no master and no state, and is not saved."""
+    row_runs: tuple[int, ...] = ()
+    """Where one matrix stands for several: their rows in turn, so many of each, over and over (queries, key and value
+    of each key/value group)."""
     kind: str = WEIGHT
     """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``parallel.buffers``)."""
 
@@ -156,6 +159,7 @@ def make_record(
     partial_over: tuple[str, ...] = REPLICAS,
     tied_key: str | None = None,
     tied_primary: bool = True,
+    row_runs: tuple[int, ...] = (),
 ) -> ParameterRecord:
     """Return the record of this rank's slice of a parameter whose ``shards`` are equal runs.
 
@@ -182,7 +186,7 @@ def make_record(
     stop = (min(o + n, whole) for o, n, whole in zip(offset, local, shape))
     return ParameterRecord(
         name, shape, tuple(local), start, tuple(b - a for a, b in zip(start, stop)), tuple(shards), init, decay,
-        partial_over=partial_over, tied_key=tied_key, tied_primary=tied_primary,
+        partial_over=partial_over, tied_key=tied_key, tied_primary=tied_primary, row_runs=row_runs,
     )
 
 

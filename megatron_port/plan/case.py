@@ -22,7 +22,6 @@ from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.flops import document_of, unit_costs
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
-from megatron_port.registry import OPTIMIZERS
 
 T = TypeVar("T")
 
@@ -130,8 +129,8 @@ class Case:
     zero_stage: int = 1
     shard: int = 0
     """Replicas over which ZeRO splits optimizer state (hybrid sharding); 0: all."""
-    state_tensors: int = 2
-    """Tensors of optimizer state for each parameter, masters left out: the kinds of the rule (AdamW: 2)."""
+    state_tensors: float = 2
+    """Tensors of optimizer state for each parameter, masters left out, in the mean over the model (AdamW: 2)."""
     reshard: str = "forward"
     offload: str = "none"
     """Where masters and moments live: none (the device) | cpu | nvme."""
@@ -387,22 +386,20 @@ def _is_fused(config: RunConfig) -> bool:
     return config.backend.device == "cpu" or not written_out
 
 
-def state_tensors(config: RunConfig) -> int:
-    """Return how many tensors the optimizer's rule keeps for each parameter, the largest number over all parameters.
-
-    A bucket keeps every kind that one of its parameters has (``optim.sharded``), hence the union of the kinds. Only a
-    plugin's rule is imported, and torch with it; AdamW's two moments are known.
+def state_tensors(config: RunConfig) -> float:
+    """Return what the optimizer's rule keeps for each parameter, in tensors as wide as its master, in the mean over the
+    model's elements. AdamW's two moments are known; another rule is imported, and torch with it.
 
     Raises:
         ConfigError: the plugin's rule cannot be imported, or is none.
     """
-    if config.optimizer.name not in OPTIMIZERS.added:
-        return 2
+    if config.optimizer.name == "adamw":
+        return 2.0
     from megatron_port.model.shapes import model_records
-    from megatron_port.optim.rules import rule_of
+    from megatron_port.optim.rules import rule_of, state_bytes
 
-    rule = rule_of(config.optimizer)
-    return len({kind for record in model_records(config.model).values() for kind in rule.kinds(record)})
+    rule, records = rule_of(config.optimizer), model_records(config.model).values()
+    return sum(state_bytes(rule, r, wide=4) * r.numel for r in records) / (4 * sum(r.numel for r in records))
 
 
 def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:

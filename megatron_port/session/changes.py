@@ -92,13 +92,23 @@ def check_seed(manifest: Manifest, config: RunConfig, where: str) -> None:
         )
 
 
+def starts_fresh(manifest: Manifest, config: RunConfig) -> bool:
+    """Return whether a checkpoint's optimizer state is of another rule, and is left out as
+    ``checkpoint.optimizer_state`` says."""
+    before = _section(manifest.state, "optimizer").get("name", config.optimizer.name)
+    return config.checkpoint.optimizer_state == "fresh" and before != config.optimizer.name
+
+
 def check_rule(manifest: Manifest, config: RunConfig, where: str) -> None:
     """Raise ConfigError if the checkpoint's optimizer state is another rule's: its tensors mean something else."""
     before = _section(manifest.state, "optimizer").get("name", config.optimizer.name)
+    if starts_fresh(manifest, config):
+        return
     if before != config.optimizer.name and any(piece.kind not in (WEIGHT, BUFFER) for piece in manifest.pieces):
         raise ConfigError(
             f'optimizer.name "{before}" -> "{config.optimizer.name}": {where} holds the state of "{before}". Set '
-            f'optimizer.name = "{before}", or begin another run with its weights: another name and '
+            f'optimizer.name = "{before}", let the new rule start afresh from its weights by '
+            'checkpoint.optimizer_state = "fresh", or begin another run with its weights: another name and '
             f'checkpoint.initial_weights = "{where}"'
         )
 

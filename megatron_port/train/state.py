@@ -23,17 +23,18 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.config.urls import is_remote
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
-from megatron_port.errors import CheckpointError, DamagedCheckpoint, PortError
+from megatron_port.engine.module import zero_moments
+from megatron_port.errors import CheckpointError, ConfigError, DamagedCheckpoint, PortError
 from megatron_port.interop.sidecar import model_of, tuning_of
 from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.saved_state import state_records
 from megatron_port.model.shapes import parameter_shapes
-from megatron_port.optim.rules import mixed_kinds, rule_of, state_kinds
+from megatron_port.optim.rules import OptimizerRule, mixed_kinds, rule_of, state_kinds, state_shapes
 from megatron_port.optim.schedules import learning_rate
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import BUFFER, WEIGHT
 from megatron_port.runtime.agreement import agree, agreed, broadcast_text
-from megatron_port.session.changes import check_batch, check_rule, check_seed
+from megatron_port.session.changes import check_batch, check_rule, check_seed, starts_fresh
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.identity import own_checkpoints
 from megatron_port.session.session import Session
@@ -169,18 +170,41 @@ def shape_fault(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]])
     return f"{wrong[0]} has shape {have[wrong[0]]}, the model's has {tuple(expected[wrong[0]])}" if wrong else None
 
 
-def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
+def check_resumable(checkpoint: Checkpoint, config: RunConfig, *, fresh: bool = False) -> None:
     """Raise DamagedCheckpoint if a tensor of the model, or state that the optimizer's rule keeps, is not there.
 
     An import of weights alone is of step 0; what was trained and has lost its state would resume as another run.
+    ConfigError: the state is of the same rule with options that give it another form. ``fresh``: only weights matter.
     """
     records = saved_records(config)
     parameters = {name: record.shape for name, record in records.items() if record.kind == WEIGHT}
+    rule = rule_of(config.optimizer)
     fault = shape_fault(checkpoint, parameters)
-    if fault is None:
-        fault = _state_fault(checkpoint, state_kinds(rule_of(config.optimizer), records.values()))
+    if fault is None and not fresh:
+        fault = _state_fault(checkpoint, state_kinds(rule, records.values()))
     if fault:
         raise DamagedCheckpoint(f"{checkpoint.path}: {fault}")
+    with_state = has_optimizer_state(checkpoint.kinds()) and not fresh
+    if with_state and (other := _form_fault(checkpoint, rule, records)):
+        raise ConfigError(
+            f"{checkpoint.path}: {other}; put the options of [optimizer] back, or begin another run with its weights: "
+            f'another name and checkpoint.initial_weights = "{checkpoint.path}"'
+        )
+
+
+def _form_fault(checkpoint: Checkpoint, rule: OptimizerRule, records: Mapping[str, ParameterRecord]) -> str | None:
+    """Return which state has another shape, or is of other codes, than the rule keeps with this run's options."""
+    for record in records.values():
+        for kind in rule.state(record) if record.kind == WEIGHT else ():
+            shape, dtype = checkpoint.shape(record.name, kind.name), checkpoint.dtype(record.name, kind.name)
+            kept = dtype if kind.dtype is None else kind.dtype
+            numbers = dtype.is_floating_point and kept.is_floating_point
+            if shape != kind.shape(record) or (dtype != kept and not numbers):
+                return (
+                    f"{kind.name} of {record.name} is {dtype} {shape}, and the optimizer keeps {kept} "
+                    f"{kind.shape(record)} with this run's options"
+                )
+    return None
 
 
 def _state_fault(checkpoint: Checkpoint, wanted: Mapping[str, Sequence[str]]) -> str | None:
@@ -221,12 +245,16 @@ def load_into(engine: Engine, path: Path, session: Session) -> Checkpoint:
         except CheckpointError:
             _check_describes_itself(checkpoint)
             raise
-        check_resumable(checkpoint, session.config)
+        fresh = starts_fresh(checkpoint.manifest, session.config)
+        check_resumable(checkpoint, session.config, fresh=fresh)
         if not has_optimizer_state(checkpoint.kinds()):  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
             read, close = resumed_reader(checkpoint, session)
-            engine.load_state(read, dict(checkpoint.scalars))
+            scalars = dict(checkpoint.scalars)
+            if fresh:  # of the scalars, fp16's loss scale is not the rule's
+                read, scalars = zero_moments(read), {k: v for k, v in scalars.items() if k.startswith("loss_scale")}
+            engine.load_state(read, scalars)
             close()
     except PortError as error:
         failure = error
@@ -302,6 +330,7 @@ def state_of(
     Args:
         records: of the whole model's parameters and buffers, on rank 0, whose state is the one that is written.
     """
+    rule = rule_of(config.optimizer)
     schedule = {
         "step": at.step, "steps": config.training.steps,
         "decay_steps": config.optimizer.decay_steps or config.training.steps,
@@ -323,7 +352,8 @@ def state_of(
         },
         rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
         tokenizer=at.tokenizer_identity or (identity(at.tokenizer) if at.tokenizer in NAMES else {}),
-        kinds=mixed_kinds(state_kinds(rule_of(config.optimizer), (records or {}).values())),
+        kinds=mixed_kinds(state_kinds(rule, (records or {}).values())),
+        shapes=state_shapes(rule, (records or {}).values()),
     )
 
 

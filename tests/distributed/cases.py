@@ -209,7 +209,7 @@ def run_case(
             order.emulate_rounding(engine.stage)  # type: ignore[attr-defined]
         batches = make(config, ctx, order if isinstance(order, Reordering) else None)
         return record_run(
-            engine, ctx, batches, steps=steps, lr=lambda step: LR, evaluate=True,
+            engine, ctx, batches, steps=steps, lr=lambda step: config.optimizer.lr, evaluate=True,
             # In half precision it would measure how Adam amplifies rounding (docs/parity.md).
             evaluate_after=config.precision.dtype in ("fp32", "fp64"), gradient_steps=gradient_steps,
         )

@@ -21,7 +21,7 @@ def of_example(folder: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("run", "layouts"), [
-    ("optimizer/lion", ("tp1pp1dp1", "tp2pp1dp2")),
+    ("optimizer/signum", ("tp1pp1dp1", "tp2pp1dp2")),
     ("loss/z_loss", ("tp1pp1dp1", "tp4pp1dp1")),
     ("source/copying", ("tp1pp1dp1", "tp1pp1dp4")),
     ("kernel/lean_swiglu", ("tp1pp1dp1", "tp2pp1dp1sp")),
@@ -72,11 +72,11 @@ def test_a_family_from_outside_is_imported_and_exported(commands: Commands, tmp_
         assert torch.equal(value, want[name]), name
 
 
-def test_lion_is_the_papers_formula() -> None:
+def test_signum_is_the_papers_formula() -> None:
     """Against plain Python over twenty updates of one element, through the engine's settings."""
     code = """
 import torch
-from lion_rule import LION
+from signum_rule import SIGNUM
 from megatron_port.optim.rules import UpdateSettings
 torch.manual_seed(0)
 master, state = torch.randn(5, dtype=torch.float64), {"exp_avg": torch.zeros(5, dtype=torch.float64)}
@@ -84,10 +84,9 @@ w, m = master.tolist(), [0.0] * 5
 for step in range(1, 21):
     g = torch.randn(5, dtype=torch.float64)
     for i, x in enumerate(g.tolist()):
-        u = 0.9 * m[i] + 0.1 * x
-        w[i] -= 0.01 * ((u > 0) - (u < 0) + 0.3 * w[i])
-        m[i] = 0.99 * m[i] + 0.01 * x
-    LION.update_(master, g, state, UpdateSettings(step=step, lr=0.01, weight_decay=0.3, beta1=0.9, beta2=0.99, eps=0))
+        m[i] = 0.9 * m[i] + 0.1 * x
+        w[i] -= 0.01 * ((m[i] > 0) - (m[i] < 0) + 0.3 * w[i])
+    SIGNUM.update_(master, g, state, UpdateSettings(step=step, lr=0.01, weight_decay=0.3, beta1=0.9, beta2=0.99, eps=0))
 torch.testing.assert_close(master, torch.tensor(w, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 torch.testing.assert_close(state["exp_avg"], torch.tensor(m, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 """

@@ -133,7 +133,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "file without hash": lambda b: b["files"][SHARD].pop("hash"),
     "file size negative": lambda b: b["files"][SHARD].update(size=-5),
     "other schema": lambda b: b.update(schema="x"),
-    "newer version": lambda b: b.update(version=3),
+    "newer version": lambda b: b.update(version=4),
     "version is true": lambda b: b.update(version=True),
     "block missing": lambda b: b["files"][SHARD]["blocks"].clear(),
     "block too many": lambda b: b["files"][SHARD]["blocks"].append("0" * 32),

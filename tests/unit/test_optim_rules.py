@@ -17,7 +17,15 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.format import kinds_fault, read_manifest
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.schema import BatchConfig, ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig
+from megatron_port.config.rule_options import SGDOptions
+from megatron_port.config.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.errors import CheckpointError, ConfigError, DamagedCheckpoint
@@ -29,14 +37,18 @@ from megatron_port.interop.staged import Stage
 from megatron_port.model import layers
 from megatron_port.model.build import BuildContext
 from megatron_port.model.saved_state import state_records
-from megatron_port.optim.rules import ElementwiseRule, UpdateSettings
+from megatron_port.optim.bucket_memory import StateShard
+from megatron_port.optim.buckets import ALIGN, plan_buckets
+from megatron_port.optim.rules import BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of
+from megatron_port.optim.state_layout import state_layouts
 from megatron_port.parallel.buffers import add_buffer, recorded_buffers
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.record import InitSpec, ParameterRecord
+from megatron_port.parallel.record import InitSpec, ParameterRecord, Shard
 from megatron_port.parallel.state import StatePiece
+from megatron_port.parallel.topology import Topology
 from megatron_port.registry import OPTIMIZERS
 from megatron_port.session.assemble import build_engine
-from megatron_port.session.changes import check_rule
+from megatron_port.session.changes import check_rule, starts_fresh
 from megatron_port.train.state import Position, check_resumable, shapes_of, state_of
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=19, seq_length=8)
@@ -225,3 +237,181 @@ def test_kinds_of_a_manifest_are_checked(mixed: RunConfig, tmp_path: Path) -> No
     inner = body.get("manifest", body)
     assert field_fault(inner, 2) is None
     assert "kinds.x is 7" in str(field_fault({**inner, "kinds": {"x": 7}}, 2))
+
+
+class Blocks(BlockRule):
+    """Momentum in one byte an element with a scale a block, and what it has seen of rows and columns."""
+
+    block = 8
+
+    def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
+        if not record.decay or record.shape[-1] % self.block:
+            return (StateKind("exp_avg"),)
+        return (
+            StateKind("codes", dtype=torch.int8), StateKind("scales", of="block", block=self.block),
+            StateKind("row_sum", of="row"), StateKind("column_sum", of="column"),
+        )
+
+    def update_(self, piece: StateShard, settings: UpdateSettings) -> None:
+        if "exp_avg" in piece.state:
+            piece.master.sub_(piece.state["exp_avg"].mul_(0.5).add_(piece.gradient), alpha=settings.lr)
+            return
+        assert piece.start % self.block == 0 and len(piece.master) == self.block * len(piece.state["scales"])
+        rows = piece.gradient.view(-1, self.block)
+        codes, scales = piece.state["codes"].view(-1, self.block), piece.state["scales"].unsqueeze(1)
+        momentum = (codes * scales).mul_(0.5).add_(rows)
+        scales.copy_(momentum.abs().amax(1, keepdim=True) / 127)
+        codes.copy_((momentum / scales.clamp_min(1e-30)).round())
+        piece.master.view(-1, self.block).sub_(codes * scales, alpha=settings.lr)
+
+
+def test_state_of_other_shapes_and_dtypes_resumes_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS._added, "blocks", Blocks())
+    config = RunConfig(
+        engine="native", seed=5, model=MODEL, batch=BatchConfig(global_batch_size=2),
+        optimizer=OptimizerConfig(name="blocks"), precision=PrecisionConfig(dtype="bf16"),
+    )
+    whole, first = engine_of(config), engine_of(config)
+    for engine in (whole, first):  # what no update here writes
+        for i, one in enumerate(engine.sharded.reduced):
+            one.tensor.copy_(torch.arange(one.tensor.numel()).view_as(one.tensor) + i)
+    train(whole, 0, 4)
+    train(first, 0, 2)
+    path = save(first, config, tmp_path, 2)
+    assert '"version":3' in (path / "manifest.json").read_text()
+    checkpoint = open_checkpoint(path)
+    name = "layers.1.mlp.up.weight"
+    assert checkpoint.dtype(name, "codes") == torch.int8 and checkpoint.shape(name, "codes") == (64, 16)
+    assert checkpoint.shape(name, "scales") == (64, 2) and checkpoint.shape(name, "row_sum") == (64,)
+    assert checkpoint.shape(name, "column_sum") == (16,) and "exp_avg" in checkpoint.kinds()
+    again = resumed(config, checkpoint)
+    train(again, 2, 2)
+    want, found = state(whole), state(again)
+    assert want.keys() == found.keys() and all(torch.equal(want[key], found[key]) for key in want)
+    shapes = read_manifest(path).state.shapes
+    assert shapes[name]["scales"] == (64, 2)
+    out = export_dcp(checkpoint, tmp_path / "dcp")
+    (tmp_path / "staged").mkdir()
+    back = open_checkpoint(commit_import(read_dcp(out, Stage(tmp_path / "staged")), tmp_path / "back", source=out))
+    assert back.kinds() == checkpoint.kinds() and back.shape(name, "scales") == (64, 2)
+    monkeypatch.setattr(Blocks, "block", 4)  # the same rule with other blocks
+    with pytest.raises(ConfigError, match=r"scales of .* is torch.float32 .*, and the optimizer keeps"):
+        check_resumable(checkpoint, config)
+
+
+def test_a_tensor_of_another_shape_than_declared_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS._added, "blocks", Blocks())
+    config = RunConfig(engine="native", model=MODEL, optimizer=OptimizerConfig(name="blocks"))
+    engine, records = engine_of(config), state_records(config.model)
+    saved = state_of(engine, config, Position(step=1, samples=2, skipped=0), records)
+    shapes = {name: {**each, "scales": (1, 2)} for name, each in saved.shapes.items()}
+    with pytest.raises(CheckpointError, match=r"scales of .* was saved as .*; the optimizer's rule says \(1, 2\)"):
+        save_checkpoint(tmp_path, replace(saved, shapes=shapes), engine.state_pieces(), expected=shapes_of(records))
+    path = save_checkpoint(tmp_path, saved, engine.state_pieces(), expected=shapes_of(records))
+    body = json.loads((path / "manifest.json").read_text())["manifest"]
+    from megatron_port.checkpoint.format import _Parser
+
+    with pytest.raises(DamagedCheckpoint, match="the shapes of .* differ from kind to kind"):
+        _Parser("here", 3).manifest({**body, "shapes": {}})
+    with pytest.raises(DamagedCheckpoint, match="shapes.x is 7"):
+        _Parser("here", 3).manifest({**body, "shapes": {"x": 7}})
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_state_lies_where_its_parameters_do(shards: int) -> None:
+    """No block is in two shares, and what only some parameters have takes memory for those."""
+    mesh = Topology(dp=shards).mesh
+    records = [
+        slice_record("a", (3, 40), init=InitSpec("zeros"), decay=True),
+        slice_record("b", (7,), init=InitSpec("zeros"), decay=False),
+        slice_record("c", (5, 16), init=InitSpec("zeros"), decay=True),
+    ]
+    rule = Blocks()
+    listed = [(i, r, r.numel) for i, r in enumerate(records)]
+    (plan,) = plan_buckets(
+        [listed], mesh, first=mesh.factors("dp"), split=True, capacity=1000, align=rule.alignment
+    )
+    seen = {(kind.name, i): [0] * torch.Size(kind.shape(r)).numel() for i, r in enumerate(records)
+            for kind in rule.state(r)}
+    for shard in range(shards):
+        for layout in state_layouts(plan, shard, records, rule):
+            end = 0
+            for r in layout.ranges:
+                assert r.at >= end and (end := r.at + r.numel) <= layout.numel
+                for e in range(r.start, r.start + r.numel):
+                    seen[layout.kind.name, r.index][e] += 1
+            if layout.kind.name == "exp_avg":
+                assert layout.numel in (0, ALIGN)
+    for (name, _), counts in seen.items():
+        assert set(counts) == {shards if name in ("row_sum", "column_sum") else 1}
+
+
+def test_a_layout_that_cuts_a_block_is_refused() -> None:
+    record = slice_record("layers.0.mlp.down.weight", (4, 32), init=InitSpec("zeros"), decay=True)
+    half = replace(record, local_shape=(4, 12), extent=(4, 12), shards=(Shard(1, ("tp",)),))
+    kind = StateKind("scales", of="block", block=8)
+    assert kind.place(replace(half, local_shape=(4, 16), extent=(4, 16))).local_shape == (4, 2)
+    with pytest.raises(ConfigError, match="a value for each block of 8 elements of a row, and this rank holds 12"):
+        kind.place(half)
+
+
+def reference(name: str, p: torch.Tensor, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of torch that a rule follows."""
+    if name == "sgd":
+        sgd = options.sgd
+        return torch.optim.SGD([p], lr=0.01, momentum=sgd.momentum, dampening=sgd.dampening, nesterov=sgd.nesterov,
+                               weight_decay=0.1)
+    return torch.optim.Adagrad([p], lr=0.01, eps=1e-8, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("sgd", OptimizerConfig(name="sgd")), ("adagrad", OptimizerConfig(name="adagrad")),
+    ("sgd", OptimizerConfig(name="sgd", sgd=SGDOptions(momentum=0.8, nesterov=True))),
+    ("sgd", OptimizerConfig(name="sgd", sgd=SGDOptions(momentum=0.8, dampening=0.3))),
+    ("sgd", OptimizerConfig(name="sgd", sgd=SGDOptions(momentum=0.0))),
+])
+def test_rules_of_elements_are_torchs(name: str, options: OptimizerConfig) -> None:
+    rule, generator = rule_of(options), torch.Generator().manual_seed(3)
+    assert isinstance(rule, ElementwiseRule)
+    p = torch.randn(300, dtype=torch.float64, generator=generator)
+    mine, record = p.clone(), slice_record("p", (300,), init=InitSpec("zeros"), decay=True)
+    kept = {kind: torch.zeros_like(p) for kind in rule.kinds(record)}
+    theirs = reference(name, p, options)
+    for step in range(1, 12):
+        p.grad = torch.randn(300, dtype=torch.float64, generator=generator)
+        settings = UpdateSettings(step=step, lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+        rule.update_(mine[:100], p.grad[:100].clone(), {k: v[:100] for k, v in kept.items()}, settings)
+        rule.update_(mine[100:], p.grad[100:].clone(), {k: v[100:] for k, v in kept.items()}, settings)
+        theirs.step()
+        torch.testing.assert_close(mine, p.detach(), rtol=1e-14, atol=1e-14)
+
+
+def test_lion_is_the_papers_formula() -> None:
+    """Against plain Python (Chen et al., arXiv 2302.06675, algorithm 2)."""
+    rule = rule_of(OptimizerConfig(name="lion"))
+    assert isinstance(rule, ElementwiseRule)
+    generator = torch.Generator().manual_seed(1)
+    master, kept = torch.randn(5, dtype=torch.float64, generator=generator), torch.zeros(5, dtype=torch.float64)
+    w, m = master.tolist(), [0.0] * 5
+    for step in range(1, 21):
+        g = torch.randn(5, dtype=torch.float64, generator=generator)
+        for i, x in enumerate(g.tolist()):
+            u = 0.9 * m[i] + 0.1 * x
+            w[i] -= 0.01 * ((u > 0) - (u < 0) + 0.3 * w[i])
+            m[i] = 0.99 * m[i] + 0.01 * x
+        rule.update_(master, g, {"exp_avg": kept},
+                     UpdateSettings(step=step, lr=0.01, weight_decay=0.3, beta1=0.9, beta2=0.99, eps=0))
+    torch.testing.assert_close(master, torch.tensor(w, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_another_rule_starts_fresh_where_that_is_said(mixed: RunConfig, tmp_path: Path) -> None:
+    engine = engine_of(mixed)
+    train(engine, 0, 1)
+    manifest = read_manifest(save(engine, mixed, tmp_path, 1))
+    other = replace(mixed, optimizer=OptimizerConfig(name="lion"), checkpoint=CheckpointConfig(optimizer_state="fresh"))
+    assert starts_fresh(manifest, other) and not starts_fresh(manifest, replace(other, optimizer=mixed.optimizer))
+    check_rule(manifest, other, "there")
+    check_resumable(open_checkpoint(tmp_path / "step-00000001"), other, fresh=True)
+    assert not starts_fresh(manifest, replace(other, checkpoint=CheckpointConfig()))

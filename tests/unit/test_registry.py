@@ -14,7 +14,7 @@ from megatron_port.errors import ConfigError
 from megatron_port.registry import OPTIMIZERS, REGISTRIES, Registry
 
 ROOT = Path(__file__).resolve().parents[2]
-LION = ROOT / "examples" / "optimizer"
+EXAMPLE = ROOT / "examples" / "optimizer"
 
 
 def python(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
@@ -61,16 +61,17 @@ def test_the_package_finds_its_own() -> None:
 
 
 def test_a_plugin_is_loaded_before_the_checks_and_without_torch(tmp_path: Path) -> None:
-    run = run_file(tmp_path, 'engine = "native"\nplugins = ["lion"]\n[optimizer]\nname = "lion"')
+    run = run_file(tmp_path, 'engine = "native"\nplugins = ["signum"]\n[optimizer]\nname = "signum"')
     found = python(
         f"import sys; from megatron_port.config.loader import load; from megatron_port.config.checks import problems\n"
         f"config = load({str(run)!r}).config; print(config.plugins, problems(config), 'torch' in sys.modules)\n"
         f"load({str(run)!r})",  # a second time in a process is nothing new
-        LION,
+        EXAMPLE,
     )
-    assert (found.returncode, found.stdout.strip()) == (0, "('lion',) [] False"), found.stderr
-    unloaded = problems(load(None, ["optimizer.name=lion", "engine=native", "data.synthetic=true"]).config)
-    assert unloaded == ["optimizer.name 'lion' is unknown; use adamw"]
+    assert (found.returncode, found.stdout.strip()) == (0, "('signum',) [] False"), found.stderr
+    unloaded = problems(load(None, ["optimizer.name=signum", "engine=native", "data.synthetic=true"]).config)
+    known = "adamw, lion, sgd, adagrad, adafactor, came, sm3, lamb, muon"
+    assert unloaded == [f"optimizer.name 'signum' is unknown; use {known}"]
 
 
 @pytest.mark.parametrize(("source", "says"), [
@@ -94,26 +95,26 @@ def test_a_plugin_that_cannot_be_loaded_is_named(
 
 
 def test_an_entry_point_is_found_where_a_name_is_not_known(tmp_path: Path) -> None:
-    info = tmp_path / "lion_package-1.0.dist-info"
+    info = tmp_path / "signum_package-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lion-package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[megatron_port.plugins]\nlion = lion\nbroken = not_installed\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signum-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[megatron_port.plugins]\nlion = signum\nbroken = not_installed\n")
     code = (
         "from megatron_port.config.loader import load\nfrom megatron_port.registry import OPTIMIZERS\n"
         "load(None, ['optimizer.name={}'])\nprint(OPTIMIZERS.added)"
     )
-    assert python(code.format("adamw"), LION, tmp_path).stdout.strip() == "()"  # not even looked at
-    broken = python(code.format("lion"), LION, tmp_path)
+    assert python(code.format("adamw"), EXAMPLE, tmp_path).stdout.strip() == "()"  # not even looked at
+    broken = python(code.format("signum"), EXAMPLE, tmp_path)
     assert "the installed plugin broken (not_installed) cannot be loaded: ModuleNotFoundError" in broken.stderr
-    (info / "entry_points.txt").write_text("[megatron_port.plugins]\nlion = lion\n")
-    found = python(code.format("lion"), LION, tmp_path)
-    assert found.stdout.strip() == "('lion',)", found.stderr
+    (info / "entry_points.txt").write_text("[megatron_port.plugins]\nlion = signum\n")
+    found = python(code.format("signum"), EXAMPLE, tmp_path)
+    assert found.stdout.strip() == "('signum',)", found.stderr
 
 
 def test_engines_and_providers_that_have_no_update_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIMIZERS._added, "lion", "lion_rule:LION")
-    deepspeed = problems(load(None, ["optimizer.name=lion", "data.synthetic=true"]).config)
-    assert len(deepspeed) == 1 and "engine deepspeed has no update for optimizer.name 'lion'" in deepspeed[0]
-    own = ["optimizer.name=lion", "data.synthetic=true", "engine=native", "backend.optimizer=own"]
+    monkeypatch.setitem(OPTIMIZERS._added, "signum", "signum_rule:SIGNUM")
+    deepspeed = problems(load(None, ["optimizer.name=signum", "data.synthetic=true"]).config)
+    assert len(deepspeed) == 1 and "engine deepspeed has no update for optimizer.name 'signum'" in deepspeed[0]
+    own = ["optimizer.name=signum", "data.synthetic=true", "engine=native", "backend.optimizer=own"]
     (problem,) = problems(load(None, own).config)
-    assert "is an update of adamw, not of optimizer.name 'lion'" in problem
+    assert "is an update of adamw, not of optimizer.name 'signum'" in problem

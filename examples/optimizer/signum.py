@@ -1,4 +1,4 @@
-"""The plugin: ``plugins = ["lion"]`` in a run file, with this folder on PYTHONPATH.
+"""The plugin: ``plugins = ["signum"]`` in a run file, with this folder on PYTHONPATH.
 
 It names the rule without importing it, so that ``megatron-port config check`` does not import torch. The planner
 imports it, to ask what it keeps of each parameter.
@@ -6,4 +6,4 @@ imports it, to ask what it keeps of each parameter.
 
 from megatron_port.registry import OPTIMIZERS
 
-OPTIMIZERS.add("lion", "lion_rule:LION")
+OPTIMIZERS.add("signum", "signum_rule:SIGNUM")

@@ -1,0 +1,80 @@
+"""What an optimizer step of the native engine is, and one whose skipping and clipping the host decides."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from megatron_port.config.schema import OptimizerConfig
+from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.step_values import StepValues
+
+SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
+
+
+class Update(Protocol):
+    """Updates the masters and the state of ``ShardedParameters.pieces`` in place."""
+
+    square_norm: SquareNorm
+    """Of a list of tensors; None: torch's ops."""
+
+    @property
+    def steps(self) -> int:
+        """Updates taken; reading it may wait for the device."""
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates, when masters and state have been loaded."""
+
+    def step(
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the pieces' gradients, which carry the loss scale; nothing happens if their norm is not finite or above
+        its limit, or ``veto`` (float32 scalar on the device) is not zero.
+
+        ``square``: squared global L2 norm of the gradients as they are, a scalar on the device.
+
+        Returns the norm without the factor and before clipping, and whether nothing happened: scalars on the device.
+        """
+
+
+class HostUpdate(ABC):
+    """An update whose skipping and clipping the host decides."""
+
+    square_norm: SquareNorm = None
+
+    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
+        self.config, self.sharded, self._steps = config, sharded, 0
+
+    @property
+    def steps(self) -> int:
+        """Updates taken."""
+        return self._steps
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates (:meth:`Update.restore`)."""
+        self._steps = steps
+
+    def step(
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = values.host.scale
+        norm = square.sqrt() / scale
+        size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
+        if vetoed or not size <= values.host.largest_norm:
+            return norm, torch.ones_like(veto)
+        clip = self.config.clip_grad
+        factor = (clip / (size + 1e-6) if 0.0 < clip < size else 1.0) / scale
+        if factor != 1.0:
+            for piece in self.sharded.pieces:
+                piece.gradient.mul_(factor)
+        self._apply(values.host.lr)
+        self._steps += 1
+        self.sharded.publish()
+        return norm, veto
+
+    @abstractmethod
+    def _apply(self, lr: float) -> None:
+        """Update masters and state from the pieces' gradients, which are unscaled and clipped."""

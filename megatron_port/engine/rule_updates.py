@@ -1,0 +1,97 @@
+"""The native engine's updates by rules other than AdamW, torch's ops on the device; the host decides about skipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_port.config.schema import OptimizerConfig
+from megatron_port.engine.host_update import HostUpdate
+from megatron_port.optim.bucket_memory import StateShard
+from megatron_port.optim.matrices import MatrixExchange, MatrixRule, shapes_of
+from megatron_port.optim.rules import BlockRule, ElementwiseRule, UpdateSettings
+from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.sums import SumsRule, logical_tensors, run_rounds
+from megatron_port.parallel.record import ParameterRecord
+
+
+def settings_of(
+    config: OptimizerConfig, *, step: int, lr: float, seed: int
+) -> Callable[[ParameterRecord], UpdateSettings]:
+    """Return the hyperparameters of each parameter in update ``step``."""
+    decaying, other = (
+        UpdateSettings(
+            step=step, lr=lr, weight_decay=decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps, seed=seed
+        )
+        for decay in (config.weight_decay, 0.0)
+    )
+    return lambda record: decaying if record.decay else other
+
+
+class RuleUpdate(HostUpdate):
+    """An element-wise rule, or one of blocks, piece by piece."""
+
+    def __init__(
+        self, sharded: ShardedParameters, config: OptimizerConfig, rule: ElementwiseRule | BlockRule, *, seed: int
+    ) -> None:
+        super().__init__(sharded, config)
+        self.rule, self.seed = rule, seed
+
+    @torch.no_grad()
+    def _apply(self, lr: float) -> None:
+        settings = settings_of(self.config, step=self.steps + 1, lr=lr, seed=self.seed)
+        for p in self.sharded.pieces:
+            if isinstance(self.rule, BlockRule):
+                self.rule.update_(p, settings(p.record))
+            else:
+                self.rule.update_(p.master, p.gradient, p.state, settings(p.record))
+
+
+class SumsUpdate(HostUpdate):
+    """A rule that needs sums over rows, columns and matrices: all parameters in step, their sums reduced together."""
+
+    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig, rule: SumsRule, *, seed: int) -> None:
+        super().__init__(sharded, config)
+        self.rule, self.seed, self.tensors = rule, seed, logical_tensors(sharded)
+
+    @torch.no_grad()
+    def _apply(self, lr: float) -> None:
+        settings = settings_of(self.config, step=self.steps + 1, lr=lr, seed=self.seed)
+        run_rounds([self.rule.rounds(tensor, settings(tensor.record)) for tensor in self.tensors])
+
+
+class MatrixUpdate(HostUpdate):
+    """A rule that needs whole matrices: they come together on their owners and go back."""
+
+    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig, rule: MatrixRule, *, seed: int) -> None:
+        super().__init__(sharded, config)
+        narrow = sharded.buckets[0].weights.dtype in (torch.bfloat16, torch.float16)
+        self.rule, self.seed = rule, seed
+        self.exchange = MatrixExchange(sharded, rule, torch.bfloat16 if narrow else sharded.wide)
+
+    @torch.no_grad()
+    def _apply(self, lr: float) -> None:
+        settings, rule = settings_of(self.config, step=self.steps + 1, lr=lr, seed=self.seed), self.rule
+        matrices = [p for p in self.sharded.pieces if rule.takes(p.record)]
+        for p in self.sharded.pieces:
+            if not rule.takes(p.record):
+                rule.update_(p.master, p.gradient, p.state, settings(p.record))
+        for p in matrices:
+            rule.prepare_(p.gradient, p.state, settings(p.record))
+        self.exchange.run()
+        for p in matrices:
+            self._apply_piece(p, settings(p.record))
+
+    def _apply_piece(self, p: StateShard, settings: UpdateSettings) -> None:
+        factors = [self.rule.factor(*shape) for shape in shapes_of(p.record)]
+        if len(factors) > 1:
+            # Of several matrices in one, the factor of each row's.
+            columns = p.record.local_shape[-1]
+            elements = torch.arange(p.start, p.start + p.gradient.numel(), device=p.gradient.device)
+            number = (elements // columns + p.record.offset[-2]) % sum(p.record.row_runs)
+            ends = torch.tensor(p.record.row_runs, device=number.device).cumsum(0)
+            of = torch.tensor(factors, dtype=p.gradient.dtype, device=number.device)
+            p.gradient.mul_(of[torch.searchsorted(ends, number, right=True)])
+            factors = [1.0]
+        self.rule.apply_(p.master, p.gradient, factors[0], settings)
