@@ -34,10 +34,10 @@ class FineTuningConfig:
     dropout: Fraction = 0.0
     """Probability, on what A reads (lora)."""
     targets: tuple[str, ...] = ()
-    """Matrices with an adapter: query, key, value, output, gate, up, down, of latent attention query_down, query_up,
-    kv_down, kv_up in place of the first three; empty: all that the model has."""
+    """Matrices with an adapter: query, key, value, output, gate, up, down; for latent attention query_down, query_up,
+    kv_down, kv_up instead of the first three. Empty: all that the model has."""
     adapters: str = ""
-    """PEFT folder that the adapters start from; empty: A is drawn and B is zero, as PEFT begins."""
+    """PEFT folder that the adapters start from; empty: A is drawn and B is zero, as in PEFT."""
 
     @property
     def enabled(self) -> bool:

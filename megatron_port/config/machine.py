@@ -35,19 +35,19 @@ class ClusterConfig:
     memory_gb: NonNegative = 0.0
     """Memory of one device, 10^9 bytes; 0: unknown."""
     device_label: str = "device"
-    """What a rank's device is called, e.g. "GCD"."""
+    """Name of a rank's device, e.g. "GCD"."""
     cores_per_task: CountOrZero = 0
     """CPU cores of one rank (srun -c); 0: SLURM's default."""
     interface: str = ""
     """Network interface whose address on the first node is the master's; empty: what its name resolves to."""
     modules: tuple[str, ...] = ()
-    """Modules that a job loads, in order."""
+    """Modules that a job loads, in this order."""
     environment: tuple[str, ...] = ()
     """NAME=value, exported by a job; {job_id}, {user} and {local_disk} are filled in on the node."""
     sbatch_options: tuple[str, ...] = ()
-    """Further sbatch options of every job on this machine, one each, e.g. "--constraint=gpu"."""
+    """Further sbatch options of every job on this machine, one per entry, e.g. "--constraint=gpu"."""
     srun_options: tuple[str, ...] = ()
-    """Further options of the srun that starts the ranks, one each, e.g. "--gpus-per-task=1"."""
+    """Further options of the srun that starts the ranks, one per entry, e.g. "--gpus-per-task=1"."""
     local_disk: AbsolutePath = "/tmp"
     """Folder on each node's own disk, for a staged environment; {job_id} and {user} are filled in."""
     partition: str = ""
@@ -65,15 +65,16 @@ class HardwareConfig:
     """Device and links, for the planner. One direction, decimal units; 0 in a rate: not known, and then not planned."""
 
     device: str = ""
-    """What it is called, e.g. "A100-SXM4-80GB"."""
+    """Name of the device, e.g. "A100-SXM4-80GB"."""
     matmul_tflops: NonNegative = 0.0
-    """Largest rate that big bf16/fp16 products with fp32 accumulation reach (cluster.peak_tflops: the datasheet's)."""
+    """Highest rate that large bf16/fp16 products with fp32 accumulation reach (cluster.peak_tflops is the
+    datasheet's)."""
     fp32_matmul_tflops: NonNegative = 0.0
     """The same for fp32 products; 0: a quarter of matmul_tflops. fp64 is taken as half of it."""
     fp8_peak_tflops: NonNegative = 0.0
     """Peak dense fp8 rate; 0: no fp8."""
     fp8_matmul_tflops: NonNegative = 0.0
-    """Largest rate that big fp8 products reach."""
+    """Highest rate that large fp8 products reach."""
     compute_units: CountOrZero = 0
     """SMs or CUs of a device: tiles of a product that run at once."""
     tile_rows: Count = 256
@@ -81,7 +82,7 @@ class HardwareConfig:
     tile_columns: Count = 128
     """Columns of that tile."""
     inner_fill: CountOrZero = 128
-    """Steps along the inner dimension that filling and emptying a tile's pipeline costs; k / (k + fill) is left."""
+    """Steps along the inner dimension that filling and emptying a tile's pipeline costs: efficiency k / (k + fill)."""
     attention_forward_tflops: NonNegative = 0.0
     """Rate of the fused attention's forward, over the operations of the causal half; 0: no fused attention."""
     attention_backward_tflops: NonNegative = 0.0
@@ -97,7 +98,7 @@ class HardwareConfig:
     fragmentation: Fraction = 0.03
     """Share of what is allocated that the caching allocator loses to holes."""
     host_link_gb: NonNegative = 0.0
-    """A device to its host's memory, each way, 10^9 bytes/s; 0: offload is not planned in time."""
+    """Bandwidth from a device to its host's memory, each way, 10^9 bytes/s; 0: the time of offload is not planned."""
     host_memory_gb: NonNegative = 0.0
     """Memory of a node's host, 10^9 bytes; 0: not known."""
     host_bandwidth_gb: NonNegative = 0.0
@@ -109,11 +110,11 @@ class HardwareConfig:
     nvme_write_gb: NonNegative = 0.0
     """Rate of writes, in the same unit."""
     package_devices: Count = 1
-    """Devices that share a package (2 GCDs an MI250X)."""
+    """Devices that share a package (2 GCDs per MI250X)."""
     package_gb: NonNegative = 0.0
-    """A device to the other in its package, each way, 10^9 bytes/s; 0 with package_devices 1."""
+    """Bandwidth from a device to the other in its package, each way, 10^9 bytes/s; 0 with package_devices 1."""
     node_gb: NonNegative = 0.0
-    """A device to the others of its node, all links together, each way, 10^9 bytes/s."""
+    """Bandwidth from a device to the others of its node, all links together, each way, 10^9 bytes/s."""
     node_efficiency: Share = 0.8
     """Share of package_gb and node_gb that a ring collective on large buffers reaches."""
     node_latency_us: NonNegative = 5.0
@@ -121,7 +122,7 @@ class HardwareConfig:
     nics: CountOrZero = 0
     """Network adapters per node; 0: one node only."""
     nic_gb: NonNegative = 0.0
-    """One adapter, each way, 10^9 bytes/s."""
+    """Bandwidth of one adapter, each way, 10^9 bytes/s."""
     network_efficiency: Share = 0.8
     """Share of the adapters' bandwidth that a large collective or transfer between nodes reaches."""
     network_latency_us: NonNegative = 15.0
@@ -129,7 +130,7 @@ class HardwareConfig:
     nodes_per_group: CountOrZero = 0
     """Nodes below one level of the network (dragonfly group, pod); 0: one level."""
     group_taper: Share = 1.0
-    """Bandwidth a node has out of its group over that into the network (1: not tapered)."""
+    """Bandwidth of a node out of its group, relative to that into the network (1: not tapered)."""
     jitter: NonNegative = 0.015
     """Spread (one sigma, share of the time) between equal devices at equal work; a job runs at the slowest's pace."""
 
@@ -139,7 +140,7 @@ class CalibrationConfig:
     """Corrections of the hardware's rates for a whole cluster: measured, or from at most three named rows."""
 
     matmul_scale: Positive = 1.0
-    """Multiplies matmul_tflops, fp32_matmul_tflops and fp8_matmul_tflops; fused attention has rates of its own."""
+    """Multiplies matmul_tflops, fp32_matmul_tflops and fp8_matmul_tflops; fused attention has its own rates."""
     memory_scale: Positive = 1.0
     """Multiplies the achieved memory bandwidth."""
     network_scale: Positive = 1.0
@@ -157,7 +158,7 @@ class LaunchConfig:
     time: str = "02:00:00"
     """Wall time, [days-]hours:minutes:seconds."""
     sbatch_options: tuple[str, ...] = ()
-    """Further sbatch options, one each; they win over the cluster's."""
+    """Further sbatch options, one per entry; they override the cluster's."""
     environment: tuple[str, ...] = ()
     """NAME=value, exported after the cluster's."""
     python: str = ""
@@ -165,20 +166,20 @@ class LaunchConfig:
     stage: str = ""
     """Archive (.tar) of a Python environment that is copied to each node's own disk first; empty: none."""
     when_stopped: Literal["requeue", "chain", "stop"] = "requeue"
-    """What follows a job that saved before its end: requeue (scontrol) | chain (a new job) | stop"""
+    """What happens after a job that saved before its end: requeue (scontrol) | chain (a new job) | stop"""
     when_failed: Literal["requeue", "chain", "stop"] = "requeue"
-    """What follows a node failure, a lost rank or a hang: requeue | chain | stop. Other faults always stop."""
+    """What happens after a node failure, a lost rank or a hang: requeue | chain | stop. Other faults always stop."""
     max_attempts: Count = 3
     """Failed attempts in a row at the same step after which the run stops."""
     memory_check: Literal["stop", "warn", "off"] = "stop"
-    """stop (exit 2 before any process meets) | warn | off: what follows where the planner says that a run cannot fit
-    its devices (cluster.memory_gb; only clusters with a [hardware] section)."""
+    """stop (exit 2 before any process meets) | warn | off: what happens if, according to the planner, a run cannot fit
+    its devices (cluster.memory_gb; only for clusters with a [hardware] section)."""
     signal_seconds: Annotated[int, between(1, 65535)] = 300
     """SIGUSR1 comes this long before the time limit: enough for the longest step and a save."""
     preflight: bool = False
     """Check every node, and the network between them, before the ranks start."""
     spare_nodes: CountOrZero = 0
-    """Nodes allocated beyond the layout's, so that preflight can leave bad ones out."""
+    """Nodes allocated beyond the layout's, so that preflight can exclude bad ones."""
     rendezvous_timeout: Positive = 300.0
     """Seconds for all ranks to report."""
     collective_timeout: Positive = 1800.0
@@ -190,7 +191,7 @@ class PreflightConfig:
     """What a healthy node and network show at least. 0: not checked against a number (only against the other nodes)."""
 
     matmul_tflops: NonNegative = 0.0
-    """Dense matmul of one device in bf16 (fp32 on a CPU), TFLOP/s."""
+    """Dense matmul rate of one device in bf16 (fp32 on a CPU), TFLOP/s."""
     share_of_median: Annotated[float, between(0, 1)] = 0.8
     """Each device and link must reach this share of the median over all nodes."""
     free_memory_gb: NonNegative = 0.0
@@ -202,7 +203,7 @@ class PreflightConfig:
     network_busbw_gb: NonNegative = 0.0
     """All-reduce bus bandwidth over all nodes, 10^9 bytes/s."""
     link_gb: NonNegative = 0.0
-    """Point-to-point between two nodes, one direction, 10^9 bytes/s."""
+    """Point-to-point bandwidth between two nodes, one direction, 10^9 bytes/s."""
     network_plugin: str = ""
     """Network that NCCL or RCCL must have loaded, e.g. "AWS Libfabric" (OFI plug-in); empty: any."""
 
@@ -218,20 +219,20 @@ class WatchConfig:
     hang_seconds: Annotated[float, at_least(3)] = 10.0
     """A rank that makes no progress for this long, and for hang_steps steps, is hung: the run ends with exit 7."""
     hang_steps: Annotated[float, at_least(1)] = 3.0
-    """In median steps."""
+    """The same limit in median steps."""
     data_seconds: NonNegative = 0.0
-    """While a rank reads samples; 0: as elsewhere in a step. Raise it where the file system stalls."""
+    """Limit while a rank reads samples; 0: the same as elsewhere in a step. Raise it where the file system stalls."""
     start_seconds: Positive = 1800.0
-    """Without progress of any rank until the end of the first step (model, checkpoint, connections, kernels)."""
+    """Limit without progress of any rank until the end of the first step (model, checkpoint, connections, kernels)."""
     connect_seconds: Positive = 120.0
-    """Without progress of any rank while the groups' communicators are made, at the very start."""
+    """Limit without progress of any rank while the groups' communicators are made, at the start."""
     evaluate_seconds: Positive = 600.0
-    """Without progress of any rank in an evaluation."""
+    """Limit without progress of any rank in an evaluation."""
     save_seconds: Positive = 1800.0
-    """Without progress of any rank while a checkpoint is saved."""
+    """Limit without progress of any rank while a checkpoint is saved."""
     straggler_percent: NonNegative = 25.0
     """A rank whose own work takes this much longer than that of its stage's other ranks is named; 0: never."""
     straggler_windows: Count = 3
-    """For so many windows in a row."""
+    """Windows in a row before it is named."""
     straggler_steps: Count = 20
-    """Steps of a window; at least 5 s."""
+    """Steps in a window, which lasts at least 5 s."""

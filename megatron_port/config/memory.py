@@ -14,17 +14,17 @@ class ActivationsConfig:
 
     policy: Literal["none", "selective", "full", "plan", "profile"] = "none"
     """none (keep everything) | selective (recompute the attention core) | full (recompute each layer from its input) |
-    plan (recompute, swap to the host or partition over tensor-parallel ranks what costs least time for the memory that
-    lacks, stage by stage; needs a cluster with [hardware]) | profile (as plan, from what the first steps measure;
-    they recompute everything)"""
+    plan (for each stage, recompute, swap to the host or partition over tensor-parallel ranks what frees the missing
+    memory in the least time; needs a cluster with [hardware]) | profile (like plan, from measurements of the first
+    steps, which recompute everything)"""
     budget: NonNegative = 0.0
     """plan, profile: GiB of one device for activations and the working memory of a layer; 0: what the rest leaves of
     cluster.memory_gb."""
     measure: Count = 3
-    """profile: steps of an attempt that are measured."""
+    """profile: steps that an attempt measures."""
     layers: tuple[str, ...] = ()
-    """plan: sites that each layer does not keep, joined by +, one entry for each layer: SITE (recompute), SITE:swap or
-    SITE:partition; empty: found by the planner when the run starts, and written to its folder."""
+    """plan: sites that each layer does not keep, joined by +, one entry per layer: SITE (recompute), SITE:swap or
+    SITE:partition; empty: the planner finds them when the run starts, and they are written to its folder."""
 
     @property
     def recompute(self) -> Literal["none", "selective", "full"]:

@@ -53,9 +53,10 @@ class ModelConfig:
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
     rotary_percent: Share = 1.0
-    """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest knows no position."""
+    """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest has no position."""
     window_rope_theta: NonNegative = 0.0
-    """Base of the rotary frequencies of layers with a window, which are not scaled (Gemma 3); 0: as in other layers."""
+    """Base of the rotary frequencies of layers with a window, which are not scaled (Gemma 3); 0: the same as in other
+    layers."""
     rope_pattern: tuple[Literal["rope", "none"], ...] = ()
     """Which layers rotate, each "rope" or "none" (SmolLM3: three and one), repeated over the layers; empty: all."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -80,18 +81,18 @@ class ModelConfig:
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization before attention, before the MLP and before the head."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Norms of attention and MLP: of what they read (pre), of what they add (post: OLMo 2), or both (Gemma 2)."""
+    """Where the norms of attention and MLP are: before them (pre), after them (post: OLMo 2), or both (Gemma 2)."""
     norm_zero_centered: bool = False
     """Norms multiply by 1 + weight, and weights start at 0 (Gemma)."""
     parallel_residual: bool = False
     """Attention and MLP both read the layer's input (GPT-J, GPT-NeoX), instead of one after the other."""
     kv_lora_rank: SizeOrZero = 0
     """Size of the latent from which every head's keys and values are made (multi-head latent attention, DeepSeek-V2,
-    arXiv 2405.04434); 0: none. Then head_dim is that of queries and keys, and there are no query groups."""
+    arXiv 2405.04434); 0: none. head_dim is then the size of queries and keys, and there are no query groups."""
     q_lora_rank: SizeOrZero = 0
     """Latent attention: size of the latent from which queries are made; 0: they come from the input."""
     qk_rope_head_dim: SizeOrZero = 0
-    """Latent attention: elements of a head that rope rotates; those of the keys are one for all heads."""
+    """Latent attention: elements of a head that rope rotates; all heads share those of the keys."""
     v_head_dim: SizeOrZero = 0
     """Latent attention: elements of a value; 0: as many as head_dim."""
     shared_norm: bool = False
@@ -137,18 +138,18 @@ class ModelConfig:
     logits_softcap: NonNegative = 0.0
     """Bound c of the logits, c · tanh(logit / c) (Gemma 2); 0: none."""
     sliding_window: CountOrZero = 0
-    """Keys that a query of a windowed layer sees at most, itself included; 0: no layer has a window."""
+    """Most keys that a query of a windowed layer sees, itself included; 0: no layer has a window."""
     attention_pattern: tuple[Literal["full", "window"], ...] = ()
-    """Attention of the layers, repeated over them: full | window (over sliding_window); empty: all alike."""
+    """Attention of the layers, repeated over them: full | window (over sliding_window); empty: full in all layers."""
     attention_sinks: bool = False
     """A learned score per query head that takes part in the softmax without a value (GPT-OSS)."""
     attention_softcap: NonNegative = 0.0
     """cap · tanh(score / cap) in place of each attention score (Gemma 2); 0: none."""
     mtp_layers: CountOrZero = 0
-    """Modules that predict one token further ahead each, in training alone (multi-token prediction, DeepSeek-V3, arXiv
+    """Modules that each predict one token further ahead, only in training (multi-token prediction, DeepSeek-V3, arXiv
     2412.19437); 0: none."""
     mtp_weight: NonNegative = 0.3
-    """Multi-token prediction: weight of the mean of the modules' losses beside the model's own."""
+    """Multi-token prediction: weight of the mean of the modules' losses, added to the model's own."""
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def window_of(self, layer: int) -> int:

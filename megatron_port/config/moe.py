@@ -26,20 +26,21 @@ class MoEConfig:
     ffn_hidden_size: SizeOrZero = 0
     """Width of an expert; 0: that of the dense layers."""
     shared_ffn_hidden_size: SizeOrZero = 0
-    """Width of a block that every token passes beside its experts (DeepSeek: shared experts x their width); 0: none."""
+    """Width of a block that every token passes in addition to its experts (DeepSeek: shared experts x their width); 0:
+    none."""
     shared_gate: bool = False
     """Multiply the shared block by the sigmoid of a product of the token with a learned row (Qwen2-MoE)."""
     first_dense: CountOrZero = 0
     """Layers at the beginning that have no experts (DeepSeek-V3: 3)."""
     every: Count = 1
-    """Of the layers after those, every n-th has experts (Switch, GShard: 2)."""
+    """Every n-th of the layers after those has experts (Switch, GShard: 2)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Score of an expert from its logit: over all experts together, or of each by itself (DeepSeek-V3). Always float32
-    or wider."""
+    """Score of an expert from its logit: over all experts (softmax), or each separately (sigmoid, DeepSeek-V3). Always
+    float32 or wider."""
     normalize: bool = True
     """Divide the scores of a token's experts by their sum (Mixtral, Qwen3, DeepSeek-V3; not Switch, OLMoE)."""
     scale: Positive = 1.0
-    """Factor on what the experts add (DeepSeek-V3: 2.5)."""
+    """Factor on the experts' output (DeepSeek-V3: 2.5)."""
     groups: Size = 1
     """Runs of experts, on one node each; a token may go to top_groups of them (DeepSeek-V3: 8)."""
     top_groups: Size = 1
@@ -51,10 +52,10 @@ class MoEConfig:
     jitter: Fraction = 0.0
     """While training, the router reads its input times a number drawn from 1 - jitter to 1 + jitter (Switch: 0.01)."""
     second_expert: Literal["top", "random"] = "top"
-    """random: the second of two experts is used with twice its weight for probability (GShard)."""
+    """random: the second of two experts is used with a probability of twice its weight (GShard)."""
     capacity_factor: NonNegative = 0.0
-    """An expert takes at most this x k x seq_length / E tokens of a sample, and the others skip it; 0: all of them. Not
-    in generation, which does not know the sample."""
+    """An expert takes at most this x k x seq_length / E tokens of a sample, and the others skip it; 0: no limit.
+    Generation does not apply it, because it does not know the sample."""
     drop_by: Literal["position", "probability"] = "position"
     """Tokens that an expert at its capacity keeps: the first ones (Switch), or those with the highest scores."""
     balance_loss: Literal["none", "sequence", "previous_step"] = "none"
@@ -109,14 +110,14 @@ class RoutesConfig:
     routes: Literal["none", "log"] = "none"
     """none | log (write the experts of each token of each layer and step to the run's folder)"""
     replay: str = ""
-    """Folder of logged routes that the router follows, whatever its logits say; empty: none."""
+    """Folder of logged routes that the router follows instead of its own choice; empty: none."""
     starved_share: Fraction = 0.1
-    """An expert starves that gets less than this share of the mean load of its layer's experts."""
+    """An expert starves if it gets less than this share of the mean load of its layer's experts."""
     starved_steps: CountOrZero = 100
     """Steps in a row after which a starving expert is named in a warning; 0: never."""
     imbalance: Ratio = 1.8
-    """For plans alone: rows of the expert-parallel rank that has most in a layer, over the mean. 1: balance is forced;
-    the default is what four published pairs with and without it show (docs/planner.md)."""
+    """Only for plans: rows of the busiest expert-parallel rank in a layer, over the mean. 1: balance is forced. Four
+    published pairs, with and without forced balance, give the default (docs/planner-accuracy.md)."""
 
 
 def moe_problems(config: RunConfig) -> list[str]:

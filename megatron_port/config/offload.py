@@ -16,18 +16,18 @@ class OffloadConfig:
     """Training state outside of the device's memory (engine native; docs/offload.md). Changes no number."""
 
     optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where masters and moments live, which the own AdamW kernel for CPUs then updates: none (on the device) | cpu
-    (host memory) | nvme (files in nvme_path)"""
+    """Where masters and moments are held and updated: none (on the device) | cpu (host memory, by the own AdamW kernel
+    for CPUs) | nvme (files in nvme_path, likewise)"""
     fraction: Share = 1.0
-    """Share of the elements whose masters and moments are offloaded, by whole buckets, last layers first; the others
-    are updated on the device."""
+    """Share of the elements whose masters and moments are offloaded, by whole buckets, last layers first; the rest is
+    updated on the device."""
     weights: Literal["none", "cpu"] = "none"
-    """Where this rank's shards of the weights live under ZeRO stage 3: none (on the device) | cpu (host memory, from
-    which they are copied for each gather)"""
+    """Where this rank's shards of the weights are held under ZeRO stage 3: none (on the device) | cpu (host memory,
+    from which each gather copies them)"""
     buffers: Count = 4
-    """Staging buffers in host memory, each as large as a bucket's share needs: what is under way at a time."""
+    """Staging buffers in host memory, each as large as a bucket's share needs: the amount of data in flight."""
     nvme_path: str = ""
-    """Folder on a fast local disk for nvme: per rank one file of fixed size for each kind of state. The files are
+    """Folder on a fast local disk for nvme, with one file of fixed size per rank and kind of state. The files are
     scratch and vanish with the process; checkpoints hold the state."""
 
 

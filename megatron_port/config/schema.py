@@ -66,24 +66,25 @@ class LayoutConfig:
     data_parallel_size: SizeOrZero = 0
     """Replicas, d; 0: world size / (t * p)."""
     shard_size: SizeOrZero = 0
-    """Replicas over which ZeRO splits optimizer state, a divisor of d; the others hold copies of the pieces (hybrid
-    sharding, engine native). 0: all of them."""
+    """Replicas over which ZeRO splits optimizer state, a divisor of d; the others hold copies (hybrid sharding, engine
+    native). 0: all of them."""
     context_parallel_size: Size = 1
     """Ranks that share the positions of a sequence, c (docs/context-parallelism.md)."""
     cp_method: Literal["gather", "heads", "ring"] = "gather"
-    """Exchange between context-parallel ranks in attention: gather (keys and values of all positions come to every
-    rank) | heads (each rank gets all positions of some heads; c divides a rank's key/value heads) | ring (keys and
-    values go round; partial results are merged in fp32)"""
+    """Exchange between context-parallel ranks in attention: gather (every rank gets keys and values of all positions)
+    | heads (each rank gets all positions of some heads; c divides a rank's key/value heads) | ring (keys and values go
+    round; partial results are merged in fp32)"""
     cp_order: Literal["contiguous", "zigzag", "balanced"] = "zigzag"
     """Which positions a context-parallel rank holds: contiguous (one run of s/c) | zigzag (an early and a late run of
-    s/2c: equal work without documents) | balanced (blocks shared out by the work that documents and windows leave)"""
+    s/2c: equal work without documents) | balanced (blocks divided by the work that documents and windows leave)"""
     expert_parallel_size: Size = 1
-    """Ranks that share the experts of a layer, e (engine native): a run of neighbours in a stage, over tensor-parallel
-    ranks first and replicas then. Each has whole experts."""
+    """Ranks that share the experts of a layer, e (engine native): neighbours in a stage, first over tensor-parallel
+    ranks, then over replicas. Each has whole experts."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
     tp_overlap_chunks: Size = 1
-    """Parts in which a layer's forward products run, each beside the collective of another (docs/performance.md)"""
+    """Parts in which a layer's forward products run, each overlapping the collective of another (docs/performance.md)
+    """
     zero_stage: Literal[0, 1, 2, 3] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
     reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb); 3: weights too,
@@ -92,7 +93,7 @@ class LayoutConfig:
     """When ZeRO stage 3 frees the weights of a layer: forward (when the next layers need the memory, so they are
     gathered again for backward) | step (after all of the step's micro-batches)"""
     reduce_bucket_size: Size = 33_554_432
-    """Most elements that one collective of gradients or weights between replicas moves; it moves those of one layer,
+    """Most elements that one collective of gradients or weights moves between replicas; each moves those of one layer,
     embedding or head (engine native)."""
     pipeline_schedule: str = "1f1b"
     """gpipe | 1f1b (interleaved where v > 1) | zb-h1 | zb-v (v = 2), or a schedule that a plugin registers (engine
@@ -102,8 +103,8 @@ class LayoutConfig:
     vocab_padding_multiple: Size = 128
     """The vocabulary is padded to a multiple of this times t; padded logits are masked."""
     elastic: bool = False
-    """With another number of ranks than this layout's, continue with the nearest legal one (docs/elastic.md) instead of
-    stopping; the global batch stays."""
+    """If started on another number of ranks than this layout's, continue with the nearest legal layout
+    (docs/elastic.md) instead of stopping. The global batch stays the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +130,11 @@ class PrecisionConfig:
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). bf16 and fp16 have fp32 masters and sums."""
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """none | tensorwise | rowwise: the layers' linears in 8 bits, a scale a tensor or row; bf16; docs/performance.md"""
+    """none | tensorwise | rowwise: the layers' linears in 8 bits, one scale per tensor or row; bf16;
+    docs/performance.md"""
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of gradients sent between replicas: fp32 | bf16 | fp16 (engine native; the sums over micro-batches stay
-    fp32). fp32 means the full width, fp64 in an fp64 run."""
+    """Dtype of gradients sent between replicas: fp32 | bf16 | fp16 (engine native; sums over micro-batches stay fp32).
+    fp32 means full width, which is fp64 in an fp64 run."""
     initial_loss_scale: Positive = 65536.0
     """fp16: first loss scale."""
     loss_scale_window: Count = 1000
@@ -140,7 +142,7 @@ class PrecisionConfig:
     min_loss_scale: Positive = 1.0
     """fp16: the scale does not fall below this."""
     loss_scale_hysteresis: Count = 2
-    """fp16: overflows before the scale halves."""
+    """fp16: overflows before the scale is divided by two."""
     max_skipped_steps: Count = 50
     """fp16: overflows in a row after which training stops with exit 6."""
 
@@ -152,7 +154,7 @@ class DataConfig:
     source: str = "corpus"
     """corpus (the files of train, or synthetic tokens), or a source that a plugin registers, which needs neither"""
     train: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs, or URLs of such (s3://, https://); empty with synthetic = false is an error."""
+    """Prefixes of .bin/.idx pairs, or their URLs (s3://, https://). Empty with synthetic = false is an error."""
     weights: tuple[float, ...] = ()
     """Blend weights, one for each prefix; empty: by number of tokens."""
     split: tuple[float, ...] = (0.98, 0.01, 0.01)
@@ -162,13 +164,13 @@ class DataConfig:
     tokenizer: str = "auto"
     """auto (what the corpus' sidecar names) | byte | gpt2 | tiktoken:ENCODING | hf:FILE | sentencepiece:FILE"""
     order: Literal["stateless", "megatron"] = "stateless"
-    """stateless (a permutation an epoch) | megatron (Megatron-LM's document order)"""
+    """stateless (one permutation per epoch) | megatron (Megatron-LM's document order)"""
     index_cache: str = ""
     """Folder for the sample index of order megatron and of packing; empty: output_dir/data_cache. It is built once for
-    each folder that processes share (a node's own disk will do), or ahead of time by `data index`."""
+    each folder that processes share (a node's own disk works), or ahead of time by `data index`."""
     remote_cache: str = ""
-    """Folder that keeps the index of corpora in a store, and the blocks of tokens that were read; empty: that of
-    index_cache. A node's own disk is best."""
+    """Folder for the index of corpora in a store and the blocks of tokens that were read; empty: that of index_cache.
+    A node's own disk is best."""
     remote_cache_gb: NonNegative = 0.0
     """Largest size of each corpus' blocks there, in GB; the least recently used are removed. 0: no limit."""
     pinned: bool = True
@@ -177,18 +179,17 @@ class DataConfig:
     mask_eod_loss: bool = False
     """Leave out of the loss the predictions made at an end-of-document token (Megatron-LM's convention)."""
     attention_documents: Literal["across", "within"] = "across"
-    """across (attention sees all that a sample has before a token, whatever documents these are of) | within (only what
-    is of the token's own document)"""
+    """across (attention sees all of the sample before a token, whatever the documents) | within (only the token's own
+    document)"""
     packing: Literal["none", "first_fit"] = "none"
-    """none (a sample is the next seq_length tokens) | first_fit (whole documents in each sample, padded at its end: for
-    fine-tuning; with attention_documents = "within")"""
+    """none (a sample is the next seq_length tokens) | first_fit (whole documents in each sample, padded at its end,
+    for fine-tuning; with attention_documents = "within")"""
     position_reset: bool = False
-    """With attention_documents = "within": count learned positions from each document's start. Rotary ones need none:
-    attention sees their differences only."""
+    """With attention_documents = "within": count learned positions from each document's start. Rotary positions do not
+    need it: attention depends only on their differences."""
     document_length: NonNegative = 0.0
-    """With attention_documents = "within": length, in the mean over tokens, of the document that a token is in
-    (Σ ℓ² ÷ Σ ℓ of the parts within samples), by which attention's operations and seconds are counted; 0: as the corpus'
-    index says."""
+    """With attention_documents = "within": mean over tokens of the length of a token's document (Σ ℓ² ÷ Σ ℓ of the
+    parts within samples), from which attention's operations and seconds are counted; 0: from the corpus' index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,18 +199,18 @@ class TrainingConfig:
     steps: Count = 100
     """Optimizer steps."""
     loss: str = "cross_entropy"
-    """Loss that training minimises: cross_entropy, or one that a plugin registers, averaged over tokens, of which
-    evaluations report the cross-entropy; or dpo, averaged over pairs of answers (docs/preferences.md)."""
+    """Loss that training minimises: cross_entropy, or one that a plugin registers, averaged over tokens (evaluations
+    report the cross-entropy); or dpo, averaged over pairs of answers (docs/preferences.md)."""
     z_loss: NonNegative = 0.0
     """Factor of log²(Σ exp(logit)), which is added to each token's loss in training so that logits stay small (PaLM,
     arXiv 2204.02311: 1e-4). The loss that steps report has it, evaluations do not. 0: none."""
     dpo_beta: Positive = 0.1
-    """With loss = "dpo": factor of the rewards, which are log-probabilities less those of the reference. Larger: the
-    model stays nearer to it."""
+    """With loss = "dpo": factor of the rewards, which are log-probabilities minus those of the reference. With a
+    larger factor the model stays nearer to the reference."""
     eval_interval: CountOrZero = 0
     """Steps between evaluations; 0: only at the end when eval_batches > 0."""
     eval_batches: CountOrZero = 0
-    """Global batches in one evaluation, at most the whole split, of which each sample counts once; 0: none."""
+    """Global batches in one evaluation, at most the whole split; each sample counts once. 0: no evaluation."""
     log_interval: Count = 1
     """Steps between lines on the console (metrics.jsonl has every step)."""
 
@@ -226,35 +227,35 @@ class CheckpointConfig:
     save_interval: CountOrZero = 0
     """Steps between checkpoints; 0: only at the end."""
     save_final: bool = True
-    """Save after the last step. A run that a signal stops before its end saves always."""
+    """Save after the last step. A run stopped by a signal always saves."""
     keep: CountOrZero = 2
     """Checkpoints kept; older ones are removed after a commit. 0: all."""
     asynchronous: bool = True
-    """Save beside training, from a copy in host memory (this rank's share of the state); the step pays for the copy.
-    The save after the last step, or on a signal, is synchronous."""
+    """Save in the background, from a copy in host memory (this rank's share of the state); the step only pays for the
+    copy. The save after the last step, or on a signal, is synchronous."""
     verify_saves: bool = True
     """Read every file back and compare it with what was written before the checkpoint is committed."""
     max_failures: CountOrZero = 3
     """Saves in a row that may fail (disk full, no permission) before training stops with exit 5. 0: never stop."""
     resume: PathText = "auto"
-    """auto (newest whole checkpoint of the run folder, if any) | never | a path or an s3:// URL (of a checkpoint, or of
-    a folder of them). Where a newer one turns out damaged, the one before it is taken and a line is printed; not so for
-    the path of one checkpoint, nor for a URL."""
+    """auto (newest complete checkpoint of the run folder, if any) | never | a path or an s3:// URL (of a checkpoint,
+    or of a folder of them). Where a newer one is damaged, the one before it is used and a line is printed, except for
+    the path of one checkpoint or a URL."""
     optimizer_state: Literal["same", "fresh"] = "same"
     """What to do with a checkpoint that holds the state of another optimizer rule than optimizer.name: same (refuse it)
     | fresh (take the weights; the new rule's state and its count of updates start afresh, once). A checkpoint of the
     same rule is always continued."""
     lease_seconds: Positive = 60.0
-    """A run folder is one attempt's at a time. The next may take it over from an attempt that ended without a word on a
-    host that cannot be asked once its heartbeat has stood still for so long; at once where its process or its SLURM job
-    is known to be gone."""
+    """Only one attempt at a time may use a run folder. If it ended without notice on a host that cannot be checked,
+    the next attempt takes over once its heartbeat has not changed for this many seconds; if its process or SLURM job
+    is known to be gone, at once."""
     mirror: str = ""
-    """URL below which every checkpoint is copied once it is committed (s3://bucket/folder), beside training;
-    `checkpoint.resume` takes such a URL. What cannot be copied costs a line, not the run."""
+    """URL below which every committed checkpoint is copied in the background (s3://bucket/folder); `checkpoint.resume`
+    accepts it. A failed copy costs a line, not the run."""
     initial_weights: str = ""
-    """Where a run that has nothing to resume takes its weights from (fine-tuning): a Hugging Face folder
-    (safetensors), a run folder, or a checkpoint. Weights only; moments and counters start fresh. Of a dense model where
-    the run's has experts: each begins as a copy of its layer's MLP."""
+    """Weights that a run starts from if it has nothing to resume (fine-tuning): a Hugging Face folder (safetensors), a
+    run folder, or a checkpoint. Only weights; moments and counters start fresh. Where the model is dense and the run
+    has experts, each expert starts as a copy of its layer's MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,14 +265,15 @@ class BackendConfig:
     device: Literal["auto", "cpu", "cuda", "rocm"] = "auto"
     """auto | cpu | cuda | rocm"""
     share_devices: bool = False
-    """Let several ranks compute on one GPU. Their collectives then go over gloo, through host memory: slow, for trying
+    """Let several ranks compute on one GPU. Their collectives then use gloo and host memory: slow, but it lets you try
     layouts. false: ranks that find themselves on one GPU stop."""
     own_kernels: Literal["auto", "on", "off"] = "auto"
-    """auto (where they are built and serve) | on (or stop) | off: what ``auto`` means for the ops below."""
+    """What ``auto`` means for the ops below: auto (own kernels where they are built and supported) | on (own kernels,
+    or stop) | off"""
     attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"] = "auto"
-    """auto (GPUs: by configs/kernels) | own (CPUs) | math | sdpa | flash_attn | fa3 | fa4 (in torch's flash's place)"""
+    """auto (GPUs: by configs/kernels) | own (CPUs) | math | sdpa | flash_attn | fa3 | fa4 (instead of torch's flash)"""
     norm: str = "auto"
-    """auto | own | apex | torch; here and for the next five also a provider that a plugin registers for the op"""
+    """auto | own | apex | torch; for this and the next five ops also a provider that a plugin registers"""
     activation: str = "auto"
     """auto | own | torch: bias + GeLU, SwiGLU"""
     rotary: str = "auto"
@@ -283,20 +285,21 @@ class BackendConfig:
     cross_entropy: str = "auto"
     """auto | own | torch"""
     experts: Literal["auto", "own", "torch"] = "auto"
-    """auto | own | torch: router and moving of rows under model.moe; rows have the same bits from both"""
+    """auto | own | torch: router and movement of rows under model.moe; both give the same bits"""
     experts_exchange: Literal["torch", "deepep", "mori"] = "torch"
-    """torch | deepep (NVIDIA, bf16) | mori (AMD, bf16 and fp32): what exchanges rows of tokens between the ranks that
-    share experts. The last two are packages that must be installed; results have the same bits."""
+    """torch | deepep (NVIDIA, bf16) | mori (AMD, bf16 and fp32): exchange of token rows between the ranks that share
+    experts. The last two are packages that must be installed; all give the same bits."""
     quantise: Literal["auto", "own", "torch"] = "auto"
     """auto | own | torch: casts to 8 bits under precision.fp8; both give the same bits"""
     scaled_mm: Literal["auto", "torch", "reference"] = "auto"
-    """auto | torch | reference (of 8-bit values in fp32, for tests): products under precision.fp8"""
+    """auto | torch | reference (8-bit values multiplied in fp32, for tests): products under precision.fp8"""
     optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
     graphs: Literal["off", "step"] = "off"
     """off | step (CUDA or HIP graphs: a step's launches are recorded once and replayed; docs/performance.md)"""
     allow_jit: bool = False
-    """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile); false: that is an error."""
+    """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile). false: an attempt is an
+    error."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms (bit-exact resume on GPUs)."""
 
@@ -306,8 +309,8 @@ class NumericsConfig:
     """What is done with a step whose loss or gradient cannot be trusted. Such a step is never applied."""
 
     on_anomaly: Literal["skip", "stop", "rewind"] = "skip"
-    """skip (continue with the next samples) | stop (exit 6) | rewind (back to the last checkpoint; samples that do it
-    again are left out of the order)"""
+    """skip (continue with the next samples) | stop (exit 6) | rewind (return to the last checkpoint; samples that
+    cause it again are removed from the order)"""
     loss_spike: SpikeFactor = 3.0
     """A loss above this times the running median is an anomaly, and so is one above 1.25 times that of guessing
     (ln(vocab_size), or the first step's loss where it is larger); 0: only a loss that is not finite. A loss below 1 nat
@@ -315,16 +318,16 @@ class NumericsConfig:
     grad_norm_spike: SpikeFactor = 100.0
     """The same for the gradient norm; 0: only a norm that is not finite. A norm below optimizer.clip_grad never is."""
     window: Annotated[int, at_least(2)] = 64
-    """Applied steps in the running medians. Until half of them are known the largest value stands for the median, from
-    8 steps on."""
+    """Applied steps in the running medians. Until half of them are known, the largest value is used instead of the
+    median, from 8 steps on."""
     max_anomalies: Count = 10
-    """Anomalies within 1,000 steps at which training stops with exit 6, whatever on_anomaly says."""
+    """Anomalies within 1,000 steps after which training stops with exit 6, whatever on_anomaly is."""
     state_check_interval: Annotated[int, at_least(-1)] = -1
-    """Updates between checks that nothing but an update changed this rank's weights, masters and moments: they are
-    hashed after the update and before the next (docs/metrics.md). -1: every update, on GPUs as often as costs about 1 %
-    of a step of so many tokens; 0: never."""
+    """Updates between checks that only updates changed this rank's weights, masters and moments: they are hashed after
+    an update and before the next (docs/metrics.md). -1: every update, on GPUs as often as costs about 1 % of a step of
+    this many tokens; 0: never."""
     replay_interval: CountOrZero = 0
-    """Steps between replays of a micro-batch by another replica, whose results must be equal to the bit: finds devices
+    """Steps between replays of a micro-batch on another replica, whose results must be bitwise equal: finds devices
     that compute wrongly (docs/metrics.md). On GPUs it needs backend.deterministic. 0: never."""
 
 
@@ -357,12 +360,13 @@ class RunConfig:
     output_dir: PathText = "runs"
     """Where run folders live."""
     seed: CountOrZero = 1234
-    """Of weights, data order and dropout."""
+    """Seed of weights, data order and dropout."""
     engine: Literal["deepspeed", "native"] = "deepspeed"
     """deepspeed | native"""
     plugins: tuple[str, ...] = ()
     """Python modules that are imported when the configuration is loaded and register further choices: optimizer rules,
-    losses, schedules, data sources, kernels (CONTRIBUTING.md). What they do is done: name only what you trust."""
+    losses, schedules, data sources, kernels (CONTRIBUTING.md). They run as programs, so name only modules that you
+    trust."""
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     moe: RoutesConfig = field(default_factory=RoutesConfig)

@@ -21,8 +21,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LANGUAGES = {"sh", "toml", "python", "text"}
 OTHERS = {
     ".", "apt-get", "bash", "cat", "cd", "debootstrap", "docker", "done", "echo", "export", "for", "gdb",
-    "getent", "git", "ip", "less", "mkdocs", "pip", "pre-commit", "py-spy", "sacct", "sbatch", "scancel", "srun",
-    "squeue", "sudo", "tar", "ssh",
+    "getent", "git", "ip", "less", "mkdocs", "pip", "pre-commit", "py-spy", "pytest", "sacct", "sbatch", "scancel",
+    "squeue", "srun", "sudo", "tar", "ssh",
 }
 """Programs of others that the pages call."""
 IMPORTED = "[model]\nvocab_size = 257\n"
