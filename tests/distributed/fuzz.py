@@ -25,6 +25,7 @@ from pool import RankPool
 from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.fine_tuning import FineTuningConfig, targets_of
 from megatron_port.config.offload import OffloadConfig
+from megatron_port.config.rule_options import LAMBOptions, MuonOptions, SGDOptions
 from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
 from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
 from megatron_port.parallel.topology import Topology
@@ -37,6 +38,8 @@ WHERE: tuple[Literal["cpu", "nvme"], ...] = ("cpu", "nvme")
 """Where offloaded state lives."""
 
 
+RATES = {"sgd": 30.0, "adagrad": 1.0, "lion": 0.1, "adafactor": 1.0, "came": 0.3, "sm3": 1.0, "lamb": 1.0, "muon": 1.0}
+"""Learning rate of each rule, as a multiple of the tests' own: large, so that a wrong update shows."""
 NOT_DRAWN = {
     "activations.measure": "of the training loop (tests/faults/test_activation_profile.py)",
     "activations.budget": "it only decides which activations.layers are recomputed, and these are drawn",
@@ -48,10 +51,11 @@ NOT_DRAWN = {
     "precision.fp8": "ranks scale their pieces by themselves: bounds of its own (test_fp8_layouts.py)",
     "precision.grad_reduce_dtype": "rounds between replicas, which one process has not (test_steps.py)",
     "precision.max_skipped_steps": "only stops a run",
-    "optimizer.name": "one value",
-    "optimizer.lr": "a rate is given to the engine step by step (tests/unit/test_schedules.py)",
-    "optimizer.min_lr": "as lr", "optimizer.decay": "as lr", "optimizer.warmup_steps": "as lr",
-    "optimizer.decay_steps": "as lr",
+    "optimizer.came": "as the paper's; tests/unit/test_rule_formulas.py draws it",
+    "optimizer.adafactor": "as torch's; likewise",
+    "optimizer.min_lr": "a rate is given to the engine step by step (tests/unit/test_schedules.py)",
+    "optimizer.decay": "as min_lr", "optimizer.warmup_steps": "as min_lr", "optimizer.decay_steps": "as min_lr",
+    "optimizer.wsd_shape": "as min_lr", "optimizer.wsd_steps": "as min_lr",
     "optimizer.eps": "1e-5: with Adam's usual one, rounding noise takes full steps (cases.make_config)",
     "data.train": "batches are made by cases.make_batches; loaders: tests/unit/test_data_*.py",
     "data.source": "as train", "plugins": "what each registers has proofs of its own (tests/e2e/test_examples.py)",
@@ -100,8 +104,8 @@ class Draw:
                 "norm_bias", "head_bias", "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta",
                 "mtp_layers", "mtp_weight")
         return {
-            "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "tp": t.tp, "pp": t.pp, "dp": t.dp,
-            "cp": t.cp, "method": c.layout.cp_method, "order": c.layout.cp_order,
+            "seed": self.seed, "engine": c.engine, "dtype": c.precision.dtype, "rule": c.optimizer.name,
+            "tp": t.tp, "pp": t.pp, "dp": t.dp, "cp": t.cp, "method": c.layout.cp_method, "order": c.layout.cp_order,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
             "recomputed": list(c.activations.layers),
             "schedule": c.layout.pipeline_schedule, "vp": c.layout.virtual_pipeline_size,
@@ -328,7 +332,30 @@ def draw(seed: int) -> Draw:
     config = _planned(random.Random(f"activations-{seed}"), config)
     config = _documents(random.Random(f"documents-{seed}"), config)
     config = _further(random.Random(f"further-{seed}"), config)
-    return Draw(seed, _offloaded(random.Random(f"offload-{seed}"), config), t)
+    config = _offloaded(random.Random(f"offload-{seed}"), config)
+    return Draw(seed, ruled(random.Random(f"rule-{seed}"), config), t)
+
+
+def ruled(r: random.Random, config: RunConfig) -> RunConfig:
+    """The run with another optimizer rule: three in four of those of engine native in fp64, whose update is torch's.
+
+    Steps that depend on a sign, or on the spectrum of a noisy matrix, make rounding large: in other dtypes losses would
+    compare noise. What rounds is tested rule by rule.
+    """
+    free = config.engine == "native" and config.precision.dtype == "fp64" and config.offload.optimizer == "none"
+    if not free or config.backend.optimizer not in ("auto", "torch") or r.random() < 0.25:
+        return config
+    change, name = dataclasses.replace, r.choice(tuple(RATES))
+    optimizer = change(
+        config.optimizer, name=name, lr=config.optimizer.lr * RATES[name], beta2=r.choice((0.9, 0.99)),
+        sgd=SGDOptions(momentum=r.choice((0.0, 0.9)), nesterov=r.random() < 0.3, dampening=r.choice((0.0, 0.2))),
+        lamb=LAMBOptions(adapts_vectors=r.random() < 0.5),
+        muon=MuonOptions(
+            nesterov=r.random() < 0.7, adjust_lr=r.choice(("original", "match_rms_adamw")),
+            momentum=r.choice((0.9, 0.95)), ns_steps=r.choice((3, 5)), lr_factor=r.choice((0.5, 1.0)),
+        ),
+    )
+    return change(config, optimizer=optimizer)
 
 
 def _adapted(r: random.Random, config: RunConfig) -> RunConfig:
@@ -461,7 +488,8 @@ def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
     if dtype in ("bf16", "fp16"):
         return within_rounding(one.config, one.topology, run, functools.partial(reference_run, config))
     exact = dtype == "fp64"
-    return compare(reference_run(config), run, FP64 if exact else FP32, config.model, lr=1e-2 if exact else 0.0)
+    lr = config.optimizer.lr if exact else 0.0
+    return compare(reference_run(config), run, FP64 if exact else FP32, config.model, lr=lr)
 
 
 def run_draws(ranks: RankPool, draws: Sequence[Draw]) -> list[tuple[Draw, list[Deviation]]]:
@@ -537,6 +565,7 @@ def main() -> int:
     parser.add_argument("--further", action="store_true", help="only draws that predict further tokens")
     parser.add_argument("--normed", action="store_true", help="only draws in half precision of branches normed at "
                         "their end")
+    parser.add_argument("--ruled", action="store_true", help="only draws with another optimizer rule than adamw")
     parser.add_argument("--divided", action="store_true", help="only draws with context parallelism")
     args = parser.parse_args()
     draws = [d for d in map(draw, args.seeds) if args.zero_stage in (None, d.config.layout.zero_stage)]
@@ -546,6 +575,7 @@ def main() -> int:
     draws = [d for d in draws if not args.normed or (
         d.config.precision.dtype in ("bf16", "fp16") and d.config.model.norm_placement != "pre")]
     draws = [d for d in draws if not args.divided or d.topology.cp > 1]
+    draws = [d for d in draws if not args.ruled or d.config.optimizer.name != "adamw"]
     return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cases import make_config, run_cases, single_run
+from fuzz import RATES
 from pool import RankPool
 
 from megatron_port.config.schema import MoEConfig, OptimizerConfig, RunConfig
@@ -15,8 +16,6 @@ from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP64, Run, compare
 
 STEPS = 4
-RATES = {"sgd": 30.0, "adagrad": 1.0, "lion": 0.1, "adafactor": 1.0, "came": 0.3, "sm3": 1.0, "lamb": 1.0, "muon": 1.0}
-"""Learning rate of each rule, as a multiple of the tests' own: large, so that a wrong update shows."""
 LLAMA: dict[str, Any] = {
     "position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu", "add_bias": False,
     "num_query_groups": 2, "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 40,
