@@ -4,9 +4,16 @@
 # The script that sources this has set:
 #   site_name site_interface site_local_disk site_cores_per_task  site_srun=(…)  site_setup()
 #   job_run job_python job_stage job_spare_nodes job_preflight    job_overrides=(…)  job_setup()
+# and may have set: job_record (the launch record that it is of, docs/frontier.md)
+#   site_container (and site_image site_container_python site_mounts=(…) site_container_options=(…))
 # From the environment of sbatch: DATA (prefix of a corpus), STAGE (archive of an environment), PYTHON
-# (interpreter), PREFLIGHT=1, SPARE_NODES=N, SRUN_OPTIONS (more options for the ranks' srun). Arguments of the
+# (interpreter), IMAGE (of the container), PREFLIGHT=1, SPARE_NODES=N, SRUN_OPTIONS (more options for the ranks' srun). Arguments of the
 # script go to `megatron-port train`; a first one that is no option is the run file. docs/frontier.md shows it.
+
+# shellcheck source=launch/stage.sh
+source "${BASH_SOURCE[0]%/*}/stage.sh"
+# shellcheck source=launch/container.sh
+source "${BASH_SOURCE[0]%/*}/container.sh"
 
 port_user=${USER:-$(id -un)}
 
@@ -55,10 +62,42 @@ choose_python() {
   python=${PYTHON:-$job_python}
   if [[ -z $python && -x $root/.venv/bin/python ]]; then python=$root/.venv/bin/python; fi
   if [[ -z $python ]]; then python=$(command -v python3) || die "no python3; set PYTHON=/path/to/python"; fi
-  # A checkout is used as it is; an installed package needs no path.
-  if [[ -f $root/megatron_port/__init__.py ]]; then export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}; fi
+  # What a launch record keeps comes first; a checkout is used as it is; an installed package needs no path.
+  if [[ -n $job_record ]]; then use_code
+  elif [[ -f $root/megatron_port/__init__.py ]]; then export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}; fi
+  type -P "$python" > /dev/null || die "$python (PYTHON, launch.python) is no program on $(hostname -s)"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null \
+    || die "$python is $("$python" --version 2>&1 | head -n 1); this needs Python 3.10 or newer on $(hostname -s), \
+also beside a container: set PYTHON, or load a module that has it"
   "$python" -c 'import megatron_port' 2> /dev/null \
     || die "$python on $(hostname -s) cannot import megatron_port; set PYTHON, or make setup in $root"
+}
+
+use_code() {  # of the launch record
+  [[ ${PYTHONPATH:-}: == "$job_record/code:"* ]] || export PYTHONPATH=$job_record/code${PYTHONPATH:+:$PYTHONPATH}
+}
+
+count_tasks() {  # tasks on each node: --ntasks-per-node, a node's share of -n, one for each GPU, or one
+  local all=${SLURM_NTASKS:-} cpus=${SLURM_JOB_CPUS_PER_NODE:-} option threads
+  tasks_per_node=${SLURM_NTASKS_PER_NODE:-}
+  if [[ -n $all ]] && (( all != ${tasks_per_node:-0} * ${#nodes[@]} )); then
+    (( all % ${#nodes[@]} == 0 )) || die "$all tasks (-n) on ${#nodes[@]} nodes (-N) are not as many on each; ask for \
+-n $(( (all / ${#nodes[@]} + 1) * ${#nodes[@]} )), or for --ntasks-per-node"
+    tasks_per_node=$(( all / ${#nodes[@]} ))
+  fi
+  : "${tasks_per_node:=${SLURM_GPUS_ON_NODE:-1}}"
+  cores_per_task=${SLURM_CPUS_PER_TASK:-$site_cores_per_task}
+  # Without -c a task's share of what was allocated, where that is alike on all nodes.
+  if (( ! cores_per_task )) && [[ $cpus =~ ^([0-9]+)(\(x[0-9]+\))?$ ]]; then
+    cores_per_task=$(( BASH_REMATCH[1] / tasks_per_node ))
+  fi
+  threads=$(( cores_per_task > 0 ? cores_per_task : 1 ))
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+  (( cores_per_task )) || return 0
+  for option in "${site_srun[@]}" ${SRUN_OPTIONS:-}; do
+    [[ $option != --cpu-bind* ]] || return 0
+  done
+  site_srun=(--cpu-bind=cores "${site_srun[@]}")
 }
 
 each_node() {  # one task a node of the allocation
@@ -74,93 +113,9 @@ on_nodes() {  # LIST COMMAND…: one task on each node of a list, names with com
     --kill-on-bad-exit=0 "$@" < /dev/null
 }
 
-# On the nodes. mkdir makes the folder itself or fails, whatever another user has put there; nobody else can enter it.
-# shellcheck disable=SC2016
-stage_prepare='umask 077
-bad() { printf "%s\n" "$*" > "$results/bad-$SLURMD_NODENAME"; exit 0; }
-to=$1 needed=$2 results=$3
-why=$(mkdir -- "$to" 2>&1) || bad "$why"
-free=$(df -Pk -- "$to" | awk "NR == 2 { print \$4 }")
-(( ${free:-0} >= needed )) || bad "$((${free:-0} >> 10)) MiB free for $to, at least $((needed >> 10)) needed"
-: > "$results/ready-$SLURMD_NODENAME"'
-# shellcheck disable=SC2016
-stage_unpack='umask 077
-bad() { printf "%s\n" "$*" > "$results/bad-$SLURMD_NODENAME"; exit 0; }
-to=$1 results=$2
-why=$({ mkdir -- "$to/env" && tar -xf "$to/env.tar" -C "$to/env" && rm -- "$to/env.tar"; } 2>&1) \
-  || bad "$(printf "%s" "$why" | tail -n 1)"
-[[ -x $to/env/bin/python ]] || : > "$results/no-python"
-: > "$results/unpacked-$SLURMD_NODENAME"'
-
-staged_nodes() {  # MARK NAME…: into `fit` the nodes that left MARK-NAME; the others, with the reason, into unfit.txt
-  local mark=$1 name why
-  shift
-  fit=()
-  for name in "$@"; do
-    if [[ -e $results/$mark-$name ]]; then fit+=("$name"); continue; fi
-    why="did not answer"
-    if [[ -s $results/bad-$name ]]; then why=$(head -n 1 "$results/bad-$name"); fi
-    say "staging failed on $name: $why" >&2
-    printf '%s\t%s\n' "$name" "$why" >> "$results/unfit.txt"
-  done
-  (( ${#fit[@]} )) || die "staging failed on every node, see above; is $site_local_disk there?"
-}
-
-stage_copy() {  # ARCHIVE TO: sbcast takes a whole allocation or a step, so a step holds the nodes where some are unfit
-  local holder='' step=$results/step error=0 where=()
-  if (( ${#fit[@]} < ${#nodes[@]} )); then
-    rm -f "$step"
-    # shellcheck disable=SC2016
-    on_nodes "$(IFS=,; echo "${fit[*]}")" bash -c \
-      '[[ $SLURM_PROCID != 0 ]] || { echo "$SLURM_STEP_ID" > "$1.new" && mv "$1.new" "$1"; }; exec sleep 7200' \
-      hold "$step" 2> /dev/null &
-    holder=$!
-    while [[ ! -s $step ]] && kill -0 "$holder" 2> /dev/null; do sleep 0.2; done
-    [[ -s $step ]] || die "no step could be started on ${fit[*]}"
-    where=(--jobid="$SLURM_JOB_ID.$(< "$step")")
-  fi
-  sbcast --force "${where[@]}" "$1" "$2" 2> "$results/sbcast.log" || error=$?
-  cat "$results/sbcast.log" >&2
-  if [[ -n $holder ]]; then
-    scancel "$SLURM_JOB_ID.$(< "$step")" 2> /dev/null || true
-    wait "$holder" 2> /dev/null || true
-  fi
-  return "$error"
-}
-
-# NAME…: copy the archive to these nodes' own disks, for 3,072 ranks do not import from one file system. Sets `fit`.
-stage_environment() {
-  local archive=${STAGE:-$job_stage} results=$run_folder/staging-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} before name why
-  fit=("$@")
-  [[ -n $archive ]] || return 0
-  [[ -r $archive ]] || die "the archive $archive (STAGE, launch.stage) cannot be read on $(hostname -s)"
-  rm -rf "$results"
-  mkdir -p "$results"
-  : > "$results/unfit.txt"
-  # Nobody can know the name and prepare the folder: /tmp of a shared node is everybody's.
-  staged=$site_local_disk/megatron_port-$SLURM_JOB_ID-$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n')
-  say "staging $archive to $staged on ${#fit[@]} nodes"
-  on_nodes "$(IFS=,; echo "${fit[*]}")" timeout 120 bash -c "$stage_prepare" stage "$staged" \
-    "$(( 2 * ($(stat -Lc %s "$archive") >> 10) ))" "$results" || true
-  staged_nodes ready "${fit[@]}"
-  until stage_copy "$archive" "$staged/env.tar"; do  # a disk that fills up or fails ends the copy to all nodes
-    before=${#fit[@]}
-    while read -r name why; do printf '%s\n' "$why" > "$results/bad-$name"; rm -f "$results/ready-$name"; done < <(
-      sed -nE 's/^sbcast: error: REQUEST_FILE_BCAST\(([^)]+)\): /\1 sbcast: /p' "$results/sbcast.log" | sort -u)
-    staged_nodes ready "${fit[@]}"
-    (( ${#fit[@]} < before )) || die "sbcast of $archive to $staged failed, see above"
-  done
-  on_nodes "$(IFS=,; echo "${fit[*]}")" bash -c "$stage_unpack" stage "$staged" "$results" || true
-  staged_nodes unpacked "${fit[@]}"
-  [[ ! -e $results/no-python ]] \
-    || die "$archive has no bin/python at its top; make it with: tar -C ENVIRONMENT -cf env.tar ."
-  rank_python=$staged/env/bin/python
-  unfit=$results/unfit.txt
-}
-
 ranks() {  # NODES LIST COMMAND…: the command as every rank of that many nodes (LIST may be empty: any of the job's)
   local options=(--nodes="$1" --ntasks="$(($1 * tasks_per_node))" --ntasks-per-node="$tasks_per_node"
-    --export=ALL --kill-on-bad-exit=1 --distribution=block)
+    --export=ALL --kill-on-bad-exit=1 --distribution=block "${container_srun[@]}")
   (( cores_per_task )) && options+=(--cpus-per-task="$cores_per_task")
   [[ -z $2 ]] || options+=(--nodelist="$2")
   shift 2
@@ -172,7 +127,7 @@ ranks() {  # NODES LIST COMMAND…: the command as every rank of that many nodes
 check_nodes() {  # leave out nodes, and nodes with links, that preflight does not trust; stage on those that it does
   local out=$run_folder/preflight-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} good
   mkdir -p "$out"
-  each_node "$python" -m megatron_port preflight node "${run[@]}" --out "$out" \
+  each_node "${container_srun[@]}" "${inside[@]}" "$rank_python" -m megatron_port preflight node "${run[@]}" --out "$out" \
     || say "preflight did not run on every node"
   not_started=nodes
   select_nodes "$out"
@@ -182,7 +137,8 @@ check_nodes() {  # leave out nodes, and nodes with links, that preflight does no
   not_started=nodes
   [[ ! -s $unfit ]] || select_nodes "$out"
   (  # over every good node, so that a spare's links are known before it is needed
-    ranks "${#fit[@]}" "$(IFS=,; echo "${fit[*]}")" "$rank_python" -m megatron_port preflight network "${run[@]}" \
+    ranks "${#fit[@]}" "$(IFS=,; echo "${fit[*]}")" "${rank_environment[@]}" "${inside[@]}" "$rank_python" \
+      -m megatron_port preflight network "${rank_run[@]}" \
       --out "$out" --master-addr "$(first_node_address "${fit[0]}")" --master-port "$((port + 1))"
   ) || say "preflight found the network below its thresholds, see above"
   select_nodes "$out"
@@ -226,10 +182,7 @@ choose_port() {  # a port of the master's address that nobody has; preflight's i
 
 srun_pid=''
 asked=''
-staged=''
 rank_python=''  # the ranks' interpreter; `python` is this host's
-unfit=''  # nodes that could not be staged: NAME<TAB>REASON
-fit=()
 not_started=''  # why, from the start of an attempt until its ranks run; then every exit is accounted for
 
 finish() {  # [CODE of srun]: however the script ends, say how, and queue the job again where that is wanted
@@ -238,8 +191,8 @@ finish() {  # [CODE of srun]: however the script ends, say how, and queue the jo
   if (( $# )); then code=$1; elif [[ -z $not_started ]]; then exit "$code"; fi
   [[ -z $not_started ]] || options=(--not-started "$not_started")
   [[ -z $staged ]] || each_node rm -rf -- "$staged" || true
-  "$python" -m megatron_port launch after "${run[@]}" --code "$code" --srun-log "$srun_log" --asked "$asked" \
-    "${options[@]}" -- "${script_arguments[@]}"
+  "$python" -m megatron_port launch after "${run[@]}" --record "$job_record" --code "$code" --srun-log "$srun_log" \
+    --asked "$asked" "${options[@]}"
   exit $?
 }
 on_signal() {  # NAME
@@ -252,15 +205,18 @@ on_signal() {  # NAME
 launch_main() {
   local nodes node_count tasks_per_node cores_per_task node_list='' port address='' port_given='' python run_folder
   local code=0 err='' err_pid
-  local run train_only=() srun_log=''  # run: what says which run it is; train_only: what only `train` understands
+  local run rank_run train_only=() srun_log=''  # run: what says which run it is; train_only: what only `train` understands
   [[ -n ${SLURM_JOB_ID:-} ]] \
     || die "no SLURM job here: submit this script with sbatch (launch/torchrun.sh runs on one node without SLURM)"
   trap 'on_signal USR1' USR1
   trap 'on_signal TERM' TERM
   local script_arguments=("$@")
-  if (( $# )) && [[ $1 != -* ]]; then job_run=$1; shift; fi
+  job_record=${job_record:-}
+  if (( $# )) && [[ $1 != -* ]]; then fixed "the run file $1"; job_run=$1; shift; fi
+  if [[ -n $job_record ]]; then job_run=$job_record/config.toml job_overrides=(); fi
   [[ -n $job_run ]] || die "give a run file: sbatch … ${SLURM_JOB_NAME:-launch/slurm.sh} run.toml [--set a.b=value …]" 2
 
+  site_container=${site_container:-} site_image=${site_image:-}
   site_setup
   job_setup
   choose_python
@@ -269,8 +225,7 @@ launch_main() {
 
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   (( ${#nodes[@]} )) || die "scontrol show hostnames $SLURM_JOB_NODELIST named no node"
-  tasks_per_node=${SLURM_NTASKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
-  cores_per_task=${SLURM_CPUS_PER_TASK:-$site_cores_per_task}
+  count_tasks
   local spares=${SPARE_NODES:-$job_spare_nodes}
   node_count=$(( ${#nodes[@]} - spares ))
   (( node_count > 0 )) || die "${#nodes[@]} nodes with $spares spares leave none to train on"
@@ -280,13 +235,14 @@ launch_main() {
   run=("$job_run" --set "cluster.nodes=$node_count" --set "cluster.gpus_per_node=$tasks_per_node" "${job_overrides[@]}")
   [[ -z ${DATA:-} ]] || run+=(--data "$DATA")
   take_arguments "$@"
-
-  run_folder=$("$python" -m megatron_port launch before "${run[@]}") || exit $?
+  open_record
   srun_log=$run_folder/srun-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.log
   : > "$srun_log"
   not_started=setup
   trap finish EXIT
   rank_python=$python
+  [[ -z $site_container ]] || rank_python=${site_container_python:-python3}
+  container "${IMAGE:-$site_image}"
   if [[ ${PREFLIGHT:-$job_preflight} == 1 ]]; then check_nodes; else stage_alone; fi
   if [[ -z $address ]]; then
     address=$(first_node_address "$(scontrol show hostnames "${node_list:-$SLURM_JOB_NODELIST}" | head -n 1)")
@@ -301,8 +257,8 @@ launch_main() {
   # What srun itself says of lost tasks is kept apart from what thousands of ranks may say.
   exec {err}> >(tee >(grep --line-buffered -E '^(srun|slurmstepd(-[^ :]+)?): ' > "$srun_log") >&2)
   err_pid=$!
-  ranks "$node_count" "$node_list" "$rank_python" -m megatron_port train "${run[@]}" "${train_only[@]}" \
-    --master-addr "$address" --master-port "$port" 2>&"$err" &
+  ranks "$node_count" "$node_list" "${rank_environment[@]}" "${inside[@]}" "$rank_python" \
+    -m megatron_port train "${rank_run[@]}" "${train_only[@]}" --master-addr "$address" --master-port "$port" 2>&"$err" &
   srun_pid=$!
   while :; do  # a signal ends wait, not srun
     code=0
@@ -314,11 +270,31 @@ launch_main() {
   finish "$code"
 }
 
+open_record() {  # from here on the launch record says what runs, not what the script was given
+  local told options=()
+  [[ -z $job_record ]] || options=(--record "$job_record")
+  told=$("$python" -m megatron_port launch before "${run[@]}" "${options[@]}" -- "${script_arguments[@]}") || exit $?
+  { read -r run_folder; read -r job_record; } <<< "$told"
+  use_code
+  run=("$job_record/config.toml" --set "cluster.nodes=$node_count" --set "cluster.gpus_per_node=$tasks_per_node")
+  [[ -z ${DATA:-} ]] || run+=(--data "$DATA")  # SLURM keeps the environment of the submission
+  rank_run=("${run[@]}")
+  # One process has read it; srun hands it to every rank.
+  MEGATRON_PORT_CONFIG_FILE=$job_record/config.toml
+  MEGATRON_PORT_CONFIG=$(< "$MEGATRON_PORT_CONFIG_FILE") || die "$MEGATRON_PORT_CONFIG_FILE cannot be read"
+  if (( ${#MEGATRON_PORT_CONFIG} < 100000 )); then export MEGATRON_PORT_CONFIG MEGATRON_PORT_CONFIG_FILE; fi
+}
+
+fixed() {  # WHAT was given to a script whose configuration a launch record holds (its own arguments are in there)
+  [[ -z $job_record || -n ${job_arguments:-} ]] || die "$1 comes too late: the configuration of this script is kept in \
+$job_record; instead: megatron-port launch submit RUN --set …" 2
+}
+
 take_arguments() {  # the script's own, after the run file
   while (( $# )); do
     case $1 in
-      --set | --data) run+=("$1" "${2-}"); written_before "${2-}"; shift "$(( $# > 1 ? 2 : 1 ))" ;;
-      --set=* | --data=*) run+=("$1"); written_before "${1#*=}"; shift ;;
+      --set | --data) fixed "$1"; run+=("$1" "${2-}"); written_before "${2-}"; shift "$(( $# > 1 ? 2 : 1 ))" ;;
+      --set=* | --data=*) fixed "$1"; run+=("$1"); written_before "${1#*=}"; shift ;;
       --master-port) port=${2-} port_given=1; shift "$(( $# > 1 ? 2 : 1 ))" ;;
       --master-port=*) port=${1#*=} port_given=1; shift ;;
       --master-addr) address=${2-}; shift "$(( $# > 1 ? 2 : 1 ))" ;;

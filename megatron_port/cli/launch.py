@@ -1,16 +1,20 @@
-"""``megatron-port launch``: write or submit the job script of a run."""
+"""``megatron-port launch``: write or submit the job script of a run, see what became of it, cancel it."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli import launch_attempts
-from megatron_port.cli.arguments import add_json, add_verb, print_json, print_table
+from megatron_port.cli import launch_attempts, launch_control
 from megatron_port.cli.main import Parser, add_run_options, load_run
 from megatron_port.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_port.launch.script import Order
+
+WITH_REST = ("submit", "sweep", "before")
+"""Actions that take words after ``--``."""
 
 
 class ParserWithRest(Parser):
@@ -26,13 +30,9 @@ class ParserWithRest(Parser):
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``launch list | show | submit | sites``, and what job scripts call."""
-    parser = subparsers.add_parser("launch", help="write or submit the job script of a run")
+    """Add every action, and what job scripts call."""
+    parser = subparsers.add_parser("launch", help="submit runs to a scheduler, see their state, cancel them")
     actions = parser.add_subparsers(dest="action", required=True, metavar="action", parser_class=ParserWithRest)
-    listed = add_verb(actions, "list", help="the attempts of a run, oldest first: jobs, nodes, how each ended")
-    listed.add_argument("run", metavar="RUN", help="a run's folder, its run file, or the name of a shipped one")
-    add_json(listed)
-    listed.set_defaults(act=list_attempts)
     for name, text in (("show", "check a run and print its job script"), ("submit", "check a run and queue its job")):
         aliases = ["render"] if name == "show" else []
         action = actions.add_parser(name, help=text, description=text, aliases=aliases)
@@ -42,8 +42,10 @@ def add_parser(subparsers: Any) -> None:
             action.add_argument("-o", "--output", metavar="FILE", help="write the script there instead")
         else:
             action.usage = "%(prog)s [options] run.toml [-- options of sbatch]"
-            action.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
+            action.add_argument("--dry-run", action="store_true",
+                                help="print nodes, node-hours, predicted end and the script, and queue nothing")
         action.set_defaults(act=render if name == "show" else queue)
+    launch_control.add_actions(actions)
     sites = actions.add_parser("sites", help="bring the scripts in launch/ up to date with configs/")
     sites.add_argument("--check", action="store_true", help="only say which are not")
     sites.set_defaults(act=update)
@@ -52,44 +54,26 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action; return its exit code."""
-    from megatron_port.launch import submit
+    if args.rest and args.action not in WITH_REST:
+        from megatron_port.launch import submit
 
-    if args.rest and args.action not in ("submit", "after"):
         raise ConfigError(f"launch {args.action} takes nothing after --, but there is {submit.shown(args.rest)}")
     return int(args.act(args))
 
 
-def list_attempts(args: argparse.Namespace) -> int:
-    """Print the attempts of a run."""
-    from megatron_port.config.run_names import run_folder_of
-    from megatron_port.launch.attempts import read_history
-
-    folder = run_folder_of(args.run)
-    found = read_history(folder)
-    if args.json:
-        print_json([asdict(one) for one in found])
-    elif not found:
-        print(f"no job has started {folder}: attempts are noted by job scripts (`launch submit`)")
-    else:
-        print_table([("attempt", "status", "step", "nodes", "cause"),
-                     *((a.attempt, a.status or "running or lost", f"{a.step:,}", a.nodes, a.cause) for a in found)],
-                    right=(2,))
-    return 0
-
-
-def _script(args: argparse.Namespace) -> tuple[Any, str]:
+def _order(args: argparse.Namespace) -> tuple[Any, Order]:
     from megatron_port.launch import submit
 
     loaded = load_run(args)
-    order = submit.order_of(loaded, args.overrides, args.after)
-    return loaded.config, submit.checked_script(loaded.config, order)
+    return loaded.config, submit.order_of(loaded, args.overrides, args.after)
 
 
 def render(args: argparse.Namespace) -> int:
     """Print or write the script."""
+    from megatron_port.launch import submit
     from megatron_port.runtime.atomic import write_output
 
-    _, text = _script(args)
+    text = submit.checked_script(*_order(args))
     if args.output:
         write_output(Path(args.output), text, mode=0o755)
     else:
@@ -99,16 +83,21 @@ def render(args: argparse.Namespace) -> int:
 
 def queue(args: argparse.Namespace) -> int:
     """Hand the script to sbatch."""
-    from megatron_port.launch import submit
+    from megatron_port.launch import forecast, submit
+    from megatron_port.launch import record as records
 
-    config, text = _script(args)
-    path = submit.script_path(config)
+    config, order = _order(args)
+    submit.checked_script(config, order)
     if args.dry_run:
-        print(f"would write {path} and run\n{submit.shown(submit.command(path, args.rest))}\n\n{text}", end="")
+        folder = submit.next_folder(config)
+        print("\n".join(forecast.lines(config)))
+        words = submit.shown(submit.command(folder / records.SCRIPT, args.rest))
+        text = submit.recorded_script(config, order, folder)
+        print(f"would keep code, configuration and environment in {folder} and run\n{words}\n\n{text}", end="")
         return 0
-    job = submit.submit(config, text, args.rest)
+    job = submit.submit(config, order, args.rest)
     if job.job_id:
-        print(f"job {job.job_id}, script {path}, log {job.log}")
+        print(f"job {job.job_id}, script {job.script}, log {job.log}")
     else:
         print(job.said)
     return 0

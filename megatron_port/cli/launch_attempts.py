@@ -27,6 +27,8 @@ def add_actions(actions: Any) -> None:
         "run's folder. Exit 3 when too many attempts in a row got no further.",
     )
     add_run_options(before)
+    before.add_argument("--record", type=local_path, metavar="FOLDER", help="the launch record that the script is of")
+    before.usage = "%(prog)s [options] run.toml [-- arguments of the job script]"
     before.set_defaults(act=run_before)
     after = actions.add_parser(
         "after", help="for job scripts: note how an attempt ended, and queue the job again where that is wanted",
@@ -37,7 +39,7 @@ def add_actions(actions: Any) -> None:
     after.add_argument("--srun-log", type=local_path, metavar="FILE", help="srun's own lines")
     after.add_argument("--asked", default="", metavar="SIGNALS", help="signals that the script received")
     after.add_argument("--not-started", default="", choices=NOT_STARTED, help="why no rank was started")
-    after.usage = "%(prog)s [options] run.toml --code N [-- arguments of the job script]"
+    after.add_argument("--record", type=local_path, metavar="FOLDER", required=True, help="the job's launch record")
     after.set_defaults(act=run_after)
 
 
@@ -55,28 +57,37 @@ def _folder(config: RunConfig) -> Path:
 
 
 def run_before(args: argparse.Namespace) -> int:
-    """Print the run's folder on stdout; the rest goes to stderr."""
+    """Print the run's folder and that of the launch record on stdout; the rest is printed on stderr."""
     from megatron_port.config.checks import check
     from megatron_port.launch import attempts
-    from megatron_port.launch.continuation import remember_request
+    from megatron_port.launch import record as records
+    from megatron_port.launch.notify import notify
+    from megatron_port.launch.opening import open_record
     from megatron_port.runtime.job import nodes_down
     from megatron_port.runtime.lease import refuse_array_in_one_folder, refuse_if_held
 
-    job, config = _job(), load_run(args).config
+    job, loaded = _job(), load_run(args)
+    config = loaded.config
     check(config)
     refuse_array_in_one_folder(_folder(config))
     refuse_if_held(_folder(config))
-    for line in attempts.before(_folder(config), job, config.launch, nodes_down=nodes_down):
+    record, lines = open_record(loaded, args.overrides, job, args.record, args.rest)
+    log = next((entry.log for entry in records.jobs(record) if entry.job in job.names), "")
+    lines += attempts.before(_folder(config), job, config.launch, nodes_down=nodes_down, record=record.name, log=log)
+    lines.append(notify("started", f"{config.name}: attempt {job.attempt} starts on {job.node_list}", run=config.name))
+    for line in filter(None, lines):
         print(f"launch: {line}", file=sys.stderr)
-    remember_request(_folder(config), job)
     print(_folder(config))
+    print(record)
     return 0
 
 
 def run_after(args: argparse.Namespace) -> int:
     """Act on the end of an attempt; return the job's exit code."""
     from megatron_port.launch import attempts
+    from megatron_port.launch import record as records
     from megatron_port.launch.continuation import continue_job
+    from megatron_port.launch.notify import notify
     from megatron_port.runtime.job import ask_record, fate_of, nodes_down
 
     job, config = _job(), load_run(args).config
@@ -84,15 +95,19 @@ def run_after(args: argparse.Namespace) -> int:
     if args.srun_log is not None and args.srun_log.is_file():
         log = args.srun_log.read_text(encoding="utf-8", errors="replace")
     asked = args.asked.split()
-    fate = fate_of(job, asked, ask_record(job.id))
+    fate = "cancelled" if records.cancelled(args.record) else fate_of(job, asked, ask_record(job.id))
     verdict = attempts.after(
         _folder(config), job, config.launch, code=args.code, srun_log=log, asked=" and ".join(asked), fate=fate,
         nodes_down=nodes_down, not_started=args.not_started,
     )
-    for line in filter(None, verdict.lines):
+    lines = list(filter(None, verdict.lines))
+    for line in lines:
         print(f"launch: {line}", flush=True)
     if verdict.action in ("requeue", "chain"):
-        line = continue_job(verdict.action, job, args.rest, run_folder=_folder(config), asked=asked)
-        print(f"launch: {line}", flush=True)
-        return 0
-    return verdict.exit_code
+        lines.append(continue_job(verdict.action, job, args.record, asked=asked))
+        print(f"launch: {lines[-1]}", flush=True)
+    event = {"done": "finished", "stop": "stopped"}.get(verdict.action, "continued")
+    problem = notify(event, f"{config.name}: attempt {job.attempt}: {'; '.join(lines) or 'finished'}", run=config.name)
+    if problem:
+        print(f"launch: {problem}", flush=True)
+    return 0 if event == "continued" else verdict.exit_code

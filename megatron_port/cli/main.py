@@ -33,7 +33,7 @@ COMMANDS = {
     "parity": "compare layouts with one process, gradient by gradient",
     "doctor": "print the machine, versions and providers, and what is wrong with them",
     "checkpoint": "list, verify, compare, convert and copy checkpoints",
-    "launch": "write or submit the job script of a run",
+    "launch": "submit runs to a scheduler, see their state, cancel them",
     "runs": "list, show and remove runs",
     "report": "one HTML file about a run, or several side by side",
     "plan": "does a run fit, how fast is it, what would be better",
@@ -121,8 +121,9 @@ def load_run(args: argparse.Namespace) -> Loaded:
     """
     from megatron_port.config.dump import leaves, toml_value
     from megatron_port.config.loader import OF_FOLDER, load
+    from megatron_port.runtime.variables import handed_files
 
-    loaded = load(args.run_file, args.overrides)
+    loaded = load(args.run_file, args.overrides, texts=handed_files())
     own = [f"{n}={toml_value(v)}" for n, v in leaves(loaded.config) if loaded.origins[n].startswith(OF_FOLDER)]
     args.overrides = [*own, *args.overrides]
     return loaded

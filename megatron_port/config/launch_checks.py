@@ -60,12 +60,31 @@ def launch_problems(config: RunConfig) -> list[str]:
             f"{name}: {o!r} is not one option of the form --name or --name=value"
             for o in options if not re.fullmatch(r"--[A-Za-z][\w-]*(=.*)?", o, re.ASCII | re.DOTALL)
         ]
+    out += _container_problems(cluster)
     for name, entries in (("cluster.environment", cluster.environment), ("launch.environment", launch.environment)):
         for entry in entries:
             out += _environment_problems(name, entry)
     out += _placeholder_problems("cluster.local_disk", cluster.local_disk, PLACEHOLDERS[:2])
     if any(not m.strip() or m.startswith("-") for m in cluster.modules):
         out.append(f"cluster.modules {list(cluster.modules)}: each must be the name of a module")
+    return out
+
+
+def _container_problems(cluster: ClusterConfig) -> list[str]:
+    out = [
+        f"cluster.container_mounts: {mount!r} is not of the form SOURCE or SOURCE:TARGET[:ro], with absolute paths"
+        for mount in cluster.container_mounts
+        if not re.fullmatch(r"[/{][^:,]*(:/[^:,]*(:(ro|rw))?)?", mount)
+    ]
+    for mount in cluster.container_mounts:
+        out += _placeholder_problems("cluster.container_mounts", mount, PLACEHOLDERS)
+    out += [
+        f"cluster.container_options: {o!r} is not one option of the form --name or --name=value"
+        for o in cluster.container_options if not re.fullmatch(r"--?[A-Za-z][\w-]*(=.*)?", o, re.ASCII | re.DOTALL)
+    ]
+    if not cluster.container and (cluster.container_image or cluster.container_mounts or cluster.container_options):
+        out.append("cluster.container is empty, and an image, mounts or options are given for one; name the runtime, "
+                   "e.g. cluster.container = \"apptainer\"")
     return out
 
 

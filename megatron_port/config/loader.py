@@ -20,7 +20,7 @@ import os
 import re
 import textwrap
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -63,9 +63,12 @@ class Loaded:
 
 
 def load(
-    paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = (), *, root: type = RunConfig
+    paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = (), *, root: type = RunConfig,
+    texts: Mapping[str, str] | None = None,
 ) -> Loaded:
     """Read ``paths`` (later files win; None: defaults), then apply ``a.b=value`` overrides in order.
+
+    ``texts``: name of a file → its content, which somebody else has read.
 
     Raises:
         ConfigError: every problem found: files that are missing or not TOML, cycles of
@@ -75,8 +78,11 @@ def load(
     names = [] if paths is None else [paths] if isinstance(paths, (str, Path)) else list(paths)
     reader = _Reader(root)
     for name in names:
-        folder = _run_folder(str(name))
-        if folder is None:
+        text = (texts or {}).get(str(name))
+        folder = _run_folder(str(name)) if text is None else None
+        if text is not None:
+            reader.read_text(text, Path(name), chain=())
+        elif folder is None:
             reader.read_file(str(name), beside=None, origin="the command line", chain=())
         else:
             reader.read_run(folder)
@@ -173,15 +179,22 @@ class _Reader:
                 self.problems.append(f"{path}: {path.stat().st_size} bytes; a run file has at most {_FILE_BYTES}")
                 return
             text = path.read_bytes().decode("utf-8")
+        except (OSError, ValueError) as e:
+            self.problems.append(f"{path}: cannot be read as TOML: {e.strerror if isinstance(e, OSError) else e}")
+            return
+        self.read_text(text, path, chain=(*chain, key))
+
+    def read_text(self, text: str, path: Path, *, chain: tuple[Path, ...]) -> None:
+        """Read the content of a file after the files that it extends."""
+        try:
             data = tomllib.loads(text)
-        except (OSError, ValueError, RecursionError) as e:
-            reason = e.strerror if isinstance(e, OSError) else str(e) or type(e).__name__
-            self.problems.append(f"{path}: cannot be read as TOML: {reason}")
+        except (ValueError, RecursionError) as e:
+            self.problems.append(f"{path}: cannot be read as TOML: {str(e) or type(e).__name__}")
             return
         lines, shown = _key_lines(text), _shown_path(path)
         place = f"{shown}:{lines.get('extends', 1)}"
         for base in self._bases(data.pop("extends", []), place):
-            self.read_file(base, beside=path.parent, origin=place, chain=(*chain, key))
+            self.read_file(base, beside=path.parent, origin=place, chain=chain)
         self.files.append(shown)
         self._walk(self.root, data, "", lambda dotted: f"{shown}:{lines[dotted]}" if dotted in lines else shown)
 

@@ -50,6 +50,17 @@ class ClusterConfig:
     """Further options of the srun that starts the ranks, one per entry, e.g. "--gpus-per-task=1"."""
     local_disk: AbsolutePath = "/tmp"
     """Folder on each node's own disk, for a staged environment; {job_id} and {user} are filled in."""
+    container: Literal["", "apptainer", "singularity", "podman", "podman-hpc", "shifter", "pyxis"] = ""
+    """Runtime that the ranks run in; what speaks to SLURM stays on the host. Empty: none."""
+    container_image: str = ""
+    """File (.sif, .sqsh) or name of the image; empty: IMAGE in the environment of the submission."""
+    container_mounts: tuple[str, ...] = ()
+    """SOURCE or SOURCE:TARGET[:ro], beside the working directory, the run's folder and the local disk; {user}, {job_id}
+    and {local_disk} are filled in."""
+    container_options: tuple[str, ...] = ()
+    """Further options of the runtime, one each, e.g. "--rocm"."""
+    container_python: str = "python3"
+    """Interpreter in the image."""
     partition: str = ""
     """Partition of a job; empty: the site's default."""
     qos: str = ""
@@ -58,6 +69,10 @@ class ClusterConfig:
     """Largest node count of each class of the queue, rising; empty: unknown."""
     queue_hours: tuple[float, ...] = ()
     """Longest wall time of each class, hours."""
+    charge_per_node_hour: NonNegative = 1.0
+    """What the site charges for an hour of a node, in charge_unit."""
+    charge_unit: str = "node-hours"
+    """What a project's budget is counted in, e.g. "GPU-hours" or "USD"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +186,12 @@ class LaunchConfig:
     """What happens after a node failure, a lost rank or a hang: requeue | chain | stop. Other faults always stop."""
     max_attempts: Count = 3
     """Failed attempts in a row at the same step after which the run stops."""
+    changed_environment: Literal["stop", "warn"] = "stop"
+    """stop (exit 3, not queued again) | warn: what follows where packages are others than at submission."""
+    mail: str = ""
+    """Address that SLURM writes to; empty: none. MEGATRON_PORT_WEBHOOK in the environment: a URL for the same."""
+    mail_types: tuple[str, ...] = ("BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT_80")
+    """Events of sbatch's --mail-type that it writes about."""
     memory_check: Literal["stop", "warn", "off"] = "stop"
     """stop (exit 2 before any process meets) | warn | off: what happens if, according to the planner, a run cannot fit
     its devices (cluster.memory_gb; only for clusters with a [hardware] section)."""

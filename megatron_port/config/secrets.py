@@ -10,7 +10,7 @@ from megatron_port.config.dump import leaves
 from megatron_port.config.schema import RunConfig
 
 _NAME = re.compile(
-    r"(^|_)(PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|TOKEN)(_|$)|(API|ACCESS|PRIVATE|SECRET|AUTH)_?KEY"
+    r"(^|_)(PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|TOKEN|WEBHOOK)(_|$)|(API|ACCESS|PRIVATE|SECRET|AUTH)_?KEY"
 )
 HIDDEN = "***"
 _URL = re.compile(

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from megatron_port.config.schema import LaunchConfig
@@ -55,6 +55,12 @@ class Attempt:
     """Steps done when it ended."""
     cause: str = ""
     time: float = 0.0
+    began: float = 0.0
+    """Seconds since 1970."""
+    record: str = ""
+    """Number of its launch record."""
+    log: str = ""
+    """File of the job's output."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ def steps_done(run_folder: Path) -> int:
 
 
 def read_history(run_folder: Path) -> list[Attempt]:
-    """Return every attempt, oldest first; the line of an end replaces that of its start. Torn lines are skipped."""
+    """Return every attempt, oldest first; the line of an end replaces that of its start, whose
+    time, record and log it keeps. Torn lines are skipped.
+    """
     known = {f.name for f in fields(Attempt)}
     found: dict[str, Attempt] = {}
     try:
@@ -90,7 +98,10 @@ def read_history(run_folder: Path) -> list[Attempt]:
         with contextlib.suppress(ValueError, TypeError):
             values = json.loads(line)
             entry = Attempt(**{name: value for name, value in values.items() if name in known})
-            found[entry.attempt] = entry
+            start = found.get(entry.attempt, entry)
+            found[entry.attempt] = replace(
+                entry, began=entry.began or start.began, record=entry.record or start.record, log=entry.log or start.log
+            )
     return list(found.values())
 
 
@@ -125,12 +136,16 @@ def before(
     launch: LaunchConfig,
     *,
     nodes_down: Callable[[str], list[str]],
+    record: str = "",
+    log: str = "",
     now: float | None = None,
 ) -> list[str]:
     """Note that an attempt starts; return lines for the log on what went before.
 
     Args:
         nodes_down: SLURM node list → those of them that are down, described.
+        record: number of the launch record.
+        log: file of the job's output.
 
     Raises:
         EnvironmentFault: ``launch.max_attempts`` attempts of this series failed without getting any further.
@@ -159,7 +174,7 @@ def before(
             f"so the run stops here (launch.max_attempts {launch.max_attempts}):\n{table}\n"
             f"Mend the cause and submit it again: a new submission counts anew"
         )
-    _append(run_folder, Attempt(job.attempt, job.series, job.node_list, time=now))
+    _append(run_folder, Attempt(job.attempt, job.series, job.node_list, time=now, began=now, record=record, log=log))
     lines.append(f"attempt {job.attempt} starts on {job.node_list or 'this host'}; {steps_done(run_folder)} steps done")
     return lines
 

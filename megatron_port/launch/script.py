@@ -44,6 +44,10 @@ class Order:
     """``a.b=value``, as given with --set."""
     after: str = ""
     """Job that has to end first."""
+    record: str = ""
+    """Folder of the launch record that the job reads; empty: its first start makes one."""
+    python: str = ""
+    """Interpreter, where ``launch.python`` names none."""
 
 
 def sbatch_lines(config: RunConfig, after: str = "") -> list[str]:
@@ -65,6 +69,9 @@ def sbatch_lines(config: RunConfig, after: str = "") -> list[str]:
     ):
         if value:
             lines.append(f"--{option}={sbatch_quote(value, field)}")
+    if launch.mail:
+        lines.append(f"--mail-user={sbatch_quote(launch.mail, 'launch.mail')}")
+        lines.append(f"--mail-type={sbatch_quote(','.join(launch.mail_types), 'launch.mail_types')}")
     lines += [*_ending(launch), "--output=%x-%j.out"]
     if after:
         lines.append(f"--dependency=afterany:{sbatch_quote(after, '--after')}")
@@ -94,10 +101,12 @@ def job_block(launch: LaunchConfig, order: Order) -> str:
     for text in order.overrides:
         if text.partition("=")[0].strip() not in _COUNTED:
             overrides += ["--set", text]
+    record = [assignment("job_record", order.record, "the path of the launch record")] if order.record else []
     return "\n".join([
+        *record,
         assignment("job_run", order.run, "the path of the run file"),
         array("job_overrides", overrides, "--set"),
-        assignment("job_python", launch.python, "launch.python"),
+        assignment("job_python", launch.python or order.python, "launch.python"),
         assignment("job_stage", launch.stage, "launch.stage"),
         f"job_spare_nodes={launch.spare_nodes}",
         f"job_preflight={int(launch.preflight)}",

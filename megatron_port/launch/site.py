@@ -38,6 +38,18 @@ def function(name: str, body: Sequence[str]) -> str:
     return f"{name}() {{\n" + "".join(f"  {line}\n" for line in body or [":"]) + "}"
 
 
+def _container(cluster: ClusterConfig) -> list[str]:
+    """Return what is said of the container, where the ranks run in one."""
+    if not cluster.container:
+        return []
+    return [
+        assignment("site_container", cluster.container, "cluster.container"),
+        assignment("site_image", cluster.container_image, "cluster.container_image"),
+        assignment("site_container_python", cluster.container_python, "cluster.container_python"),
+        array("site_container_options", cluster.container_options, "cluster.container_options"),
+    ]
+
+
 def site_block(cluster: ClusterConfig) -> str:
     """Return the site part of a job script.
 
@@ -49,10 +61,14 @@ def site_block(cluster: ClusterConfig) -> str:
     if cluster.modules:
         setup.append("load_modules " + " ".join(shell_quote(m, "cluster.modules") for m in cluster.modules))
     setup += exports(cluster.environment, "cluster.environment")
+    if cluster.container:
+        mounts = [shell_fill(m, "cluster.container_mounts") for m in cluster.container_mounts]
+        setup.append(f"site_mounts=({' '.join(mounts)})")
     return "\n".join([
         assignment("site_name", cluster.name, "cluster.name"),
         assignment("site_interface", cluster.interface, "cluster.interface"),
         f"site_cores_per_task={cluster.cores_per_task}",
         array("site_srun", cluster.srun_options, "cluster.srun_options"),
+        *_container(cluster),
         function("site_setup", setup),
     ]) + "\n"

@@ -1,27 +1,40 @@
-"""From a run on the command line to a job: check, render, hand to sbatch."""
+"""From a run on the command line to a job: check, keep what it needs, hand to sbatch."""
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import os
 import re
 import shlex
+import socket
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_port.config.checks import problems
+from megatron_port.config.dump import config_hash, to_toml
 from megatron_port.config.launch_checks import launch_problems
 from megatron_port.config.loader import Loaded, config_directories
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
-from megatron_port.launch import shipped
+from megatron_port.launch import record as records
+from megatron_port.launch import shipped, snapshot
+from megatron_port.launch.continuation import asked_fields
+from megatron_port.launch.forecast import planned
+from megatron_port.launch.record import QueuedJob, Record
 from megatron_port.launch.script import Order, render
 from megatron_port.plan.guard import memory_problem
 from megatron_port.runtime.atomic import write_output
-from megatron_port.runtime.job import ask_record, run_tool
+from megatron_port.runtime.job import QueueEntry, ask_queue, ask_record, run_tool
+from megatron_port.runtime.variables import variables
 
 SBATCH_TIMEOUT_S = 300.0
 """A busy controller answers late; giving up earlier leaves a job that nobody knows of."""
+CLAIM_S = SBATCH_TIMEOUT_S + 60.0
+"""A record without a job is taken for one that is being submitted for so long."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,13 @@ class Submitted:
     """File of the job's output; %-patterns filled in as far as SLURM tells."""
     said: str
     """sbatch's own words."""
+    script: Path
+
+
+def run_folder_of(config: RunConfig) -> Path:
+    """Return the folder of a run, absolute."""
+    # Links are kept: a site's short path may be one.
+    return Path(os.path.abspath(Path(config.output_dir) / config.name))
 
 
 def order_of(loaded: Loaded, overrides: Sequence[str], after: str = "") -> Order:
@@ -67,9 +87,17 @@ def checked_script(config: RunConfig, order: Order) -> str:
     return render(config, order, launch_dir=shipped.launch_folder())
 
 
-def script_path(config: RunConfig) -> Path:
-    """Return where ``launch submit`` leaves the script."""
-    return Path(config.output_dir) / config.name / "job.sh"
+def interpreter_of(config: RunConfig) -> str:
+    """Return the job's interpreter: PYTHON, ``launch.python``, the checkout's ``.venv``, else this one."""
+    beside = snapshot.PACKAGE.parent / ".venv" / "bin" / "python"
+    given = variables(("PYTHON",)).get("PYTHON") or config.launch.python
+    return given or (str(beside) if os.access(beside, os.X_OK) else sys.executable)
+
+
+def recorded_script(config: RunConfig, order: Order, folder: Path) -> str:
+    """Return the script of a job that reads the record in ``folder`` and nothing else. Raises ConfigError."""
+    own = Order(run=str(folder / records.CONFIG), after=order.after, record=str(folder), python=interpreter_of(config))
+    return render(config, own, launch_dir=folder / records.CODE / "megatron_port" / "_launch")
 
 
 def command(path: Path, options: Sequence[str]) -> list[str]:
@@ -82,24 +110,137 @@ def shown(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(w) for w in words)
 
 
-def submit(config: RunConfig, text: str, options: Sequence[str] = ()) -> Submitted:
-    """Write the script into the run's folder and queue it.
+def next_folder(config: RunConfig) -> Path:
+    """Return where the next record of a run will be."""
+    folder = run_folder_of(config)
+    return records.record_folder(folder, max(records.numbers(folder), default=0) + 1)
+
+
+def refuse_while_queued(run_folder: Path, *, after: str = "") -> None:
+    """Refuse a second submission of a run folder while a job of an earlier one is queued or runs.
+
+    Args:
+        after: a job that the new one waits for; where it is the live one, it is meant to follow it.
 
     Raises:
+        ConfigError: naming the job and what to do.
+    """
+    newest = records.newest(run_folder)
+    if newest is None:
+        return
+    known = records.jobs(newest)
+    queue = ask_queue()
+    live = [queue[entry.job] for entry in known if entry.job in queue]
+    live += [e for e in queue.values() if e.command.startswith(f"{newest}/") and e not in live]
+    live = [e for e in live if e.job != after]
+    if live:
+        raise ConfigError(_already(run_folder, live[-1]))
+    if not known and not after and time.time() - _made(newest) < CLAIM_S:
+        raise ConfigError(
+            f"{run_folder} is being submitted by somebody else (launch record {newest.name}); wait for its job id, or "
+            "give this run another name (--set name=NAME)"
+        )
+
+
+def _made(folder: Path) -> float:
+    with contextlib.suppress(OSError):
+        return folder.stat().st_mtime
+    return time.time()
+
+
+def _already(run_folder: Path, entry: QueueEntry) -> str:
+    state = f"{entry.state} ({entry.reason})" if entry.reason not in ("", "None") else entry.state
+    return (
+        f"{run_folder} was submitted already: job {entry.job} is {state}. Wait for it, cancel it (megatron-port launch "
+        f"cancel {run_folder}), queue this one behind it (--after {entry.job}), or give this run another name "
+        "(--set name=NAME)"
+    )
+
+
+def new_folder(run_folder: Path, *, after: str = "") -> tuple[int, Path]:
+    """Claim the next record of a run folder.
+
+    Raises:
+        ConfigError: another submission of it is queued, runs, or is being made.
+        OSError: the file system refused.
+    """
+    while True:
+        number = max(records.numbers(run_folder), default=0) + 1  # before the look: who is faster takes this very one
+        refuse_while_queued(run_folder, after=after)
+        folder = records.claim(run_folder, number)
+        if folder is not None:
+            return number, folder
+
+
+def fill(folder: Path, number: int, config: RunConfig, order: Order, **more: object) -> Record:
+    """Write everything of a record but its script and its jobs; return it. Raises OSError, RecordFault."""
+    text = to_toml(config)
+    stage = config.launch.stage or variables(("STAGE",)).get("STAGE", "")
+    made = Record(
+        number=number, name=config.name, time=time.time(), run=order.run, overrides=order.overrides, cwd=os.getcwd(),
+        code=snapshot.keep_code(folder, config.plugins), environment=snapshot.interpreter(interpreter_of(config)),
+        image=snapshot.image_of(stage), config_digest=config_hash(config), planned=planned(config),
+        **{"by": "submit", **more},  # type: ignore[arg-type]
+    )
+    write_output(folder / records.CONFIG, text)
+    records.write_record(folder, made)
+    return made
+
+
+def submit(config: RunConfig, order: Order, options: Sequence[str] = ()) -> Submitted:
+    """Keep what the job needs in a launch record of the run's folder, and queue it.
+
+    Raises:
+        ConfigError: a job of the folder is queued or runs already.
         EnvironmentFault: the folder cannot be written, sbatch is not here, or it refused; with its message.
     """
-    path = script_path(config)
-    write_output(path, text, mode=0o755)
-    words = command(path, options)
-    code, said = run_tool(words, timeout_s=SBATCH_TIMEOUT_S)
+    run_folder = run_folder_of(config)
+    try:
+        number, folder = new_folder(run_folder, after=order.after)
+    except OSError as error:
+        raise unwritable(run_folder, error) from error
+    try:
+        path = folder / records.SCRIPT
+        fill(folder, number, config, order, options=tuple(options))
+        write_output(path, recorded_script(config, order, folder), mode=0o755)
+        code, said = run_tool(command(path, options), timeout_s=SBATCH_TIMEOUT_S)
+        found = re.findall(r"^([0-9]+)(?:;\S+)?$", said, re.MULTILINE)
+        if code or not found:
+            records.discard(folder)
+            return _not_queued(config, code, said, path, options)
+        asked = ask_record(found[-1])
+        log = asked.get("StdOut") or str(Path.cwd() / f"{config.name}-{found[-1]}.out")
+        records.add_job(folder, QueuedJob(job=found[-1], time=time.time(), log=log, asked=asked_fields(asked)))
+    except OSError as error:
+        records.discard(folder)
+        raise unwritable(run_folder, error) from error
+    except BaseException:
+        if not records.jobs(folder):
+            records.discard(folder)
+        raise
+    return Submitted(found[-1], log, said, path)
+
+
+def _not_queued(config: RunConfig, code: int, said: str, path: Path, options: Sequence[str]) -> Submitted:
     if code == 127:
-        raise EnvironmentFault(f"{said}; run this on a login node of {config.cluster.name}. The script is {path}")
+        raise EnvironmentFault(
+            f"{said}; run this on a login node of {config.cluster.name} (launch render writes the script without SLURM)"
+        )
     if code:
-        raise EnvironmentFault(f"sbatch refused the job (exit {code}):\n{said}\nThe command was: {shown(words)}")
-    found = re.findall(r"^([0-9]+)(?:;\S+)?$", said, re.MULTILINE)
-    return Submitted(found[-1], _log_of(config, found[-1]), said) if found else Submitted("", "", said)
+        raise EnvironmentFault(
+            f"sbatch refused the job (exit {code}):\n{said}\nThe command was: {shown(command(path, options))}"
+        )
+    return Submitted("", "", said, path)
 
 
-def _log_of(config: RunConfig, job_id: str) -> str:
-    """Return the job's output file by SLURM's record; by the script where SLURM does not answer."""
-    return ask_record(job_id).get("StdOut") or str(Path.cwd() / f"{config.name}-{job_id}.out")
+def unwritable(folder: Path, error: OSError) -> EnvironmentFault:
+    """Return the error of a run folder that cannot be written."""
+    return EnvironmentFault(
+        f"{folder} cannot be written: {error.strerror or error}; give this user write permission and space there, or "
+        "choose another output_dir"
+    )
+
+
+def who() -> str:
+    """Return ``ann@login1``."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"

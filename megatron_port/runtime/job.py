@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_port.errors import EnvironmentFault
 from megatron_port.runtime.slurm import in_step
 
 LOCAL = "local"
@@ -46,6 +47,11 @@ class Job:
     def attempt(self) -> str:
         """``JOB.RESTART``: tells the starts of a run apart."""
         return f"{self.id}.{self.restart}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its id, and JOB_TASK of a task of an array."""
+        return (self.id, f"{self.array_job}_{self.array_task}") if self.array_job else (self.id,)
 
 
 def current_job(env: Mapping[str, str] | None = None) -> Job | None:
@@ -101,6 +107,41 @@ def job_state(job: str, step: str = "") -> str | None:
         return states[0] if states else ""
     code, text = run_tool(["squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i"], timeout_s=30.0)
     return "" if code == 0 and step not in text.split() else states[0]
+
+
+@dataclass(frozen=True)
+class QueueEntry:
+    """One of this user's jobs, as squeue lists it."""
+
+    job: str
+    """Id; JOB_TASK of a task of an array."""
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    start: str = ""
+    """When it started, or is expected to; N/A: not known."""
+    command: str = ""
+
+
+def ask_queue() -> dict[str, QueueEntry]:
+    """Return all of this user's jobs that wait or run, by their ids, in one question.
+
+    Raises:
+        EnvironmentFault: SLURM does not answer, so nobody knows. (Without squeue here there are none.)
+    """
+    code, text = run_tool(["squeue", "--me", "--noheader", "--array", "--format", "%i|%A|%T|%r|%D|%S|%o"])
+    if code == 127:
+        return {}
+    if code:
+        said = text.splitlines()[-1] if text else f"exit {code}"
+        raise EnvironmentFault(f"squeue does not say which jobs are queued ({said}); try again")
+    found: dict[str, QueueEntry] = {}
+    for line in text.splitlines():
+        words = line.split("|", 6)
+        if len(words) == 7:
+            job, _, state, reason, nodes, start, command = words
+            found[job] = QueueEntry(job, state, reason, nodes, start, command)
+    return found
 
 
 def one_task_at_a_time(array_job: str, task: str) -> bool:

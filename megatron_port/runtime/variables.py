@@ -1,4 +1,4 @@
-"""What is asked of the environment: the job's settings, this node's name, and whether a shell completes a line."""
+"""What is asked of the environment by name: a job's settings and run file, this node's name, a shell's completion."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def completing() -> bool:
 def line_to_complete() -> str:
     """Return the line that a shell completes."""
     return os.environ.get("COMP_LINE", "")
+
+
+def handed_files() -> dict[str, str]:
+    """Return the run file that a job script has read for its ranks: path → content; empty without one.
+
+    Thousands of ranks then open no file for it (``launch/common.sh``).
+    """
+    given = variables(("MEGATRON_PORT_CONFIG", "MEGATRON_PORT_CONFIG_FILE"))
+    path, text = given.get("MEGATRON_PORT_CONFIG_FILE", ""), given.get("MEGATRON_PORT_CONFIG", "")
+    return {path: text} if path and text else {}
 
 
 def node_name() -> str:

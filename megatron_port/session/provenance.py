@@ -10,14 +10,13 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from megatron_port import __version__
 from megatron_port.config.dump import config_hash
+from megatron_port.launch.snapshot import commit
 from megatron_port.runtime.atomic import write_bytes
 from megatron_port.runtime.fingerprint import package_versions
 from megatron_port.runtime.job import attempt_name
@@ -30,20 +29,6 @@ from megatron_port.watch.watch_report import add_event
 ENVIRONMENT = "environment.json"
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors", "tiktoken", "tokenizers", "flash-attn", "apex")
 MESSAGE_CHARACTERS = 500
-
-
-def commit() -> str:
-    """Return the commit of this package's checkout, with ``+`` if files differ; empty: no checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        def git(*words: str) -> str:
-            command = ["git", "-C", str(root), *words]
-            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    return ""
 
 
 def environment(session: Session) -> dict[str, Any]:

@@ -267,7 +267,8 @@ def test_no_job_is_chained_beside_slurms_own_requeue(impatient: Cluster) -> None
     cluster.wait_for(lambda: told.search(runs.log()), 120, "the script's decision")
     jobs = [parse_job(text) for text in cluster.run(["scontrol", "show", "job"]).stdout.split("\n\n") if text.strip()]
     assert [(j["JobId"], j["Restarts"], j["Requeue"]) for j in jobs] == [(str(job), "1", "1")], f"{jobs}\n{runs.log()}"
-    assert json.loads((runs.run_folder / "requests" / f"{job}.json").read_text())["NumNodes"].partition("-")[0] == "2"
+    [first] = [json.loads(x) for x in (runs.run_folder / "launch" / "0001" / "jobs.jsonl").read_text().splitlines()]
+    assert (first["job"], first["asked"]["NumNodes"].partition("-")[0]) == (str(job), "2")
 
 
 STALE = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}

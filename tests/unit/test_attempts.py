@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_port.config.schema import LaunchConfig
 from megatron_port.errors import DataError, EnvironmentFault, LauncherFault
 from megatron_port.launch import continuation
+from megatron_port.launch import record as records
 from megatron_port.launch.attempts import (
     HISTORY,
     Attempt,
@@ -23,7 +24,7 @@ from megatron_port.launch.attempts import (
     read_history,
     steps_done,
 )
-from megatron_port.launch.continuation import chain_command, continue_job, remember_request, request_of
+from megatron_port.launch.continuation import asked_fields, chain_command, continue_job
 from megatron_port.launch.outcome import AttemptOutcome, read_failure, read_outcome, record_failure, write_outcome
 from megatron_port.launch.srun_log import first_srun_failure, refused_by_srun
 from megatron_port.runtime.job import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
@@ -348,20 +349,47 @@ RECORD = """JobId=12 JobName=a run
 """
 
 
-def test_a_chained_job_keeps_what_the_command_line_gave() -> None:
-    command = chain_command(job_record(RECORD), replace(JOB, series="9"), ["my run.toml", "--set", "a=1"])
-    assert command[0] == "sbatch" and command[-4:] == ["/a place/launch/slurm.sh", "my run.toml", "--set", "a=1"]
+def recorded(folder: Path, asked: str = RECORD, job: str = "12", **changes: object) -> Path:
+    """A launch record with its script and its first job."""
+    made = records.claim(folder, 1)
+    assert made is not None
+    values: dict = {"number": 1, "name": "a run", "time": 0.0, "by": "script", "run": "my run.toml", **changes}
+    records.write_record(made, records.Record(**values))
+    (made / "job.sh").write_text("#!/bin/bash\n")
+    fields = asked_fields(job_record(asked), tasks=True) if asked else {}
+    records.add_job(made, records.QueuedJob(job=job, asked=fields))
+    return made
+
+
+def test_a_chained_job_keeps_what_the_command_line_gave(tmp_path: Path) -> None:
+    arguments = ("my run.toml", "--set", "a=1")
+    options = ("--signal=B:USR1@20", "-d", "afterok:1", "--hold", "--array=1-2", "-dafterok:3", "--mail-type=END")
+    folder = recorded(tmp_path, arguments=arguments, options=options)
+    command = chain_command(folder, records.read_record(folder), replace(JOB, series="9"))
+    assert command[0] == "sbatch" and command[-4:] == [str(folder / "job.sh"), *arguments]
     for option in ("--dependency=afterany:12", "--export=ALL,MEGATRON_PORT_SERIES=9", "--nodes=4", "--time=02:00:00",
                    "--partition=batch", "--account=abc", "--constraint=nvme", "--ntasks-per-node=2",
-                   "--gres=gpu:8", "--exclude=n9", "--cpus-per-task=1",
+                   "--gres=gpu:8", "--exclude=n9", "--cpus-per-task=1", "--signal=B:USR1@20", "--mail-type=END",
                    "--output=/a place 12/a run-%j.out"):
         assert option in command
-    assert not any(o.startswith("--qos") for o in command)
+    assert not any(o.startswith(("--qos", "--hold", "--array", "-d", "afterok", "--ntasks=")) for o in command), command
 
 
-def test_a_job_without_a_script_cannot_be_chained() -> None:
-    with pytest.raises(EnvironmentFault, match="submit the run again"):
-        chain_command({"Command": "(null)"}, JOB, [])
+def test_a_chained_job_asks_for_the_tasks_of_n(tmp_path: Path) -> None:
+    """-N 4 -n 8: SLURM's record has no tasks for each node."""
+    folder = recorded(tmp_path, RECORD.replace("C=2:0", "C=0:0"), sweep="", job="12")
+    assert "--ntasks=8" in chain_command(folder, records.read_record(folder), JOB)
+
+
+def test_a_task_of_a_sweep_is_chained_alone(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, sweep="/x", task=3, job="12_3")
+    command = chain_command(folder, records.read_record(folder), JOB)
+    assert "--array=3" in command and "--output=/a place 12/a run-%j.out" in command
+
+
+def test_without_a_kept_request_the_nodes_are_those_of_the_start(tmp_path: Path) -> None:
+    folder = recorded(tmp_path, "")
+    assert "--nodes=4" in chain_command(folder, records.read_record(folder), JOB)
 
 
 class Slurm:
@@ -379,7 +407,7 @@ class Slurm:
         return 0, "13"
 
     def did(self) -> list[str]:
-        return [" ".join(call[:3]) for call in self.calls if call[1] != "show"]
+        return [" ".join(call[:2]) for call in self.calls if call[1] != "show"]
 
 
 HEALTHY = RECORD + "   JobState=RUNNING Restarts=0 Requeue=1\n"
@@ -388,28 +416,31 @@ LOST = RECORD.replace("NumNodes=4-4", "NumNodes=3").replace("02:00:00", "01:00:0
 
 def test_a_chained_job_asks_for_what_the_first_one_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """srun notices a lost node first: SLURM still has the job running, with a node less."""
-    slurm = Slurm(monkeypatch, HEALTHY, LOST + "   JobState=RUNNING Restarts=0 Requeue=0\n")
-    remember_request(tmp_path, JOB)
-    line = continue_job("chain", JOB, ["my run.toml", "--set", "a=1"], run_folder=tmp_path, asked=[])
-    assert line == "job 13 follows" and slurm.did() == [
-        "scontrol update JobId=12", "sbatch --parsable --dependency=afterany:12"]
-    assert slurm.calls[1] == ["scontrol", "update", "JobId=12", "Requeue=0"], "before it looks"
-    assert {"--nodes=4", "--time=02:00:00"} <= set(slurm.calls[-1])
+    folder = recorded(tmp_path)
+    slurm = Slurm(monkeypatch, LOST + "   JobState=RUNNING Restarts=0 Requeue=0\n")
+    line = continue_job("chain", JOB, folder, asked=[])
+    assert line == "job 13 follows" and slurm.did() == ["scontrol update", "sbatch --parsable"]
+    assert slurm.calls[0] == ["scontrol", "update", "JobId=12", "Requeue=0"], "before it looks"
+    assert {"--nodes=4", "--time=02:00:00"} <= set(slurm.calls[-2])
+    assert [(j.job, j.why) for j in records.jobs(folder)] == [("12", "submitted"), ("13", "chained")]
     # The next job of the series keeps the first one's wishes, also where it began with less.
-    slurm.records = [LOST]
-    following = replace(JOB, id="13", series="12")
-    remember_request(tmp_path, following)
-    assert request_of(tmp_path, following)["NumNodes"] == "4-4"
+    continue_job("chain", replace(JOB, id="13", series="12", node_list="n[1-3]"), folder, asked=[])
+    assert {"--nodes=4", "--time=02:00:00"} <= set(next(c for c in reversed(slurm.calls) if c[0] == "sbatch"))
 
 
-def test_without_a_kept_request_the_nodes_are_those_of_the_start(tmp_path: Path) -> None:
-    assert request_of(tmp_path, JOB) == {"NumNodes": "4"}
+def test_a_job_without_a_script_cannot_be_chained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = recorded(tmp_path)
+    (folder / "job.sh").unlink()
+    Slurm(monkeypatch, HEALTHY)
+    with pytest.raises(EnvironmentFault, match="submit the run again"):
+        continue_job("chain", JOB, folder, asked=[])
 
 
 def test_no_second_job_beside_slurms_own_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = recorded(tmp_path)
     slurm = Slurm(monkeypatch, LOST + "   JobState=COMPLETING Restarts=1 Requeue=0\n")
     for action in ("chain", "requeue"):
-        line = continue_job(action, JOB, [], run_folder=tmp_path, asked=["TERM"])
+        line = continue_job(action, JOB, folder, asked=["TERM"])
         assert line == "SLURM has queued job 12 again by itself"
     assert [c[-1] for c in slurm.calls if c[1] == "update"] == ["Requeue=0", "Requeue=1"]
     assert not any(c[0] == "sbatch" or c[1] == "requeue" for c in slurm.calls)
@@ -419,5 +450,10 @@ def test_no_second_job_beside_slurms_own_requeue(tmp_path: Path, monkeypatch: py
 def test_a_cancel_that_comes_last_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
     """scancel after the verdict: the script's trap cannot run while it waits for Python."""
     slurm = Slurm(monkeypatch, RECORD + "   JobState=COMPLETING Restarts=0\n")
-    assert "was cancelled" in continue_job(action, JOB, [], run_folder=tmp_path, asked=["USR1"])
+    folder = recorded(tmp_path)
+    assert "was cancelled" in continue_job(action, JOB, folder, asked=["USR1"])
+    assert not any(c[0] == "sbatch" or c[1] == "requeue" for c in slurm.calls)
+    slurm.records = [HEALTHY]
+    records.cancel(folder, "ann@login1")
+    assert "cancelled by ann@login1" in continue_job(action, JOB, folder, asked=["USR1"])
     assert not any(c[0] == "sbatch" or c[1] == "requeue" for c in slurm.calls)

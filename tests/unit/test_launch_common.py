@@ -30,7 +30,7 @@ launch_main "$@"
 """
 PYTHON = """\
 case "$*" in
-  *"launch before"*) echo "$RUN_FOLDER" ;;
+  *"launch before"*) echo "before $*" >> "$RUN_FOLDER/calls"; echo "$RUN_FOLDER"; echo "$RUN_FOLDER/launch/0001" ;;
   *"launch after"*) echo "after $*" >> "$RUN_FOLDER/calls" ;;
 esac
 """
@@ -48,6 +48,8 @@ class Job:
         self.folder, self.bin, self.runs = folder, folder / "bin", folder / "run"
         for made in (self.bin, self.runs, folder / "disk"):
             made.mkdir()
+        (self.runs / "launch" / "0001").mkdir(parents=True)
+        (self.runs / "launch" / "0001" / "config.toml").write_text('name = "x"\n')
         for name in TOOLS:
             (self.bin / name).symlink_to(shutil.which(name) or f"/missing/{name}")
         self.tool("python", PYTHON)
@@ -91,8 +93,42 @@ def listener() -> Iterator[socket.socket]:
 def test_the_ranks_are_started_and_the_end_is_told(job: Job) -> None:
     done = job.run()
     assert done.returncode == 0, done.stderr
-    assert "megatron_port train a.toml" in job.calls() and "--master-port 15217" in job.calls()
-    assert "launch after a.toml" in job.calls() and "--code 0" in job.calls()
+    record = f"{job.runs}/launch/0001"
+    assert "launch before a.toml" in job.calls()
+    assert f"megatron_port train {record}/config.toml" in job.calls() and "--master-port 15217" in job.calls()
+    assert f"launch after {record}/config.toml" in job.calls() and f"--record {record} --code 0" in job.calls()
+
+
+@pytest.mark.parametrize(("env", "found"), [
+    ({"SLURM_NTASKS": "6"}, "--ntasks=6 --ntasks-per-node=2"), ({"SLURM_NTASKS": "3"}, "--ntasks=3"),
+    ({"SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "4"}, "--ntasks=6 --ntasks-per-node=2"),
+    ({"SLURM_NTASKS": "12", "SLURM_NTASKS_PER_NODE": "4"}, "--ntasks=12 --ntasks-per-node=4"),
+    ({"SLURM_GPUS_ON_NODE": "8"}, "--ntasks=24 --ntasks-per-node=8"),
+    ({"SLURM_NTASKS": "6", "SLURM_JOB_CPUS_PER_NODE": "32(x3)"}, "--cpu-bind=cores"),
+])
+def test_the_tasks_that_were_asked_for_are_started(job: Job, env: dict[str, str], found: str) -> None:
+    done = job.run(**{"SLURM_NTASKS_PER_NODE": "", **env})
+    assert done.returncode == 0, done.stderr
+    call = next(line for line in job.calls().splitlines() if "train" in line)
+    assert found in call and ("--cpus-per-task=16" in call) == ("32(x3)" in env.values()), call
+
+
+@pytest.mark.parametrize("tasks", ["1", "4", "7"])
+def test_tasks_that_do_not_divide_are_refused_at_once(job: Job, tasks: str) -> None:
+    done = job.run(SLURM_NTASKS=tasks)
+    assert done.returncode == 3 and f"error: {tasks} tasks (-n) on 3 nodes (-N)" in done.stderr, done.stderr
+    assert not job.calls()
+
+
+def test_the_configuration_of_a_record_cannot_be_changed(job: Job) -> None:
+    """A script of `launch submit`, given to sbatch by hand."""
+    script = job.folder / "job.sh"
+    script.write_text(script.read_text().replace("job_run=a.toml", f"job_record={job.runs}/launch/0001 job_run=a.toml"))
+    for arguments in (["--set", "seed=1"], ["b.toml"], ["--data=x"]):
+        done = job.run(*arguments)
+        assert done.returncode == 2 and "the configuration of this script is kept in" in done.stderr, done.stderr
+    assert not job.calls() and job.run().returncode == 0
+    assert f"--record {job.runs}/launch/0001" in job.calls()
 
 
 def test_without_srun_nothing_is_begun(job: Job) -> None:
@@ -109,7 +145,8 @@ def test_master_flags_of_the_job_reach_the_ranks(job: Job) -> None:
         done = job.run("b.toml", *arguments, "--resume", "never")
         assert done.returncode == 0, done.stderr
         call = next(line for line in job.calls().splitlines() if "train" in line)
-        assert call.endswith("--resume never --master-addr 127.0.0.1 --master-port 4444") and "b.toml" in call
+        assert call.endswith("--resume never --master-addr 127.0.0.1 --master-port 4444")
+        assert "launch before b.toml" in job.calls()
         (job.runs / "calls").unlink()
 
 
@@ -130,7 +167,7 @@ def test_a_port_that_was_asked_for_and_is_taken_ends_the_job(job: Job, listener:
 
 @pytest.mark.parametrize(("asked", "why"), [("USR1", "signal"), ("TERM", "ended")])
 def test_a_signal_before_the_ranks_starts_none(job: Job, asked: str, why: str) -> None:
-    job.tool("python", PYTHON.replace('echo "$RUN_FOLDER"', f'kill -s {asked} $PPID; echo "$RUN_FOLDER"'))
+    job.tool("python", PYTHON.replace('echo "$RUN_FOLDER";', f'kill -s {asked} $PPID; echo "$RUN_FOLDER";'))
     job.run()
     assert "train" not in job.calls() and f"--asked {asked} --not-started {why}" in job.calls(), job.calls()
 

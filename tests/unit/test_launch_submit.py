@@ -36,6 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "run.toml").write_text(RUN)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.defpath}")
+    monkeypatch.delenv("PYTHON", raising=False)
     return folder
 
 
@@ -106,11 +107,12 @@ def test_submit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tool(here, "scontrol", '[ "$3" = 123 ] && echo "   StdOut=/some where/x-123.out"\n')
     options = ["-N", "8", "--comment=a b", "--"]
     assert main(["launch", "submit", "run.toml", "--set", "seed=3", "--", *options]) == 0
-    script = here / "runs" / "my run" / "job.sh"
-    assert capsys.readouterr().out == "job 123, script runs/my run/job.sh, log /some where/x-123.out\n"
-    assert (here / "said").read_text().splitlines() == ["--parsable", *options, "runs/my run/job.sh"]
-    assert script.stat().st_mode & 0o777 == 0o755 and "--set seed=3" in script.read_text()
+    script = here / "runs" / "my run" / "launch" / "0001" / "job.sh"
+    assert capsys.readouterr().out == f"job 123, script {script}, log /some where/x-123.out\n"
+    assert (here / "said").read_text().splitlines() == ["--parsable", *options, str(script)]
+    assert script.stat().st_mode & 0o777 == 0o755 and "seed = 3" in script.with_name("config.toml").read_text()
     tool(here, "scontrol", "exit 1\n")
+    tool(here, "squeue", "exit 0\n")
     assert main(["launch", "submit", "run.toml"]) == 0
     assert capsys.readouterr().out.endswith(f"log {here}/my run-123.out\n")
 
@@ -119,7 +121,8 @@ def test_dry_run_runs_nothing(here: Path, capsys: pytest.CaptureFixture[str]) ->
     tool(here, "sbatch", "touch ran\n")
     assert main(["launch", "submit", "run.toml", "--dry-run", "--", "--comment=a b"]) == 0
     out = capsys.readouterr().out
-    assert "sbatch --parsable '--comment=a b' 'runs/my run/job.sh'\n" in out and "\n#!/bin/bash\n" in out
+    assert "sbatch --parsable '--comment=a b' '" in out and "runs/my run/launch/0001/job.sh'" in out
+    assert "\n#!/bin/bash\n" in out
     assert sorted(p.name for p in here.iterdir()) == ["bin", "run.toml"]
 
 
@@ -127,7 +130,8 @@ def test_what_sbatch_refuses(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     tool(here, "sbatch", 'echo "sbatch: error: invalid partition specified: x" >&2; exit 1\n')
     assert main(["launch", "submit", "run.toml"]) == 3
     err = capsys.readouterr().err
-    assert "invalid partition specified: x" in err and "sbatch --parsable 'runs/my run/job.sh'" in err
+    assert "invalid partition specified: x" in err and "runs/my run/launch/0001/job.sh'" in err
+    assert not list((here / "runs" / "my run" / "launch").iterdir())
     tool(here, "sbatch", 'echo "sbatch: Job 5 to start at 2030" >&2\n')
     assert main(["launch", "submit", "run.toml", "--", "--test-only"]) == 0
     assert capsys.readouterr().out == "sbatch: Job 5 to start at 2030\n"

@@ -1,0 +1,217 @@
+"""The launch record of a submission: what a job runs and what it asked for, fixed before SLURM has it.
+
+    runs/NAME/launch/0001/
+      record.json   how it was asked for: code, configuration, environment, plan (never rewritten)
+      config.toml   the resolved configuration
+      code/         the package as it was; code.diff: its difference from the commit
+      job.sh        the script that sbatch got
+      jobs.jsonl    a line for each job of it: id, what SLURM was asked for, its log
+      cancelled     there once somebody has cancelled it
+
+Everything that follows (a start from the queue, a requeue, a chained job) reads the record and nothing that was edited
+since. A folder is numbered; ``mkdir`` makes it, so of two submissions at once one has the number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_port.errors import EnvironmentFault
+from megatron_port.runtime.atomic import write_new, write_text
+
+FOLDER = "launch"
+RECORD, CONFIG, SCRIPT, JOBS, CANCELLED = "record.json", "config.toml", "job.sh", "jobs.jsonl", "cancelled"
+CODE, DIFF = "code", "code.diff"
+FORMAT = 1
+
+
+class RecordFault(EnvironmentFault):
+    """Launch record that is damaged, or does not describe what is there now; another attempt would meet it again."""
+
+    permanent = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What was expected of the run when it was submitted; 0: not known."""
+
+    steps: int = 0
+    save_interval: int = 0
+    nodes: int = 0
+    """Nodes of a job, spares included."""
+    tokens_per_step: int = 0
+    seconds_per_step: float = 0.0
+    """By the planner."""
+    node_hours: float = 0.0
+    """For all steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Contents of ``record.json``."""
+
+    number: int
+    name: str
+    """Name of the run."""
+    time: float
+    """Seconds since 1970, at submission."""
+    by: str
+    """submit: ``launch submit``, before the job was queued | script: a job script, at its first start."""
+    run: str
+    """The run file, as it was named."""
+    overrides: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    """Options of sbatch beside those in the script."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of the script."""
+    cwd: str = ""
+    scheduler: str = "slurm"
+    sweep: str = ""
+    """Folder of the sweep that it is a task of."""
+    task: int = 0
+    """Its index in the sweep."""
+    code: Mapping[str, Any] = field(default_factory=dict)
+    """``version``, ``commit`` (with + where files differ), ``files``, ``digest``."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """``python``, ``version``, ``packages`` (name → version)."""
+    image: Mapping[str, Any] = field(default_factory=dict)
+    """``path``, ``bytes``, ``mtime_ns``, ``digest`` of a staged archive; or ``name`` of a container image."""
+    config_digest: str = ""
+    planned: Planned = field(default_factory=Planned)
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedJob:
+    """A line of ``jobs.jsonl``."""
+
+    job: str
+    """SLURM's id; JOB_TASK of a task of an array."""
+    why: str = "submitted"
+    """submitted | chained | started (a job script that nobody submitted through a record)"""
+    time: float = 0.0
+    log: str = ""
+    """File of its output."""
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """Fields of SLURM's record of the job as it was queued."""
+
+
+def record_folder(run_folder: Path, number: int) -> Path:
+    """Return the folder of one record."""
+    return run_folder / FOLDER / f"{number:04d}"
+
+
+def numbers(run_folder: Path) -> list[int]:
+    """Return the numbers of all records, rising; those being made are among them."""
+    try:
+        names = os.listdir(run_folder / FOLDER)
+    except OSError:
+        return []
+    return sorted(int(n) for n in names if re.fullmatch(r"\d{4,9}", n))
+
+
+def claim(run_folder: Path, number: int) -> Path | None:
+    """Make the folder of a record; None where somebody else just has. Raises OSError."""
+    folder = record_folder(run_folder, number)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return None
+    return folder
+
+
+def discard(folder: Path) -> None:
+    """Remove a record whose job was never queued."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Commit ``record.json``. Raises OSError."""
+    write_text(folder / RECORD, json.dumps(asdict(record), indent=1) + "\n")
+
+
+def read_record(folder: Path) -> Record:
+    """Return a record.
+
+    Raises:
+        RecordFault: it is not there, or is not one that this version knows.
+    """
+    try:
+        values = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        known = {f.name for f in fields(Record)}
+        taken = {name: value for name, value in values.items() if name in known}
+        plan = {f.name for f in fields(Planned)}
+        taken["planned"] = Planned(**{k: v for k, v in values.get("planned", {}).items() if k in plan})
+        for name in ("overrides", "options", "arguments"):
+            taken[name] = tuple(taken.get(name, ()))
+        record = Record(**taken)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise RecordFault(f"the launch record {folder} cannot be read ({reason}); submit the run again") from None
+    if record.format > FORMAT:
+        raise RecordFault(f"the launch record {folder} has format {record.format}, this version reads {FORMAT}")
+    return record
+
+
+def add_job(folder: Path, job: QueuedJob) -> None:
+    """Append a job to a record, once. Raises OSError."""
+    if any(known.job == job.job for known in jobs(folder)):
+        return
+    with open(folder / JOBS, "ab", buffering=0) as stream:
+        stream.write((json.dumps(asdict(job)) + "\n").encode())
+        os.fsync(stream.fileno())
+
+
+def jobs(folder: Path) -> list[QueuedJob]:
+    """Return the jobs of a record, oldest first; torn lines are skipped."""
+    known = {f.name for f in fields(QueuedJob)}
+    out: dict[str, QueuedJob] = {}
+    with contextlib.suppress(OSError):
+        for line in (folder / JOBS).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                values = json.loads(line)
+                entry = QueuedJob(**{name: value for name, value in values.items() if name in known})
+                out[entry.job] = entry
+    return list(out.values())
+
+
+def record_of(run_folder: Path, *job_ids: str) -> Path | None:
+    """Return the folder of the newest record that one of these jobs is of; None: of none."""
+    wanted = set(filter(None, job_ids))
+    for folder in newest_first(run_folder):
+        if any(entry.job in wanted for entry in jobs(folder)):
+            return folder
+    return None
+
+
+def newest_first(run_folder: Path) -> Iterator[Path]:
+    """Yield the folders of all records."""
+    for number in reversed(numbers(run_folder)):
+        yield record_folder(run_folder, number)
+
+
+def newest(run_folder: Path) -> Path | None:
+    """Return the folder of the newest record; None without any."""
+    return next(newest_first(run_folder), None)
+
+
+def cancel(folder: Path, who: str) -> bool:
+    """Mark a record as cancelled, for good; False where it was already. Raises OSError."""
+    return write_new(folder / CANCELLED, (who + "\n").encode())
+
+
+def cancelled(folder: Path) -> str:
+    """Return who cancelled a record and when; empty: nobody."""
+    try:
+        return (folder / CANCELLED).read_text(encoding="utf-8", errors="replace").strip() or "somebody"
+    except OSError:
+        return ""
