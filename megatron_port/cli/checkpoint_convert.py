@@ -41,6 +41,7 @@ def add_actions(actions: Any) -> None:
         "--base", default="", metavar="PATH",
         help="of a checkpoint of adapters: the weights beside which they were trained, if not where the run had them",
     )
+    out.add_argument("--ema", action="store_true", help="write the averaged weights (optimizer.ema_decay)")
     out.add_argument(
         "--names", choices=("megatron", "canonical"), default="megatron",
         help="universal: parameters named as Megatron-DeepSpeed's pipeline does (default), or as here",
@@ -92,10 +93,15 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_port.interop.export_dcp import export_dcp
     from megatron_port.interop.export_universal import export_universal
     from megatron_port.interop.sidecar import tuning_of
+    from megatron_port.session.averaged import AveragedCheckpoint
     from megatron_port.session.merged import MergedCheckpoint
 
     args.source = newest_of(args.source)
     checkpoint = open_checkpoint(args.source)
+    if args.ema:
+        if args.to == "universal":
+            raise CheckpointError("--ema: a universal checkpoint has all state; use --to hf, dcp or peft")
+        checkpoint = AveragedCheckpoint(checkpoint)
     if args.to == "peft":
         return _export_peft(args, checkpoint)
     if tuning_of(checkpoint.manifest.state.config, str(args.source)).enabled:

@@ -133,7 +133,9 @@ def _described(cls: Any, prefix: str = "") -> dict[str, tuple[str, str]]:
         if dataclasses.is_dataclass(kind):
             out.update(_described(kind, f"{prefix}{f.name}."))
         elif typing.get_origin(kind) is tuple:
-            out[prefix + f.name] = (f"array of {plain_type(typing.get_args(kind)[0]).__name__}", helps.get(f.name, ""))
+            item = plain_type(typing.get_args(kind)[0])
+            name = "table" if dataclasses.is_dataclass(item) else item.__name__
+            out[prefix + f.name] = (f"array of {name}", helps.get(f.name, ""))
         else:
             out[prefix + f.name] = (plain_type(kind).__name__, helps.get(f.name, ""))
     return out

@@ -51,6 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--limit", type=float, metavar="N", help="tasks: questions of each, or a share below 1")
     parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
                         help="print the result as JSON instead; with FILE: write it there too")
+    parser.add_argument("--ema", action="store_true", help="take the averaged weights (optimizer.ema_decay)")
     add_overrides(parser, "layout.tensor_parallel_size=2")
     add_rendezvous_options(parser)
 
@@ -73,7 +74,7 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
     from megatron_port.session.session import open_session
     from megatron_port.session.weights import inference_config, open_weights
 
-    weights = open_weights(weights_folder(args.checkpoint))
+    weights = open_weights(weights_folder(args.checkpoint), averaged=args.ema)
     corpus = [f"data.train={json.dumps([args.data])}", "data.synthetic=false"] if args.data else []
     config = inference_config(
         weights, [*corpus, *args.overrides], info.world_size, micro_batch=args.micro_batch_size

@@ -39,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts in one pass (default 8)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="a JSON object a prompt (always so with several prompts)")
+    parser.add_argument("--ema", action="store_true", help="take the averaged weights (optimizer.ema_decay)")
     add_overrides(parser, "layout.tensor_parallel_size=2")
     add_rendezvous_options(parser)
 
@@ -78,7 +79,7 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     from megatron_port.session.session import open_session
     from megatron_port.session.weights import inference_config, open_weights
 
-    weights = open_weights(weights_folder(args.checkpoint))
+    weights = open_weights(weights_folder(args.checkpoint), averaged=args.ema)
     config = inference_config(weights, args.overrides, info.world_size)
     tokenizer = weights.tokenizer(config.data.tokenizer)
     chat = weights.chat(tokenizer) if args.chat else None

@@ -23,9 +23,22 @@ def architecture_problems(m: ModelConfig) -> list[str]:
             for name in ("qkv_bias", "mlp_bias", "norm_bias") if m.add_bias and getattr(m, name)]
     if m.head_bias and m.logits_divisor != 1.0:
         out.append(f"model.head_bias with logits_divisor {m.logits_divisor}: the bias would not be divided; use 1")
+    if m.mup_base_size:
+        out += _mup_problems(m)
     unknown = ", ".join(map(repr, sorted(set(m.rope_pattern) - set(ROTATIONS))))
     if unknown:
         out.append(f"model.rope_pattern has {unknown}; each must be one of {', '.join(ROTATIONS)}")
     if m.rope_pattern and m.position_embedding != "rope":
         out.append(f'model.rope_pattern needs position_embedding = "rope", not "{m.position_embedding}"')
+    return out
+
+
+def _mup_problems(m: ModelConfig) -> list[str]:
+    """Name what muP's multipliers are not defined for."""
+    name = f"model.mup_base_size {m.mup_base_size}"
+    out = []
+    if m.head_bias:
+        out.append(f"{name} with head_bias: the bias would not be divided with the logits; leave one of the two out")
+    if m.kv_lora_rank:
+        out.append(f"{name} with kv_lora_rank {m.kv_lora_rank}: inputs of latents do not grow with the width; use 0")
     return out

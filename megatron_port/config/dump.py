@@ -19,7 +19,7 @@ def as_dict(config: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             value = as_dict(value)
         elif isinstance(value, tuple):
-            value = list(value)
+            value = [as_dict(entry) if dataclasses.is_dataclass(entry) else entry for entry in value]
         out[f.name] = value
     return out
 
@@ -42,6 +42,8 @@ def toml_value(value: Any) -> str:
         return '"' + "".join(_escape(c) for c in value) + '"'
     if isinstance(value, (int, float)):
         return repr(value)
+    if dataclasses.is_dataclass(value):
+        return "{ " + ", ".join(f"{key} = {toml_value(v)}" for key, v in leaves(value)) + " }"
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     raise ValueError(f"no TOML form for a {type(value).__name__}")
@@ -85,6 +87,7 @@ _LATER = (
     "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
     "norm_placement", "norm_zero_centered", "shared_norm", "qk_norm_over", "mlp_bias", "norm_bias", "head_bias",
     "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta", "moe", "mtp_layers", "mtp_weight",
+    "mup_base_size",
 )
 _LATER_DATA = ("source", "attention_documents", "position_reset", "packing")
 """Fields of the model, and of the data, that came after the first checkpoints; at their defaults they leave the hash as
@@ -120,6 +123,7 @@ def config_hash(config: RunConfig) -> str:
         name: value for name, value in as_dict(config.optimizer).items()
         if name in _FIRST_OPTIMIZER or getattr(config.optimizer, name) != getattr(usual, name)
     }
+    optimizer.pop("ema_evaluate", None)
     optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
     data = as_dict(config.data)
     del data["remote_cache"], data["remote_cache_gb"], data["document_length"]

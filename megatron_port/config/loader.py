@@ -309,7 +309,10 @@ def _key_lines(text: str) -> dict[str, int]:
     out: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[\s*([\w.\-]+)\s*\]", line):
+        if entries := re.match(r"\s*\[\[\s*([\w.\-]+)\s*\]\]", line):
+            table = entries.group(1) + "[]."
+            out.setdefault(entries.group(1), number)
+        elif header := re.match(r"\s*\[\s*([\w.\-]+)\s*\]", line):
             table = header.group(1) + "."
             out.setdefault(header.group(1), number)
         elif entry := re.match(r"\s*([\w.\-]+)\s*=", line):
@@ -323,6 +326,8 @@ def _convert(kind: Any, value: Any) -> Any:
     A ``Literal`` takes any value of its values' type here: ``config.checks`` refuses the unknown ones, all at once.
     """
     kind = plain_type(kind)
+    if dataclasses.is_dataclass(kind):
+        return _converted_table(typing.cast(type, kind), value)
     if typing.get_origin(kind) is tuple:
         item = plain_type(typing.get_args(kind)[0])
         if not isinstance(value, list):
@@ -340,7 +345,27 @@ def _convert(kind: Any, value: Any) -> Any:
     return value
 
 
+def _converted_table(cls: type, value: Any) -> Any:
+    """An entry of an array of tables. Raises TypeError as :func:`_convert` does."""
+    if not isinstance(value, dict):
+        raise TypeError(f"must be an array of tables, not with {_show(value)} in it")
+    hints, given = typing.get_type_hints(cls), {}
+    for key, found in value.items():
+        if key not in hints:
+            raise TypeError(f"has a table with the unknown key {key!r}{did_you_mean(key, list(hints))}")
+        try:
+            given[key] = _convert(hints[key], found)
+        except TypeError as error:
+            raise TypeError(f"has a table whose {key} {error}") from None
+    lacking = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in given]
+    if lacking:
+        raise TypeError(f"has a table without {lacking[0]}")
+    return cls(**given)
+
+
 def _name(kind: Any) -> str:
+    if dataclasses.is_dataclass(kind):
+        return "table"
     return {int: "integer", float: "number", str: "string", bool: "boolean"}.get(kind, getattr(kind, "__name__", "?"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -135,6 +136,10 @@ class ModelConfig:
     """Factor on the products of queries and keys; 0: 1 / sqrt(head size). Needs rope, whose tables carry it."""
     logits_divisor: Positive = 1.0
     """Divisor of the logits."""
+    mup_base_size: CountOrZero = 0
+    """hidden_size of the narrow model whose learning rate, weight decay and init_std are used here (muP, Tensor
+    Programs V, arXiv 2203.03466; docs/optimizers.md): with m = hidden_size / this, matrices start at
+    init_std / √m and learn at lr / m, and logits are divided by m. 0: no muP."""
     logits_softcap: NonNegative = 0.0
     """Bound c of the logits, c · tanh(logit / c) (Gemma 2); 0: none."""
     sliding_window: CountOrZero = 0
@@ -156,6 +161,22 @@ class ModelConfig:
         """Return the window of a layer's attention; 0: its queries see all keys before them."""
         kinds = self.attention_pattern or ("window",)
         return self.sliding_window if kinds[layer % len(kinds)] == "window" else 0
+
+    @property
+    def width_factor(self) -> float:
+        """muP's m: how many times as wide the model is as the one that its settings were found for; 1 without muP."""
+        return self.hidden_size / self.mup_base_size if self.mup_base_size else 1.0
+
+    @property
+    def matrix_std(self) -> float:
+        """Standard deviation of the initial matrices of the layers; of those that write to the residual stream before
+        it is divided by sqrt(2 L)."""
+        return self.init_std / math.sqrt(self.width_factor)
+
+    @property
+    def output_divisor(self) -> float:
+        """Divisor of the logits, muP's included."""
+        return self.logits_divisor * self.width_factor
 
     @property
     def expert_size(self) -> int:

@@ -1,11 +1,13 @@
-"""The optimizer part of a run file."""
+"""The optimizer part of a run file: rule, learning rate over the steps and by parameter, clipping, averaged weights."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
 
-from megatron_port.config.ranges import CountOrZero, Fraction, NonNegative, Positive
+from megatron_port.config.ranges import CountOrZero, Fraction, NonNegative, Positive, at_least
 from megatron_port.config.rule_options import (
     AdafactorOptions,
     CAMEOptions,
@@ -14,10 +16,45 @@ from megatron_port.config.rule_options import (
     SGDOptions,
 )
 
+CLASSES = ("embedding", "head", "matrix", "norm", "bias", "other")
+"""Classes of parameters, by which a group may name its own (``parameter_class``)."""
+INHERITED = -1.0
+"""``ParameterGroup.weight_decay`` of a group that leaves it as it is."""
+
+
+def parameter_class(name: str) -> str:
+    """Return the class of a parameter by its canonical name: ``embedding`` (tokens, positions, and the head's matrix
+    where the two are tied), ``head``, ``bias``, ``norm``, ``matrix`` (of attention, MLP, experts and routers), or
+    ``other`` (attention sinks, the router's balance)."""
+    *parents, last = name.split(".")
+    if parents and parents[0] in ("embedding", "head"):
+        return parents[0]
+    if last == "bias":
+        return "bias"
+    if parents and re.search(r"norm\d?$", parents[-1]):
+        return "norm"
+    return "matrix" if last in ("weight", "lora_a", "lora_b") else "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: str
+    """A class (embedding, head, matrix, norm, bias, other), or a pattern of canonical names (layers.*.mlp.down.*)."""
+    lr_factor: NonNegative = 1.0
+    """Factor on the learning rate; 0: these parameters stay as they are."""
+    weight_decay: Annotated[float, at_least(INHERITED)] = INHERITED
+    """In place of optimizer.weight_decay, also on parameters that would have none; -1: as without the group."""
+
+    def has(self, name: str) -> bool:
+        """Return whether a parameter is in the group."""
+        return parameter_class(name) == self.match if self.match in CLASSES else fnmatchcase(name, self.match)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer's rule and its learning-rate schedule."""
+    """The optimizer's rule, its learning rate, and what is done with gradients before and with weights after it."""
 
     name: str = "adamw"
     """adamw (Loshchilov & Hutter, arXiv 1711.05101); with engine native also lion, sgd, adagrad, adafactor, came, sm3,
@@ -33,9 +70,19 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegative = 0.1
-    """On matrices and embeddings; never on biases and norms."""
+    """On matrices and embeddings; on biases and norms only in a group that gives them one."""
     clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    clip_value: NonNegative = 0.0
+    """Largest absolute value of an element of the gradient, after the norm is clipped (engine native); 0: no limit."""
+    clip_zscore: NonNegative = 0.0
+    """Adaptive clipping (ZClip, arXiv 2504.02507; engine native): a norm that lies z > this many standard deviations
+    above the running mean of norms is clipped to mean + this² / z deviations (docs/optimizers.md); 0: off. 2.5 is
+    the paper's."""
+    clip_decay: Fraction = 0.97
+    """With clip_zscore: decay of the running mean and variance."""
+    clip_warmup: Annotated[int, at_least(2)] = 25
+    """With clip_zscore: updates that mean and variance are first taken from; until then clip_grad alone clips."""
     decay: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
     """Shape of the learning rate's decay after the warmup: cosine | linear | constant | wsd (stay at lr, then fall to
     min_lr in the last wsd_steps) | inverse_sqrt (lr times the root of warmup_steps / step)"""
@@ -47,6 +94,14 @@ class OptimizerConfig:
     """Steps of linear warm-up from 0."""
     decay_steps: CountOrZero = 0
     """Step at which min_lr is reached; 0: training.steps."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Tables [[optimizer.groups]]: match (a class: embedding, head, matrix, norm, bias, other; or a pattern of
+    canonical names), lr_factor (1.0), weight_decay (-1.0: unchanged). The first that has a parameter counts."""
+    ema_decay: Fraction = 0.0
+    """Decay of a running mean of the weights after each update, in the masters' precision (engine native), which
+    checkpoints hold; 0: none. 4 bytes per parameter."""
+    ema_evaluate: bool = False
+    """Evaluate with the averaged weights of ema_decay."""
     sgd: SGDOptions = field(default_factory=SGDOptions)
     """Options of name = "sgd"."""
     adafactor: AdafactorOptions = field(default_factory=AdafactorOptions)

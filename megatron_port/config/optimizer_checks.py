@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from megatron_port.config.optimizer import CLASSES, INHERITED, ParameterGroup
 from megatron_port.config.schema import RunConfig
 
 
 def optimizer_problems(config: RunConfig) -> list[str]:
-    """Name what does not fit together in the schedule and the loss."""
-    return [*_schedule_problems(config), *_loss_problems(config)]
+    """Name what does not fit in the schedule, the groups, the clipping, and what the engine cannot do with them."""
+    return [
+        *_schedule_problems(config), *_group_problems(config.optimizer.groups), *_clipping_problems(config),
+        *_loss_problems(config),
+    ]
 
 
 def _schedule_problems(config: RunConfig) -> list[str]:
@@ -26,6 +30,48 @@ def _schedule_problems(config: RunConfig) -> list[str]:
         )
     if o.decay != "wsd" and o.wsd_steps:
         out.append(f'optimizer.wsd_steps {o.wsd_steps} is of decay = "wsd", and decay is "{o.decay}"; leave it out')
+    return out
+
+
+def _group_problems(groups: tuple[ParameterGroup, ...]) -> list[str]:
+    out = []
+    for number, group in enumerate(groups, 1):
+        where = f"optimizer.groups, group {number}"
+        if not group.match.strip():
+            out.append(f"{where} has no match; give a class ({', '.join(CLASSES)}) or a pattern of canonical names")
+        if group.lr_factor < 0:
+            out.append(f"{where} ({group.match}): lr_factor is {group.lr_factor}; it must be at least 0")
+        if group.weight_decay < 0 and group.weight_decay != INHERITED:
+            out.append(
+                f"{where} ({group.match}): weight_decay is {group.weight_decay}; it must be at least 0, or -1 to leave "
+                "it as it is"
+            )
+    names = [group.match for group in groups]
+    out += [
+        f"optimizer.groups has {name!r} twice, of which the first alone would count; leave one out"
+        for name in dict.fromkeys(names) if names.count(name) > 1
+    ]
+    return out
+
+
+def _clipping_problems(config: RunConfig) -> list[str]:
+    o, out = config.optimizer, []
+    if o.ema_evaluate and not o.ema_decay:
+        out.append("optimizer.ema_evaluate needs averaged weights; set ema_decay, e.g. 0.999")
+    if config.offload.optimizer != "none":
+        out += [
+            f"offload.optimizer {config.offload.optimizer!r} with optimizer.{name} {getattr(o, name)}: state on the "
+            "host is updated by AdamW's kernel alone; use 0, or no offload"
+            for name in ("clip_value", "ema_decay") if getattr(o, name)
+        ]
+    if config.engine != "deepspeed":
+        return out
+    for name, why in (
+        ("clip_value", "it clips by the norm alone"), ("clip_zscore", "its largest norm is fixed when it starts"),
+        ("ema_decay", "it has no hook between its update and its gather of weights"),
+    ):
+        if getattr(o, name):
+            out.append(f"engine deepspeed with optimizer.{name} {getattr(o, name)}: {why}; use 0, or engine native")
     return out
 
 

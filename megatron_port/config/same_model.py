@@ -31,13 +31,18 @@ def with_sizes(model: ModelConfig) -> ModelConfig:
         return model
 
 
+def without_mup(model: ModelConfig) -> ModelConfig:
+    """Return the model that computes the same without muP: its divisor of the logits is stated in full."""
+    return replace(model, mup_base_size=0, logits_divisor=model.output_divisor)
+
+
 def model_differences(theirs: ModelConfig, mine: ModelConfig, *, any_length: bool = False) -> list[str]:
     """Return the fields that differ, as ``x is 1 there and 2 here``; derived sizes are compared by their values.
 
     ``any_length``: under rope the length of a sample is no property of the weights, and ``mine`` may leave out what
     predicts further tokens.
     """
-    there, here = dict(leaves(with_sizes(theirs))), dict(leaves(with_sizes(mine)))
+    there, here = (dict(leaves(without_mup(with_sizes(model)))) for model in (theirs, mine))
     free = FREE | {"seq_length"} if any_length and mine.position_embedding == "rope" else FREE
     if any_length and mine.mtp_layers == 0:
         free |= {"mtp_layers"}

@@ -30,7 +30,7 @@ from megatron_port.config.memory import ActivationsConfig
 from megatron_port.config.model import ModelConfig
 from megatron_port.config.moe import MoEConfig, RoutesConfig
 from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.optimizer import OptimizerConfig
+from megatron_port.config.optimizer import OptimizerConfig, ParameterGroup
 from megatron_port.config.ranges import (
     Count,
     CountOrZero,
@@ -48,8 +48,8 @@ from megatron_port.config.ranges import (
 __all__ = [
     "ActivationsConfig", "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig",
     "DataConfig", "FineTuningConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig", "MoEConfig",
-    "ModelConfig", "NumericsConfig", "OptimizerConfig", "PrecisionConfig", "PreflightConfig", "RoutesConfig",
-    "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
+    "ModelConfig", "NumericsConfig", "OptimizerConfig", "ParameterGroup", "PrecisionConfig", "PreflightConfig",
+    "RoutesConfig", "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -116,6 +117,10 @@ class Engine(Protocol):
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Evaluate: forward only, dropout off; sums over all replicas."""
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Let :meth:`eval_step` compute with the averaged weights where ``optimizer.ema_evaluate`` asks for them;
+        before the first update with the weights. Collective."""
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, torch.nn.Parameter]]:
         """This rank's parameters, tied copies included."""

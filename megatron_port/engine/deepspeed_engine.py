@@ -31,6 +31,7 @@ from megatron_port.engine.probe import Probe
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.optim.gradients import reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.optim.loss_scale import LossScaler
+from megatron_port.optim.parameter_groups import grouped
 from megatron_port.optim.state_check import Damage, check_of
 from megatron_port.parallel.buffers import Buffered, recorded_buffers
 from megatron_port.parallel.context import ParallelContext
@@ -143,10 +144,9 @@ class DeepSpeedEngine:
         cfg = self.config.optimizer
         pairs = recorded_parameters(self.stage)
         groups = [
-            {"params": [p for r, p in pairs if r.decay is decay], "weight_decay": cfg.weight_decay if decay else 0.0}
-            for decay in (True, False)
+            {"params": found, "weight_decay": settings.weight_decay, "lr_factor": settings.lr_factor}
+            for settings, found in grouped(pairs, cfg.weight_decay).items()
         ]
-        groups = [g for g in groups if g["params"]]
         common: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
         if provider == "deepspeed":
             from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -259,7 +259,7 @@ class DeepSpeedEngine:
             each = self.config.batch.micro_batch_size * self.ctx.size(*REPLICAS)  # as DeepSpeed counts
             self.engine.set_train_batch_size(count * each)
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         self.stream.enabled = True
         self.progress.at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
@@ -320,6 +320,10 @@ class DeepSpeedEngine:
         self.stream.enabled = True
         total, counted = shared_sums([self._loss_total, self._tokens / self.ctx.size(*REPLICAS)], self.ctx)
         return EvalResult(loss_sum=total, tokens=round(counted))
+
+    def evaluated_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context of nothing: config.checks refuses averages for this engine."""
+        return contextlib.nullcontext()
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
         """This rank's parameters."""

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from megatron_port.config.schema import OptimizerConfig
+from megatron_port.optim.clipping import clamp_, limited
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.step_values import StepValues
 
@@ -65,15 +66,25 @@ class HostUpdate(ABC):
         size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
         if vetoed or not size <= values.host.largest_norm:
             return norm, torch.ones_like(veto)
-        clip = self.config.clip_grad
-        factor = (clip / (size + 1e-6) if 0.0 < clip < size else 1.0) / scale
+        factor = self._clip_factor(size, values) / scale
         if factor != 1.0:
             for piece in self.sharded.pieces:
                 piece.gradient.mul_(factor)
+        if self.config.clip_value:
+            clamp_((piece.gradient for piece in self.sharded.pieces), self.config.clip_value)
         self._apply(values.host.lr)
         self._steps += 1
         self.sharded.publish()
         return norm, veto
+
+    def _clip_factor(self, norm: float, values: StepValues) -> float:
+        """Factor of gradients of this norm, by ``clip_grad`` and ``clip_zscore``."""
+        target, clip = norm, self.config.clip_grad
+        if self.config.clip_zscore:
+            target = limited(norm, values.host.norm_mean, values.host.norm_deviation, self.config.clip_zscore)
+        if clip > 0.0:
+            target = min(target, clip)
+        return target / (norm + 1e-6) if target < norm else 1.0
 
     @abstractmethod
     def _apply(self, lr: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ from megatron_port.engine.probe import Probe
 from megatron_port.engine.step_graphs import Recorder, Reduced, StepGraphs, cuda_recorder
 from megatron_port.engine.step_inputs import StepInputs
 from megatron_port.errors import ConfigError
+from megatron_port.optim.average import WeightAverage
 from megatron_port.optim.bucket_memory import Bucket
+from megatron_port.optim.clipping import NormStatistics
 from megatron_port.optim.gradients import global_square_norm, owned_gradients
 from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.optim.rules import rule_of
@@ -111,6 +113,8 @@ class NativeEngine:
         self._in_norm = owned_gradients(
             ((p.record, p.gradient) for p in self.sharded.pieces), ctx, spread=self.sharded.spread
         )
+        self.norms = NormStatistics(config.optimizer)
+        self.average = WeightAverage(self.sharded, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
         self.scaler = LossScaler(config.precision)
         self.values = StepValues(ctx.device)
         self.on_gradients: GradientHook | None = None
@@ -241,11 +245,12 @@ class NativeEngine:
         self.progress.at(REDUCE, "tokens of the step")
         tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
         used_scale, (largest_loss, largest_norm) = self.scaler.scale, limits.largest
+        mean, deviation = self.norms.now
         self.values.set(StepNumbers(
             lr=lr, loss_factor=used_scale * loss_weight(tokens), tokens=tokens,
             sample_factor=used_scale / global_samples(micro_batches, self.ctx),
             replica_tokens=tokens / self.ctx.size(*REPLICAS), scale=used_scale, largest_loss=largest_loss,
-            largest_norm=largest_norm,
+            largest_norm=largest_norm, norm_mean=mean, norm_deviation=deviation,
         ))
         graphs = self.graphs
         if graphs is None or probe is not None or self.on_gradients is not None:
@@ -272,6 +277,8 @@ class NativeEngine:
         loss, finite = total / max(count, 1.0), math.isfinite(grad_norm)
         if probe is None:
             self.scaler.account(loss, grad_norm, applied=not skipped)
+            if not skipped:
+                self.norms.account(grad_norm)
         return StepResult(
             loss=loss, tokens=round(count), grad_norm=grad_norm if finite else None, skipped=bool(skipped),
             loss_scale=used_scale, auxiliary=dict(zip(self.auxiliary.names, added)),
@@ -313,6 +320,8 @@ class NativeEngine:
     def _apply(self, reduced: Reduced) -> torch.Tensor:
         """Update; return (loss, tokens, norm, whether nothing happened, damaged rows, auxiliary sums …), float64."""
         norm, refused = self.update.step(reduced.square, self.values, veto=reduced.veto)
+        if self.average is not None:
+            self.average.update(refused)
         self._totals = self.tallies.totals(self.ctx.world_group) if self.tallies.specs else {}
         if self._totals:
             for chunk in self.chunks:
@@ -374,6 +383,11 @@ class NativeEngine:
         loss_sum, count = shared_sums([passes.total, tokens / self.ctx.size(*REPLICAS)], self.ctx)
         return EvalResult(loss_sum=loss_sum, tokens=round(count))
 
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Compute with the weights that evaluations are of; see ``engine.api.Engine``."""
+        wanted = self.average is not None and self.config.optimizer.ema_evaluate
+        return self.average.as_weights() if wanted and self.average is not None else nullcontext()
+
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
         """Yield this rank's parameters. Under ZeRO stage 3 collective, and a parameter's values are there until the
         next one is asked for."""
@@ -386,7 +400,7 @@ class NativeEngine:
 
     def scalar_state(self) -> dict[str, float | int]:
         """Optimizer steps taken, and the loss scale."""
-        return {"optimizer_steps": self.update.steps, **self.scaler.state()}
+        return {"optimizer_steps": self.update.steps, **self.norms.state(), **self.scaler.state()}
 
     @torch.no_grad()
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
@@ -398,6 +412,9 @@ class NativeEngine:
         if self.sharded.offload is not None:
             self.sharded.offload.changed()
         self.update.restore(int(scalars.get("optimizer_steps", 0)))
+        self.norms.load(scalars)
+        if self.average is not None:
+            self.average.restore(self.update.steps)
         self.scaler.load(scalars)
         self._record_state(gathering=False)
 

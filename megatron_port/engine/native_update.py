@@ -19,17 +19,15 @@ from megatron_port.engine.host_update import HostUpdate, SquareNorm, Update
 from megatron_port.engine.rule_updates import MatrixUpdate, RuleUpdate, SumsUpdate
 from megatron_port.errors import ConfigError
 from megatron_port.optim.bucket_memory import StateShard
+from megatron_port.optim.clipping import clamp_, norm_target
 from megatron_port.optim.fused import FusedAdamW
 from megatron_port.optim.matrices import MatrixRule
 from megatron_port.optim.offload import Offload
+from megatron_port.optim.parameter_groups import grouped
 from megatron_port.optim.rules import AdamW, BlockRule, ElementwiseRule
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.step_values import StepValues
 from megatron_port.optim.sums import SumsRule
-
-
-def _by_decay(pieces: Sequence[StateShard]) -> list[list[StateShard]]:
-    return [[p for p in pieces if p.record.decay is decay] for decay in (True, False)]
 
 
 class TorchUpdate(HostUpdate):
@@ -37,13 +35,12 @@ class TorchUpdate(HostUpdate):
 
     def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
         super().__init__(sharded, config)
-        groups = [
-            {"params": [p.master for p in pieces], "weight_decay": decay}
-            for pieces, decay in zip(_by_decay(sharded.pieces), (config.weight_decay, 0.0)) if pieces
-        ]
+        found = grouped(((p.record, p.master) for p in sharded.pieces), config.weight_decay)
+        groups = [{"params": masters, **settings._asdict()} for settings, masters in found.items()]
         # A replica may own nothing but padding; the optimizer wants something.
+        nothing = [{"params": [torch.zeros(1)], "lr_factor": 1.0}]
         self.optimizer = torch.optim.AdamW(
-            groups or [{"params": [torch.zeros(1)]}], lr=config.lr, betas=(config.beta1, config.beta2),
+            groups or nothing, lr=config.lr, betas=(config.beta1, config.beta2),
             eps=config.eps, foreach=True,
         )
         self.restore(0)
@@ -52,29 +49,35 @@ class TorchUpdate(HostUpdate):
         """Continue after ``steps`` updates (:meth:`Update.restore`)."""
         super().restore(steps)
         for piece in self.sharded.pieces:
-            self.optimizer.state[piece.master] = {"step": torch.tensor(float(steps)), **piece.state}
+            self.optimizer.state[piece.master] = {
+                "step": torch.tensor(float(steps)), **{kind: piece.state[kind] for kind in AdamW.KINDS}
+            }
 
     def _apply(self, lr: float) -> None:
         for piece in self.sharded.pieces:
             piece.master.grad = piece.gradient
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         self.optimizer.step()
         for piece in self.sharded.pieces:
             piece.master.grad = None
 
 
 class OwnUpdate:
-    """Update of ``pieces`` by the kernel of ``backend.ops.optimizer``."""
+    """Update of ``pieces`` by the kernel of ``backend.ops.optimizer``. ``sums``: the flat gradients."""
 
-    def __init__(self, pieces: Sequence[StateShard], config: OptimizerConfig, device: torch.device) -> None:
-        self.config = config
+    def __init__(
+        self, pieces: Sequence[StateShard], config: OptimizerConfig, device: torch.device,
+        sums: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.config, self.sums = config, sums
         self.square_norm: SquareNorm = square_norm
-        self.groups = _by_decay(pieces)
+        groups = grouped(((p.record, p) for p in pieces), config.weight_decay)
+        self.groups = list(groups.values())
         separate = any(p.weight.dtype != p.master.dtype for p in pieces)
         self.optimizer = FusedAdamW(
-            [([p.weight for p in pieces] if separate else [], [p.master for p in pieces], decay)
-             for pieces, decay in zip(self.groups, (config.weight_decay, 0.0))],
+            [([p.weight for p in pieces] if separate else [], [p.master for p in pieces], settings.weight_decay,
+              settings.lr_factor) for settings, pieces in groups.items()],
             betas=(config.beta1, config.beta2), eps=config.eps, device=device,
             moments=[(p.state["exp_avg"], p.state["exp_avg_sq"]) for pieces in self.groups for p in pieces],
         )
@@ -94,8 +97,12 @@ class OwnUpdate:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.optimizer.clipped_step(
             self._gradients(), lr=values.lr, square_norm=square, max_norm=self.config.clip_grad,
-            inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto,
+            inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto, target=norm_target(self.config, values),
+            before=self._clamp if self.config.clip_value else None,
         )
+
+    def _clamp(self, scale: torch.Tensor) -> None:
+        clamp_(self.sums, self.config.clip_value, scale)
 
     def apply(self, factor: torch.Tensor, skip: torch.Tensor, *, lr: torch.Tensor) -> None:
         """Apply the pieces' gradients times ``factor`` unless ``skip`` is not 0: scalars on the device."""
@@ -138,7 +145,9 @@ def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConf
         return offloaded_update(provider, sharded, sharded.offload, config)
     if isinstance(rule, AdamW):
         own = provider == "own"
-        return OwnUpdate(sharded.pieces, config, sharded.ctx.device) if own else TorchUpdate(sharded, config)
+        if not own:
+            return TorchUpdate(sharded, config)
+        return OwnUpdate(sharded.pieces, config, sharded.ctx.device, [bucket.sums for bucket in sharded.trained])
     if isinstance(rule, (ElementwiseRule, BlockRule)):
         return RuleUpdate(sharded, config, rule, seed=seed)
     if isinstance(rule, SumsRule):

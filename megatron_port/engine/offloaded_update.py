@@ -16,7 +16,9 @@ from megatron_port.config.schema import OptimizerConfig
 from megatron_port.engine.host_update import SquareNorm
 from megatron_port.optim.bucket_memory import Bucket
 from megatron_port.optim.buckets import shard_ranges
+from megatron_port.optim.clipping import norm_target
 from megatron_port.optim.offload import Offload, StagedBucket
+from megatron_port.optim.parameter_groups import GroupSettings, grouped
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.step_values import StepValues
 
@@ -33,7 +35,7 @@ class OffloadedUpdate:
         self.on_device, self.sharded, self.offload, self.config = on_device, sharded, offload, config
         self.square_norm: SquareNorm = on_device.square_norm
         self._step = torch.zeros((), dtype=torch.int64)
-        self._ranges = {id(bucket): self._by_decay(bucket) for bucket in offload.buckets.values()}
+        self._ranges = {id(bucket): self._by_settings(bucket) for bucket in offload.buckets.values()}
         self._padding = {id(bucket): self._gaps(bucket) for bucket in offload.buckets.values()}
 
     def _gaps(self, bucket: Bucket) -> list[slice]:
@@ -45,14 +47,14 @@ class OffloadedUpdate:
         out.append(slice(end, bucket.own.stop - bucket.own.start))
         return [gap for gap in out if gap.start < gap.stop]
 
-    def _by_decay(self, bucket: Bucket) -> list[tuple[float, list[slice]]]:
-        """The ranges of this rank's share of a bucket that hold parameters, by weight decay."""
-        out: dict[float, list[slice]] = {self.config.weight_decay: [], 0.0: []}
-        for f in shard_ranges(bucket.plan, shard=bucket.index):
-            decays = self.sharded.parameters[f.index][0].decay
-            start = f.at - bucket.own.start
-            out[self.config.weight_decay if decays else 0.0].append(slice(start, start + f.numel))
-        return [(decay, ranges) for decay, ranges in out.items() if ranges]
+    def _by_settings(self, bucket: Bucket) -> list[tuple[GroupSettings, list[slice]]]:
+        """The ranges of this rank's share of a bucket that hold parameters, by learning rate and weight decay."""
+        owned = shard_ranges(bucket.plan, shard=bucket.index)
+        starts = [f.at - bucket.own.start for f in owned]
+        pairs = [
+            (self.sharded.parameters[f.index][0], slice(start, start + f.numel)) for f, start in zip(owned, starts)
+        ]
+        return list(grouped(pairs, self.config.weight_decay).items())
 
     @property
     def steps(self) -> int:
@@ -69,7 +71,8 @@ class OffloadedUpdate:
         self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         factor, skip, norm = clip_factor(
-            square, max_norm=self.config.clip_grad, inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto
+            square, max_norm=self.config.clip_grad, inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto,
+            target=norm_target(self.config, values),
         )
         self.on_device.apply(factor, skip, lr=values.lr)
         host_factor, skipped = torch.stack([factor, skip]).cpu().unbind()
@@ -86,12 +89,13 @@ class OffloadedUpdate:
         config, state = self.config, staged.state
         for gap in self._padding[id(staged.bucket)]:
             staged.weights[gap].zero_()  # else what the staging buffer held before would reach the device
-        for decay, ranges in self._ranges[id(staged.bucket)]:
+        for settings, ranges in self._ranges[id(staged.bucket)]:
             weights, masters, gradients, first, second = (
                 [flat[r] for r in ranges]
                 for flat in (staged.weights, staged.masters, staged.gradient, state["exp_avg"], state["exp_avg_sq"])
             )
             adamw_(
-                weights, masters, gradients, first, second, step=self._step, grad_scale=factor, skip=None, lr=lr,
-                beta1=config.beta1, beta2=config.beta2, eps=config.eps, weight_decay=decay,
+                weights, masters, gradients, first, second, step=self._step, grad_scale=factor, skip=None,
+                lr=lr * settings.lr_factor, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
+                weight_decay=settings.weight_decay,
             )

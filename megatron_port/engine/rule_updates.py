@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -10,6 +11,7 @@ from megatron_port.config.schema import OptimizerConfig
 from megatron_port.engine.host_update import HostUpdate
 from megatron_port.optim.bucket_memory import StateShard
 from megatron_port.optim.matrices import MatrixExchange, MatrixRule, shapes_of
+from megatron_port.optim.parameter_groups import GroupSettings, settings_in
 from megatron_port.optim.rules import BlockRule, ElementwiseRule, UpdateSettings
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.sums import SumsRule, logical_tensors, run_rounds
@@ -20,13 +22,15 @@ def settings_of(
     config: OptimizerConfig, *, step: int, lr: float, seed: int
 ) -> Callable[[ParameterRecord], UpdateSettings]:
     """Return the hyperparameters of each parameter in update ``step``."""
-    decaying, other = (
-        UpdateSettings(
-            step=step, lr=lr, weight_decay=decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps, seed=seed
+
+    @cache
+    def made(settings: GroupSettings) -> UpdateSettings:
+        return UpdateSettings(
+            step=step, lr=lr * settings.lr_factor, weight_decay=settings.weight_decay, beta1=config.beta1,
+            beta2=config.beta2, eps=config.eps, seed=seed,
         )
-        for decay in (config.weight_decay, 0.0)
-    )
-    return lambda record: decaying if record.decay else other
+
+    return lambda record: made(settings_in(record, config.weight_decay))
 
 
 class RuleUpdate(HostUpdate):

@@ -17,7 +17,7 @@ from megatron_port.config.dump import leaves
 from megatron_port.config.moe import experts_of
 from megatron_port.config.plugins import installed_problems
 from megatron_port.config.rope import rotations_of
-from megatron_port.config.same_model import FREE
+from megatron_port.config.same_model import FREE, without_mup
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.model.families import AUTO, family_named, family_names
@@ -153,7 +153,7 @@ def family_for(model: ModelConfig) -> str:
 
 def _lacking(model: ModelConfig, family: Family) -> list[str]:
     """What a model would have to be for ``family`` to compute it; empty: it does."""
-    prefix = "read back"
+    prefix, model = "read back", without_mup(model)
     try:
         there = model_from_hf(_config(model, family), prefix)
     except CheckpointError as error:
@@ -190,7 +190,7 @@ def _shown(value: Any) -> str:
 
 def hf_config(model: ModelConfig, *, dtype: str, eos: int | None) -> dict[str, Any]:
     """A ``config.json`` for :func:`family_for`'s architecture. ``dtype``: e.g. ``float32``. ``eos``: end of text."""
-    return _config(model, family_named(family_for(model))) | {
+    return _config(without_mup(model), family_named(family_for(model))) | {
         "torch_dtype": dtype, "bos_token_id": eos, "eos_token_id": eos, "use_cache": True,
         "pad_token_id": None,  # absent, it is the family's, whatever the vocabulary
     }

@@ -70,7 +70,7 @@ def _prediction(model: ModelConfig, index: int) -> PredictionSpec:
         name=f"mtp.{index}", embedding_norm=_norm("embedding_norm", model), hidden_norm=_norm("hidden_norm", model),
         projection=LinearSpec(
             name="projection", inputs=2 * model.hidden_size, outputs=model.hidden_size, parallel="none", bias=False,
-            std=model.init_std,
+            std=model.matrix_std,
         ),
         layer=_layer(model, model.num_layers + index), norm=_norm("norm", model),
     )
@@ -122,14 +122,14 @@ def _layer(model: ModelConfig, index: int) -> LayerSpec:
 
 def _residual_std(model: ModelConfig) -> float:
     """Initial deviation of the two projections per layer that write to the residual stream (GPT-2's 1/sqrt(2 L))."""
-    return model.init_std / math.sqrt(2 * model.num_layers)
+    return model.matrix_std / math.sqrt(2 * model.num_layers)
 
 
 def _attention(model: ModelConfig, index: int) -> AttentionSpec:
     groups = Groups(model.num_attention_heads, model.kv_heads, model.head_size)
     qkv = LinearSpec(
         name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
-        bias=model.add_bias or model.qkv_bias, std=model.init_std, groups=groups,
+        bias=model.add_bias or model.qkv_bias, std=model.matrix_std, groups=groups,
     )
     return AttentionSpec(
         qkv=None if model.kv_lora_rank else qkv, latent=_latent(model) if model.kv_lora_rank else None,
@@ -160,7 +160,7 @@ def _latent(model: ModelConfig) -> LatentSpec:
     def linear(name: str, inputs: int, outputs: int, parallel: Literal["column", "none"]) -> LinearSpec:
         return LinearSpec(
             name=f"attention.{name}", inputs=inputs, outputs=outputs, parallel=parallel, bias=False,
-            std=model.init_std,
+            std=model.matrix_std,
         )
 
     def norm(name: str, size: int) -> NormSpec:
@@ -186,7 +186,7 @@ def _mlp(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
     return MLPSpec(
         up=LinearSpec(
             name=f"{name}.up", inputs=model.hidden_size, outputs=width, parallel="column", bias=bias,
-            std=model.init_std, packed=2 if model.gated else 1,
+            std=model.matrix_std, packed=2 if model.gated else 1,
         ),
         down=LinearSpec(
             name=f"{name}.down", inputs=width, outputs=model.hidden_size, parallel="row", bias=bias,
@@ -200,9 +200,9 @@ def _moe(model: ModelConfig) -> MoESpec:
     moe = model.moe
 
     def rows(name: str, outputs: int, *, bias: bool = False) -> LinearSpec:
-        return LinearSpec(
+        return LinearSpec(  # its outputs do not grow with the width: muP's "output weights"
             name=f"mlp.{name}", inputs=model.hidden_size, outputs=outputs, parallel="none", bias=bias,
-            std=model.init_std,
+            std=model.init_std / model.width_factor,
         )
 
     balance = ParameterSpec(name="mlp.router.balance_bias", shape=(moe.num_experts,), init="zeros", decay=False)

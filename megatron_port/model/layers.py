@@ -214,7 +214,7 @@ class Head(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel
         self.loss, self.cross_entropy, self.z_loss = build.loss, build.providers.cross_entropy, build.z_loss
-        self.norm, self.divisor = Norm("", spec.norm, build), build.model.logits_divisor
+        self.norm, self.divisor = Norm("", spec.norm, build), build.model.output_divisor
         self.softcap, tied = build.model.logits_softcap, spec.weight.tied
         self.weight = shared if shared is not None else build.table(spec.weight, tied_apart=tied, primary=not tied)
         self.bias = None if spec.bias is None else build.vocabulary_bias(spec.bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ class AdamWGroup(NamedTuple):
     weights: Sequence[Tensor]
     masters: Sequence[Tensor]
     weight_decay: float
+    lr_factor: float = 1.0
 
 
 class MomentStates(Mapping[Tensor, dict[str, Tensor]]):
@@ -62,7 +63,7 @@ class FusedAdamW:
     ``kernels.load`` must have run for the masters' device. Within a group the weights have one dtype.
 
     Args:
-        groups: (weights, masters, weight_decay) each; masters fp32 and contiguous, all on one device.
+        groups: (weights, masters, weight_decay[, lr_factor]) each; masters fp32 and contiguous, all on one device.
         betas, eps: as torch.optim.AdamW.
         moments: (exp_avg, exp_avg_sq) of each master in the groups' order, zeros; None: made here.
         device: of the step counter; None: the first master's.
@@ -72,11 +73,14 @@ class FusedAdamW:
     """
 
     def __init__(
-        self, groups: Sequence[AdamWGroup | tuple[Sequence[Tensor], Sequence[Tensor], float]], *,
+        self, groups: Sequence[
+            AdamWGroup | tuple[Sequence[Tensor], Sequence[Tensor], float]
+            | tuple[Sequence[Tensor], Sequence[Tensor], float, float]
+        ], *,
         betas: tuple[float, float], eps: float, device: torch.device | None = None,
         moments: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.groups = [AdamWGroup(list(w), list(m), float(decay)) for w, m, decay in groups]
+        self.groups = [AdamWGroup(list(w), list(m), float(decay), *more) for w, m, decay, *more in groups]
         self.betas, self.eps = betas, eps
         masters = [m for group in self.groups for m in group.masters]
         for group in self.groups:
@@ -106,21 +110,25 @@ class FusedAdamW:
         for group, own, (exp_avg, exp_avg_sq) in zip(self.groups, grads, self._moments):
             adamw_(
                 group.weights, group.masters, own, exp_avg, exp_avg_sq,
-                step=self.step_count, grad_scale=grad_scale, skip=skip, lr=lr, beta1=self.betas[0],
+                step=self.step_count, grad_scale=grad_scale, skip=skip,
+                lr=lr if group.lr_factor == 1.0 else lr * group.lr_factor, beta1=self.betas[0],
                 beta2=self.betas[1], eps=self.eps, weight_decay=group.weight_decay,
             )
 
     def clipped_step(
         self, grads: Sequence[Sequence[Tensor]], *, lr: float | Tensor, square_norm: Tensor, max_norm: float,
         inv_scale: float | Tensor = 1.0, limit: float | Tensor = sys.float_info.max, veto: Tensor | None = None,
+        target: Callable[[Tensor], Tensor] | None = None, before: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Unscale and clip gradients and update, unless their norm is not finite; return (norm, skip).
 
         ``square_norm`` is of the whole model's gradients as they are given here; see ``clip_factor``, also for
-        ``limit`` and ``veto``.
+        ``limit``, ``veto`` and ``target``. ``before``: told grad_scale before the update.
         """
         grad_scale, skip, norm = clip_factor(
-            square_norm, max_norm=max_norm, inv_scale=inv_scale, limit=limit, veto=veto
+            square_norm, max_norm=max_norm, inv_scale=inv_scale, limit=limit, veto=veto, target=target
         )
+        if before is not None:
+            before(grad_scale)
         self.step(grads, lr=lr, grad_scale=grad_scale, skip=skip)
         return norm, skip

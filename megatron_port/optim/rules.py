@@ -17,6 +17,7 @@ docs/optimizers.md says how each is written and served.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -205,6 +206,27 @@ class AdamW(OptimizerRule):
 
 
 ADAMW = AdamW()
+AVERAGE = StateKind("ema")
+"""Averaged weights (``optim.average``), a state tensor of every parameter beside those of the rule."""
+
+
+class _Averaging(OptimizerRule):
+    """The state tensor of the average, behind those of the rule that it is mixed into."""
+
+    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the names of the rule's state tensors and of the average."""
+        return (*(name for name in super().kinds(record) if name != AVERAGE.name), AVERAGE.name)  # type: ignore[safe-super]
+
+    def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
+        """Return the rule's state tensors and the average."""
+        return (*(kind for kind in super().state(record) if kind != AVERAGE), AVERAGE)
+
+
+def averaging(rule: OptimizerRule) -> OptimizerRule:
+    """Return a rule of the same class that also keeps the average of each parameter."""
+    out, kind = copy.copy(rule), type(rule)
+    out.__class__ = type(kind.__name__, (_Averaging, kind), {})
+    return out
 
 
 def rule_of(config: OptimizerConfig) -> OptimizerRule:
@@ -214,7 +236,8 @@ def rule_of(config: OptimizerConfig) -> OptimizerRule:
         ConfigError: there is none of that name, or a plugin's is no OptimizerRule.
     """
     rule = OPTIMIZERS.get(config.name, OptimizerRule)  # type: ignore[type-abstract]  # only isinstance is asked
-    return rule.configured(config)
+    rule = rule.configured(config)
+    return averaging(rule) if config.ema_decay else rule
 
 
 def state_kinds(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dict[str, tuple[str, ...]]:

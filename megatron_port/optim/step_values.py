@@ -33,6 +33,9 @@ class StepNumbers:
     """Largest mean loss with which the update is applied; finite."""
     largest_norm: float = sys.float_info.max
     """Largest gradient norm with which the update is applied; finite."""
+    norm_mean: float = 0.0
+    """Mean of earlier gradient norms, and their standard deviation, for adaptive clipping (``optim.clipping``)."""
+    norm_deviation: float = sys.float_info.max
 
 
 class StepValues:
@@ -40,10 +43,10 @@ class StepValues:
 
     def __init__(self, device: torch.device) -> None:
         self.host = StepNumbers()
-        self._all = torch.zeros(9, dtype=torch.float64, device=device)
+        self._all = torch.zeros(11, dtype=torch.float64, device=device)
         (
             self.lr, self.loss_factor, self.sample_factor, self.tokens, self.replica_tokens, _, self.largest_loss,
-            self.largest_norm, self.inv_scale,
+            self.largest_norm, self.norm_mean, self.norm_deviation, self.inv_scale,
         ) = self._all.unbind()
 
     def set(self, numbers: StepNumbers) -> None:

@@ -12,7 +12,7 @@ gradient, so nothing is summed over it, and one of them owns the parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -67,6 +67,10 @@ class ParameterRecord:
     init: InitSpec
     decay: bool
     """Weight decay applies."""
+    lr_factor: float = field(default=1.0, kw_only=True)
+    """Factor on the learning rate (``optim.parameter_groups``)."""
+    weight_decay: float | None = field(default=None, kw_only=True)
+    """Weight decay of its own; None: the optimizer's where ``decay``."""
     partial_over: tuple[str, ...] = REPLICAS
     """Axes along which each rank's gradient is only its part of the sum: its samples' and positions', and with
     ``kv_copies`` its query heads'."""

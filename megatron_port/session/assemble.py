@@ -12,10 +12,13 @@ from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
 from megatron_port.model.activation_sites import decided, layer_choices
 from megatron_port.model.adapter_reader import InitialAdapters
+from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.adapters import freeze_all_but_adapters
 from megatron_port.model.build import BuildContext
 from megatron_port.model.flops import unit_costs
 from megatron_port.model.gpt import GPTStage, build_chunks
+from megatron_port.model.shapes import parameter_shapes
+from megatron_port.optim.parameter_groups import check_groups, set_parameter_groups
 from megatron_port.optim.unit_gather import without_memory
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
@@ -65,9 +68,16 @@ def build_model(
         z_loss=config.training.z_loss,
     )
     chunks = build_chunks(build, layers_by_chunk(config, ctx.topology))
+    set_parameter_groups((p for chunk in chunks for p in chunk.parameters()), config)
     if config.fine_tuning.enabled:
         freeze_all_but_adapters(chunks)
     return chunks
+
+
+def check_parameter_groups(config: RunConfig) -> None:
+    """Raise ConfigError if a group of ``optimizer.groups`` has no parameter."""
+    names = (*parameter_shapes(config.model), *adapter_parameters(config.model, config.fine_tuning))
+    check_groups(config.optimizer.groups, names)
 
 
 def build_engine(
@@ -81,6 +91,7 @@ def build_engine(
     """
     if (config.precision.fp8 != "none") != (providers.fp8 is not None):
         raise ValueError(f"precision.fp8 is {config.precision.fp8!r}, and the providers were chosen for another")
+    check_parameter_groups(config)
     stream = DropoutStream(config.seed, ctx.device)
     sharded = config.engine == "native" and config.layout.zero_stage == 3
     with without_memory() if sharded else nullcontext():

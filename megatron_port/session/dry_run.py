@@ -33,7 +33,7 @@ from megatron_port.plan.arithmetic import bubble_fraction
 from megatron_port.plan.case import case_of
 from megatron_port.plan.guard import memory_problem, planned_memory
 from megatron_port.plan.memory import held_bytes
-from megatron_port.session.assemble import build_model, layers_by_chunk, topology_of
+from megatron_port.session.assemble import build_model, check_parameter_groups, layers_by_chunk, topology_of
 from megatron_port.session.weights import open_initial
 
 AXES = (
@@ -141,6 +141,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     tp, pp, dp = topology.tp, topology.pp, topology.dp
     schedule = BatchSchedule(config.batch, dp)
     learning_rate(config.optimizer, 0, config.training.steps)
+    check_parameter_groups(config)
     build_loaders(
         config, dp_rank=0, dp_size=dp, need_tokens=True, need_labels=True,
         train_samples=schedule.samples_before(config.training.steps),

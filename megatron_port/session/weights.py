@@ -31,6 +31,7 @@ from megatron_port.model.shapes import LAST_STEP
 from megatron_port.model.upcycled_reader import UpcycledWeights
 from megatron_port.parallel.state import StateReader
 from megatron_port.runtime.agreement import agreed
+from megatron_port.session.averaged import AveragedCheckpoint
 from megatron_port.session.base_weights import check_base, fingerprint, other_references
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.session import Session
@@ -93,29 +94,36 @@ class Weights:
         return found
 
 
-def open_weights(path: Path | str, *, base: str = "") -> Weights:
+def open_weights(path: Path | str, *, base: str = "", averaged: bool = False) -> Weights:
     """Detect what is at ``path`` and open it. Of a checkpoint of adapters, the weights that they make of the frozen
-    ones: those of ``base``, or of where the run had them.
+    ones: those of ``base``, or of where the run had them. ``averaged``: those of optimizer.ema_decay.
 
     Raises:
         CheckpointError: nothing with weights is there, it is damaged, or the frozen weights are others.
     """
     path = Path(path)
+    if averaged and (is_hf(path) or not path.exists()):
+        raise CheckpointError(f"{path} is no checkpoint of a run, so it has no averaged weights; leave --ema out")
     if is_hf(path):
         folder = HFFolder(path)
         return Weights(path, folder.model, folder.read, None, "", path, lambda: None)
     if (path / "manifest.json").is_file():
-        return _of_checkpoint(open_checkpoint(path), base)
+        return _of_checkpoint(_opened(path, averaged), base)
     for place in (path / "checkpoints", path):
         found = find_latest(place) if place.is_dir() else None
         if found is not None:
-            return _of_checkpoint(open_checkpoint(found), base)
+            return _of_checkpoint(_opened(found, averaged), base)
     if (path / "config.json").is_file():
         HFFolder(path)  # says what is wrong with it
     raise CheckpointError(
         f"{path} is neither a Hugging Face folder (config.json and safetensors), nor a checkpoint, nor a folder with "
         "one in it"
     )
+
+
+def _opened(path: Path, averaged: bool) -> Checkpoint:
+    found = open_checkpoint(path)
+    return AveragedCheckpoint(found) if averaged else found
 
 
 def _of_checkpoint(checkpoint: Checkpoint, base: str) -> Weights:

@@ -407,7 +407,7 @@ class Trainer:
         c = self.config
         started = time.perf_counter()
         total = EvalResult(0.0, 0)
-        with self.session.progress.enter(EVALUATE):
+        with self.session.progress.enter(EVALUATE), self.engine.evaluated_weights():
             for batch in self.loaders.eval_batches("valid", c.training.eval_batches, c.batch.global_batch_size):
                 result = self.engine.eval_step(batch)
                 total = EvalResult(total.loss_sum + result.loss_sum, total.tokens + result.tokens)
