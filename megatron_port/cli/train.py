@@ -29,6 +29,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--dry-run", nargs="?", const="short", choices=("short", "all"),
                         help="check everything that needs no machine, for the whole layout, and stop; all: a line for "
                         "every pipeline stage")
+    parser.add_argument("--profile", nargs="?", const="next", metavar="STEPS",
+                        help="write profiler traces of these steps (10-12; without: the third to fifth of this start); "
+                        "same as --set telemetry.profile=STEPS")
+    parser.add_argument("--profile-ranks", metavar="RANKS", help="of these ranks: 0,8-15 or all (default: 0)")
+    parser.add_argument("--profile-memory", action="store_true", help="with memory: allocations, and snapshots of GPUs")
     parser.add_argument("--ignore-memory", action="store_true",
                         help="start also where the planner says that the run cannot fit its devices; same as "
                         "--set launch.memory_check=warn")
@@ -37,7 +42,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; return the run's exit code."""
     from megatron_port.config.checks import check
+    from megatron_port.config.dump import toml_value
 
+    if (args.profile_ranks or args.profile_memory) and not args.profile:
+        args.profile = "next"
+    settings = {"profile": args.profile, "profile_ranks": args.profile_ranks, "profile_memory": args.profile_memory}
+    args.overrides += [f"telemetry.{key}={toml_value(value)}" for key, value in settings.items() if value]
     loaded = load_run(args)
     config = loaded.config
     if args.resume:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from megatron_port.config.number_ranges import are_ranges
+
 LONGEST_NAME = 200
 """Bytes of a run's name: file systems take 255 for a folder's, of which names made from it (NAME-tune) need some."""
 
@@ -53,4 +55,6 @@ PathText = Annotated[
     str, Range(lambda x: x.strip() and "\0" not in x and len(x.encode()) < 4096, "a path of at most 4095 bytes")
 ]
 AbsolutePath = Annotated[str, Range(lambda x: x.startswith("/"), "an absolute path")]
+StepSet = Annotated[str, Range(lambda x: are_ranges(x, "", "next"), "empty, next, or steps as in 10-12,20")]
+RankSet = Annotated[str, Range(lambda x: are_ranges(x, "all"), "all, or ranks as in 0,8-15")]
 Text = Annotated[str, Range(lambda x: bool(x.strip()), "a non-empty string")]

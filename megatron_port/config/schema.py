@@ -38,9 +38,11 @@ from megatron_port.config.ranges import (
     NonNegative,
     PathText,
     Positive,
+    RankSet,
     Size,
     SizeOrZero,
     SpikeFactor,
+    StepSet,
     Text,
     at_least,
 )
@@ -349,6 +351,13 @@ class TelemetryConfig:
     """A published rate to print beside this run's, hardware TFLOP/s per device; 0: none."""
     published_source: str = ""
     """Where that rate was published."""
+    profile: StepSet = ""
+    """Optimizer steps of which torch's profiler writes traces (docs/profiling.md), e.g. 10-12,500; next: the third to
+    fifth of this start. Empty: none, at no cost."""
+    profile_ranks: RankSet = "0"
+    """Ranks whose steps are traced, e.g. 0,8-15, or all; their traces are merged into one timeline."""
+    profile_memory: bool = False
+    """Also record allocations, and on GPUs write a memory snapshot after the traced steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,7 @@ from megatron_port.session.weights import base_identity, carry_companions, load_
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.activations import ActivationPlanner
 from megatron_port.train.closing import closing_lines, finished_line
+from megatron_port.train.profile import StepProfiler
 from megatron_port.train.routes import RunRoutes
 from megatron_port.train.saving import Saving
 from megatron_port.train.state import Position, find_checkpoints, load_first_whole
@@ -112,6 +113,7 @@ class Trainer:
         self.activations = ActivationPlanner(session, self.engine)
         self.activations.begin(self.progress.step)
         self.routes.attach(self.engine, self.progress.step)
+        self.profiler = StepProfiler.of(session, self.progress.step)
 
     def _resume(self, loaded: Checkpoint) -> None:
         """Take the counters of a checkpoint that the engine has loaded; print lines on what differs."""
@@ -179,7 +181,11 @@ class Trainer:
                 if not level and p.step == 0 and c.training.eval_batches:
                     validation = self._evaluate(telemetry)
                 while p.step < c.training.steps and not level:
-                    anomaly = self._step(telemetry)
+                    if self.profiler is None:
+                        anomaly = self._step(telemetry)
+                    else:
+                        with self.profiler.step(p.step + 1):
+                            anomaly = self._step(telemetry)
                     level = self._agreed(stop.level)
                     if anomaly is not None and c.numerics.on_anomaly == "rewind":
                         telemetry.close()
@@ -220,6 +226,8 @@ class Trainer:
         finally:
             telemetry.close()
             self.routes.close()
+            if self.profiler is not None:
+                self.profiler.close()
         if unfinished:
             self.session.logger.log(f"stopped by {stop.signal_name or 'another rank'} after step {p.step}")
         else:
