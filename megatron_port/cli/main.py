@@ -35,6 +35,7 @@ COMMANDS = {
     "checkpoint": "list, verify, compare, convert and copy checkpoints",
     "launch": "submit runs to a scheduler, see their state, cancel them",
     "runs": "list, show and remove runs",
+    "watch": "a live page of a run, in a browser",
     "report": "one HTML file about a run, or several side by side",
     "plan": "does a run fit, how fast is it, what would be better",
     "tune": "find the fastest layout: planned, then measured",

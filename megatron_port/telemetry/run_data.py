@@ -140,6 +140,15 @@ def read_run(folder: str | Path) -> RunData:
     if not path.is_file():
         raise ConfigError(f"{folder}: no {FILE_NAME} there; give the folder of a run, e.g. runs/quickstart")
     run = RunData(folder, folder.resolve().name)
+    read_around(run)
+    _read_metrics(run, path)
+    return run
+
+
+def read_around(run: RunData) -> None:
+    """Read everything but metrics.jsonl: environment, outcome, events, the ranks' times, configuration."""
+    folder = run.folder
+    run.left_out.clear()
     run.environment, run.outcome = _json(folder / "environment.json"), _json(folder / "outcome.json")
     if not isinstance(run.environment.get("versions", {}), dict):
         del run.environment["versions"]
@@ -150,8 +159,6 @@ def read_run(folder: str | Path) -> RunData:
         run.config = dict(_flat(tomllib.loads(run.config_text)))
     except (OSError, ValueError):
         pass
-    _read_metrics(run, path)
-    return run
 
 
 def _events(run: RunData, folder: Path) -> list[dict[str, Any]]:
@@ -169,32 +176,51 @@ def _events(run: RunData, folder: Path) -> list[dict[str, Any]]:
     return [event for event in _lines(run, "events.jsonl", _is_event) if ours(event)]
 
 
-def _read_metrics(run: RunData, path: Path) -> None:
-    run.series = {name: Series() for name in FIELDS}
-    times: list[float] = []
-    recent: list[tuple[int, float]] = []
-    applied = evaluating = 0.0
-    last: dict[str, Any] = {}
-    for record in read_metrics(path, lambda _: run.leave_out(FILE_NAME)):
+class MetricsSums:
+    """What the lines of metrics.jsonl amount to, added one after another: the curves of ``run``, and its facts."""
+
+    def __init__(self, run: RunData) -> None:
+        self.run = run
+        run.series = {name: Series() for name in FIELDS}
+        run.validation = []
+        self._times: list[float] = []
+        self._recent: list[tuple[int, float]] = []
+        self._applied = self._evaluating = 0.0
+        self._last: dict[str, Any] = {}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a line: a training step or an evaluation."""
         step = int(record["step"])
-        when = record.get("time")
+        when, times = record.get("time"), self._times
         seconds = float(record.get("seconds", 0.0))
         if isinstance(when, float):
-            times = [min(times[0], when - seconds), max(times[1], when)] if times else [when - seconds, when]
+            self._times = [min(times[0], when - seconds), max(times[1], when)] if times else [when - seconds, when]
         if "validation_loss" in record:
-            run.validation.append((step, float(record["validation_loss"])))
-            evaluating += seconds
-            continue
-        last = dict(record)
+            self.run.validation.append((step, float(record["validation_loss"])))
+            self._evaluating += seconds
+            return
+        self._last = dict(record)
         for name in FIELDS:
             if name in record:
-                run.series[name].add(step, float(record[name]))
+                self.run.series[name].add(step, float(record[name]))
         if not record.get("skipped"):
-            applied += seconds
-        heapq.heappush(recent, (step, seconds))
-        if len(recent) > SAMPLE:
-            heapq.heappop(recent)
-    run.facts = _facts(run, last, times, recent, applied=applied, evaluating=evaluating)
+            self._applied += seconds
+        heapq.heappush(self._recent, (step, seconds))
+        if len(self._recent) > SAMPLE:
+            heapq.heappop(self._recent)
+
+    def finish(self) -> None:
+        """Set the facts of the run, by the events that are known by then. More lines may follow."""
+        self.run.facts = _facts(
+            self.run, self._last, self._times, self._recent, applied=self._applied, evaluating=self._evaluating
+        )
+
+
+def _read_metrics(run: RunData, path: Path) -> None:
+    sums = MetricsSums(run)
+    for record in read_metrics(path, lambda _: run.leave_out(FILE_NAME)):
+        sums.add(record)
+    sums.finish()
 
 
 def _facts(run: RunData, last: Mapping[str, Any], times: list[float], recent: list[tuple[int, float]], *,

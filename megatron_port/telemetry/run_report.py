@@ -77,17 +77,17 @@ def render(runs: Sequence[RunData], *, comparisons: Mapping[str, Sequence[Compar
     runs = _named_apart(runs)
     experts = "".join(expert_part(run, read_history(run)) for run in runs)  # before the note on lines left out
     title = " against ".join(r.name for r in runs) if len(runs) < 4 else f"{len(runs)} runs"
-    parts = [_head(title, runs), _tiles(runs[0]) if len(runs) == 1 else "", "<h2>Training</h2>", _charts(runs)]
+    parts = [_head(title, runs), tiles(runs[0]) if len(runs) == 1 else "", "<h2>Training</h2>", charts(runs)]
     if experts:
         parts += ["<h2>Experts</h2>", experts]
-    spread = [_spread(run) for run in runs if run.spread]
+    spread = [rank_spread(run) for run in runs if run.spread]
     if spread:
         parts += ["<h2>Ranks</h2>", columns(spread)]
     parts += ["<h2>Numbers</h2>", _facts(runs)]
     predicted = _comparisons(runs, comparisons or {})
     if predicted:
         parts += ["<h2>Predicted and measured</h2>", predicted]
-    parts += ["<h2>Events</h2>", _events(runs), "<h2>Configuration</h2>", _configuration(runs),
+    parts += ["<h2>Events</h2>", event_table(runs), "<h2>Configuration</h2>", _configuration(runs),
               "<h2>Environment</h2>", _environment(runs)]
     return page(title, "\n".join(p for p in parts if p))
 
@@ -122,11 +122,12 @@ def _head(title: str, runs: Sequence[RunData]) -> str:
             f"report made {made}</p>{left}")
 
 
-def _tiles(run: RunData) -> str:
+def tiles(run: RunData) -> str:
+    """The few numbers of a run that are read first."""
     found = [(FACTS[name][0], FACTS[name][1](run.facts[name])) for name in TILES if name in run.facts]
-    tiles = "".join(f'<div class="card tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+    cards = "".join(f'<div class="card tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
                     for label, value in found)
-    return f'<div class="tiles">{tiles}</div>'
+    return f'<div class="tiles">{cards}</div>'
 
 
 def _line(series: Series, name: str, colour: int, *, factor: float = 1.0, dashed: bool = False) -> Curve:
@@ -135,7 +136,8 @@ def _line(series: Series, name: str, colour: int, *, factor: float = 1.0, dashed
     return Curve(name, points, colour, band, dashed=dashed)
 
 
-def _charts(runs: Sequence[RunData]) -> str:
+def charts(runs: Sequence[RunData]) -> str:
+    """Curves over the steps, of all runs in one chart each."""
     several = len(runs) > 1
 
     def of(field: str, **more: Any) -> list[Curve]:
@@ -159,7 +161,7 @@ def _charts(runs: Sequence[RunData]) -> str:
         if hardware != model:  # with recomputation only
             name = f"{r.name} hardware" if several else "hardware"
             rates.append(_line(r.series["hardware_tflops_per_device"], name, i if several else 2, dashed=several))
-    charts = [
+    made = [
         chart("Loss (nats per token)", of("loss") + validation, marks=_marks(runs),
               note=smooth + (f"{bad} values were not finite." if bad else "")),
         chart("Learning rate", of("learning_rate"), zero=True),
@@ -172,7 +174,7 @@ def _charts(runs: Sequence[RunData]) -> str:
         chart("Loss scale", of("loss_scale")) if any(len({b.mean for b in r.series["loss_scale"].buckets}) > 1
                                                      for r in runs) else "",
     ]
-    return columns(charts)
+    return columns(made)
 
 
 def _marks(runs: Sequence[RunData]) -> list[Mark]:
@@ -183,7 +185,7 @@ def _marks(runs: Sequence[RunData]) -> list[Mark]:
             and isinstance(e.get("step"), int) and e["step"]]
 
 
-def _spread(run: RunData) -> str:
+def rank_spread(run: RunData) -> str:
     """Own seconds per step of all ranks, window by window."""
     def points(name: str) -> list[tuple[float, float]]:
         return [(float(w["step"]), float(w[name])) for w in run.spread if isinstance(w.get(name), (int, float))]
@@ -239,7 +241,8 @@ def _told(event: Mapping[str, Any]) -> str:
     return str(event.get("reason") or event.get("message") or event.get("signal") or kind)
 
 
-def _events(runs: Sequence[RunData]) -> str:
+def event_table(runs: Sequence[RunData]) -> str:
+    """Starts, ends, anomalies, stragglers and the rest, in the order of time."""
     rows: list[tuple[float, list[Cell], bool]] = []
     for run in runs:
         for e in run.events:

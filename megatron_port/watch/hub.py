@@ -38,6 +38,7 @@ from megatron_port.runtime.redact import redact
 from megatron_port.runtime.signals import ignore_in_child
 from megatron_port.watch import judge, wire
 from megatron_port.watch.format import Stack
+from megatron_port.watch.now import NowFile
 from megatron_port.watch.rules import LAGS_S, Alarm, Beat, RankIdentity, Rules
 from megatron_port.watch.stragglers import Stragglers
 from megatron_port.watch.watch_report import add_event, add_spread, write_hang
@@ -95,6 +96,7 @@ class Hub:
         """RoundingEmulation that rank 0 has not been told yet."""
         self.alive_at = now
         self.stragglers = Stragglers(config, now)
+        self.now_file = NowFile(self.folder)
         self.selector = selectors.DefaultSelector()
         self.listener = listener
         listener.setblocking(False)
@@ -216,6 +218,7 @@ class Hub:
         for link in [x for x in self.strangers if now - x.since > HELLO_S]:
             self._drop(link)
         self._tell(now)
+        self.now_file.write(self.rules.ranks, self.world, now)
         if self.leave_until:
             if now >= self.leave_until or not self._hearing(now):
                 self._finish()

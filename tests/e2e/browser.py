@@ -115,16 +115,21 @@ class Browser:
         line, _, self._buffer = self._buffer.partition(b"\0")
         return dict(json.loads(line))
 
-    def look(self, file: Path, scheme: str, *, width: int = 1100, height: int = 0) -> Seen:
-        """Open a file as a reader whose system asks for ``scheme``. ``height`` 0: all of the page."""
+    def look(
+        self, file: Path | str, scheme: str, *, width: int = 1100, height: int = 0, seconds: float = 0.3
+    ) -> Seen:
+        """Open a file, or a URL, as a reader whose system asks for ``scheme``. ``height`` 0: all of the page.
+
+        ``seconds``: how long requests that come late are waited for.
+        """
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height or 900, deviceScaleFactor=1,
                   mobile=False)
         self.events.clear()
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        self.call("Page.navigate", url=file if isinstance(file, str) else file.resolve().as_uri())
         while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
             self.events.append(self._message(30.0))
-        time.sleep(0.3)  # what a page asks for late
+        time.sleep(seconds)
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         colour = self.call("Runtime.evaluate", expression="getComputedStyle(document.body).backgroundColor")
         clip = {"x": 0, "y": 0, "width": width, "height": height or size["height"], "scale": 1}

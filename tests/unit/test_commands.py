@@ -68,7 +68,7 @@ def test_a_run_is_named_by_its_folder_its_file_or_a_shipped_name(
 def test_a_store_is_never_taken_for_a_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert local_path("a/b") == Path("a/b")
     for argv in (["report", "s3://b/runs/x"], ["checkpoint", "verify", "s3://b/x"], ["runs", "list", "s3://b/x"],
-                 ["generate", "s3://b/x", "--prompt", "x"], ["data", "verify", "s3://b/x"],
+                 ["generate", "s3://b/x", "--prompt", "x"], ["data", "verify", "s3://b/x"], ["watch", "s3://b/x"],
                  ["checkpoint", "export", "s3://b/x", "out", "--to", "hf"], ["train", "s3://b/run.toml"],
                  ["train", "runs/quickstart", "--dry-run", "--set", "output_dir=s3://b/x"]):
         assert main(argv) == 2, argv
