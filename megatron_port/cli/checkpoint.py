@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     action.add_argument("b", help="the other")
     action.add_argument("--kind", default="weight", help="weight, exp_avg, exp_avg_sq or all (default: weight)")
     action.add_argument("--tolerance", type=float, default=0.0, help="differences up to this are equal (default: 0)")
-    action.add_argument("--all", action="store_true", help="also list the parameters that are equal")
+    action.add_argument("--all", action="store_true", help="also list parameters that are equal")
     add_json(action)
     checkpoint_convert.add_actions(actions)
     copy = actions.add_parser("push", help="copy a checkpoint into a store, in parts, and read it back")
@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
     copy.add_argument("url", help="s3://bucket/folder")
     copy = actions.add_parser("pull", help="copy a checkpoint from a store; its hashes are compared")
     copy.add_argument("url", help="of one copy, or of what they were pushed to, whose newest is taken")
-    copy.add_argument("directory", help="folder that the checkpoint's is made in")
+    copy.add_argument("directory", help="folder in which the checkpoint's folder is made")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ def add_actions(actions: Any) -> None:
     )
     out.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="",
-        help="hf: of the weights (default: as saved, the float32 masters)",
+        help="hf: dtype of the weights (default: as saved, the float32 masters)",
     )
     out.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="hf: largest file, 10^9 bytes (5)")
     out.add_argument(
@@ -56,7 +56,8 @@ def add_actions(actions: Any) -> None:
         help="hf: folder with the files of the tokenizer trained with, if not where the run had it; another is refused",
     )
     out.add_argument("--no-tokenizer", action="store_true", help="hf: write no tokenizer")
-    out.add_argument("--skip-check", action="store_true", help="hf: do not run transformers' model; the card notes it")
+    out.add_argument("--skip-check", action="store_true",
+                     help="hf: do not compare with transformers' model; the card notes it")
     out.add_argument(*_PLUGIN, **_PLUGIN_HELP)
     into = actions.add_parser(
         "import", help="read another system's checkpoint into this format",
@@ -66,14 +67,14 @@ def add_actions(actions: Any) -> None:
     )
     into.add_argument("source", type=local_path, metavar="SOURCE", help="the checkpoint's folder")
     into.add_argument("out", type=local_path, metavar="OUT", help="a folder for checkpoints; step-N is made in it")
-    into.add_argument("--from", dest="format", choices=_FORMATS, default="auto", help="the format (default: look)")
+    into.add_argument("--from", dest="format", choices=_FORMATS, default="auto", help="the format (default: detect it)")
     into.add_argument("--model", metavar="FILE.toml", help="a run or model file with the model that it holds")
     into.add_argument(
         "--vocab-size", type=int, default=0, metavar="N",
         help="entries of the tokenizer: Megatron saves the padded size only, which is taken otherwise",
     )
-    into.add_argument("--trust-pickle", action="store_true", help="the source's pickles come from somebody you trust")
-    into.add_argument("--weights-only", action="store_true", help="leave the optimizer out: step 0 of a new run")
+    into.add_argument("--trust-pickle", action="store_true", help="you trust the author of the source's pickles")
+    into.add_argument("--weights-only", action="store_true", help="without the optimizer's state: step 0 of a new run")
     into.add_argument(*_PLUGIN, **_PLUGIN_HELP)
 
 

@@ -32,8 +32,8 @@ def add_parser(subparsers: Any) -> None:
     add_json(show)
     add_run_options(show, optional=True)
     note = show.add_mutually_exclusive_group()
-    note.add_argument("--origin", action="store_true", help="say behind each value where it came from")
-    note.add_argument("--help-fields", action="store_true", help="say behind each value what it means")
+    note.add_argument("--origin", action="store_true", help="print the origin of each value beside it")
+    note.add_argument("--help-fields", action="store_true", help="print the meaning of each value beside it")
     test = actions.add_parser("check", help="check a run for a number of ranks, without starting it")
     add_run_options(test)
     test.add_argument(

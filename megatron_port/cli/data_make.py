@@ -52,7 +52,7 @@ def tokenizer(args: argparse.Namespace) -> int:
 def corpus(args: argparse.Namespace) -> int:
     """Tokenize and index."""
     if args.workers < 0:
-        raise ConfigError(f"--workers {args.workers}: at least 1 (0: a core each)")
+        raise ConfigError(f"--workers {args.workers}: at least 1 (0: one per core)")
     workers = args.workers or len(os.sched_getaffinity(0))
     pieces = get_tokenizer(args.tokenizer, directory=args.tokenizer_dir, eod=args.eod)
     chat = _chat(args, pieces)

@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--strict", action="store_true",
-        help="exit 3 also for what works by a slower path or by a build at run time: an op that the run asks for and "
+        help="also exit 3 for what works only by a slower path or a build at run time: an op that the run needs and "
         "that is not prebuilt, an installed extension that does not load, a GPU that is not used",
     )
     parser.add_argument(

@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
                         help="tokens between windows; below model.seq_length each token sees more before it (default: "
                         "seq_length)")
     parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="only the first N tokens; 0: all")
-    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="windows, or texts, in one pass")
+    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="windows or texts in one pass")
     parser.add_argument("--include-path", metavar="DIR", help="tasks: a folder with further task files")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="tasks: examples before each question")
     parser.add_argument("--limit", type=float, metavar="N", help="tasks: questions of each, or a share below 1")

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         aliases = ["render"] if name == "show" else []
         action = actions.add_parser(name, help=text, description=text, aliases=aliases)
         add_run_options(action)
-        action.add_argument("--after", metavar="JOB", default="", help="start when that job has ended")
+        action.add_argument("--after", metavar="JOB", default="", help="start after that job has ended")
         if name == "show":
             action.add_argument("-o", "--output", metavar="FILE", help="write the script there instead")
         else:

@@ -96,8 +96,8 @@ def add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
 
 def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--master-addr``, ``--master-port`` and ``--nproc``, which every command on several ranks has."""
-    parser.add_argument("--master-addr", help="host of rank 0; wins over the launcher's")
-    parser.add_argument("--master-port", type=int, help="its port; wins over the launcher's")
+    parser.add_argument("--master-addr", help="host of rank 0; overrides the launcher's")
+    parser.add_argument("--master-port", type=int, help="port of rank 0; overrides the launcher's")
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine (instead of torchrun)")
 
 

@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--out", type=local_path, help="keep the recorded runs here (several nodes: a shared folder)")
     add_json(parser)
     parser.add_argument("--master-addr", help="under srun: host of rank 0")
-    parser.add_argument("--master-port", type=int, help="under srun: its port")
+    parser.add_argument("--master-port", type=int, help="under srun: port of rank 0")
 
 
 def world_of(layout: LayoutConfig) -> int:
