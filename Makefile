@@ -53,7 +53,7 @@ kernels: setup  ## build our kernels ahead of time, for every compiler here (KER
 budgets: setup  ## compile all device code, hold instructions, bytes and spills to kernels/budgets (ARGS='gfx90a')
 	@$(VENV) kernels/budget.py --all $(ARGS)
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, mypy, and the readability of all pages
 	@$(VENV) scripts/run_tests.py --lint-only
 
 gpu-check: setup  ## build the kernels, the tests marked gpu, times and rates of every op (DEVICE=cuda or rocm)

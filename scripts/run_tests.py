@@ -31,12 +31,13 @@ AGAIN = 3
 
 
 def lint() -> int:
-    """Run ruff, then mypy; print what they say, return how many complained."""
+    """Run ruff, mypy and the readability check; print what they say, return how many complained."""
     complaints = 0
-    linters = {"ruff": ["ruff", "check", "--quiet", "."], "mypy": ["mypy", "--no-error-summary"]}
+    linters = {"ruff": ["-m", "ruff", "check", "--quiet", "."], "mypy": ["-m", "mypy", "--no-error-summary"],
+               "readability": ["scripts/readability.py"]}
     for name, command in linters.items():
         started = time.monotonic()
-        code = subprocess.run([sys.executable, "-m", *command], cwd=ROOT).returncode
+        code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
         print(f"{name}: {'ok' if code == 0 else 'complains'} ({time.monotonic() - started:.0f} s)", flush=True)
         complaints += code != 0
     return complaints
