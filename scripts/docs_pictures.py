@@ -200,12 +200,28 @@ def layouts() -> str | None:
         for number, run in enumerate(runs)
     ]
     reference = runs[0]["losses"]
-    widest = max(abs(a / b - 1) for run in runs[1:] for a, b in zip(run["losses"], reference, strict=True))
-    title = f"The quick start on {len(runs)} layouts: at most {widest:.0e} apart (relative) over {len(reference)} steps"
-    return standalone(line_chart(
-        series, label=title, title=title, width=800, height=330, x=Axis("step of 4,096 tokens"),
-        y=Axis("training loss (nats per byte)", log=0),
-    ), themed=True)
+    apart = [[abs(a / b - 1) for a, b in zip(run["losses"], reference, strict=True)] for run in runs[1:]]
+    title = f"One run on {len(runs)} layouts, {len(reference)} steps in fp32"
+    curves = line_chart(series, label=title, title=title, width=800, height=230, x=Axis("step of 4,096 tokens"),
+                        y=Axis("loss (nats per byte)", log=0))
+    distances = line_chart(
+        [Series(run["layout"], [(float(i + 1), max(d, 1e-9)) for i, d in enumerate(distance)], number + 1)
+         for number, (run, distance) in enumerate(zip(runs[1:], apart, strict=True))],
+        label="distance of each layout's loss from that of one process", width=800, height=150,
+        x=Axis(f"their relative distance from one process: at most {max(map(max, apart)):.0e}", form=lambda _: ""),
+        y=Axis("distance", form=lambda v: f"{v:.0e}", log=10),
+    )
+    return standalone(stacked([curves, distances], title), themed=True)
+
+
+def stacked(charts: Sequence[str], label: str) -> str:
+    """Charts below one another in one drawing."""
+    out, top, wide = [], 0.0, 0.0
+    for chart in charts:
+        _, _, width, height = (float(x) for x in re.findall(r"[\d.]+", chart.split('viewBox="')[1].split('"')[0]))
+        out.append(chart.replace("<svg ", f'<svg x="0" y="{top:g}" width="{width:g}" height="{height:g}" ', 1))
+        top, wide = top + height + 6, max(wide, width)
+    return drawing(wide, top, out, label)
 
 
 def planned() -> str | None:
