@@ -49,7 +49,7 @@ LAYOUTS = (
 def train(layout: Layout, folder: Path, steps: int) -> dict[int, float]:
     """Train one layout; the loss of each step."""
     changes = ("name=run", f"output_dir={folder}", f"training.steps={steps}", "training.eval_interval=0",
-               "checkpoint.save_interval=0", *layout.changes)
+               "checkpoint.save_interval=0", "watch.hang_seconds=300", *layout.changes)
     subprocess.run(
         [sys.executable, "-m", "megatron_port", "train", "runs/quickstart", "--nproc", str(layout.ranks),
          *[word for change in changes for word in ("--set", change)]],
