@@ -122,6 +122,7 @@ def _shown(target: Any) -> str:
 OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {
     "adamw": "megatron_port.optim.rules:ADAMW",
     **{name: f"megatron_port.optim.{rule}" for name, rule in (
+        ("adamw-bf16", "narrow_adamw:ADAMW_BF16"), ("adamw-8bit", "narrow_adamw:ADAMW_8BIT"),
         ("lion", "elementwise:LION"), ("sgd", "elementwise:MOMENTUM_SGD"), ("adagrad", "elementwise:ADAGRAD"),
         ("adafactor", "factored:ADAFACTOR"), ("came", "factored:CAME_RULE"), ("sm3", "factored:SM3_RULE"),
         ("lamb", "layerwise:LAMB_RULE"), ("muon", "muon:MUON"),

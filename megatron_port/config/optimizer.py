@@ -57,8 +57,9 @@ class OptimizerConfig:
     """The optimizer's rule, its learning rate, and what is done with gradients before and with weights after it."""
 
     name: str = "adamw"
-    """adamw (Loshchilov & Hutter, arXiv 1711.05101); with engine native also lion, sgd, adagrad, adafactor, came, sm3,
-    lamb, muon, or a rule that a plugin registers (docs/optimizers.md)"""
+    """adamw (Loshchilov & Hutter, arXiv 1711.05101); with engine native also adamw-bf16 and adamw-8bit (the same with
+    narrower moments), lion, sgd, adagrad, adafactor, came, sm3, lamb, muon, or a rule that a plugin registers
+    (docs/optimizers.md)"""
     lr: Positive = 3e-4
     """Peak learning rate."""
     min_lr: NonNegative = 0.0

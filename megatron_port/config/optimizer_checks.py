@@ -5,12 +5,15 @@ from __future__ import annotations
 from megatron_port.config.optimizer import CLASSES, INHERITED, ParameterGroup
 from megatron_port.config.schema import RunConfig
 
+STATE_BLOCK = 128
+"""Elements of a row that share a scale under adamw-8bit."""
+
 
 def optimizer_problems(config: RunConfig) -> list[str]:
     """Name what does not fit in the schedule, the groups, the clipping, and what the engine cannot do with them."""
     return [
         *_schedule_problems(config), *_group_problems(config.optimizer.groups), *_clipping_problems(config),
-        *_loss_problems(config),
+        *_loss_problems(config), *_block_problems(config),
     ]
 
 
@@ -83,3 +86,20 @@ def _loss_problems(config: RunConfig) -> list[str]:
             f"{training.loss!r}, which brings its own terms; use 0"
         ]
     return []
+
+
+def _block_problems(config: RunConfig) -> list[str]:
+    """Name the matrices of which a tensor-parallel rank would hold parts of blocks with one scale."""
+    m, tp = config.model, config.layout.tensor_parallel_size
+    if config.optimizer.name != "adamw-8bit" or tp < 2:
+        return []
+    sizes = {
+        "attention's output projection": m.num_attention_heads * m.value_size, "the MLP's second matrix": m.ffn_size,
+        "the shared expert's second matrix": m.moe.shared_ffn_hidden_size,
+    }
+    return [
+        f"optimizer.name 'adamw-8bit' has a scale for each {STATE_BLOCK} elements of a row, and "
+        f"layout.tensor_parallel_size {tp} leaves each rank {n // tp} of the {n} inputs of {what}; use a size that "
+        f"leaves a multiple of {STATE_BLOCK}, or optimizer.name 'adamw-bf16'"
+        for what, n in sizes.items() if n and n % STATE_BLOCK == 0 and n // tp % STATE_BLOCK
+    ]

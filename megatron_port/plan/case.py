@@ -394,7 +394,7 @@ def state_tensors(config: RunConfig) -> float:
         ConfigError: the plugin's rule cannot be imported, or is none.
     """
     if config.optimizer.name == "adamw":
-        return 2.0
+        return 3.0 if config.optimizer.ema_decay else 2.0
     from megatron_port.model.shapes import model_records
     from megatron_port.optim.rules import rule_of, state_bytes
 

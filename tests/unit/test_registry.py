@@ -70,7 +70,7 @@ def test_a_plugin_is_loaded_before_the_checks_and_without_torch(tmp_path: Path) 
     )
     assert (found.returncode, found.stdout.strip()) == (0, "('signum',) [] False"), found.stderr
     unloaded = problems(load(None, ["optimizer.name=signum", "engine=native", "data.synthetic=true"]).config)
-    known = "adamw, lion, sgd, adagrad, adafactor, came, sm3, lamb, muon"
+    known = "adamw, adamw-bf16, adamw-8bit, lion, sgd, adagrad, adafactor, came, sm3, lamb, muon"
     assert unloaded == [f"optimizer.name 'signum' is unknown; use {known}"]
 
 
