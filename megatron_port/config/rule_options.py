@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron_port.config.ranges import Fraction, NonNegative, Positive, between
+from megatron_port.config.ranges import Fraction, NonNegative, Positive, Ratio, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class AdafactorOptions:
     """Lower bound of the root of the estimated second moment; 0: the spacing of the master's dtype at 1."""
     eps_scale: NonNegative = 1e-3
     """Lower bound of a parameter's root mean square, which the learning rate is multiplied by."""
-    clip_update: Positive = 1.0
+    clip_update: Ratio = 1.0
     """Largest root mean square of an update before the learning rate."""
 
 

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from cases import make_config, run_cases, single_run
 from fuzz import RATES
 from pool import RankPool
 
 from megatron_port.config.schema import MoEConfig, OptimizerConfig, RunConfig
+from megatron_port.engine.native_state import state_pieces
+from megatron_port.engine.native_update import make_update
+from megatron_port.model.attention import rank_rows
+from megatron_port.model.spec import Groups
+from megatron_port.optim.rules import rule_of
+from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.step_values import StepNumbers, StepValues
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.record import InitSpec, ParameterRecord, Shard, attach, make_record
+from megatron_port.parallel.state import StatePiece
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP64, Run, compare
 
 STEPS = 4
+SHAPES = {
+    "layers.0.attention.qkv.weight": (24, 10), "layers.0.mlp.up.weight": (2, 8, 10),
+    "layers.0.mlp.down.weight": (10, 8), "layers.0.mlp.up.bias": (2, 8), "final_norm.weight": (10,), "embedding.tokens.weight": (13, 10),
+}
+"""Of the parameters that are updated without a model."""
 LLAMA: dict[str, Any] = {
     "position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu", "add_bias": False,
     "num_query_groups": 2, "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 40,
@@ -72,3 +90,88 @@ def test_a_layout_changes_nothing(ranks: RankPool, name: str) -> None:
         found = compare(reference(config), Run.of([trace[i] for trace in traces]), FP64, config.model,
                         lr=config.optimizer.lr)
         assert not [str(d) for d in found if not d.ok], config.optimizer.name
+
+
+def parts(ctx: ParallelContext) -> list[ParameterRecord]:
+    """The records of this rank's slices; on four tensor-parallel ranks two share each key and value."""
+    tp = ctx.size("tp")
+    split = {"up": 1, "down": 1, "qkv": 0, "embedding": 0}
+    out = []
+    for name, shape in SHAPES.items():
+        dim = next((d for key, d in split.items() if key in name), None)
+        more: dict[str, Any] = {"row_runs": (6, 3, 3)} if "qkv" in name else {}
+        if "qkv" in name and tp > 2:
+            own, shared = rank_rows(Groups(heads=4, groups=2, head_size=3), tp, ctx.index("tp"))
+            for rows in (own, shared):
+                p = rows.parameter(name, shape, InitSpec("zeros"), torch.float64, ctx.device, more["row_runs"])
+                out.append(p.record)  # type: ignore[attr-defined]
+            continue
+        more |= {"padded": 16} if "embedding" in name else {}
+        shards = () if dim is None else (Shard(dim, ("tp",)),)
+        decays = "bias" not in name and "norm" not in name
+        out.append(make_record(name, shape, ctx, init=InitSpec("zeros"), decay=decays, shards=shards, **more))
+    return out
+
+
+def updated(topology: Topology, configs: Sequence[OptimizerConfig], split_state: bool) -> list[list[StatePiece]]:
+    """Update parameters with given gradients, and return this rank's pieces of all state; the function for ranks."""
+    ctx = ParallelContext.create(topology, "cpu") if topology.world_size > 1 else ParallelContext.single()
+    out = []
+    try:
+        for config in configs:
+            pairs = [(r, attach(torch.nn.Parameter(torch.zeros(r.local_shape, dtype=torch.float64)), r))
+                     for r in parts(ctx)]
+            sharded = ShardedParameters([[pairs]], ctx, wide=torch.float64, split_state=split_state, capacity=150,
+                                        rule=rule_of(config))
+            update, values = make_update("torch", sharded, config), StepValues(ctx.device)
+            for step in range(-1, STEPS):
+                for piece in sharded.pieces:
+                    whole = torch.zeros(piece.record.local_shape, dtype=torch.float64)
+                    piece.record.local_view(whole).copy_(given(piece.record, step)[piece.record.box()])
+                    mine = whole.view(-1)[piece.start : piece.start + piece.master.numel()]
+                    (piece.master if step < 0 else piece.gradient).copy_(mine)
+                if step >= 0:
+                    values.set(StepNumbers(lr=0.1))
+                    update.step(torch.ones((), dtype=torch.float64), values, veto=torch.zeros(()))
+            out.append([replace(p, tensor=p.tensor.clone()) for p in state_pieces(sharded)])
+    finally:
+        ctx.close()
+    return out
+
+
+def given(record: ParameterRecord, step: int) -> torch.Tensor:
+    """The logical gradient of a parameter at a step; at -1 its weights."""
+    generator = torch.Generator().manual_seed(len(record.name) * 100 + step)
+    return torch.randn(record.shape, dtype=torch.float64, generator=generator)
+
+
+def assembled(pieces: Sequence[StatePiece]) -> dict[tuple[str, str], torch.Tensor]:
+    """The logical tensors, by name and kind; every element is in one piece."""
+    out: dict[tuple[str, str], torch.Tensor] = {}
+    for p in pieces:
+        whole = out.setdefault((p.name, p.kind), torch.full(p.global_shape, torch.nan, dtype=torch.float64))
+        slice_ = torch.full(p.shape, torch.nan, dtype=torch.float64)
+        slice_.view(-1)[p.flat_start : p.flat_start + p.tensor.numel()] = p.tensor
+        box = whole[tuple(slice(o, o + n) for o, n in zip(p.offset, p.shape))]
+        assert not (~box.isnan() & ~slice_.isnan()).any(), (p.name, p.kind)
+        box.copy_(torch.where(slice_.isnan(), box, slice_))
+    assert not any(t.isnan().any() for t in out.values())
+    return out
+
+
+@pytest.mark.parametrize(("topology", "split_state"), [
+    (Topology(tp=2, dp=2), True), (Topology(dp=3), True), (Topology(tp=4, kv_copies=2), False),
+    (Topology(tp=4, kv_copies=2, dp=2), True), (Topology(dp=4, shard=2), True), (Topology(tp=2, cp=2), True),
+], ids=str)
+def test_weights_and_state_are_those_of_one_process(ranks: RankPool, topology: Topology, split_state: bool) -> None:
+    """Of the same gradients: to the bit where nothing is summed, SM3's maxima among them."""
+    configs = [OptimizerConfig(name=rule, clip_grad=0.0, lr=0.1) for rule in RULES]
+    there = ranks.run(topology.world_size, updated, topology, configs, split_state, timeout=120.0)
+    for i, (config, pieces) in enumerate(zip(configs, updated(Topology(), configs, True))):
+        want, found = assembled(pieces), assembled([p for rank in there for p in rank[i]])
+        assert want.keys() == found.keys()
+        for key, tensor in want.items():
+            if config.name in ("lion", "sgd", "adagrad", "sm3"):
+                assert torch.equal(found[key], tensor), (config.name, key)
+            else:
+                torch.testing.assert_close(found[key], tensor, rtol=1e-11, atol=1e-11, msg=f"{config.name} {key}")

@@ -324,11 +324,12 @@ def test_state_lies_where_its_parameters_do(shards: int) -> None:
     """No block is in two shares, and what only some parameters have takes memory for those."""
     mesh = Topology(dp=shards).mesh
     records = [
-        slice_record("a", (3, 40), init=InitSpec("zeros"), decay=True),
+        slice_record("a", (3, 48), init=InitSpec("zeros"), decay=True),
         slice_record("b", (7,), init=InitSpec("zeros"), decay=False),
-        slice_record("c", (5, 16), init=InitSpec("zeros"), decay=True),
+        slice_record("c", (5, 24), init=InitSpec("zeros"), decay=True),
     ]
     rule = Blocks()
+    rule.block = 24  # no divisor of what buckets are aligned to anyway
     listed = [(i, r, r.numel) for i, r in enumerate(records)]
     (plan,) = plan_buckets(
         [listed], mesh, first=mesh.factors("dp"), split=True, capacity=1000, align=rule.alignment
@@ -344,6 +345,8 @@ def test_state_lies_where_its_parameters_do(shards: int) -> None:
                     seen[layout.kind.name, r.index][e] += 1
             if layout.kind.name == "exp_avg":
                 assert layout.numel in (0, ALIGN)
+            if layout.kind.name == "scales":
+                assert all(r.numel for r in layout.ranges)
     for (name, _), counts in seen.items():
         assert set(counts) == {shards if name in ("row_sum", "column_sum") else 1}
 

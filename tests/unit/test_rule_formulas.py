@@ -1,0 +1,232 @@
+"""Rules of sums and of matrices against torch.optim and the papers' formulas, matrix by matrix, on one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import rule_twins
+import torch
+from contexts import slice_record
+from rule_twins import Twin
+from torch import nn
+
+from megatron_port.config.rule_options import AdafactorOptions, CAMEOptions, LAMBOptions, MuonOptions
+from megatron_port.config.schema import OptimizerConfig
+from megatron_port.engine.native_update import make_update
+from megatron_port.optim.matrices import assign, shapes_of
+from megatron_port.optim.muon import orthogonalized
+from megatron_port.optim.rules import rule_of, state_bytes
+from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.step_values import StepNumbers, StepValues
+from megatron_port.optim.sums import rectangles
+from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.record import InitSpec, ParameterRecord, attach
+
+STEPS, LR = 6, 0.02
+SHAPES: dict[str, tuple[tuple[int, ...], bool, tuple[int, ...]]] = {
+    "layers.0.attention.qkv.weight": ((24, 10), True, (6, 3, 3)),
+    "layers.0.mlp.up.weight": ((2, 8, 10), True, ()),
+    "layers.0.mlp.experts.up.weight": ((3, 2, 4, 10), True, ()),
+    "layers.0.mlp.down.weight": ((10, 8), True, ()),
+    "layers.0.mlp.up.bias": ((2, 8), False, ()),
+    "final_norm.weight": ((10,), False, ()),
+    "embedding.tokens.weight": ((13, 10), True, ()),
+}
+"""Name → logical shape, whether it decays, row runs."""
+
+
+def records() -> list[ParameterRecord]:
+    return [
+        slice_record(name, shape, init=InitSpec("zeros"), decay=decay, row_runs=runs)
+        for name, (shape, decay, runs) in SHAPES.items()
+    ]
+
+
+def members(record: ParameterRecord, *, split_rows: bool) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """How to take each logical matrix or vector out of a parameter."""
+    dims = 2 if record.decay else 1
+    lead = math.prod(record.shape[:-dims])
+
+    def taken(number: int, start: int, length: int, cycle: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            one = tensor.reshape(lead, *record.shape[-dims:])[number]
+            return one if not cycle else one.reshape(-1, cycle, one.shape[-1])[:, start : start + length].reshape(
+                -1, one.shape[-1])
+        return take
+
+    if split_rows and record.row_runs:
+        starts = [sum(record.row_runs[:i]) for i in range(len(record.row_runs))]
+        return [taken(0, s, n, sum(record.row_runs)) for s, n in zip(starts, record.row_runs)]
+    return [taken(i, 0, 0, 0) for i in range(lead)]
+
+
+def trained(config: OptimizerConfig, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield, before each update and after the last, the weights, the gradients and the sharded parameters."""
+    generator = torch.Generator().manual_seed(7)
+    pairs = []
+    for record in records():
+        value = torch.randn(record.shape, dtype=torch.float64, generator=generator).to(dtype)
+        pairs.append((record, attach(nn.Parameter(value), record)))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    sharded = ShardedParameters(
+        [[pairs]], ParallelContext.single(), wide=wide, split_state=False, capacity=200, rule=rule_of(config)
+    )
+    for piece in sharded.pieces:
+        piece.master.copy_(piece.weight)
+    update, values = make_update("torch", sharded, config), StepValues(torch.device("cpu"))
+    for _ in range(STEPS):
+        gradients = {r.name: torch.randn(r.shape, dtype=wide, generator=generator) for r, _ in pairs}
+        gradients["layers.0.mlp.down.weight"][3] = 0.0  # a row that is never met
+        yield {p.record.name: p.master.view(p.record.shape).clone() for p in sharded.pieces}, gradients, sharded
+        for piece in sharded.pieces:
+            piece.gradient.copy_(gradients[piece.record.name].reshape(-1))
+        values.set(StepNumbers(lr=LR))
+        update.step(torch.ones((), dtype=torch.float64), values, veto=torch.zeros(()))
+    yield {p.record.name: p.master.view(p.record.shape).clone() for p in sharded.pieces}, None, sharded
+
+
+def follow(
+    config: OptimizerConfig, step: Callable[[Twin, torch.Tensor, bool], None], *, split_rows: bool = False,
+    takes: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Compare each matrix and vector with its twin over all updates."""
+    twins: dict[tuple[str, int], Twin] = {}
+    for weights, gradients, _ in trained(config):
+        for record in records():
+            if not takes(record.name):
+                continue
+            for i, take in enumerate(members(record, split_rows=split_rows)):
+                twin = twins.setdefault((record.name, i), Twin(take(weights[record.name]).clone()))
+                torch.testing.assert_close(take(weights[record.name]), twin.w, rtol=1e-11, atol=1e-11)
+                if gradients is not None:
+                    step(twin, take(gradients[record.name]), record.decay)
+    assert len(twins) > 5
+
+
+def config_of(name: str, **more: Any) -> OptimizerConfig:
+    return OptimizerConfig(name=name, lr=LR, clip_grad=0.0, weight_decay=0.1, beta2=0.97, eps=1e-6, **more)
+
+
+def test_sm3_is_the_papers_formula() -> None:
+    follow(config_of("sm3"), lambda t, g, decays: rule_twins.sm3(t, g, lr=LR, beta1=0.9, decay=0.1 if decays else 0.0))
+
+
+@pytest.mark.parametrize("options", [CAMEOptions(), CAMEOptions(beta3=0.9, clip_update=0.5)])
+def test_came_is_the_papers_formula(options: CAMEOptions) -> None:
+    follow(config_of("came", came=options), lambda t, g, decays: rule_twins.came(
+        t, g, lr=LR, betas=(0.9, 0.97, options.beta3), decay=0.1 if decays else 0.0, d=options.clip_update,
+    ))
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+def test_lamb_is_the_papers_formula(vectors: bool) -> None:
+    follow(config_of("lamb", lamb=LAMBOptions(adapts_vectors=vectors)), lambda t, g, decays: rule_twins.lamb(
+        t, g, lr=LR, betas=(0.9, 0.97), eps=1e-6, decay=0.1 if decays else 0.0, ratio=decays or vectors,
+    ))
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_muon_is_a_polynomial_of_singular_values(adjust: Any) -> None:
+    """Queries, keys and values apart, gate and up, each expert; AdamW (torch's) for what is no matrix of a layer."""
+    factors = {"original": lambda r, c: 0.5 * math.sqrt(max(1, r / c)),
+               "match_rms_adamw": lambda r, c: 0.5 * 0.2 * math.sqrt(max(r, c))}
+    config = config_of("muon", muon=MuonOptions(adjust_lr=adjust, lr_factor=0.5))
+    follow(
+        config, lambda t, g, decays: rule_twins.muon(t, g, lr=LR, momentum=0.95, decay=0.05, factor=factors[adjust]),
+        split_rows=True, takes=lambda name: name.startswith("layers.") and name.endswith("weight"),
+    )
+    theirs: dict[str, tuple[torch.Tensor, torch.optim.Optimizer]] = {}
+    for weights, gradients, _ in trained(config):
+        for name in ("layers.0.mlp.up.bias", "final_norm.weight", "embedding.tokens.weight"):
+            if name not in theirs:
+                p = weights[name].clone()
+                decay = 0.1 if SHAPES[name][1] else 0.0
+                theirs[name] = p, torch.optim.AdamW([p], lr=LR, betas=(0.9, 0.97), eps=1e-6, weight_decay=decay)
+            p, adam = theirs[name]
+            torch.testing.assert_close(weights[name], p, rtol=1e-12, atol=1e-12)
+            if gradients is not None:
+                p.grad = gradients[name]
+                adam.step()
+
+
+def test_muon_in_bf16_is_torchs() -> None:
+    theirs: dict[tuple[str, int], tuple[torch.Tensor, torch.optim.Optimizer]] = {}
+    for weights, gradients, _ in trained(config_of("muon", muon=MuonOptions()), torch.bfloat16):
+        for record in records():
+            if not (record.decay and record.name.startswith("layers.")):
+                continue
+            for i, take in enumerate(members(record, split_rows=True)):
+                if (record.name, i) not in theirs:
+                    p = take(weights[record.name]).clone()
+                    theirs[record.name, i] = p, torch.optim.Muon(
+                        [p], lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+                p, other = theirs[record.name, i]
+                torch.testing.assert_close(take(weights[record.name]), p, rtol=1e-6, atol=1e-6)
+                if gradients is not None:
+                    p.grad = take(gradients[record.name]).clone()
+                    other.step()
+
+
+@pytest.mark.parametrize("options", [
+    AdafactorOptions(), AdafactorOptions(beta2_decay=-0.5, eps_variance=1e-4, eps_scale=0.1, clip_update=1.1),
+])
+def test_adafactor_is_torchs(options: AdafactorOptions) -> None:
+    theirs: dict[tuple[str, int], tuple[torch.Tensor, torch.optim.Optimizer]] = {}
+    for weights, gradients, _ in trained(config_of("adafactor", adafactor=options)):
+        for record in records():
+            for i, take in enumerate(members(record, split_rows=False)):
+                if (record.name, i) not in theirs:
+                    p = take(weights[record.name]).clone()
+                    theirs[record.name, i] = p, torch.optim.Adafactor(
+                        [p], lr=LR, beta2_decay=options.beta2_decay,
+                        eps=(options.eps_variance or None, options.eps_scale),
+                        d=options.clip_update, weight_decay=0.1 if record.decay else 0.0,
+                    )
+                p, other = theirs[record.name, i]
+                torch.testing.assert_close(take(weights[record.name]), p, rtol=1e-11, atol=1e-11)
+                if gradients is not None:
+                    p.grad = take(gradients[record.name]).clone()
+                    other.step()
+
+
+def test_a_steep_matrix_is_brought_near_the_orthogonal() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((20, 50), (50, 20), (30, 30)):
+        values = torch.linalg.svdvals(orthogonalized(torch.randn(shape, dtype=torch.float64, generator=generator), 5))
+        assert values.min() > 0.2 and values.max() < 1.3
+    assert not orthogonalized(torch.zeros(3, 4), 5).any()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 60), (3, 57), (7, 8), (19, 41), (20, 40), (5, 5)])
+def test_rectangles_cover_a_range_once(start: int, stop: int) -> None:
+    seen = torch.zeros(3, 4, 5, dtype=torch.int64)
+    flat = torch.arange(60)
+    for largest in (1, 7, 1 << 20):
+        seen.zero_()
+        for r in rectangles(start, stop, 4, 5, largest=largest):
+            at = seen.view(12, 5)[r.rows, r.columns]
+            at += 1
+            assert r.rows.start // 4 == (r.rows.stop - 1) // 4 == r.matrix
+            assert torch.equal(r.view(flat[start:stop]), flat.view(12, 5)[r.rows, r.columns])
+        assert torch.equal(seen.view(-1), ((flat >= start) & (flat < stop)).long())
+
+
+def test_owners_share_the_work() -> None:
+    assert assign([1.0, 9.0, 5.0, 4.0, 4.0], 2) == [1, 0, 1, 1, 0]
+    costs = [float(c) for c in (8, 8, 6, 6, 2, 2, 1, 1)]
+    loads = [sum(c for c, rank in zip(costs, assign(costs, 4)) if rank == r) for r in range(4)]
+    assert max(loads) == 9 and min(loads) >= 8
+    record = records()[0]
+    assert shapes_of(record) == [(12, 10), (6, 10), (6, 10)]
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("adamw", 8.0), ("lion", 4.0), ("sgd", 4.0), ("adagrad", 4.0), ("lamb", 8.0), ("muon", 4.0),
+    ("adafactor", 4 * (1000 + 500) / 500_000), ("sm3", 4 + 4 * 1500 / 500_000), ("came", 4 + 8 * 1500 / 500_000),
+])
+def test_bytes_of_state(name: str, expected: float) -> None:
+    record = slice_record("layers.0.mlp.down.weight", (1000, 500), init=InitSpec("zeros"), decay=True)
+    assert state_bytes(rule_of(OptimizerConfig(name=name)), record) == pytest.approx(expected, rel=1e-12)
