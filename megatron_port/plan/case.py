@@ -22,6 +22,7 @@ from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.flops import document_of, unit_costs
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.plan.rule_cost import ADAMW, RuleCost, rule_cost
 
 T = TypeVar("T")
 
@@ -129,8 +130,8 @@ class Case:
     zero_stage: int = 1
     shard: int = 0
     """Replicas over which ZeRO splits optimizer state (hybrid sharding); 0: all."""
-    state_tensors: float = 2
-    """Tensors of optimizer state for each parameter, masters left out, in the mean over the model (AdamW: 2)."""
+    rule: RuleCost = ADAMW
+    """The optimizer's rule."""
     reshard: str = "forward"
     offload: str = "none"
     """Where masters and moments live: none (the device) | cpu | nvme."""
@@ -360,7 +361,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         zero_stage=layout.zero_stage, shard=layout.shard_size,
         reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,
         offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
-        state_tensors=state_tensors(config), schedule=layout.pipeline_schedule,
+        rule=rule_cost(config.optimizer, config.model), schedule=layout.pipeline_schedule,
         recompute=config.activations.recompute, dropped=layer_choices(config.activations, config.model.num_layers),
         micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
@@ -384,22 +385,6 @@ def _is_fused(config: RunConfig) -> bool:
     ring = config.layout.context_parallel_size > 1 and config.layout.cp_method == "ring"  # in fp32: no fused kernel
     written_out = ring or model.attention_sinks or (model.attention_softcap > 0 and asked != "flash_attn")
     return config.backend.device == "cpu" or not written_out
-
-
-def state_tensors(config: RunConfig) -> float:
-    """Return what the optimizer's rule keeps for each parameter, in tensors as wide as its master, in the mean over the
-    model's elements. AdamW's two moments are known; another rule is imported, and torch with it.
-
-    Raises:
-        ConfigError: the plugin's rule cannot be imported, or is none.
-    """
-    if config.optimizer.name == "adamw":
-        return 3.0 if config.optimizer.ema_decay else 2.0
-    from megatron_port.model.shapes import model_records
-    from megatron_port.optim.rules import rule_of, state_bytes
-
-    rule, records = rule_of(config.optimizer), model_records(config.model).values()
-    return sum(state_bytes(rule, r, wide=4) * r.numel for r in records) / (4 * sum(r.numel for r in records))
 
 
 def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from megatron_port.plan.case import Case
 from megatron_port.plan.further import prediction
 from megatron_port.plan.operations import Sizes
 from megatron_port.plan.passes import embedding, head, layer
+from megatron_port.plan.rule_cost import ADAMW
 from megatron_port.plan.tape import Block, Meter, Tape, Value
 
 ALIKE = 3
@@ -59,7 +60,7 @@ def _alike(case: Case) -> Case:
     """A case with the same passes as ``case``, and as others."""
     return replace(
         case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, reshard="forward", bucket=1,
-        global_batch=1, micro_batches=1, state_tensors=2, offload="none", offload_weights=False, dropped=(),
+        global_batch=1, micro_batches=1, rule=ADAMW, offload="none", offload_weights=False, dropped=(),
         imbalance=1.0,
         ep=case.ep if case.on_cpu else min(case.ep, 2),  # a CPU widens the weights of a product
     )

@@ -114,7 +114,7 @@ def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tup
         weights += count * case.width / (shards if case.zero_stage == 3 else 1)
         sums += learning * gradient / (shards if case.shards_sums else 1)
         kept = learning * (1 - case.offload_fraction) if case.offload != "none" else learning
-        state += kept * (case.state_tensors + separate) * case.wide / shards
+        state += kept * (case.rule.state + separate) * case.wide / shards
     if case.offload_weights:  # on the host; the windows stay
         weights = 0.0
     return weights, sums, state

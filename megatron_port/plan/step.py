@@ -18,6 +18,7 @@ from megatron_port.plan.layer import embedding_cost, head_cost, layer_cost, part
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.offload import offloaded, updated_elements
 from megatron_port.plan.rates import Rates
+from megatron_port.plan.rule_cost import rule_seconds
 from megatron_port.plan.swap import link_of, swapped_bytes
 from megatron_port.plan.timeline import Exchanges, Timeline, timeline
 
@@ -162,7 +163,8 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     split = Split(
         compute=compute, tensor=tensor, experts=exchange, context=context, pipeline=pipeline,
         bubble=line.span - line.busy[worst] - pipeline, data=data,
-        optimizer=optimizer_seconds(case, rates) + offloaded(case, machine).seconds,
+        optimizer=optimizer_seconds(case, rates) + rule_seconds(case, rates, links)
+        + offloaded(case, machine).seconds,
         jitter=jitter,
     )
     return summary(case, machine, split, line)
@@ -257,7 +259,7 @@ def optimizer_seconds(case: Case, rates: Rates) -> float:
     """
     stages = {0, case.pp // 2, case.pp - 1}
     n = max(trained_elements(case, stage) for stage in stages)
-    elements = 1 + 2 * (1 + case.state_tensors)
+    elements = 1 + 2 * (1 + case.rule.state)
     update = max(updated_elements(case, stage) for stage in stages)
     update *= elements * case.wide + case.width + case.engine.update_extra_bytes
     return rates.stream(update + n * 2 * case.engine.gradient_bytes, 20)

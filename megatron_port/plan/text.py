@@ -14,6 +14,7 @@ from megatron_port.plan.chunk import layer_bytes
 from megatron_port.plan.context_text import context_lines, explain_context
 from megatron_port.plan.expert_text import expert_lines, explain_experts
 from megatron_port.plan.offload import offloaded
+from megatron_port.plan.rule_cost import matrix_bytes
 from megatron_port.plan.search import Candidate
 from megatron_port.plan.verdict import Plan
 
@@ -163,6 +164,7 @@ def explain(plan: Plan) -> str:
         f"  the whole model  weights {whole.weights / 1e9:.4g} + gradients {whole.gradients / 1e9:.4g} + optimizer "
         f"{whole.optimizer / 1e9:.4g} + activations {whole.activations / 1e9:.4g} = {whole.total / 1e9:.4g} GB: "
         f"{whole.devices(plan.limit)} devices of {plan.limit / 1e9:g} GB at least",
+        _rule_line(plan),
     ]
     if link:
         widest = arithmetic.widest_tensor_parallelism(model.hidden_size, peak=peak, link=link)
@@ -171,6 +173,20 @@ def explain(plan: Plan) -> str:
             f"{peak:.4g} = {widest:.1f} keeps the node's links ahead of the products (one direction)"
         )
     return "\n".join([*lines, *explain_experts(plan), *explain_context(plan)])
+
+
+def _rule_line(plan: Plan) -> str:
+    """What the optimizer keeps and moves."""
+    case = plan.case
+    state, master = 4 * case.rule.state, 4 * (case.width != case.wide)
+    fullest = max(stage.optimizer for stage in plan.memory)
+    among, near = matrix_bytes(case)
+    moves = f"; a rank moves {among / 1e9:.4g} GB of matrices among them and {near / 1e9:.4g} GB over tp in a step"
+    return (
+        f"  optimizer        {case.rule.name}: {master} (masters) + {state:.4g} bytes a parameter, "
+        f"{(master + state) * plan.parameters / 1e9:.4g} GB of the whole model over pp {case.pp} · tp {case.tp} · "
+        f"{case.shards} shards: {fullest / 1e9:.4g} GB on the fullest rank" + (moves if among + near else "")
+    )
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -205,6 +221,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _layout(case: Any) -> dict[str, Any]:
     keys = (
         "tp", "pp", "vp", "dp", "cp", "sequence_parallel", "recompute", "micro_batch", "micro_batches", "zero_stage",
-        "schedule", "shard", "state_tensors", "offload", "ep", "imbalance", "cp_method", "cp_order",
+        "schedule", "shard", "offload", "ep", "imbalance", "cp_method", "cp_order",
     )
-    return {key: getattr(case, key) for key in keys} | {"split": list(case.split)}
+    rule = {"rule": case.rule.name, "state_tensors": case.rule.state, "matrix_bytes": sum(matrix_bytes(case))}
+    return {key: getattr(case, key) for key in keys} | rule | {"split": list(case.split)}

@@ -15,7 +15,7 @@ from fuzz import RATES
 from pool import RankPool
 
 from megatron_port.config.schema import MoEConfig, OptimizerConfig, RunConfig
-from megatron_port.engine.native_state import state_pieces
+from megatron_port.engine.native_state import load_state, state_pieces
 from megatron_port.engine.native_update import make_update
 from megatron_port.model.attention import rank_rows
 from megatron_port.model.spec import Groups
@@ -31,7 +31,8 @@ from megatron_port.parity.comparison import FP64, Run, compare
 STEPS = 4
 SHAPES = {
     "layers.0.attention.qkv.weight": (24, 10), "layers.0.mlp.up.weight": (2, 8, 10),
-    "layers.0.mlp.down.weight": (10, 8), "layers.0.mlp.up.bias": (2, 8), "final_norm.weight": (10,), "embedding.tokens.weight": (13, 10),
+    "layers.0.mlp.down.weight": (10, 8), "layers.0.mlp.up.bias": (2, 8),
+    "final_norm.weight": (10,), "embedding.tokens.weight": (13, 10),
 }
 """Of the parameters that are updated without a model."""
 LLAMA: dict[str, Any] = {
@@ -92,6 +93,9 @@ def test_a_layout_changes_nothing(ranks: RankPool, name: str) -> None:
         assert not [str(d) for d in found if not d.ok], config.optimizer.name
 
 
+State = dict[tuple[str, str], torch.Tensor]
+
+
 def parts(ctx: ParallelContext) -> list[ParameterRecord]:
     """The records of this rank's slices; on four tensor-parallel ranks two share each key and value."""
     tp = ctx.size("tp")
@@ -113,18 +117,26 @@ def parts(ctx: ParallelContext) -> list[ParameterRecord]:
     return out
 
 
-def updated(topology: Topology, configs: Sequence[OptimizerConfig], split_state: bool) -> list[list[StatePiece]]:
-    """Update parameters with given gradients, and return this rank's pieces of all state; the function for ranks."""
+def updated(
+    topology: Topology, configs: Sequence[OptimizerConfig], split_state: bool, before: Sequence[State] = (),
+) -> list[list[StatePiece]]:
+    """Update parameters with given gradients, and return this rank's pieces of all state; the function for ranks.
+
+    ``before``: of each rule, what to continue from, after as many updates.
+    """
     ctx = ParallelContext.create(topology, "cpu") if topology.world_size > 1 else ParallelContext.single()
     out = []
     try:
-        for config in configs:
+        for number, config in enumerate(configs):
             pairs = [(r, attach(torch.nn.Parameter(torch.zeros(r.local_shape, dtype=torch.float64)), r))
                      for r in parts(ctx)]
             sharded = ShardedParameters([[pairs]], ctx, wide=torch.float64, split_state=split_state, capacity=150,
                                         rule=rule_of(config))
             update, values = make_update("torch", sharded, config), StepValues(ctx.device)
-            for step in range(-1, STEPS):
+            if before:
+                load_state(sharded, pairs, Held(before[number]))
+                update.restore(STEPS)
+            for step in range(STEPS, 2 * STEPS) if before else range(-1, STEPS):
                 for piece in sharded.pieces:
                     whole = torch.zeros(piece.record.local_shape, dtype=torch.float64)
                     piece.record.local_view(whole).copy_(given(piece.record, step)[piece.record.box()])
@@ -139,15 +151,28 @@ def updated(topology: Topology, configs: Sequence[OptimizerConfig], split_state:
     return out
 
 
+class Held:
+    """Reader of logical tensors in memory."""
+
+    def __init__(self, tensors: State) -> None:
+        self.tensors = tensors
+
+    def __call__(
+        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.tensors[name, kind][tuple(slice(o, o + n) for o, n in zip(offset, shape))]
+
+
 def given(record: ParameterRecord, step: int) -> torch.Tensor:
     """The logical gradient of a parameter at a step; at -1 its weights."""
     generator = torch.Generator().manual_seed(len(record.name) * 100 + step)
     return torch.randn(record.shape, dtype=torch.float64, generator=generator)
 
 
-def assembled(pieces: Sequence[StatePiece]) -> dict[tuple[str, str], torch.Tensor]:
+def assembled(pieces: Sequence[StatePiece]) -> State:
     """The logical tensors, by name and kind; every element is in one piece."""
-    out: dict[tuple[str, str], torch.Tensor] = {}
+    out: State = {}
     for p in pieces:
         whole = out.setdefault((p.name, p.kind), torch.full(p.global_shape, torch.nan, dtype=torch.float64))
         slice_ = torch.full(p.shape, torch.nan, dtype=torch.float64)
@@ -164,11 +189,17 @@ def assembled(pieces: Sequence[StatePiece]) -> dict[tuple[str, str], torch.Tenso
     (Topology(tp=4, kv_copies=2, dp=2), True), (Topology(dp=4, shard=2), True), (Topology(tp=2, cp=2), True),
 ], ids=str)
 def test_weights_and_state_are_those_of_one_process(ranks: RankPool, topology: Topology, split_state: bool) -> None:
-    """Of the same gradients: to the bit where nothing is summed, SM3's maxima among them."""
+    """Of the same gradients, and continued from one process's state: to the bit where nothing is summed, SM3's maxima
+    among them."""
     configs = [OptimizerConfig(name=rule, clip_grad=0.0, lr=0.1) for rule in RULES]
-    there = ranks.run(topology.world_size, updated, topology, configs, split_state, timeout=120.0)
-    for i, (config, pieces) in enumerate(zip(configs, updated(Topology(), configs, True))):
-        want, found = assembled(pieces), assembled([p for rank in there for p in rank[i]])
+    first = [assembled(pieces) for pieces in updated(Topology(), configs, True)]
+    then = [assembled(pieces) for pieces in updated(Topology(), configs, True, first)]
+    there = ranks.run(topology.world_size, updated, topology, configs, split_state, timeout=240.0)
+    again = ranks.run(topology.world_size, updated, topology, configs, split_state, first, timeout=240.0)
+    cases = [*((c, w, i, there) for i, (c, w) in enumerate(zip(configs, first))),
+             *((c, w, i, again) for i, (c, w) in enumerate(zip(configs, then)))]
+    for config, want, i, pieces in cases:
+        found = assembled([p for rank in pieces for p in rank[i]])
         assert want.keys() == found.keys()
         for key, tensor in want.items():
             if config.name in ("lion", "sgd", "adagrad", "sm3"):

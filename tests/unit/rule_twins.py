@@ -1,5 +1,5 @@
-"""The papers' formulas in plain fp64 tensor algebra, one whole matrix or vector at a time: twins of the rules, with which
-they share no code."""
+"""The papers' formulas in plain fp64 tensor algebra, one whole matrix or vector at a time, sharing no code with the
+rules."""
 
 from __future__ import annotations
 
