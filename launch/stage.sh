@@ -125,6 +125,7 @@ stage_environment() {
   unfit=$results/unfit.txt
   rank_run=("$staged/config.toml" "${rank_run[@]:1}")
   # From here on no rank looks for a module in the working directory, in a home directory or in the record.
-  rank_environment=(env "PYTHONPATH=$staged/code" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1)
+  rank_environment=(env "PYTHONPATH=$staged/code" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1
+    "LD_LIBRARY_PATH=$staged/env/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}")
   if [[ $archive == *.sif ]]; then container "$copied"; else rank_python=$staged/env/bin/python; fi
 }

@@ -6,9 +6,13 @@ site_cores_per_task=7
 site_srun=(
   '--cpu-bind=mask_cpu:0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000'
 )
+site_container=singularity
+site_image=''
+site_container_python=python3
+site_container_options=(--rocm)
 site_setup() {
   site_local_disk=/tmp
-  load_modules LUMI/24.03 partition/G rocm/6.0.3 aws-ofi-rccl
+  load_modules LUMI/24.03 partition/G cray-python
   export NCCL_SOCKET_IFNAME='hsn0,hsn1,hsn2,hsn3'
   export NCCL_NET_GDR_LEVEL=3
   export CXI_FORK_SAFE=1
@@ -18,4 +22,5 @@ site_setup() {
   export HSA_FORCE_FINE_GRAIN_PCIE=1
   export MIOPEN_USER_DB_PATH="$site_local_disk"/miopen-"$SLURM_JOB_ID"
   export MIOPEN_CUSTOM_CACHE_DIR="$site_local_disk"/miopen-"$SLURM_JOB_ID"
+  site_mounts=(/pfs /scratch /projappl /flash /opt/cray /var/spool/slurmd /usr/lib64/libcxi.so.1:/usr/lib64/libcxi.so.1:ro)
 }

@@ -49,7 +49,25 @@ def add_parser(subparsers: Any) -> None:
     sites = actions.add_parser("sites", help="bring the scripts in launch/ up to date with configs/")
     sites.add_argument("--check", action="store_true", help="only say which are not")
     sites.set_defaults(act=update)
+    image = actions.add_parser(
+        "image", help="pack this environment for the nodes' own disks (STAGE, launch.stage)",
+        description="Write interpreter, standard library and packages into one archive that runs from any folder. A "
+        "job with STAGE=FILE copies it to each node, with the code and configuration of its launch record.",
+    )
+    image.add_argument("-o", "--output", required=True, metavar="FILE.tar", help="where to write it")
+    image.set_defaults(act=pack)
     launch_attempts.add_actions(actions)
+
+
+def pack(args: argparse.Namespace) -> int:
+    """Write an image of this environment."""
+    from megatron_port.config.urls import local_path
+    from megatron_port.launch.image import make_image
+
+    made = make_image(local_path(args.output))
+    print(f"{made.path}: {made.files:,} files, {made.unpacked / 1e6:,.0f} MB in {made.packed / 1e6:,.0f} MB; "
+          f"STAGE={made.path.absolute()} sbatch …")
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:
