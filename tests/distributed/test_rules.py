@@ -206,3 +206,21 @@ def test_weights_and_state_are_those_of_one_process(ranks: RankPool, topology: T
                 assert torch.equal(found[key], tensor), (config.name, key)
             else:
                 torch.testing.assert_close(found[key], tensor, rtol=1e-11, atol=1e-11, msg=f"{config.name} {key}")
+
+
+def test_half_precision_trains_alike_and_copies_stay_equal(ranks: RankPool) -> None:
+    """In bf16, with Muon's products and journeys in bf16: tied tables, norms and heads that ranks share keep one value,
+    and losses stay near one process's."""
+    topology = Topology(tp=2, pp=2, dp=2)
+    layout = {"zero_stage": 1, "sequence_parallel": True, "vocab_padding_multiple": 16}
+    configs = []
+    for rule in ("adafactor", "came", "lamb", "muon"):
+        config = config_of(rule, {**LLAMA, **TIED, "num_query_groups": 1}, layout, topology)
+        configs.append(replace(
+            config, precision=replace(config.precision, dtype="bf16"), optimizer=replace(config.optimizer, lr=3e-3)
+        ))
+    traces = ranks.run(8, run_cases, [(config, topology, STEPS, 1) for config in configs], timeout=240.0)
+    for i, config in enumerate(configs):
+        found, alone = Run.of([trace[i] for trace in traces]), single_run(config, steps=STEPS)
+        assert not found.differing_copies, config.optimizer.name
+        assert found.losses == pytest.approx(alone.losses, rel=1e-2), config.optimizer.name
