@@ -103,7 +103,7 @@ def refuse_dropout(name: str, dropout: ProbabilityDropout | None) -> None:
 def refuse_mask(name: str, mask: AttentionMask) -> None:
     """Raise ValueError for what only the project's own attention and math can do."""
     if mask.sinks is not None:
-        raise ValueError(f"attention provider {name} cannot serve attention sinks; use own or math")
+        raise ValueError(f"attention provider {name} does not support attention sinks; use own or math")
 
 
 def fold_batch(x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
             return _sdpa(q, k, v, None, causal)
         refuse_mask("sdpa", mask)
         if mask.softcap:
-            raise ValueError("attention provider sdpa cannot serve soft-capped scores; use own, math or flash_attn")
+            raise ValueError("attention provider sdpa does not support soft-capped scores; use own, math or flash_attn")
         if mask.end is None:
             return _sdpa(q, k, v, mask.visible(q.shape[0], k.shape[0], q.device), False)
         parts = [

@@ -74,7 +74,7 @@ def confirm(question: str, *, yes: bool) -> bool:
     if yes:
         return True
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question}: nothing was removed; nobody can be asked here, so give --yes")
+        raise ConfigError(f"{question}: nothing was removed; there is no terminal to confirm on, so give --yes")
     print(f"{question}? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() in ("y", "yes"):
         return True

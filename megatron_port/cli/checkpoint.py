@@ -175,7 +175,7 @@ def _show(directory: Path, *, as_json: bool) -> int:
     found = directories(directory)
     path = found[0] if found == [directory] else find_latest(found[0].parent)
     if path is None:
-        raise CheckpointError(f"{directory}: none of {len(found)} checkpoints is whole; `checkpoint list` names why")
+        raise CheckpointError(f"{directory}: none of {len(found)} checkpoints is complete; `checkpoint list` shows why")
     checkpoint = open_checkpoint(path)
     state = checkpoint.manifest.state
     body = {

@@ -62,7 +62,7 @@ def remove(args: argparse.Namespace) -> int:
     every = {prefix: files_of(prefix) for prefix in args.prefix}
     for prefix, files in every.items():
         if not files:
-            raise DataError(f"{prefix}: no corpus of that name; `data list FOLDER` shows what is there")
+            raise DataError(f"{prefix}: no corpus of that name; `data list FOLDER` shows the corpora")
     names = ", ".join(str(path) for files in every.values() for path in files)
     if not confirm(f"remove {names}", yes=args.yes):
         return EXIT_OK

@@ -128,7 +128,7 @@ def update(args: argparse.Namespace) -> int:
     if args.check:
         stale = shipped.stale_scripts()
         if stale:
-            raise ConfigError(f"not what configs/ says: {', '.join(stale)}; run megatron-port launch sites")
+            raise ConfigError(f"these differ from configs/: {', '.join(stale)}; run megatron-port launch sites")
         return 0
     for name in shipped.write_shipped():
         print(name)

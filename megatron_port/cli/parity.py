@@ -121,7 +121,7 @@ def _apart(message: str, config: RunConfig, record: Callable[[], int]) -> None:
     print(message, flush=True)
     code = run_apart(lambda: exit_code_of(record), preload=modules)
     if code:
-        raise EnvironmentFault(f"{message} ended with exit code {code}; what it said is above")
+        raise EnvironmentFault(f"{message} ended with exit code {code}; its output is above")
 
 
 def _places(config: RunConfig) -> RoundingEmulation | None:

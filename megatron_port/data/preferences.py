@@ -37,7 +37,7 @@ def preference_of(record: object) -> Preference:
     if not all(key in present for key in PREFERENCES):
         raise ConversationRefusal(
             f"no preference under chosen and rejected; found the keys {names(present) or 'of nothing'}. Rankings, "
-            "scores and single labels are to be turned into pairs first"
+            "scores and single labels must be turned into pairs first"
         )
     refuse_extras(present, "the record")
     chosen, rejected = (_conversation(present, key) for key in PREFERENCES)

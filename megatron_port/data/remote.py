@@ -70,7 +70,7 @@ class RemoteCorpus:
             infos = {end: self._store.info(name + end) for end in (".idx", ".bin")}
         except FileNotFoundError as error:
             raise DataError(
-                f"{url}: {error.args[-1] if error.args else error} is not there; give the prefix without .bin or .idx"
+                f"{url}: {error.args[-1] if error.args else error} does not exist; give the prefix without .bin or .idx"
             ) from error
         self.bin_bytes = infos[".bin"].size
         identity = repr((url, sorted((end, i.size, i.version) for end, i in infos.items())))

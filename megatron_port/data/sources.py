@@ -302,7 +302,7 @@ class _Limited(io.RawIOBase):
         if self._out > EXPANSION_FREE and self._out > EXPANSION * self._raw.count:
             raise DataError(
                 f"{self._where}: {self._raw.count} bytes have unpacked to {self._out}, more than {EXPANSION} times as "
-                "many; text does not do that. Unpack it yourself if it is meant")
+                "many; text does not do that. Unpack it yourself if it is intended")
         return len(data)
 
 

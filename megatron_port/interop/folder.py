@@ -38,7 +38,9 @@ def building(out: Path, needed: int) -> Iterator[Path]:
         raise CheckpointError(f"{out} exists; give a new name, or remove it first")
     free = free_bytes(out.absolute())
     if free is not None and free < needed:
-        raise CheckpointError(f"{out}: {needed} bytes are needed, {free} are free; free some space or go elsewhere")
+        raise CheckpointError(
+            f"{out}: {needed} bytes are needed, {free} are free; free some space or use another folder"
+        )
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         try:
@@ -65,7 +67,7 @@ def scratch(beside: Path, needed: int) -> Iterator[Path]:
     if free is not None and free < needed:
         raise CheckpointError(
             f"{beside}: importing needs {needed} bytes of free space (a copy of the source and the result), "
-            f"{free} are free; free some space or go elsewhere"
+            f"{free} are free; free some space or use another folder"
         )
     folder = beside.with_name(f".{beside.name}.{os.getpid()}.scratch")
     try:

@@ -85,7 +85,7 @@ class PeftFolder:
         if (rank != tuning.rank and not apart) or bool(self._config.get("use_rslora")) != tuning.rslora:
             raise CheckpointError(
                 f"{self.path}: {module.name} has rank {rank} (use_rslora {bool(self._config.get('use_rslora'))}), and "
-                f"fine_tuning.rank is {tuning.rank}, rslora {tuning.rslora}; set them to what is there"
+                f"fine_tuning.rank is {tuning.rank}, rslora {tuning.rslora}; set them to the folder's"
             )
         if alpha != wanted:
             raise CheckpointError(

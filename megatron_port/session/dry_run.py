@@ -163,13 +163,14 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
         f"{executed * config.batch.global_batch_size / 1e15:.4g} "
         "hardware",
         *group_lines(topology, config.cluster.gpus_per_node),
-        "stage  ranks          layers  parameters a rank  weights+gradients+optimizer a rank (activations not counted)",
+        "stage  ranks          layers  parameters per rank  weights+gradients+optimizer per rank "
+        "(activations not counted)",
     ]
     whole = all_stages or len(stages) <= 8
     for s in stages if whole else [*stages[:4], *stages[-4:]]:
         first = topology.first_rank(pp=s.stage)
         ranks = f"{first}-{first + topology.world_size // pp - 1}"
-        lines.append(f"{s.stage:>5}  {ranks:<13}  {s.layers:>6}  {s.parameters:>17,}  {s.static_bytes / 1e9:8.2f} GB")
+        lines.append(f"{s.stage:>5}  {ranks:<13}  {s.layers:>6}  {s.parameters:>19,}  {s.static_bytes / 1e9:8.2f} GB")
         if not whole and s.stage == 3:
             between = stages[4:-4]
             layers = sorted({m.layers for m in between})

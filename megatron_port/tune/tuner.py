@@ -103,7 +103,7 @@ def render(results: Results) -> str:
     good, lines = results.ranked(), []
     if good:
         lines.append("measured, best first:")
-        lines.append(f"{'':>4} {'s a step':>10} {'planned':>10} {'error':>8} {'TFLOP/s':>9} {'GB':>7}  layout")
+        lines.append(f"{'':>4} {'s/step':>10} {'planned':>10} {'error':>8} {'TFLOP/s':>9} {'GB':>7}  layout")
     for i, t in enumerate(good, 1):
         assert t.seconds is not None
         memory = f"{t.memory_bytes / 1e9:7.2f}" if t.memory_bytes else f"{'':>7}"

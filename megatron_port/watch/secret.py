@@ -127,8 +127,8 @@ def _read(path: Path) -> str:
         except FileNotFoundError:
             if time.monotonic() > until:
                 raise FileNotFoundError(
-                    f"{path} is not there; is the run's folder the same on all nodes? Else export {SECRET}, the same "
-                    f"random text, to all ranks"
+                    f"{path} does not exist; is the run's folder the same on all nodes? If not, export {SECRET}, the "
+                    f"same random text, to all ranks"
                 ) from None
             time.sleep(0.1)
     with os.fdopen(handle, "r", encoding="utf-8") as stream:

@@ -17,7 +17,7 @@ def read(f: Fields) -> dict[str, Any]:
                              layers=36, heads=16, tied=True)
     layers = values["num_layers"]
     if f.values.get("use_sliding_window") and not f.values.get("layer_types"):
-        raise f.fault("use_sliding_window without layer_types: which layers have a window is not said")
+        raise f.fault("use_sliding_window without layer_types: it does not say which layers have a window")
     values |= f.windows_by_layer(layers, values["seq_length"])
     every = f.get("no_rope_layer_interval", 4)
     rotates = f.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)])
