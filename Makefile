@@ -22,7 +22,7 @@ APT := sudo apt-get install -y git make g++ python3-dev python3-venv
 export SMALL SHARE_GPU SHARD MOE LONG DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test mutations soak kernels budgets lint gpu-check gpu-session ghost-check compare site-report lock clean
+.PHONY: help setup quickstart test mutations soak kernels budgets lint gpu-check gpu-session ghost-check compare site-report release lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,6 +70,9 @@ compare: setup  ## the same GPT through this project and what people would use i
 
 site-report: setup  ## one archive with what this machine does: checks, layouts, speed, predictions (ARGS=--short)
 	@$(VENV) scripts/site_report.py $(ARGS)
+
+release: setup  ## sdist and wheel with CPU kernels, reproducible, with hashes and a bill of materials, in dist/ (ARGS=--once)
+	@$(VENV) scripts/release.py $(ARGS)
 
 lock: setup  ## resolve constraints/ anew
 	@$(VENV) -m pip install --quiet uv && $(VENV) scripts/lock.py

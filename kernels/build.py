@@ -251,7 +251,9 @@ def _digest(parts: Sequence[object]) -> str:
 def sources_digest(library: Library) -> str:
     """Of everything a library is made from."""
     files = [*library.sources, *library.headers]
-    return _digest([library.version, *library.compile, *library.link, *(p.read_text() for p in files)])
+    # Without this machine's folders: the same sources built in two places are the same.
+    flags = [re.sub(r"(-[IL])?/\S*/(kernels|torch)(?=/|$)", r"\1\2", f) for f in (*library.compile, *library.link)]
+    return _digest([library.version, *flags, *(p.read_text() for p in files)])
 
 
 def included(source: Path, headers: Sequence[Path]) -> list[Path]:
@@ -320,11 +322,17 @@ def read_manifest(out: Path) -> dict[str, dict[str, str]]:
         return {}
 
 
+def built_at() -> str:
+    """Return the time of a build; with SOURCE_DATE_EPOCH that one, so that equal sources give equal files."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.gmtime(int(epoch)) if epoch.isdigit() else time.localtime())
+
+
 def _record(library: Library, out: Path, digest: str) -> None:
     manifest = read_manifest(out)
     target = next((f for f in library.compile if f.startswith("-DMP_TARGET=")), f"=\"{library.target}\"")
     manifest[library.name] = {"target": target.split("=", 1)[1].strip('"'), "compiler": library.version,
-                              "sources": digest, "built": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+                              "sources": digest, "built": built_at()}
     temporary = out / f"manifest.{os.getpid()}.tmp"
     temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     os.replace(temporary, out / "manifest.json")

@@ -9,7 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+try:
+    from megatron_port._version import __version__  # which an installation has
+except ImportError:  # a checkout: the commit says more, and ``git`` is not asked for it here
+    __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from megatron_port.api import build_engine as build_engine
