@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from quickstart_plan import Choice, choose, faults, on_or_off
+from quickstart_plan import COMPARED, Choice, choose, compare_losses, faults, on_or_off, other_layout
 
 PROMPT = "KING HENRY:\n"
 DATA = Path("data")
@@ -131,6 +131,7 @@ def conclude(choice: Choice, changes: list[str], entropy: float, *, training: fl
                      *[x for c in device for x in ("--set", c)], capture=True)
     print(sample)
     (folder / "sample.txt").write_text(sample)
+    compared, different = second_layout(choice, changes, folder)
     draw_loss(folder / "metrics.jsonl", folder / "loss.svg", unigram_entropy=entropy, title=f"{config.name}: loss")
     validation = [float(x["validation_loss"]) for x in lines if "validation_loss" in x]
     losses = {int(x["step"]): float(x["loss"]) for x in steps}
@@ -149,14 +150,31 @@ def conclude(choice: Choice, changes: list[str], entropy: float, *, training: fl
         ("validation loss", f"{validation[0]:.3f} at the start, {validation[-1]:.3f} at the end"),
         ("unigram entropy", f"{entropy:.3f} (the best that a model without context can do)"),
         ("tokens/s", f"{rates[len(rates) // 2]:,.0f} (median step)"),
+        *([("two layouts", compared)] if compared else []),
         ("time", f"training {training:.0f} s, all of it {time.perf_counter() - started:.0f} s"),
         ("files", f"{folder}/: metrics.jsonl, loss.svg, sample.txt, config.toml, checkpoints/"),
+        ("report", f"{(folder / 'report.html').resolve()}" + (", with the curves of both layouts" if compared else "")),
     ]))
     print(next_commands(choice, folder, config.training.steps))
-    found = faults(losses, validation, entropy)
+    found = faults(losses, validation, entropy) + different
     for fault in found:
         print(f"error: {fault}", file=sys.stderr)
     return 6 if found else 0
+
+
+def second_layout(choice: Choice, changes: Sequence[str], folder: Path) -> tuple[str, list[str]]:
+    """Take the first steps again on one process, and write the report of both; (a line that compares them, faults)."""
+    from megatron_port.telemetry.picture import read_curves
+
+    other = folder.with_name(f"{folder.name}-one-process")
+    sets = other_layout(choice, changes, other.name)
+    if not sets:
+        command("report", str(folder), capture=True)
+        return "", []
+    phase(f"the first {COMPARED} steps again, on one process: a layout is not a hyperparameter", "20 s")
+    command("train", choice.run, "--nproc", "1", *[x for c in sets for x in ("--set", c)], capture=True)
+    command("report", str(folder), str(other), "--out", str(folder / "report.html"), capture=True)
+    return compare_losses(*(read_curves(f / "metrics.jsonl").training for f in (folder, other)))
 
 
 def next_commands(choice: Choice, folder: Path, steps: int) -> str:
@@ -169,7 +187,7 @@ def next_commands(choice: Choice, folder: Path, steps: int) -> str:
     megatron-port train {choice.run} --nproc {choice.ranks}{sets}{small} --set training.steps={2 * steps}   train on
     megatron-port parity runs/quickstart --layouts {layouts}   see that another layout gives the same, on the CPU
     megatron-port generate {folder} --prompt "HAMLET:" --nproc 2 --set layout.tensor_parallel_size=2
-    megatron-port report {folder}   one HTML page about the run
+    megatron-port watch {folder}   the same as a live page, while a run trains
     megatron-port doctor   what this machine has
   (each with .venv/bin/ in front, or after `. .venv/bin/activate`)"""
 

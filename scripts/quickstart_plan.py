@@ -121,3 +121,40 @@ def faults(losses: Mapping[int, float], validation: Sequence[float], entropy: fl
     if not validation[-1] <= 0.9 * entropy:
         found.append(f"the validation loss {validation[-1]:.3f} is not clearly under the unigram entropy {entropy:.3f}")
     return found
+
+
+COMPARED = 20
+"""Steps of the run that another layout takes again."""
+BOUND = 1e-5
+"""Of the loss, relative: what docs/parity.md allows a step that begins at equal weights. Here each begins at those that
+the steps before it made, and 5e-8 was measured."""
+PLAIN_RUN = "runs/quickstart"
+
+
+def other_layout(choice: Choice, changes: Sequence[str], folder: str) -> tuple[str, ...]:
+    """Overrides of the run that shows the layout to be no hyperparameter: one process, its first ``COMPARED`` steps, no
+    evaluation and no checkpoint. ``folder``: name of the run. Empty: another run than the plain one on a CPU.
+    """
+    if choice.run != PLAIN_RUN or choice.ranks == 1:
+        return ()
+    kept = [c for c in changes if not c.startswith("layout.")]
+    sizes = [f"layout.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "data")]
+    return (*kept, *sizes, f"name={folder}", f"training.steps={COMPARED}", "training.eval_interval=0",
+            "training.eval_batches=0", "checkpoint.save_interval=0", "checkpoint.save_final=false",
+            "checkpoint.resume=never")
+
+
+def compare_losses(one: Mapping[int, float], other: Mapping[int, float]) -> tuple[str, list[str]]:
+    """Return a line on how far two layouts' training losses are apart, and what is wrong with that.
+
+    Args:
+        one, other: step → training loss; the steps that both have are compared.
+    """
+    steps = sorted(one.keys() & other.keys())
+    if not steps:
+        return "no step in common", ["the two layouts have no step in common"]
+    apart = {step: abs(one[step] - other[step]) / abs(other[step]) for step in steps}
+    worst = max(steps, key=lambda step: apart[step])
+    line = f"the loss of each of {len(steps)} steps equal within {apart[worst]:.1e}, relative (bound {BOUND:.0e})"
+    bad = [step for step in steps if not apart[step] <= BOUND]
+    return line, [f"the losses of the two layouts differ by {apart[step]:.1e} at step {step}" for step in bad[:1]]

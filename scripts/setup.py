@@ -13,6 +13,7 @@ Exit codes: 0 ready, 3 the machine lacks something (one message says what), 130 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -34,7 +35,7 @@ from typing import NoReturn
 
 from setup_cuda import Toolkit, advice, find_toolkit, gpu_missing, in_path, pip_folders, torch_cuda, with_headers
 from setup_machine import check_machine, compiler_jobs, fail, gpu_architectures, processor_flags
-from setup_ops import DEVICE_OPS, OPS, PROBE_OPS, found_binaries, op_problems, wanted_binaries
+from setup_ops import DEVICE_OPS, PROBE_OPS, found_binaries, op_problems, ops_for, wanted_binaries
 
 ROOT = Path(__file__).resolve().parent.parent
 DEEPSPEED = "0.19.8"
@@ -47,6 +48,21 @@ PROBE_TORCH = """
 import json, torch
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}))
 """
+
+# What the project and its tests require beside torch and DeepSpeed, a name each; every pip has a parser of TOML.
+REQUIREMENTS = """
+import re, sys
+try:
+    import tomllib
+except ImportError:
+    from pip._vendor import tomli as tomllib
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+extras = project["optional-dependencies"]
+lines = [*project["dependencies"], *extras["test"], *extras["dev"]]
+names = [re.match(r"[A-Za-z0-9._-]+(\\[[^\\]]*\\])?", line)[0] for line in lines if ";" not in line]
+print(*(name for name in names if name not in ("torch", "deepspeed")), sep="\\n")
+"""
+
 
 def digest(value: object) -> str:
     """A short hash of anything that JSON can hold."""
@@ -79,6 +95,7 @@ class Setup:
         self.device = device
         self.torch_version = torch_version
         self.torch_index = torch_index
+        self.ops = ops_for(device)
         self.venv = ROOT / ".venv"
         self.cache = ROOT / ".cache"
         self.stamps = self.venv / "stamps"
@@ -159,9 +176,9 @@ class Setup:
                   {"python": sys.version, "at": os.path.realpath(sys.executable), "root": str(ROOT)}, self.make_venv),
             Phase("torch", f"torch {self.torch_version}{default}", "1 min; with CUDA 3 GB to download, 3 to 10 min",
                   {"version": self.torch_version, "index": self.torch_index, "pins": pins}, self.install_torch),
-            Phase("deepspeed", f"DeepSpeed {DEEPSPEED}, ops {' '.join(OPS)} for {self.device}",
-                  "3 to 4 min of compiling on 2 cores; 30 s with the wheel in .cache/wheels",
-                  {"version": DEEPSPEED, "ops": OPS, "device": self.device, "cpu": processor_flags(),
+            Phase("deepspeed", f"DeepSpeed {DEEPSPEED}, ops {' '.join(self.ops)} for {self.device}",
+                  "1 to 2 min of compiling on 2 cores, beside downloads; 30 s with the wheel in .cache/wheels",
+                  {"version": DEEPSPEED, "ops": self.ops, "device": self.device, "cpu": processor_flags(),
                    "binaries": sorted(wanted_binaries(self.device, dict(os.environ))), "verify": PROBE_OPS},
                   self.install_deepspeed),
             Phase("project", "this project and its tests' packages", "1 min",
@@ -222,7 +239,7 @@ class Setup:
         build = self.torch_build()
         self.check_build(build)
         environment = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu" if self.device == "cpu" else "cuda",
-                       **{f"DS_BUILD_{op}": "1" for op in OPS}}
+                       **{f"DS_BUILD_{op}": "1" for op in self.ops}}
         if self.device == "cuda":
             toolkit = self.toolkit(build)
             environment.update(CUDA_HOME=str(toolkit.home), TORCH_CUDA_ARCH_LIST=gpu_architectures(),
@@ -237,20 +254,47 @@ class Setup:
         folder = self.cache / "wheels" / f"deepspeed-{DEEPSPEED}-{digest(inputs)}"
         self.pip(*DEEPSPEED_NEEDS)
         if not list(folder.glob("deepspeed-*.whl")):
-            self.build_wheel(folder, inputs, environment)
+            with self.downloads():
+                self.build_wheel(folder, inputs, environment)
         else:
             print(f"      from {folder.relative_to(ROOT)}")
         wheel = str(next(folder.glob("deepspeed-*.whl")))
         self.pip("--no-deps", "--force-reinstall", wheel)
         self.verify_ops(folder, environment)
 
+    @contextmanager
+    def downloads(self) -> Iterator[None]:
+        """Download the next phase's packages while the body compiles: pip's cache has them then.
+
+        Nothing is installed, so the body's environment stays as is; a download that fails is tried again.
+        """
+        requirements = ROOT / "pyproject.toml"
+        if not requirements.is_file():  # an image's first layer
+            yield
+            return
+        names = subprocess.run([self.python, "-c", REQUIREMENTS, str(requirements)], capture_output=True, text=True,
+                               cwd=self.cache, check=False).stdout.split()
+        with tempfile.TemporaryDirectory(prefix="download-", dir=self.cache) as folder:
+            command = [self.python, "-m", "pip", "download", "--quiet", "--no-input", "--progress-bar", "off",
+                       "--prefer-binary", "--no-build-isolation", "-c", str(ROOT / "constraints" / "common.txt"),
+                       "-c", str(self.torch_pins()), "--dest", folder, *names]
+            child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                     stdin=subprocess.DEVNULL, cwd=self.cache, start_new_session=True)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGTERM)  # what is left is downloaded by the phase itself
+                child.wait()
+
     def verify_ops(self, folder: Path, environment: dict[str, str]) -> None:
         """pip succeeds without an op that DeepSpeed skipped, so look. A wheel that lacks one is not kept."""
         answer = self.cache / "setup" / "ops.json"
         answer.unlink(missing_ok=True)
-        self.call([self.python, "-c", PROBE_OPS, str(answer), *OPS], {"DS_ACCELERATOR": environment["DS_ACCELERATOR"]})
+        accelerator = {"DS_ACCELERATOR": environment["DS_ACCELERATOR"]}
+        self.call([self.python, "-c", PROBE_OPS, str(answer), *self.ops], accelerator)
         facts = json.loads(answer.read_text())
-        files = {op: facts["ops"][op]["file"] for op in DEVICE_OPS if facts["ops"][op]["file"] and self.device != "cpu"}
+        files = {op: facts["ops"][op]["file"] for op in DEVICE_OPS if op in self.ops and facts["ops"][op]["file"]}
         found = {op: found_binaries(self.device, Path(file).read_bytes()) for op, file in files.items()}
         wanted = wanted_binaries(self.device, environment)
         problems = op_problems(self.device, facts, wanted, found, str(self.log))
@@ -258,7 +302,7 @@ class Setup:
             shutil.rmtree(folder, ignore_errors=True)
             fail("DeepSpeed's ops are not as asked for:\n" + "\n".join(f"  - {problem}" for problem in problems))
         targets = f" ({', '.join(sorted(set().union(*found.values())))})" if found else ""
-        print(f"      {' and '.join(OPS)} load{targets}, and a step of Adam equals torch's")
+        print(f"      {' and '.join(self.ops)} load{targets}, and a step of Adam equals torch's")
 
     def build_wheel(self, folder: Path, inputs: dict[str, object], environment: dict[str, str]) -> None:
         """Compile into a temporary folder beside ``folder``, then move it there whole."""

@@ -7,6 +7,13 @@ import struct
 from typing import Any
 
 OPS = ("CPU_ADAM", "FUSED_ADAM")
+
+
+def ops_for(device: str) -> tuple[str, ...]:
+    """What is built for a device: on a CPU only the optimizer that runs there; half of the compilation is the other."""
+    return ("CPU_ADAM",) if device == "cpu" else OPS
+
+
 # Those with GPU code in them, on a GPU.
 DEVICE_OPS = ("FUSED_ADAM",)
 # kind, version, head size, size, compressed size, options, minor, major, architecture; more of the head follows.

@@ -83,14 +83,14 @@ def test_differences_are_named(tmp_path: Path) -> None:
     assert "not tagged for every Python" in wrong[-1] and len(wrong) == len(release.LIBRARIES) + 1
 
 
-def test_the_version_is_gits_or_what_an_sdist_says(tmp_path: Path) -> None:
+def test_the_version_is_gits_or_what_an_sdist_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = script("setup")
 
     def git(*words: str) -> None:
         author = ("-c", "user.name=x", "-c", "user.email=x@example.org")
         subprocess.run(["git", "-C", str(tmp_path), *author, *words], check=True, capture_output=True)
 
-    setup.HERE = tmp_path
+    monkeypatch.setattr(setup, "HERE", tmp_path)
     assert setup.version() == "0.1.0.dev0"
     git("init")
     git("commit", "--allow-empty", "-m", "one")

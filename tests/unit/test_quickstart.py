@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from megatron_port.config.checks import problems
+from megatron_port.config.dump import config_hash
 from megatron_port.config.loader import load
 from megatron_port.model.flops import active_count
 
@@ -221,3 +223,26 @@ def test_the_script_from_end_to_end(tmp_path: Path) -> None:
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 150 and max(losses) == losses[0]
     assert (tmp_path / "runs/quickstart/loss.svg").stat().st_size > 10_000
+
+
+def test_the_other_layout_is_the_same_run_on_one_process() -> None:
+    for small in (False, True):
+        choice = plan.choose("cpu", 0, small=small)
+        one, other = (load(choice.run, sets).config for sets in
+                      (choice.overrides, plan.other_layout(choice, choice.overrides, "x")))
+        assert config_hash(replace(one, training=other.training)) == config_hash(other)
+        assert not problems(other, world_size=1)
+        assert (other.name, other.training.steps) == ("x", plan.COMPARED) and other.training.eval_batches == 0
+    for other_run in (plan.choose("cpu", 0, moe=True), plan.choose("cuda", 1)):
+        assert plan.other_layout(other_run, other_run.overrides, "x") == ()
+
+
+def test_losses_of_two_layouts_are_compared_step_by_step() -> None:
+    one = {1: 5.0, 2: 4.0, 3: 3.0}
+    line, wrong = plan.compare_losses(one, {1: 5.0 + 2e-5, 2: 4.0 - 3e-5})
+    assert not wrong and line == "the loss of each of 2 steps equal within 7.5e-06, relative (bound 1e-05)"
+    assert plan.compare_losses(one, {1: 5.0 + 1e-4})[1] == ["the losses of the two layouts differ by 2.0e-05 at step 1"]
+    assert plan.compare_losses(one, {1: 5.0, 2: 4.001})[1] == [
+        "the losses of the two layouts differ by 2.5e-04 at step 2"]
+    assert plan.compare_losses(one, {1: 5.0, 2: float("nan")})[1]
+    assert plan.compare_losses(one, {7: 5.0})[1]
